@@ -1,0 +1,104 @@
+"""Row lengths of every module, chosen from the data so that all modules fill up together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.balance.parts import Parts
+
+_GIVE = 0.04  # samples per step may move by this share to keep aligned rows of all modules in proportion
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What one microbatch holds of each module.
+
+    rows: int64 `[M]`, rows per microbatch.
+    length: int64 `[M]`, positions of a row.
+    samples_per_step: the mean that the packer should reach with these.
+    notes: what differs from what was asked for, and why; one line each.
+    """
+
+    rows: np.ndarray
+    length: np.ndarray
+    samples_per_step: float
+    notes: tuple[str, ...] = ()
+
+
+def fit_budgets(
+    parts: Parts,
+    samples_per_step: float,
+    rows: Sequence[int] | np.ndarray,
+    microbatches: int = 1,
+    alignment: int = 8,
+    headroom: float = 0.02,
+    names: Sequence[str] = (),
+) -> Budgets:
+    """Budgets in proportion to each module's mean use, whose rows hold the largest item and the largest sample.
+
+    rows: `[M]`, at most so many rows per microbatch; fewer where the largest item needs longer ones. Where even one row
+    would then be out of proportion, there are more samples in a step. A module without parts keeps its rows, of length
+    `alignment`. headroom: a budget's excess over mean use; the default is what the packer leaves empty at 24 to 48
+    samples a step, so that steps really have `samples_per_step`. names: of the modules, for the notes.
+    Raises ValueError without samples, or for numbers below 1.
+    """
+    asked = np.asarray(rows, np.int64)
+    if len(parts) == 0:
+        raise ValueError("no samples to fit budgets to")
+    if samples_per_step <= 0 or microbatches < 1 or alignment < 1 or np.any(asked < 1):
+        raise ValueError("samples per step, rows, microbatches and alignment must be at least 1")
+    modules = len(asked)
+    totals = parts.totals(modules)
+    per_sample = totals.mean(0) * (1 + headroom) / microbatches  # positions of a microbatch, for each sample of a step
+    item, sample = parts.largest(modules), totals.max(0)
+    used = item > 0
+
+    least = _aligned(sample, alignment)[used] / per_sample[used]
+    count = max(float(samples_per_step), least.max())
+    fitted = asked.copy()
+    for k in np.flatnonzero(used):
+        while fitted[k] > 1 and fitted[k] * _shortest(item[k], sample[k], fitted[k], alignment) > count * per_sample[k]:
+            fitted[k] -= 1
+    shortest = np.maximum(_shortest(item, sample, fitted, alignment), alignment)
+    length = _in_proportion(count * per_sample, fitted, shortest, used, alignment)
+    reached = float((fitted * length / np.where(used, per_sample, np.inf))[used].min())
+
+    named = list(names) or [f"module {k}" for k in range(modules)]
+    notes = [
+        f"{named[k]}: {fitted[k]} rows instead of {asked[k]}, since a row must hold {_shortest(item, sample, fitted, 1)[k]}"
+        for k in np.flatnonzero(fitted < asked)
+    ]
+    if count > samples_per_step:
+        largest = np.flatnonzero(used)[np.argmax(least)]
+        notes.append(
+            f"{count:.1f} samples per step instead of {samples_per_step:.1f}, since one sample takes up to"
+            f" {sample[largest]} positions of {named[largest]}"
+        )
+    return Budgets(fitted, length, reached, tuple(notes))
+
+
+def _aligned(length: np.ndarray, alignment: int) -> np.ndarray:
+    return -(-length // alignment) * alignment
+
+
+def _shortest(item: np.ndarray, sample: np.ndarray, rows: np.ndarray, alignment: int) -> np.ndarray:
+    """The shortest rows that hold the largest item and, together, the largest sample."""
+    return _aligned(np.maximum(item, -(-sample // rows)), alignment)
+
+
+def _in_proportion(
+    need: np.ndarray, rows: np.ndarray, shortest: np.ndarray, used: np.ndarray, alignment: int
+) -> np.ndarray:
+    """Aligned row lengths near need / rows: rounding each up on its own would leave the roomiest module unfilled."""
+    best, least = shortest, np.inf
+    for scale in 1 + np.linspace(0, _GIVE, 41)[:, None] * np.array([1, -1]):
+        for s in scale:
+            length = np.maximum(_aligned(np.ceil(s * need / rows - 1e-9).astype(np.int64), alignment), shortest)
+            steps = (rows * length)[used] / need[used]  # how many steps' mean need each module holds
+            loss = 1 - steps.min() / steps.max() + abs(steps.min() - 1) / 2
+            if loss < least - 1e-12:
+                best, least = length, loss
+    return best

@@ -1,0 +1,81 @@
+"""The lengths that balancing works on: every sample's LLM sequence and items, as flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LLM = 0  # the module that every sample has exactly one part of
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What each sample asks of each module: one LLM part, then one part per item.
+
+    sample_start: int64 `[n + 1]`, the parts of sample i are `sample_start[i] : sample_start[i + 1]`.
+    module: int32 `[p]`, 0 = LLM, then the encoders.
+    length: int64 `[p]`, positions that the part takes in its row, alignment included; at least 1.
+    Raises ValueError when a sample's first part, and only that, is not its LLM part.
+    """
+
+    sample_start: np.ndarray
+    module: np.ndarray
+    length: np.ndarray
+
+    def __post_init__(self) -> None:
+        start = self.sample_start
+        if len(start) == 0 or start[0] != 0 or start[-1] != len(self.module) or len(self.module) != len(self.length):
+            raise ValueError("sample_start must run from 0 to the number of parts, one module and one length each")
+        if np.any(np.diff(start) < 1):
+            raise ValueError(f"sample {int(np.argmax(np.diff(start) < 1))} has no LLM part")
+        first = np.zeros(len(self.module), bool)
+        first[start[:-1]] = True
+        if np.any(wrong := ((self.module == LLM) != first) | (self.module < LLM)):
+            sample = int(np.searchsorted(start, int(np.argmax(wrong)), side="right")) - 1
+            raise ValueError(f"sample {sample}: its first part, and no other, must be its LLM part (module {LLM})")
+        if np.any(self.length < 1):
+            sample = int(np.searchsorted(start, int(np.argmax(self.length < 1)), side="right")) - 1
+            raise ValueError(f"sample {sample} has a part of length {int(self.length.min())}; at least 1")
+
+    def __len__(self) -> int:
+        return len(self.sample_start) - 1
+
+    def sample(self) -> np.ndarray:
+        """The sample of each part, int64 `[p]`."""
+        return np.repeat(np.arange(len(self)), np.diff(self.sample_start))
+
+    def totals(self, modules: int) -> np.ndarray:
+        """Positions per sample and module, int64 `[n, modules]`."""
+        flat = np.bincount(self.sample() * modules + self.module, self.length, len(self) * modules)
+        return np.rint(flat).astype(np.int64).reshape(len(self), modules)
+
+    def largest(self, modules: int) -> np.ndarray:
+        """The longest part of each module, int64 `[modules]`; 0 where it has none."""
+        longest = np.zeros(modules, np.int64)
+        np.maximum.at(longest, self.module, self.length)
+        return longest
+
+    def of_samples(self, samples: np.ndarray) -> np.ndarray:
+        """The indices of these samples' parts, one sample after the other, int64."""
+        start = self.sample_start
+        count = start[samples + 1] - start[samples]
+        return np.arange(count.sum()) + np.repeat(start[samples] - np.cumsum(count) + count, count)
+
+    def take(self, samples: np.ndarray) -> Parts:
+        """The parts of these samples alone, in this order."""
+        part = self.of_samples(samples)
+        count = np.diff(self.sample_start)[samples]
+        return Parts(np.concatenate([[0], np.cumsum(count)]).astype(np.int64), self.module[part], self.length[part])
+
+    def by_size(self) -> np.ndarray:
+        """The parts of each sample by module, longest first (so placed, they fit most often), int64 `[p]`."""
+        return np.lexsort((-self.length, self.module, self.sample()))
+
+
+def parts_of(samples: Sequence[Sequence[tuple[int, int]]]) -> Parts:
+    """Parts from each sample's (module, length) pairs, the LLM's first."""
+    start = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
+    pairs = np.array([pair for sample in samples for pair in sample], np.int64).reshape(-1, 2)
+    return Parts(start, pairs[:, 0].astype(np.int32), np.ascontiguousarray(pairs[:, 1]))

@@ -1,0 +1,44 @@
+"""The contract between data and models: packed, static arrays of one microbatch.
+
+Named tuples of arrays (NumPy from the loader, JAX on devices), so that they are pytrees everywhere without registration.
+Every array is `[row, position, ...]`; a row holds several samples (LLM) or items (encoders), one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Array = Any  # numpy.ndarray in the loader, jax.Array in the step
+
+PADDING = -1  # in `sample` and in `slots`: nothing here
+
+
+class TextBatch(NamedTuple):
+    """What the LLM reads. All int32 `[R, T]`, but `weight` float32."""
+
+    token: Array  # 0 where an item's token or padding stands
+    target: Array  # the token that should follow
+    weight: Array  # of this position's loss
+    position: Array  # RoPE position, restarts with each sample
+    sample: Array  # which of the row's samples, -1 = padding
+    pos: Array  # index in the row before any permutation
+    span: Array  # item whose tokens see each other both ways, 0 = none
+    kind: Array  # one bit: this token's modality (bit 0 = text)
+    sees: Array  # bits of the kinds that this query may attend causally
+    source: Array  # number of the sample's data source, -1 = padding
+    slots: dict[str, Array]  # per encoder: flat index into its connector's output `[R' * L', D]`, -1 = not from it
+
+
+class ItemBatch(NamedTuple):
+    """What an encoder reads: patches in merge order, or frames in time order."""
+
+    values: Array  # float32 [R, L, F]: patch pixels, or log-mel bins
+    item: Array  # int32 [R, L]: which of the row's items, -1 = padding
+    coordinates: Array  # int32 [R, L, 3]: (t, y, x) of the patch, (t, 0, 0) of the frame
+
+
+class Microbatch(NamedTuple):
+    """One forward and backward pass's worth of rows of every module."""
+
+    text: TextBatch
+    items: dict[str, ItemBatch]  # by encoder

@@ -1,0 +1,228 @@
+"""What must hold between a config's values, each with its remedy. `parallel.mesh` checks the devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mmjax.config import (
+    AdamW,
+    AudioConfig,
+    BatchConfig,
+    Config,
+    DataConfig,
+    DecoderConfig,
+    EmbeddedSource,
+    ModelConfig,
+    VisionConfig,
+)
+from mmjax.config_values import did_you_mean
+from mmjax.errors import UserError
+
+EMBEDDED_RATE = 4000  # Hz, of the embedded dataset's clips
+EMBEDDED_NEEDS = {"image": ("vision",), "audio": ("audio",), "mixed": ("vision", "audio"), "text": ()}
+
+
+def validate(config: Config) -> None:
+    """Raises UserError, naming the key and the remedy, for the first value that cannot work with the others."""
+    _check(bool(re.fullmatch(r"[\w.\-]+", config.name)), f"name={config.name!r}: use letters, digits, '_', '-' and '.'")
+    _check(0 <= config.seed < 2**31, f"seed={config.seed}: choose 0 to {2**31 - 1}")
+    _check_model(config.model)
+    _check_data(config.data)
+    for name, source in config.data.sources.items():
+        if isinstance(source, EmbeddedSource):
+            _check_embedded(f"data.sources.{name}", source, config)
+    _check_batch(config.batch, config.model)
+    _check_training(config)
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise UserError(message)
+
+
+def _at_least(minimum: float, where: str, section: Any, names: Sequence[str]) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _check(value >= minimum, f"{where}.{name}={value}: must be at least {minimum}")
+
+
+def _above_zero(where: str, section: Any, names: Sequence[str]) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _check(value > 0, f"{where}.{name}={value}: must be more than 0")
+
+
+def _known(where: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        _check(name in known, f"{where}.{name}: there is no module {name!r}{did_you_mean(name, known)}")
+
+
+# ------------------------------------------------------------------------------------------------------------ model
+
+
+def _check_model(model: ModelConfig) -> None:
+    _check_decoder(model.llm)
+    for name, encoder in model.encoders.items():
+        where = f"model.encoders.{name}"
+        _check(name != "llm", f"{where}: 'llm' is the decoder's name; call this encoder something else")
+        _check(name.isidentifier(), f"{where}: an encoder's name must be a plain word: letters, digits and '_'")
+        _at_least(1, where, encoder, ("layers", "width", "heads", "mlp_width"))
+        _above_zero(where, encoder, ("norm_eps",))
+        _divides(where, encoder.width, "width", encoder.heads, "heads")
+        _check_remat(where, encoder)
+        _at_least(1, f"{where}.connector", encoder.connector, ("merge", "mlp_width"))
+        _at_least(0, f"{where}.connector", encoder.connector, ("position_grid",))
+        if isinstance(encoder, VisionConfig):
+            _check_vision(where, encoder)
+        else:
+            _check_audio(where, encoder)
+    parts = [model.llm, *model.encoders.values(), *(e.connector for e in model.encoders.values())]
+    _check(
+        not all(p.frozen for p in parts), "model: every module is frozen; set frozen=false on one, such as model.llm"
+    )
+
+
+def _check_decoder(llm: DecoderConfig) -> None:
+    where = "model.llm"
+    _at_least(1, where, llm, ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width"))
+    _above_zero(where, llm, ("rope_theta", "norm_eps"))
+    _divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
+    _check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
+    _check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
+    _check_remat(where, llm)
+
+
+def _check_vision(where: str, encoder: VisionConfig) -> None:
+    _at_least(1, where, encoder, ("patch", "channels"))
+    _above_zero(where, encoder, ("rope_theta",))
+    head_width = encoder.width // encoder.heads
+    _check(
+        head_width % 4 == 0,
+        f"{where}: width={encoder.width} over heads={encoder.heads} is {head_width} per head; 2D RoPE turns "
+        f"pairs along two axes, so make width a multiple of {4 * encoder.heads}",
+    )
+
+
+def _check_audio(where: str, encoder: AudioConfig) -> None:
+    _at_least(1, where, encoder, ("mels", "sample_rate", "hop"))
+    _at_least(2, where, encoder, ("window",))
+    _check(encoder.width % 2 == 0, f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even")
+    _check(
+        encoder.hop <= encoder.window,
+        f"{where}.hop={encoder.hop} is longer than window={encoder.window}: samples would be skipped; make hop smaller",
+    )
+    bins = encoder.window // 2 + 1
+    _check(
+        encoder.mels <= bins,
+        f"{where}.mels={encoder.mels}: window={encoder.window} has only {bins} frequencies; make mels at most that",
+    )
+
+
+def _check_remat(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
+    if isinstance(section.remat, tuple):
+        given, layers = len(section.remat), section.layers
+        _check(
+            given == layers,
+            f"{where}.remat gives {given} policies for layers={layers}; give one for each, or one for all",
+        )
+
+
+def _divides(where: str, whole: int, whole_name: str, part: int, part_name: str) -> None:
+    divisors = ", ".join(str(d) for d in range(1, whole + 1) if whole % d == 0)
+    _check(
+        whole % part == 0,
+        f"{where}: {whole_name}={whole} does not divide by {part_name}={part}; choose {part_name} from {divisors}",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+def _check_data(data: DataConfig) -> None:
+    _check(bool(data.sources), "data.sources is empty; name at least one, such as data.sources.digits=embedded")
+    for name, source in data.sources.items():
+        _at_least(0, f"data.sources.{name}", source, ("weight",))
+    weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
+    _check(
+        sum(weights.values()) > 0,
+        f"{', '.join(weights)} sum to zero: nothing could be drawn; give one a weight above 0",
+    )
+    twice = sorted({c for c in data.alphabet if data.alphabet.count(c) > 1})
+    _check(not twice, f"data.alphabet holds {', '.join(map(repr, twice))} more than once; each character is one token")
+    _at_least(0, "data", data, ("workers",))
+    _at_least(1, "data", data, ("prefetch",))
+
+
+def _check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
+    _at_least(1, where, source, ("samples", "questions"))
+    _check(bool(source.modalities), f"{where}.modalities is empty; name some of {', '.join(EMBEDDED_NEEDS)}")
+    _check(len(set(source.modalities)) == len(source.modalities), f"{where}.modalities names one twice; name each once")
+    _check(bool(config.data.alphabet), "data.alphabet is empty; set it to ALPHABET of mmjax.data.embedded")
+    for modality in source.modalities:
+        for encoder, cls in (("vision", VisionConfig), ("audio", AudioConfig)):
+            if encoder in EMBEDDED_NEEDS[modality]:
+                _check(
+                    isinstance(config.model.encoders.get(encoder), cls),
+                    f"{where}.modalities has {modality!r}, which needs model.encoders.{encoder} of kind {encoder!r}; "
+                    f"add it, or leave {modality!r} out",
+                )
+    for name, encoder in config.model.encoders.items():
+        if isinstance(encoder, VisionConfig) and name == "vision":
+            given = f"model.encoders.vision.channels={encoder.channels}"
+            _check(encoder.channels == 1, f"{given}: the images of {where} are grey; set it to 1")
+        if isinstance(encoder, AudioConfig) and name == "audio":
+            given = f"model.encoders.audio.sample_rate={encoder.sample_rate}"
+            _check(
+                encoder.sample_rate == EMBEDDED_RATE, f"{given}: the clips of {where} have {EMBEDDED_RATE} Hz; set that"
+            )
+
+
+# ------------------------------------------------------------------------------------------------ batch and training
+
+
+def _check_batch(batch: BatchConfig, model: ModelConfig) -> None:
+    _at_least(1, "batch.size", batch.size, ("count",))
+    _at_least(1, "batch", batch, ("microbatches", "alignment", "shapes"))
+    _at_least(1, "batch.grouping", batch.grouping, ("chunk_steps",))
+    for name in ("pool_steps", "iterations"):
+        if hasattr(batch.grouping, name):
+            _at_least(1, "batch.grouping", batch.grouping, (name,))
+    modules = ["llm", *model.encoders]
+    _known("batch.rows", batch.rows, modules)
+    for name in modules:
+        _check(name in batch.rows, f"batch.rows has no {name!r}; say how many packed rows it gets: batch.rows.{name}=2")
+        _check(batch.rows[name] >= 1, f"batch.rows.{name}={batch.rows[name]}: must be at least 1")
+
+
+def _check_training(config: Config) -> None:
+    training, schedule, optimizer, model = config.training, config.schedule, config.optimizer, config.model
+    tokens = len(config.data.alphabet) + 2
+    _check(
+        model.llm.vocab >= tokens,
+        f"model.llm.vocab={model.llm.vocab}: data.alphabet needs {tokens} (its characters, padding and end of answer); "
+        f"set model.llm.vocab={tokens} or more",
+    )
+    _at_least(1, "training", training, ("steps", "evaluate_samples", "keep"))
+    _at_least(0, "training", training, ("evaluate_every", "checkpoint_every"))
+    _above_zero("training", training, ("clip",))
+    _at_least(0, "schedule", schedule, ("warmup", "final"))
+    _check(schedule.final <= 1, f"schedule.final={schedule.final}: it is a part of the peak; choose 0 to 1")
+    _check(
+        schedule.warmup < training.steps,
+        f"schedule.warmup={schedule.warmup} takes all of training.steps={training.steps}; "
+        f"set schedule.warmup={training.steps // 10}",
+    )
+    rates = ["learning_rate", "weight_decay"] + ([] if isinstance(optimizer, AdamW) else ["adam_learning_rate"])
+    _at_least(0, "optimizer", optimizer, rates)
+    _above_zero("optimizer", optimizer, ("eps",))
+    for name in ("b1", "b2", "momentum"):
+        value = getattr(optimizer, name, 0.0)
+        _check(0 <= value < 1, f"optimizer.{name}={value}: choose at least 0 and less than 1")
+    modules = [part for name in model.encoders for part in (name, f"{name}.connector")]
+    _known("optimizer.modules", optimizer.modules, ["llm", *modules])
+    for name, own in optimizer.modules.items():
+        for key in ("learning_rate", "weight_decay"):
+            value = getattr(own, key)
+            _check(value is None or value >= 0, f"optimizer.modules.{name}.{key}={value}: must be at least 0")

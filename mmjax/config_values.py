@@ -1,0 +1,337 @@
+"""Typed dataclasses to plain trees (what JSON holds) and back, strictly; and lines `a.b=value` that edit such a tree.
+
+The types are those that `mmjax.config` uses: dataclasses, unions of dataclasses told apart by `kind`, `dict[str, T]`,
+`tuple[T, ...]`, `Literal`, None, bool, int, float and str. Nothing is converted but int to float.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import re
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from mmjax.errors import UserError
+
+Hint = Any  # what typing.get_type_hints gives for a field
+Tree = Any  # dict, list, str, int, float, bool or None, nested
+
+_KEY = re.compile(r"[\w.\-]+")
+
+
+def members(hint: Hint) -> tuple[Hint, ...]:
+    """The alternatives of a union, or the type itself alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+@functools.cache
+def field_hints(cls: type) -> dict[str, Hint]:
+    """Types of a dataclass's fields by name, without `kind`, which only says which dataclass it is."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "kind"}
+
+
+def kinds(hint: Hint) -> dict[str, type]:
+    """The dataclasses of a union by `kind`; empty for anything else."""
+    return {m.kind: m for m in members(hint) if dataclasses.is_dataclass(m) and hasattr(m, "kind")}
+
+
+def expected(hint: Hint) -> str:
+    """What a value of this type may be, for a message."""
+    if found := kinds(hint):
+        return f"a kind: {', '.join(found)}"
+    parts = []
+    for member in members(hint):
+        origin, args = get_origin(member), get_args(member)
+        if origin is Literal:
+            parts.append(("one of " if len(args) > 1 else "") + ", ".join(map(str, args)))
+        elif origin is tuple:
+            parts.append(f"several, with commas between them, of: {expected(args[0])}")
+        elif origin is dict:
+            parts.append(f"entries by name, each {expected(args[1])}")
+        else:
+            name = "none" if member is types.NoneType else member.__name__
+            parts.append({bool: "true or false", float: "a finite float"}.get(member, name))
+    return " or ".join(parts)
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """`: did you mean '...'?`, or else what is known."""
+    known = list(known)
+    if close := difflib.get_close_matches(given, known, 1):
+        return f": did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known[:20]) or 'none'}" + (", ..." if len(known) > 20 else "")
+
+
+# ------------------------------------------------------------------------------------------- dataclasses and trees
+
+
+def encode(hint: Hint, value: Any, where: str) -> Tree:
+    """The plain tree of a value. Raises UserError, naming the key `where`, if it is not of this type."""
+    for member in members(hint):
+        origin, args = get_origin(member), get_args(member)
+        if dataclasses.is_dataclass(member) and type(value) is member:
+            tree = {"kind": member.kind} if hasattr(member, "kind") else {}
+            if "kind" in tree and value.kind != member.kind:
+                raise UserError(f"{where}.kind: got {value.kind!r}, but a {member.__name__} is a {member.kind!r}")
+            return tree | {
+                name: encode(hint, getattr(value, name), join(where, name))
+                for name, hint in field_hints(member).items()
+            }
+        if origin is tuple and isinstance(value, tuple):
+            return [encode(args[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
+        if origin is dict and isinstance(value, dict):
+            return {_key(k, where): encode(args[1], v, join(where, k)) for k, v in value.items()}
+    return _scalar(hint, value, where)
+
+
+def decode(hint: Hint, tree: Tree, where: str) -> Any:
+    """The value that a plain tree stands for. Raises UserError, naming the key, where the tree does not fit."""
+    for member in members(hint):
+        origin, args = get_origin(member), get_args(member)
+        if dataclasses.is_dataclass(member) and isinstance(tree, dict):
+            return _decode_dataclass(chosen(hint, tree, where), tree, where)
+        if origin is tuple and isinstance(tree, list):
+            return tuple(decode(args[0], t, f"{where}[{i}]") for i, t in enumerate(tree))
+        if origin is dict and isinstance(tree, dict):
+            return {_key(k, where): decode(args[1], t, join(where, k)) for k, t in tree.items()}
+    return _scalar(hint, tree, where)
+
+
+def chosen(hint: Hint, tree: Tree, where: str) -> type:
+    """The dataclass that a tree of this type describes, by its `kind` where there are several."""
+    dataclass_members = [m for m in members(hint) if dataclasses.is_dataclass(m)]
+    if len(dataclass_members) == 1:
+        return dataclass_members[0]
+    found = kinds(hint)
+    if (kind := tree.get("kind")) not in found:
+        raise UserError(f"{where}: unknown kind {kind!r}{did_you_mean(str(kind), found)}")
+    return found[kind]
+
+
+def _decode_dataclass(cls: type, tree: dict[str, Tree], where: str) -> Any:
+    hints = field_hints(cls)
+    for name, value in tree.items():
+        if name == "kind" and hasattr(cls, "kind"):
+            if value != cls.kind:
+                raise UserError(f"{where}: unknown kind {value!r}{did_you_mean(str(value), [cls.kind])}")
+        elif name not in hints:
+            known = [join(where, n) for n in hints]
+            raise UserError(f"unknown key {join(where, name)!r}{did_you_mean(join(where, name), known)}")
+    for name in required(cls):
+        if name not in tree:
+            raise UserError(f"missing key {join(where, name)!r}, {expected(hints[name])}: it has no default; give it")
+    return cls(**{name: decode(hints[name], tree[name], join(where, name)) for name in hints if name in tree})
+
+
+def required(cls: type) -> list[str]:
+    """Fields of a dataclass that have no default."""
+    missing = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
+
+
+def defaults(cls: type, where: str) -> dict[str, Tree]:
+    """The tree of a dataclass that has every default and nothing else."""
+    tree: dict[str, Tree] = {"kind": cls.kind} if hasattr(cls, "kind") else {}
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for name, hint in field_hints(cls).items():
+        if name not in required(cls):
+            factory = fields[name].default_factory
+            value = fields[name].default if factory is dataclasses.MISSING else factory()
+            tree[name] = encode(hint, value, join(where, name))
+    return tree
+
+
+def join(where: str, name: str) -> str:
+    """The dotted key of a field of the thing at `where`, which is empty for the whole."""
+    return f"{where}.{name}" if where else name
+
+
+def _key(key: Any, where: str) -> str:
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise UserError(f"{where}: {key!r} cannot be a name; use letters, digits, '_', '-' and '.'")
+    return key
+
+
+def _scalar(hint: Hint, value: Any, where: str) -> Tree:
+    for member in members(hint):
+        if get_origin(member) is Literal:
+            if any(value == v and type(value) is type(v) for v in get_args(member)):
+                return value
+        elif type(value) is member and not (member is float and not math.isfinite(value)):
+            return value
+    if type(value) is int and float in members(hint):
+        return float(value)
+    simple = isinstance(value, bool | int | float | str)
+    kind = "none" if value is None else f"a {type(value).__name__}"
+    raise _mismatch(hint, f"{kind}, {value!r}" if simple else kind, str(value), where)
+
+
+def _mismatch(hint: Hint, given: str, text: str, where: str) -> UserError:
+    choices = [v for m in members(hint) if get_origin(m) is Literal for v in get_args(m)] + list(kinds(hint))
+    close = difflib.get_close_matches(text, choices, 1)
+    return UserError(
+        f"{where}: got {given}; expected {expected(hint)}" + (f": did you mean {close[0]!r}?" if close else "")
+    )
+
+
+# ------------------------------------------------------------------------------------------------- text of one value
+
+
+def parse(hint: Hint, text: str, where: str) -> Tree:
+    """The tree of a value written as text. Raises UserError saying what was given and what is expected."""
+    options = {get_origin(m) or m: m for m in members(hint)}
+    if dict in options and text == "{}":
+        return {}
+    if types.NoneType in options and text.lower() == "none":
+        return None
+    if bool in options and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        if number in options and (value := _number(number, text)) is not None:
+            return value
+    if Literal in options and (same := [v for v in get_args(options[Literal]) if str(v) == text]):
+        return same[0]
+    if tuple in options and (Literal not in options or "," in text or text == "()"):
+        parts = [part.strip() for part in text.removeprefix("(").removesuffix(")").split(",")]
+        inner = get_args(options[tuple])[0]
+        return [parse(inner, part, f"{where}[{i}]") for i, part in enumerate(parts) if part or i < len(parts) - 1]
+    if str in options:
+        return _unquoted(text)
+    raise _mismatch(hint, repr(text), text, where)
+
+
+def text_of(hint: Hint, tree: Tree) -> str:
+    """A tree's value as text that `parse` reads back to the same."""
+    if tree is None or isinstance(tree, bool):
+        return str(tree).lower()
+    if isinstance(tree, list):
+        return ",".join(map(str, tree)) + ("," if len(tree) == 1 else "") if tree else "()"
+    text = repr(tree) if isinstance(tree, float) else str(tree)
+    if not isinstance(tree, str):
+        return text
+    plain = text and text.isprintable() and text == text.strip() and not text.startswith('"')
+    return text if plain and parse(hint, text, "") == tree else json.dumps(text)
+
+
+def _number(kind: type, text: str) -> int | float | None:
+    try:
+        value = kind(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _unquoted(text: str) -> str:
+    if len(text) > 1 and text.startswith('"') and text.endswith('"'):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    return text
+
+
+# ----------------------------------------------------------------------------------------------- editing by lines
+
+
+def leaves(hint: Hint, tree: Tree, where: str = "") -> Iterator[tuple[str, str]]:
+    """Every `(key, text)` of a tree, a union's kind before its fields, an empty dict as `{}`."""
+    member = next((m for m in members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
+    if member is None or not isinstance(tree, dict):
+        yield where, text_of(hint, tree)
+    elif get_origin(member) is dict:
+        if not tree:
+            yield where, "{}"
+        for key, value in tree.items():
+            yield from leaves(get_args(member)[1], value, join(where, key))
+    else:
+        if len(kinds(hint)) > 1:
+            yield where, tree["kind"]
+        for name, field_hint in field_hints(chosen(hint, tree, where)).items():
+            yield from leaves(field_hint, tree[name], join(where, name))
+
+
+def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
+    """Edit a tree in place by one line `a.b=value`. Raises UserError for an unknown key or a value of another type."""
+    key, equals, text = line.partition("=")
+    key, text = key.strip(), text.strip()
+    if not equals or not key:
+        raise UserError(f"{line!r} is not an override; write key=value, such as training.steps=100")
+    root, where, path = tree, "", key.split(".")
+    while True:
+        member = next((m for m in members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
+        if member is None:
+            raise UserError(f"unknown key {key!r}: {where} is {expected(hint)}, it has no fields")
+        if get_origin(member) is dict:
+            hint = get_args(member)[1]
+            name, path = _split_entry(hint, tree, path)
+        else:
+            cls = chosen(hint, tree, where)
+            name, path = path[0], path[1:]
+            if name not in field_hints(cls):
+                raise UserError(_unknown(key, join(where, name), hint, cls, root))
+            hint = field_hints(cls)[name]
+        where = join(where, name)
+        if not path:
+            tree[name] = _assigned(hint, tree.get(name), text, where)
+            return
+        if name not in tree:
+            tree[name] = _new_entry(hint, key, where)
+        tree = tree[name]
+
+
+def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[str, list[str]]:
+    """Where an entry's name ends, as names may hold dots: an entry that exists, else before the first field's name."""
+    for n in range(len(path), 0, -1):
+        if ".".join(path[:n]) in tree:
+            return ".".join(path[:n]), path[n:]
+    fields = {name for m in members(hint) if dataclasses.is_dataclass(m) for name in field_hints(m)}
+    for n in range(1, len(path)):
+        if path[n] in fields:
+            return ".".join(path[:n]), path[n:]
+    return ".".join(path), []
+
+
+def _new_entry(hint: Hint, key: str, where: str) -> Tree:
+    if found := kinds(hint):
+        raise UserError(f"unknown key {key!r}: there is no {where!r}; say {where}=<kind> first ({', '.join(found)})")
+    (member,) = members(hint)
+    return defaults(member, where) if dataclasses.is_dataclass(member) else {}
+
+
+def _assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
+    if found := kinds(hint):
+        if text not in found:
+            raise _mismatch(hint, repr(text), text, where)
+        # Naming the kind that is there already must not throw its settings away.
+        return old if isinstance(old, dict) and old.get("kind") == text else defaults(found[text], where)
+    if section := next((m for m in members(hint) if dataclasses.is_dataclass(m)), None):
+        fields = ", ".join(join(where, name) for name in field_hints(section))
+        raise UserError(f"{where}: got {text!r}, but it has fields; set one of {fields}")
+    return parse(hint, text, where)
+
+
+def _unknown(key: str, level: str, hint: Hint, cls: type, root: Tree) -> str:
+    parent, _, name = level.rpartition(".")
+    if name == "kind" and hasattr(cls, "kind"):
+        return f"unknown key {key!r}: say {parent}=<kind> ({', '.join(kinds(hint))})"
+    others = [kind for kind, other in kinds(hint).items() if other is not cls and name in field_hints(other)]
+    if others:
+        return f"unknown key {key!r}: {parent} is {cls.kind!r}; say {parent}={others[0]} first"
+    known = [join(parent, n) for n in field_hints(cls)]
+    elsewhere = [k for k in _keys(root) if k.endswith(f".{name}")]
+    if elsewhere and not difflib.get_close_matches(level, known, 1):
+        return f"unknown key {key!r}: did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
+    return f"unknown key {key!r}{did_you_mean(level, known)}"
+
+
+def _keys(tree: Tree, where: str = "") -> Iterator[str]:
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield join(where, name)
+            yield from _keys(value, join(where, name))

@@ -1,0 +1,1 @@
+"""From files to packed batches: sources, length index, step plan, packing, prefetching. No JAX of our own."""

@@ -1,0 +1,127 @@
+"""The length index: how much of every module each sample needs, known before anything is decoded.
+
+Two layers. Media facts come from headers (image sizes, clip durations) and are kept by the source's fingerprint. Lengths
+follow from the facts and the encoders' preprocessing in a moment. Both are flat arrays, memory-mapped by every worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from mmjax.balance.parts import Parts
+from mmjax.config import AudioConfig, VisionConfig
+from mmjax.data.media import item_size
+from mmjax.data.sample import Source
+from mmjax.errors import UserError
+
+Encoders = Mapping[str, VisionConfig | AudioConfig]
+
+
+@dataclass(frozen=True)
+class LengthIndex:
+    """Lengths of all sources' samples, one source after the other; items in CSR over samples."""
+
+    source_start: np.ndarray  # int64 [sources + 1]: first sample of each source
+    text_tokens: np.ndarray  # int32 [n]
+    llm_tokens: np.ndarray  # int32 [n]: text and items together
+    item_start: np.ndarray  # int64 [n + 1]: first item of each sample
+    item_encoder: np.ndarray  # int32 [p]: number of the encoder, in the model's order
+    item_positions: np.ndarray  # int32 [p]: of the encoder's row, alignment included
+    item_useful: np.ndarray  # int32 [p]: of those, patches or frames that hold something
+    item_tokens: np.ndarray  # int32 [p]: in the LLM
+
+    def __len__(self) -> int:
+        return len(self.text_tokens)
+
+    def source_of(self, samples: np.ndarray) -> np.ndarray:
+        """Number of the source of each sample."""
+        return np.searchsorted(self.source_start, samples, side="right") - 1
+
+    def parts(self) -> Parts:
+        """What balancing sees: one LLM part per sample (module 0), then its items (module 1 + encoder)."""
+        n, p = len(self), len(self.item_encoder)
+        start = self.item_start + np.arange(n + 1)
+        module, length = np.empty(n + p, np.int32), np.empty(n + p, np.int64)
+        module[start[:-1]], length[start[:-1]] = 0, self.llm_tokens
+        at = np.ones(n + p, bool)
+        at[start[:-1]] = False
+        module[at], length[at] = 1 + self.item_encoder, self.item_positions
+        return Parts(start, module, length)
+
+    def fingerprint(self) -> str:
+        """A hash of everything that planning depends on."""
+        digest = hashlib.sha256()
+        for f in fields(self):
+            digest.update(np.ascontiguousarray(getattr(self, f.name)).tobytes())
+        return digest.hexdigest()[:16]
+
+    def save(self, folder: Path) -> None:
+        """Write one file per array. A folder that is there already is whole: it was renamed into place."""
+        if folder.exists():
+            return
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+        partial.mkdir(parents=True)
+        for f in fields(self):
+            np.save(partial / f"{f.name}.npy", getattr(self, f.name))
+        partial.rename(folder)
+
+    @classmethod
+    def open(cls, folder: Path) -> LengthIndex:
+        """Memory-map what `save` wrote."""
+        return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
+
+
+def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthIndex:
+    """Index every sample of every source. Raises UserError where an item has no encoder or a size is impossible."""
+    numbers = {name: k for k, name in enumerate(encoders)}
+    text, item_count, item_rows = [], [], []
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]] = {}
+    for source_name, source in sources.items():
+        for i in range(len(source)):
+            facts = source.facts(i)
+            text.append(facts.text_tokens)
+            item_count.append(len(facts.items))
+            for encoder, size in facts.items:
+                if (measured := sizes.get((encoder, size))) is None:
+                    measured = sizes[encoder, size] = _measure(encoders, encoder, size, f"{source_name}[{i}]")
+                item_rows.append((numbers[encoder], *measured))
+    items = np.array(item_rows, np.int32).reshape(-1, 4)
+    item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
+    text_tokens = np.array(text, np.int32)
+    tokens = np.concatenate([[0], np.cumsum(items[:, 2], dtype=np.int64)])
+    return LengthIndex(
+        source_start=np.concatenate([[0], np.cumsum([len(s) for s in sources.values()], dtype=np.int64)]),
+        text_tokens=text_tokens,
+        llm_tokens=(text_tokens + tokens[item_start[1:]] - tokens[item_start[:-1]]).astype(np.int32),
+        item_start=item_start,
+        item_encoder=items[:, 0],
+        item_positions=items[:, 1],
+        item_tokens=items[:, 2],
+        item_useful=items[:, 3],
+    )
+
+
+def _measure(encoders: Encoders, encoder: str, size: tuple[int, ...], place: str) -> tuple[int, int, int]:
+    if encoder not in encoders:
+        have = ", ".join(encoders) or "none"
+        raise UserError(f"sample {place} has an item for encoder {encoder!r}; the model's encoders: {have}")
+    try:
+        return item_size(encoders[encoder], size)
+    except ValueError as error:
+        raise UserError(f"sample {place}: {error}") from error
+
+
+def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path) -> tuple[LengthIndex, Path]:
+    """The index of these sources under `folder`, built there if it is not, memory-mapped; and its path."""
+    key = json.dumps([[n, len(s), s.fingerprint()] for n, s in sources.items()] + [repr(dict(encoders))])
+    path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if not path.exists():
+        build_index(sources, encoders).save(path)
+    return LengthIndex.open(path), path

@@ -1,0 +1,105 @@
+"""Questions without their answers, packed like training samples, with room for the answers to be written in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mmjax.batch import Microbatch
+from mmjax.config import BatchConfig, Config, PackGrouping, Samples
+from mmjax.data.embedded import Question, decode
+from mmjax.data.index import build_index
+from mmjax.data.packing import Layout, pack_microbatch
+from mmjax.data.pipeline import reader_of
+from mmjax.data.plan import StepPlanner, make_budget
+from mmjax.data.sample import Facts, Sample, Source, Text
+
+PROMPTS_PER_BATCH = 48
+
+
+class QuestionSource(Source, Protocol):
+    """A source that can also be asked."""
+
+    def question(self, index: int) -> Question: ...
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A `Source` of a source's questions, each with `room` empty tokens after it. Their loss weight is 1: it marks the
+    positions that predict the answer."""
+
+    source: QuestionSource
+    room: int
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def fingerprint(self) -> str:
+        """That of the source, and the room."""
+        return f"{self.source.fingerprint()}:{self.room}"
+
+    def facts(self, index: int) -> Facts:
+        """The sample's items; the text is the question's."""
+        text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
+        return Facts(text, self.source.facts(index).items)
+
+    def sample(self, index: int) -> Sample:
+        """The question and the room for its answer, in the same branch."""
+        segments = self.source.question(index).prompt.segments
+        question = segments[-1]
+        assert isinstance(question, Text)
+        empty = Text(np.zeros(self.room, np.int32), np.ones(self.room, np.float32), question.branch)
+        return Sample((*segments, empty))
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        """An item of the sample."""
+        return self.source.item(index, number)
+
+
+class PromptLoader:
+    """Packs the questions of several sources into batches of one static shape, made for all of them together."""
+
+    def __init__(self, sources: Mapping[str, QuestionSource], config: Config) -> None:
+        self.sources = dict(sources)
+        longest = max(len(s.question(i).answer) for s in sources.values() for i in range(len(s)))
+        prompts = {name: Prompts(source, longest + 1) for name, source in sources.items()}
+        encoders = dict(config.model.encoders)
+        modules = ("llm", *encoders)
+        index = build_index(prompts, encoders)
+        batch = BatchConfig(
+            size=Samples(min(PROMPTS_PER_BATCH, len(index))),
+            rows={m: config.batch.rows[m] for m in modules},
+            grouping=PackGrouping(),
+            alignment=config.batch.alignment,
+        )
+        weights = [1.0] * len(sources)
+        budget = make_budget(index, batch, modules, weights, 0)
+        self._first = dict(zip(sources, index.source_start[:-1].tolist(), strict=True))
+        self._planner = StepPlanner(index, batch, weights, 0, budget)
+        self._layout = Layout(encoders, config.model.llm.items, budget.rows)
+        self._reader = reader_of(prompts, index.source_start)
+
+    def batches(self, source: str, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, Microbatch]]:
+        """Batches that hold each of these samples' questions once. With each, int64 `[row, sample in row]`: which sample
+        lies there, -1 where a row holds fewer."""
+        first = self._first[source]
+        for (plan,) in self._planner.plan_once(first + np.asarray(samples)):
+            packed = pack_microbatch(plan, self._layout, self._reader)
+            lies = np.full((self._layout.rows[0], 1 + int(packed.text.sample.max(initial=0))), -1)
+            llm = plan.part_start[:-1]
+            for sample, row, at in zip(plan.samples, plan.row[llm], plan.offset[llm], strict=True):
+                lies[row, packed.text.sample[row, at]] = sample - first
+            yield lies, packed
+
+
+def read_answers(tokens: np.ndarray, batch: Microbatch, lies: np.ndarray) -> dict[int, str]:
+    """The answers written into `tokens` `[R, T]`, by sample; up to the end token."""
+    answers = {}
+    for row, slot in np.argwhere(lies >= 0):
+        at = np.flatnonzero((batch.text.sample[row] == slot) & (batch.text.weight[row] > 0)) + 1
+        at = at[at < tokens.shape[1]]  # the last empty token predicts one that has no room
+        answers[int(lies[row, slot])] = decode(tokens[row, at].tolist())
+    return answers

@@ -1,0 +1,59 @@
+"""What a source yields: the text of a sample with places for its items, and the items themselves when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens of one stretch of text. `branch` 0 is seen by everything after it in the sample; branches 1, 2, ... see
+    branch 0, the items and themselves, never each other (several questions about the same image)."""
+
+    tokens: np.ndarray  # int32 [n]
+    weights: np.ndarray  # float32 [n]: of the loss on predicting this token from the one before it in its branch
+    branch: int = 0
+    start: int | None = None  # RoPE position of the first token; None = go on where the branch is
+
+
+@dataclass(frozen=True)
+class Item:
+    """A place where the tokens of the sample's item `number` (its n-th image or clip, in order) go."""
+
+    encoder: str
+    number: int
+    start: int | None = None  # RoPE position of the first token; None = go on
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training example, interleaved as it is read; items are not decoded yet."""
+
+    segments: tuple[Text | Item, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a sample from headers alone, without decoding anything."""
+
+    text_tokens: int
+    items: tuple[tuple[str, tuple[int, ...]], ...]  # (encoder, size): (height, width) in pixels, (samples,) of a clip
+
+
+class Source(Protocol):
+    """Random access to samples. `facts` and `sample` decode no media; `item` opens and decodes one item."""
+
+    def __len__(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """Changes when any sample changes."""
+
+    def facts(self, index: int) -> Facts: ...
+
+    def sample(self, index: int) -> Sample: ...
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        """uint8 `[height, width, channels]` of an image, float32 `[samples]` in -1..1 of a clip."""

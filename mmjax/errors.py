@@ -1,0 +1,26 @@
+"""What a person is told when their input cannot work, and how a command ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: one line that says what is wrong, where, and what to do."""
+
+
+def run_command(main: Callable[[], None]) -> int:
+    """Run a command and return its exit code: 0, 2 for bad input (one line on stderr), 130 when interrupted.
+
+    Any other exception is a fault of mmjax's own and keeps its traceback.
+    """
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,93 @@
+"""Whisper's encoder over packed log-mel frames: two convolutions, sinusoidal positions, a transformer.
+
+A convolution is written as explicit taps (shift, mask, matrix product), so that a tap which would reach into the next
+clip, or into padding, is zero: a packed clip sees exactly the zero padding that it would see alone.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.batch import ItemBatch
+from mmjax.config import AudioConfig
+from mmjax.models.attention import items_mask
+from mmjax.models.layer_runs import LayerRuns, Run
+from mmjax.models.layers import Context, EncoderLayer, LayerNorm, Linear
+from mmjax.parallel.sharding import constrain
+
+STRIDE = 2  # frames per position after the second convolution
+MAX_TIMESCALE = 10_000.0
+
+
+def shifted(x: Array, by: int) -> Array:
+    """`y[:, t] = x[:, t + by]` for by in -1, 0, 1; what enters at the border repeats and is masked by its item."""
+    if by == 0:
+        return x
+    return jnp.concatenate([x[:, :1], x[:, :-1]] if by < 0 else [x[:, 1:], x[:, -1:]], axis=1)
+
+
+def taps(x: Float[Array, "r l f"], item: Int[Array, "r l"], stride: int) -> Float[Array, "r m 3*f"]:
+    """Frame t-1, t and t+1 of every `stride`-th frame t, side by side; zero where not of the same item as t."""
+    centre = item[:, ::stride]
+    border = jnp.full_like(item[:, :1], -1)
+    before = jnp.concatenate([border, item[:, :-1]], axis=1)[:, ::stride]
+    after = jnp.concatenate([item[:, 1:], border], axis=1)[:, ::stride]
+    members = []
+    for by, other in ((-1, before), (0, centre), (1, after)):
+        same = (other == centre) & (centre >= 0)
+        members.append(jnp.where(same[..., None], shifted(x, by)[:, ::stride], 0))
+    return jnp.concatenate(members, axis=-1)
+
+
+def sinusoids(time: Int[Array, "r l"], width: int) -> Float[Array, "r l d"]:
+    """Whisper's position embedding: sines, then cosines, of `width / 2` timescales from 1 to 10000."""
+    pairs = width // 2
+    scales = jnp.exp(-jnp.log(MAX_TIMESCALE) / (pairs - 1) * jnp.arange(pairs, dtype=jnp.float32))
+    angles = time.astype(jnp.float32)[..., None] * scales
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+class AudioStem(nnx.Module):
+    """Two convolutions of kernel 3 with GELU, the second of stride 2, then positions in the clip."""
+
+    def __init__(self, mels: int, width: int, rngs: nnx.Rngs):
+        self.first = Linear(3 * mels, width, (None, "embed"), rngs, bias=True)
+        self.second = Linear(3 * width, width, ("embed", None), rngs, bias=True)
+
+    def __call__(
+        self, x: Float[Array, "r l f"], item: Int[Array, "r l"], time: Int[Array, "r m"]
+    ) -> Float[Array, "r m d"]:
+        x = jax.nn.gelu(self.first(taps(x, item, 1)))
+        x = jax.nn.gelu(self.second(taps(x, item, STRIDE)))
+        return x + sinusoids(time, x.shape[-1]).astype(x.dtype)
+
+
+class AudioEncoder(nnx.Module):
+    """embed -> layers -> head over frames in time order; every clip starts at a multiple of the stride."""
+
+    def __init__(self, config: AudioConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.embed = AudioStem(c.mels, c.width, rngs)
+        self.layers = LayerRuns(
+            lambda rngs: EncoderLayer(c.width, c.heads, c.mlp_width, c.norm_eps, c.attention, rngs), plan, rngs
+        )
+        self.head = LayerNorm(c.width, c.norm_eps)
+        self.dtype = dtype
+
+    def embedded(self, items: ItemBatch) -> Float[Array, "r m d"]:
+        if items.values.shape[1] % STRIDE:
+            raise ValueError(f"a row of {items.values.shape[1]} audio frames is no multiple of the stride {STRIDE}")
+        time = self.places(items)[1][..., 0]
+        x = self.embed(items.values.astype(self.dtype), items.item, time)
+        return constrain(x, "rows", "length", "width")
+
+    def context(self, items: ItemBatch) -> Context:
+        """The mask of a batch; positions are in the activations already."""
+        return Context(items_mask(self.places(items)[0]))
+
+    def places(self, items: ItemBatch) -> tuple[Int[Array, "r m"], Int[Array, "r m 3"]]:
+        """Item and coordinates of every output position, time in units of the stride."""
+        return items.item[:, ::STRIDE], items.coordinates[:, ::STRIDE] // STRIDE

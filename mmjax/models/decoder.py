@@ -1,0 +1,81 @@
+"""The text decoder: grouped-query attention, rotary positions, RMSNorm, SwiGLU, tied or untied output."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.batch import TextBatch
+from mmjax.config import DecoderConfig
+from mmjax.models.attention import MaskSpec
+from mmjax.models.layer_runs import LayerRuns, Run
+from mmjax.models.layers import Context, RMSNorm, SelfAttention, SwiGLU, rotation_1d
+from mmjax.parallel.sharding import constrain
+
+
+class TokenTable(nnx.Module):
+    """One vector per token of the vocabulary: embeds tokens, and scores them as the next one."""
+
+    def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
+        table = jax.random.normal(rngs.params(), (vocab, width), jnp.float32) * width**-0.5
+        self.weight = nnx.Param(table, axes=("vocab", "embed"))
+
+    def embed(self, token: Int[Array, "r t"], dtype: jnp.dtype) -> Float[Array, "r t d"]:
+        # Vocabulary whole, width split: each device looks up its own channels. With the vocabulary split as well XLA
+        # falls back to replicating the result ("Involuntary full rematerialization").
+        table = constrain(self.weight[...].astype(dtype), None, "mlp")
+        return constrain(table[token], "rows", "length", "width")
+
+    def scores(self, x: Float[Array, "r t d"]) -> Float[Array, "r t v"]:
+        table = self.weight[...].astype(x.dtype)
+        return constrain(jnp.einsum("rtd,vd->rtv", x, table, preferred_element_type=jnp.float32), "rows", "length", "vocab")
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and SwiGLU."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        c = config
+        self.attention_norm = RMSNorm(c.width, c.norm_eps)
+        self.attention = SelfAttention(c.width, c.heads, c.kv_heads, c.head_width, c.attention, rngs)
+        self.mlp_norm = RMSNorm(c.width, c.norm_eps)
+        self.mlp = SwiGLU(c.width, c.mlp_width, rngs)
+
+    def __call__(self, x: Float[Array, "r t d"], context: Context) -> Float[Array, "r t d"]:
+        x = x + self.attention(self.attention_norm(x), context)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class DecoderHead(nnx.Module):
+    """The final norm, and the output table if it is not the input's."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.table = None if config.tied else TokenTable(config.vocab, config.width, rngs)
+
+
+class Decoder(nnx.Module):
+    """embed -> layers -> head."""
+
+    def __init__(self, config: DecoderConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.embed = TokenTable(config.vocab, config.width, rngs)
+        self.layers = LayerRuns(lambda rngs: DecoderLayer(config, rngs), plan, rngs)
+        self.head = DecoderHead(config, rngs)
+        self.head_width = config.head_width
+        self.rope_theta = config.rope_theta
+        self.dtype = dtype
+
+    def embedded(self, token: Int[Array, "r t"]) -> Float[Array, "r t d"]:
+        return self.embed.embed(token, self.dtype)
+
+    def context(self, text: TextBatch) -> Context:
+        """The mask and the rotary angles of a batch."""
+        mask = MaskSpec(text.sample, text.pos, text.span, text.kind, text.sees)
+        return Context(mask, rotation_1d(text.position, self.head_width, self.rope_theta))
+
+    def logits(self, x: Float[Array, "r t d"]) -> Float[Array, "r t v"]:
+        """Scores of the next token, float32."""
+        table = self.embed if self.head.table is None else self.head.table
+        return table.scores(self.head.norm(x))

@@ -1,0 +1,167 @@
+"""A tower's layers as runs: contiguous layers of one remat policy on one stage, stored stacked and scanned.
+
+Scanning makes compile time independent of depth, and a run is the border at which a pipeline may cut. Parameters are
+born in runs and never restacked or sliced inside jit, which would hold them twice. Outside jit, `layers_one_by_one` and
+`into_runs` translate between runs and the numbered layers that checkpoints name, so another plan reads the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mmjax.config import Remat
+from mmjax.models.layers import Context
+from mmjax.parallel.sharding import constrain
+
+# What the policy `attention` keeps: products with weights and the output of attention. Scores, norms and activation
+# functions, large or cheap, are computed again.
+SAVED = ("linear", "attention_output", "attention_logsumexp")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers `start` to `stop` (exclusive) of a tower, with one remat policy."""
+
+    start: int
+    stop: int
+    remat: Remat = "none"
+
+    @property
+    def name(self) -> str:
+        """Its key among the parameters: `3` for one layer, `3:7` for a stack."""
+        return str(self.start) if self.stop - self.start == 1 else f"{self.start}:{self.stop}"
+
+
+def plan_runs(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] = ()) -> tuple[Run, ...]:
+    """The fewest runs with one remat policy each and a border before every layer in `cuts`.
+
+    Raises ValueError for a number of policies other than one or `layers`, an unknown policy, a cut outside 1..layers-1.
+    """
+    policies = (remat,) * layers if isinstance(remat, str) else remat
+    if len(policies) != layers:
+        raise ValueError(f"remat names {len(policies)} layers, the tower has {layers}; give one policy, or one per layer")
+    if unknown := set(policies) - {"none", "attention", "full"}:
+        raise ValueError(f"unknown remat policy {min(unknown)!r}; known: none, attention, full")
+    if outside := [cut for cut in cuts if not 0 < cut < layers]:
+        raise ValueError(f"a cut before layer {outside[0]} does not divide {layers} layers; cuts lie in 1..{layers - 1}")
+    borders = {0, layers, *cuts, *(i for i in range(1, layers) if policies[i] != policies[i - 1])}
+    ordered = sorted(borders)
+    return tuple(Run(a, b, policies[a]) for a, b in zip(ordered, ordered[1:], strict=False))
+
+
+class LayerRuns(nnx.Module):
+    """A tower's layers, in runs. `make` builds one layer: a module called as `layer(x, context)`."""
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], plan: tuple[Run, ...], rngs: nnx.Rngs):
+        key = rngs.params()
+        self.plan = plan
+        self.runs = nnx.Dict({run.name: _born(make, run, key) for run in plan})
+
+    def __call__(
+        self, x: Float[Array, "b t d"], context: Context, start: int = 0, stop: int | None = None
+    ) -> Float[Array, "b t d"]:
+        """Apply layers `start` to `stop` (default: all). Raises ValueError where these are not borders of runs."""
+        stop = self.plan[-1].stop if stop is None else stop
+        if {start, stop} - {border for run in self.plan for border in (run.start, run.stop)}:
+            raise ValueError(f"layers {start} to {stop} do not begin and end at borders of the runs {self.plan}")
+        for run in self.plan:
+            if start <= run.start < stop:
+                x = _apply(self.runs[run.name], run, x, context)
+        return x
+
+
+def _born(make: Callable[[nnx.Rngs], nnx.Module], run: Run, key: Array) -> nnx.Module:
+    """The run's layers, stacked if several. Layer i's key depends on i alone, so its values do not depend on the runs."""
+
+    def layer(i: int | Array) -> nnx.Module:
+        return make(nnx.Rngs(params=jax.random.fold_in(key, i)))
+
+    if run.stop - run.start == 1:
+        return layer(run.start)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: layer(run.start)))
+    stacked = jax.vmap(lambda i: nnx.state(layer(i)))(jnp.arange(run.start, run.stop))
+    return nnx.merge(graph, stacked)
+
+
+def _apply(layers: nnx.Module, run: Run, x: Array, context: Context) -> Array:
+    graph, params = nnx.split(layers)
+    scanned = run.stop - run.start > 1
+
+    def layer(params: Any, x: Array, context: Context) -> Array:
+        return constrain(nnx.merge(graph, params)(x, context), "rows", "length", "width")
+
+    if run.remat != "none":
+        keep = None if run.remat == "full" else jax.checkpoint_policies.save_only_these_names(*SAVED)
+        # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
+        layer = jax.checkpoint(layer, policy=keep, prevent_cse=not scanned)
+    if not scanned:
+        return layer(params, x, context)
+    return jax.lax.scan(lambda x, params: (layer(params, x, context), None), x, params)[0]
+
+
+def layers_one_by_one(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i: leaf[i]) -> Any:
+    """Nested dicts with every `{"runs": {"0:2": stacked, "2": single}}` as `{"0": ..., "1": ..., "2": ...}`.
+
+    `take(leaf, i)` is layer i of a stacked leaf; give another to translate shapes or shardings. Dicts may lie inside
+    tuples and lists (an optimizer's state); parameters may be missing (a frozen part).
+    """
+    if not isinstance(params, dict):
+        return _inside(params, lambda x: layers_one_by_one(x, take))
+    if set(params) != {"runs"}:
+        return {key: layers_one_by_one(value, take) for key, value in params.items()}
+    layers = {}
+    for name, run in params["runs"].items():
+        start, _, stop = name.partition(":")
+        if not stop:
+            layers[start] = run
+        for i in range(int(start), int(stop or start)):
+            layers[str(i)] = jax.tree.map(lambda leaf, n=i - int(start): take(leaf, n), run)
+    return layers
+
+
+def into_runs(
+    params: Any,
+    runs: Mapping[str, tuple[Run, ...]],
+    stack: Callable[[list[Any]], Any] | None = None,
+) -> Any:
+    """The inverse of `layers_one_by_one`: stacks the numbered layers of each tower in `runs` (by the tower's name).
+
+    `stack(leaves)` joins the same leaf of a run's layers; give another to translate shapes or shardings.
+    """
+    stack = _stack if stack is None else stack
+    if not isinstance(params, dict):
+        return _inside(params, lambda x: into_runs(x, runs, stack))
+    out = {}
+    for key, value in params.items():
+        if key in runs and isinstance(value, dict) and "layers" in value:
+            value = {**value, "layers": {"runs": {r.name: _joined(value["layers"], r, stack) for r in runs[key]}}}
+            out[key] = value
+        else:
+            out[key] = into_runs(value, runs, stack)
+    return out
+
+
+def _joined(layers: dict[str, Any], run: Run, stack: Callable[[list[Any]], Any]) -> Any:
+    members = [layers[str(i)] for i in range(run.start, run.stop)]
+    return members[0] if len(members) == 1 else jax.tree.map(lambda *leaves: stack(list(leaves)), *members)
+
+
+def _stack(leaves: list[Any]) -> Any:
+    return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else jnp.stack(leaves)
+
+
+def _inside(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """`function` on the members of a tuple, named tuple or list; anything else is a leaf and stays."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(function(x) for x in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(function(x) for x in tree)
+    return tree

@@ -1,0 +1,201 @@
+"""The model as training sees it: pure functions on nested dicts of parameters, whole or one pipeline stage at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mmjax.batch import ItemBatch, Microbatch, TextBatch
+from mmjax.config import ModelConfig
+from mmjax.models.layer_runs import Run, plan_runs
+from mmjax.models.multimodal import MultimodalModel
+
+Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A multimodal model as pure functions. Everything here may be called under `jax.jit` or a bare trace."""
+
+    config: ModelConfig
+    dtype: Any  # of the activations; parameters are born float32
+    runs: dict[str, tuple[Run, ...]]  # of every tower: "llm" and the encoders by name
+    abstract: Params = field(repr=False)  # shapes and dtypes of the parameters
+    axes: Params = field(repr=False)  # their logical axes, tuples; a stack's leading axis is not named
+    graph: Any = field(repr=False)
+
+    @classmethod
+    def build(cls, config: ModelConfig, dtype: Any, cuts: Mapping[str, tuple[int, ...]] | None = None) -> Model:
+        """The model of a config, its towers cut into runs at `cuts`. Holds no parameters, so it costs nothing.
+
+        Raises ValueError for an encoder called "llm", impossible cuts or remat policies, and widths that do not divide.
+        """
+        if "llm" in config.encoders:
+            raise ValueError("no encoder may be called 'llm': that is the decoder's name; rename it in model.encoders")
+        towers = {"llm": config.llm, **config.encoders}
+        if unknown := set(cuts or {}) - set(towers):
+            raise ValueError(f"cuts for {min(unknown)!r}, which is no tower; there are {', '.join(towers)}")
+        runs = {name: plan_runs(c.layers, c.remat, (cuts or {}).get(name, ())) for name, c in towers.items()}
+        dtype = jnp.dtype(dtype)
+        born = partial(_born, config, runs, dtype)
+        graph, state = nnx.split(nnx.eval_shape(born, jax.random.key(0)))
+        axes = {path: variable.get_metadata("axes") for path, variable in nnx.to_flat_state(state)}
+        return cls(config, dtype, runs, nnx.to_pure_dict(state), _nested(axes), graph)
+
+    @property
+    def frozen(self) -> set[str]:
+        """The modules that the config freezes, named as by `module_of`."""
+        names = {"llm"} if self.config.llm.frozen else set()
+        for name, encoder in self.config.encoders.items():
+            names |= {name} if encoder.frozen else set()
+            names |= {f"{name}.connector"} if encoder.connector.frozen else set()
+        return names
+
+    def init(self, key: Array) -> Params:
+        """Random parameters, float32; under jit with `out_shardings` born where they belong."""
+        return nnx.to_pure_dict(nnx.state(_born(self.config, self.runs, self.dtype, key)))
+
+    def logits(self, params: Params, microbatch: Microbatch) -> Float[Array, "b t v"]:
+        """Float32 logits of a microbatch."""
+        module = self.module(params)
+        return module.decode(microbatch.text, module.encode(microbatch.items))
+
+    def encode(self, params: Params, items: dict[str, ItemBatch]) -> dict[str, Float[Array, "r m d"]]:
+        """Every encoder's tokens for the LLM; `params` need not hold the LLM's."""
+        return self.module(params).encode(items)
+
+    def decode(
+        self, params: Params, text: TextBatch, features: dict[str, Float[Array, "r m d"]]
+    ) -> Float[Array, "b t v"]:
+        """Float32 logits from encoder tokens; `params` need not hold the encoders'."""
+        return self.module(params).decode(text, features)
+
+    def module(self, params: Params) -> MultimodalModel:
+        """The NNX module with these parameters; where some are missing, their shapes stand in, which cannot compute."""
+        return nnx.merge(self.graph, nnx.State(merge(self.abstract, params)))
+
+    def stages(self, tower: str, cuts: tuple[int, ...]) -> list[Stage]:
+        """A tower cut before the layers in `cuts`, which must be borders of its runs."""
+        borders = {run.start for run in self.runs[tower]}
+        if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
+            raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
+        ends = [0, *sorted(cuts), self.runs[tower][-1].stop]
+        return [Stage(self, tower, a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Layers `start` to `stop` of one tower as a pure function: `stage(stage.select(params), inputs, batch)`.
+
+    An encoder's first stage takes `inputs=None` and its last, connector included, gives tokens for the LLM; the LLM's
+    first stage takes a dict of such tokens by encoder and its last gives float32 logits. Between stages go activations
+    `[R, L, D]`. `batch` is the tower's own: a TextBatch or an ItemBatch.
+    """
+
+    model: Model
+    tower: str
+    start: int
+    stop: int
+
+    @property
+    def first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.model.runs[self.tower][-1].stop
+
+    def select(self, params: Params) -> Params:
+        """The stage's own parameters. Tied embeddings belong to the LLM's first and last stage: add their gradients."""
+        whole = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
+        tied = self.tower == "llm" and self.model.config.llm.tied
+        runs = {r.name for r in self.model.runs[self.tower] if self.start <= r.start < self.stop}
+        part = {"layers": {"runs": {name: whole["layers"]["runs"][name] for name in sorted(runs)}}}
+        if self.first or (self.last and tied):
+            part["embed"] = whole["embed"]
+        if self.last:
+            part["head"] = whole["head"]
+        if self.tower == "llm":
+            return {"llm": part}
+        connector = {"connectors": {self.tower: params["connectors"][self.tower]}} if self.last else {}
+        return {"encoders": {self.tower: part}, **connector}
+
+    def __call__(
+        self,
+        params: Params,
+        inputs: dict[str, Float[Array, "r m d"]] | Float[Array, "b t w"] | None,
+        batch: TextBatch | ItemBatch,
+    ) -> Float[Array, "b l e"]:
+        """Activations, encoder tokens or logits: whatever this stage ends with."""
+        module = self.model.module(params)
+        if self.tower == "llm":
+            tower = module.llm
+            x = module.embedded(batch, inputs) if self.first else inputs
+        else:
+            tower = module.encoders[self.tower]
+            x = tower.embedded(batch) if self.first else inputs
+        x = tower.layers(x, tower.context(batch), self.start, self.stop)
+        if not self.last:
+            return x
+        return tower.logits(x) if self.tower == "llm" else module.connected(self.tower, x, batch)
+
+
+def module_of(path: tuple[str, ...]) -> str:
+    """The module that a parameter belongs to: "llm", an encoder's name, or "<encoder>.connector"."""
+    kind = path[0]
+    if kind == "llm":
+        return "llm"
+    if kind not in ("encoders", "connectors") or len(path) < 2:
+        raise ValueError(f"{'/'.join(map(str, path))} is no parameter of a multimodal model")
+    return path[1] if kind == "encoders" else f"{path[1]}.connector"
+
+
+def partition(params: Params, frozen: set[str]) -> tuple[Params, Params]:
+    """(trainable, frozen) parameters, split by module; each a nested dict without the other's branches.
+
+    Raises ValueError for a module that the model does not have.
+    """
+    known = {"llm"} & set(params)
+    known |= set(params.get("encoders", ())) | {f"{name}.connector" for name in params.get("connectors", ())}
+    if unknown := frozen - known:
+        raise ValueError(f"cannot freeze {min(unknown)!r}: the model has {', '.join(sorted(known))}")
+
+    def part(keep: bool) -> Params:
+        chosen = {"llm": params["llm"]} if "llm" in params and ("llm" in frozen) == keep else {}
+        for kind in ("encoders", "connectors"):
+            inside = {n: p for n, p in params.get(kind, {}).items() if (module_of((kind, n)) in frozen) == keep}
+            chosen |= {kind: inside} if inside else {}
+        return chosen
+
+    return part(False), part(True)
+
+
+def merge(first: Params, second: Params) -> Params:
+    """Nested dicts as one; where both have a leaf, the second's."""
+    merged = dict(first)
+    for key, value in second.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def _born(config: ModelConfig, runs: dict[str, tuple[Run, ...]], dtype: Any, key: Array) -> MultimodalModel:
+    return MultimodalModel(config, runs, dtype, nnx.Rngs(params=key))
+
+
+def _nested(flat: dict[tuple[str, ...], Any]) -> Params:
+    """`{("a", "b"): x}` as `{"a": {"b": x}}`."""
+    tree: Params = {}
+    for path, leaf in flat.items():
+        inner = tree
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = leaf
+    return tree

@@ -1,0 +1,44 @@
+"""A ViT at native resolution: images of any size as packed patches, 2-D rotary positions, attention inside an image."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.batch import ItemBatch
+from mmjax.config import VisionConfig
+from mmjax.models.attention import items_mask
+from mmjax.models.layer_runs import LayerRuns, Run
+from mmjax.models.layers import Context, EncoderLayer, LayerNorm, Linear, rotation_2d
+from mmjax.parallel.sharding import constrain
+
+
+class VisionEncoder(nnx.Module):
+    """embed -> layers -> head over patches in merge order: the members of each merge window are contiguous.
+
+    A window at an image's edge may hold padded patches (item -1): they attend nothing, and nothing attends them.
+    """
+
+    def __init__(self, config: VisionConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.embed = Linear(c.patch**2 * c.channels, c.width, (None, "embed"), rngs, bias=True)
+        self.layers = LayerRuns(
+            lambda rngs: EncoderLayer(c.width, c.heads, c.mlp_width, c.norm_eps, c.attention, rngs), plan, rngs
+        )
+        self.head = LayerNorm(c.width, c.norm_eps)
+        self.head_width = c.width // c.heads
+        self.rope_theta = c.rope_theta
+        self.dtype = dtype
+
+    def embedded(self, items: ItemBatch) -> Float[Array, "r l d"]:
+        values = jnp.where((items.item >= 0)[..., None], items.values, 0).astype(self.dtype)
+        return constrain(self.embed(values), "rows", "length", "width")
+
+    def context(self, items: ItemBatch) -> Context:
+        """The mask and the rotary angles of a batch."""
+        return Context(items_mask(items.item), rotation_2d(items.coordinates[..., 1:], self.head_width, self.rope_theta))
+
+    def places(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l 3"]]:
+        """Item and coordinates of every output position."""
+        return items.item, items.coordinates

@@ -1,0 +1,1 @@
+"""Meshes and sharding rules: how arrays lie on devices."""

@@ -1,0 +1,71 @@
+"""The device mesh of one SPMD program: axes data, fsdp, tensor, context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mmjax.config import MeshConfig, ModelConfig
+from mmjax.errors import UserError
+
+AXES = ("data", "fsdp", "tensor", "context")
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh over all of `devices`. Raises UserError where the axes' sizes do not multiply to their number."""
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(free) > 1:
+        raise UserError(f"mesh.{free[0]} and mesh.{free[1]} are both -1; give all but one a size")
+    if any(size < 1 and size != -1 for size in sizes.values()):
+        raise UserError(f"mesh sizes must be at least 1, or -1 for one of them: {_spell(sizes)}")
+    if sizes["context"] != 1:
+        raise UserError("mesh.context must be 1: one sequence stays on one device")
+    if free:
+        if len(devices) % known:
+            raise UserError(
+                f"mesh.{free[0]}=-1 takes what the other axes leave, but {known} ({_spell(sizes)}) does not divide the "
+                f"{len(devices)} devices"
+            )
+        sizes[free[0]] = len(devices) // known
+    if math.prod(sizes.values()) != len(devices):
+        raise UserError(
+            f"the mesh {_spell(sizes)} needs {math.prod(sizes.values())} devices and there are {len(devices)}; "
+            "set one axis to -1 to take what is there"
+        )
+    shape = tuple(sizes.values())
+    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_heads(mesh: Mesh, model: ModelConfig) -> None:
+    """Raises UserError where tensor parallelism would cut a head."""
+    tensor = mesh.shape["tensor"]
+    heads = {"model.llm.heads": model.llm.heads, "model.llm.kv_heads": model.llm.kv_heads}
+    heads |= {f"model.encoders.{name}.heads": encoder.heads for name, encoder in model.encoders.items()}
+    for key, count in heads.items():
+        if count % tensor:
+            raise UserError(f"mesh.tensor={tensor} does not divide {key}={count}; use a divisor of it")
+
+
+def _spell(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def row_ranks(mesh: Mesh) -> int:
+    """How many ranks the rows of a batch are spread over."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """The leading dimension over the ranks."""
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))

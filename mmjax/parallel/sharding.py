@@ -1,0 +1,85 @@
+"""Logical axes of arrays and the mesh axes they lie on.
+
+Models name what an axis means (`embed`, `heads`, ...); the executor says where that lies. Nothing here knows a model family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Axes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """Mesh axes of every logical axis.
+
+    FSDP shards parameters along `embed` and gathers them where they are used; tensor parallelism shards `heads`,
+    `mlp` and `vocab`, so activations are whole along `width` between layers.
+    """
+
+    rows: tuple[str, ...] = ("data", "fsdp")
+    length: tuple[str, ...] = ("context",)
+    width: tuple[str, ...] = ()
+    embed: tuple[str, ...] = ("fsdp",)
+    heads: tuple[str, ...] = ("tensor",)
+    kv_heads: tuple[str, ...] = ("tensor",)
+    mlp: tuple[str, ...] = ("tensor",)
+    vocab: tuple[str, ...] = ("tensor",)
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """The partition spec of an array with these logical axes. Raises ValueError for an unknown or a clashing axis."""
+        known = {f.name for f in fields(self)}
+        used: set[str] = set()
+        entries: list[tuple[str, ...] | None] = []
+        for axis in axes:
+            if axis is not None and axis not in known:
+                raise ValueError(f"unknown logical axis {axis!r} in {axes}; known: {', '.join(sorted(known))}")
+            mesh_axes = () if axis is None else getattr(self, axis)
+            if clash := used.intersection(mesh_axes):
+                raise ValueError(f"logical axes {axes} put mesh axis {sorted(clash)[0]!r} on two dimensions")
+            used.update(mesh_axes)
+            entries.append(mesh_axes or None)
+        return PartitionSpec(*entries)
+
+
+_active: contextvars.ContextVar[tuple[Mesh, ShardingRules] | None] = contextvars.ContextVar("active", default=None)
+
+
+@contextlib.contextmanager
+def activations_on(mesh: Mesh, rules: ShardingRules) -> Iterator[None]:
+    """While tracing inside, `constrain` lays activations out on this mesh."""
+    token = _active.set((mesh, rules))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Lay `x` out by its logical axes on the active mesh; without one (one device, or a bare call), `x` itself."""
+    active = _active.get()
+    if active is None or active[0].size == 1:
+        return x
+    mesh, rules = active
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(axes)))
+
+
+def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axes) -> NamedSharding:
+    """Where an array of this shape lies; a dimension that its mesh axes do not divide stays whole on them."""
+    axes = (None,) * (len(shape) - len(axes)) + axes  # a leading axis of stacked layers is never sharded
+    spec = list(rules.spec(axes))
+    for i, entry in enumerate(spec):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        size = 1
+        for name in names:
+            size *= mesh.shape[name]
+        if shape[i] % size:
+            spec[i] = None
+    return NamedSharding(mesh, PartitionSpec(*spec))

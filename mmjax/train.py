@@ -1,0 +1,104 @@
+"""Train a multimodal LLM: ``python -m mmjax.train [CONFIG] [a.b=value ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from mmjax.config import Config
+from mmjax.config_files import default_config, describe, find, load
+from mmjax.data.index import cached_index
+from mmjax.data.pipeline import StepLoader
+from mmjax.data.plan import make_budget
+from mmjax.data.sources import open_sources
+from mmjax.errors import run_command
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import check_heads, make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.checkpoint import Checkpoints
+from mmjax.training.console import ProgressLine, say
+from mmjax.training.devices import choose_devices
+from mmjax.training.evaluation import Evaluator, question_sources
+from mmjax.training.optimizer import make_optimizer
+from mmjax.training.profile import peak_of
+from mmjax.training.programs import ProgramCounter, keep_programs
+from mmjax.training.run_folder import Mode, claim
+from mmjax.training.session import Session
+from mmjax.training.step import Executor
+
+
+def open_session(config: Config, source: Path, mode: Mode) -> Session:
+    """Everything a run needs. `source` is the config file, of which the run keeps a copy."""
+    devices = choose_devices(config.device)
+    mesh = make_mesh(config.mesh, devices)
+    check_heads(mesh, config.model)
+    folder, resumed = claim(config, source, mode)
+    keep_programs(folder.path.parent / ".programs")
+    programs = ProgramCounter().listen()
+
+    sources = open_sources(config, "train", folder.path)
+    index, index_folder = cached_index(sources, config.model.encoders, folder.index)
+    weights = [s.weight for s in config.data.sources.values()]
+    budget = make_budget(index, config.batch, ("llm", *config.model.encoders), weights, config.seed)
+    loader = StepLoader(config, budget, index_folder, folder.path)
+    folder.list_oversize(map(loader.reader.name, loader.planner.oversize), config.data.on_oversize)
+
+    model = Model.build(config.model, jnp.dtype(config.training.precision))
+    rules = ShardingRules()
+    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, rules, len(sources))
+    checkpoints = Checkpoints(folder.checkpoints, executor, config.training.keep)
+    evaluator = Evaluator(model, mesh, rules, question_sources(config, ("validation", "test"), folder.path), config)
+    peak = peak_of(devices, config.training.precision)
+    return Session(config, folder, resumed, mesh, executor, loader, checkpoints, evaluator, programs, peak)
+
+
+def train(config: Config, source: Path, mode: Mode = "new") -> Session:
+    """Train as the config says."""
+    session = open_session(config, source, mode)
+    state, first = session.start()
+    batches = session.batches(first)
+    accumulated = session.compile(state, first)
+    progress = ProgressLine(first, config.training.steps)
+    for step, ready in enumerate(batches, start=first):
+        weight, hyper = float(ready.loaded.weight), session.hyperparameters(step)
+        state, accumulated, report = session.executor.step(state, accumulated, ready.arrays, weight, hyper)
+        session.ran(step, ready, report, progress)
+        if session.due(step + 1, config.training.evaluate_every):
+            session.evaluate(step + 1, state)
+        if session.due(step + 1, config.training.checkpoint_every):
+            session.save(step + 1, state)
+    session.settle(progress)
+    progress.close()
+    session.finish(first, state)
+    return session
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m mmjax.train", description=__doc__, allow_abbrev=False)
+    parser.add_argument("config", nargs="?", default="", help="a config's file or name (default: tiny_omni)")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config")
+    parser.add_argument("--show", action="store_true", help="print the whole config and stop")
+    started = parser.add_mutually_exclusive_group()
+    started.add_argument(
+        "--resume", nargs="?", const="resume", choices=("resume", "auto"), help="continue the run (auto: or start it)"
+    )
+    started.add_argument("--overwrite", action="store_true", help="replace the run that is in its folder")
+    args = parser.parse_args(argv)
+    if "=" in args.config:
+        args.overrides.insert(0, args.config)
+        args.config = ""
+    path = find(args.config) if args.config else default_config()
+    config = load(path, args.overrides)
+    if args.show:
+        say(describe(config))
+        return
+    train(config, path, "overwrite" if args.overwrite else args.resume or "new")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,1 @@
+"""State, step, optimizer, checkpoint and metrics of a run."""

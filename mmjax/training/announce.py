@@ -1,0 +1,123 @@
+"""The first lines of a run: what will be trained, on what, in which shapes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from mmjax.batch import Microbatch
+from mmjax.config import Config
+from mmjax.data.index import LengthIndex
+from mmjax.data.pipeline import LoadedStep
+from mmjax.data.plan import Budget
+from mmjax.models.model import Model, module_of
+from mmjax.training.console import count, say, table
+from mmjax.training.metrics import balance_scalars
+from mmjax.training.optimizer import key_names
+
+
+def parameters_per_module(model: Model) -> dict[str, int]:
+    """Number of parameters of each module."""
+    sizes: dict[str, int] = {}
+    for path, leaf in jax.tree.leaves_with_path(model.abstract):
+        module = module_of(key_names(path))
+        sizes[module] = sizes.get(module, 0) + math.prod(leaf.shape)
+    return sizes
+
+
+def what_will_run(
+    config: Config, model: Model, mesh: jax.sharding.Mesh, index: LengthIndex, budget: Budget, oversize: int, first: LoadedStep
+) -> None:
+    """Print parameters, mesh, budgets, shapes, tokens per step, steps per epoch and the first batch."""
+    modules = ("llm", *config.model.encoders)
+    sizes = parameters_per_module(model)
+    frozen = model.frozen
+    say(f"mmjax  {config.name}: {count(sum(sizes.values()))} parameters, {config.training.precision}")
+    say(*table([(m, count(n), "frozen" if m in frozen else "") for m, n in sizes.items()]))
+    device = mesh.devices.flat[0]
+    axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
+    say(f"on     {mesh.size} x {device.device_kind} ({axes})")
+    per_step = budget.samples_per_step
+    tokens = per_step * float(np.mean(index.llm_tokens))
+    say(
+        f"data   {len(index):,} samples, about {count(tokens)} LLM tokens and {per_step:g} samples a step, "
+        f"{math.ceil(len(index) / per_step)} steps an epoch; {config.training.steps} steps"
+    )
+    if oversize:
+        say(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
+    for note in budget.notes:
+        say(f"       {note}")
+    grouping = config.batch.grouping.kind
+    say(f"rows   of each module, grouping {grouping}, {config.batch.microbatches} microbatch(es), {len(budget.shapes)} shape(s)")
+    lines = [("module", "rows", "lengths", "first batch", "fill")]
+    fills = balance_scalars(first.microbatches, 1)
+    for k, module in enumerate(modules):
+        lengths = sorted({shape[k] for shape in budget.shapes})
+        array = _main_array(first.microbatches[0], module)
+        shape = "x".join(map(str, array.shape))
+        lines.append((module, str(budget.rows[k]), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}"))
+    say(*table(lines))
+
+
+def _main_array(batch: Microbatch, module: str) -> np.ndarray:
+    return batch.text.token if module == "llm" else batch.items[module].values
+
+
+def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> str:
+    """One line on whether the workers can keep up: `load_seconds` for one step on one core, one step's own time."""
+    per_step = load_seconds / max(workers, 1)
+    line = f"data   loading a step takes {load_seconds * 1e3:.0f} ms of one core, {workers} workers; a step takes {step_seconds * 1e3:.0f} ms"
+    if per_step <= step_seconds:
+        return line
+    needed = math.ceil(load_seconds / step_seconds) + 1
+    return f"{line}: THE LOADER CANNOT KEEP UP, about {1 - step_seconds / per_step:.0%} of the time will be waiting; use data.workers={needed}"
+
+
+def empty_like(shapes: Sequence[tuple[int, ...]], first: Microbatch) -> list[Microbatch]:
+    """An all-padding microbatch of every shape, for compiling ahead; `first` gives dtypes and rows."""
+    return [_resized(first, shape) for shape in shapes]
+
+
+def _resized(batch: Microbatch, shape: tuple[int, ...]) -> Microbatch:
+    def resize(x: np.ndarray, length: int) -> np.ndarray:
+        return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
+
+    text = jax.tree.map(lambda x: resize(x, shape[0]), batch.text)
+    items = {e: jax.tree.map(lambda x, n=n: resize(x, n), b) for (e, b), n in zip(batch.items.items(), shape[1:], strict=True)}
+    return Microbatch(text, items)
+
+
+def brief(scores: dict[str, float]) -> str:
+    """The families' scores on one line."""
+    families = [(k, v) for k, v in scores.items() if k.startswith("exact_match_") and "." not in k]
+    return "  ".join(f"{k.removeprefix('exact_match_')} {v:.3f}" for k, v in families)
+
+
+def score_table(scores: dict[str, float]) -> list[str]:
+    """All scores, a family and its tasks to a line."""
+    lines = []
+    for key, value in scores.items():
+        name = key.removeprefix("exact_match_")
+        if key.startswith("exact_match_") and "." not in name:
+            tasks = {k.split(".")[1]: v for k, v in scores.items() if k.startswith(f"{key}.")}
+            lines.append((name, f"{value:.3f}", "  ".join(f"{task} {v:.2f}" for task, v in tasks.items())))
+    return [f"exact match on {int(scores['samples'])} questions of the test split", *table(lines)]
+
+
+def what_next(run: Path) -> list[str]:
+    """What a person may want to do with a finished run."""
+    where = os.path.relpath(run)
+    return [
+        "try next",
+        *table([
+            (f"python -m mmjax.evaluate {where}", "score it again, or with --swap=vision: without its eyes"),
+            (f"tensorboard --logdir {where}", "every metric of every step"),
+            ("python -m mmjax.train tiny_vlm training.steps=300", "another config, and a change to it"),
+            ("python -m mmjax.train --show", "everything that can be changed"),
+        ]),
+    ]

@@ -1,0 +1,68 @@
+"""What a person sees: what will run, how it goes, where it is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+PLAIN_EVERY_SECONDS = 10.0
+
+
+def say(*lines: str) -> None:
+    """Print lines at once, also into a pipe."""
+    print(*lines, sep="\n", flush=True)
+
+
+def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> list[str]:
+    """Rows as aligned columns; all but the last column padded."""
+    widths = [max(len(row[k]) for row in rows if k < len(row)) for k in range(max(map(len, rows)))]
+    return [indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]
+
+
+def count(n: float) -> str:
+    """1234567 as 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.3g}"
+
+
+class ProgressLine:
+    """A bar on a terminal; a plain line every ten seconds elsewhere."""
+
+    def __init__(self, first: int, steps: int) -> None:
+        self._steps = steps
+        self._last_line = time.monotonic()
+        self._bar: Progress | None = None
+        if sys.stdout.isatty():
+            columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(24), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(), refresh_per_second=4)
+            self._task = self._bar.add_task("", total=steps, completed=first)
+            self._bar.start()
+
+    def update(self, done: int, scalars: Mapping[str, float]) -> None:
+        """Show the state after `done` steps."""
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, description=_describe(scalars))
+        elif now - self._last_line >= PLAIN_EVERY_SECONDS or done == self._steps:
+            self._last_line = now
+            say(f"step {done}/{self._steps}  {_describe(scalars)}")
+
+    def close(self) -> None:
+        """Leave the bar standing where it is."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _describe(scalars: Mapping[str, float]) -> str:
+    fills = "/".join(f"{v:.2f}".lstrip("0") for k, v in scalars.items() if k.startswith("fill/"))
+    return (
+        f"loss {scalars['loss']:.4f}  {count(scalars['tokens/s'])} tok/s  MFU {scalars['mfu']:.1%}  fill {fills}  "
+        f"data wait {scalars['data_wait_share']:.1%}"
+    )

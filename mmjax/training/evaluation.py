@@ -1,0 +1,99 @@
+"""Exact match of greedy answers: single questions, each decoded freely, by family and task."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mmjax.batch import Microbatch
+from mmjax.config import Config
+from mmjax.data.embedded import decode
+from mmjax.data.prompts import PromptLoader, QuestionSource, read_answers
+from mmjax.data.sample import Sample, Text
+from mmjax.data.sources import open_sources
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules, activations_on
+from mmjax.training.decoding import greedy
+from mmjax.training.step import put_rows
+
+Params = dict[str, Any]
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One question and what the model said."""
+
+    family: str
+    task: str
+    question: str
+    answer: str
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.question}  ->  {self.said!r}" + ("" if self.said == self.answer else f"  (it is {self.answer!r})")
+
+
+class Evaluator:
+    """Asks a model the questions of sources. One program, compiled once for all of them."""
+
+    def __init__(self, model: Model, mesh: Mesh, rules: ShardingRules, sources: Mapping[str, QuestionSource], config: Config) -> None:
+        self.sources = dict(sources)
+        self._loader = PromptLoader(sources, config) if sources else None
+        self._mesh = mesh
+
+        def answers(params: Params, batch: Microbatch) -> jax.Array:
+            with activations_on(mesh, rules):
+                return greedy(model, params, batch)
+
+        self._answers: Callable[[Params, Microbatch], jax.Array] = jax.jit(answers)
+
+    def ask(self, params: Params, source: str, samples: Sequence[int]) -> list[Answered]:
+        """The answers to these samples' questions, in their order."""
+        said: dict[int, str] = {}
+        for lies, batch in self._loader.batches(source, samples):
+            said |= read_answers(np.asarray(self._answers(params, put_rows(batch, self._mesh))), batch, lies)
+        questions = [self.sources[source].question(i) for i in samples]
+        return [
+            Answered(q.family, q.task, readable(q.prompt), q.answer, said[i])
+            for i, q in zip(samples, questions, strict=True)
+        ]
+
+    def ask_all(self, params: Params, split: str, limit: int | None = None) -> list[Answered]:
+        """The questions of every source of a split (named `<split>/<source>`), at most `limit` of each."""
+        answered = []
+        for name, source in self.sources.items():
+            if name.startswith(f"{split}/"):
+                answered += self.ask(params, name, range(len(source) if limit is None else min(limit, len(source))))
+        return answered
+
+
+def question_sources(config: Config, splits: Sequence[str], folder: Any) -> dict[str, QuestionSource]:
+    """The sources of these splits that have questions, by `<split>/<source>`."""
+    return {
+        f"{split}/{name}": source
+        for split in splits
+        for name, source in open_sources(config, split, folder).items()
+        if hasattr(source, "question") and len(source)
+    }
+
+
+def readable(prompt: Sample) -> str:
+    """A prompt as text, its items as <encoder>."""
+    return " ".join(decode(s.tokens) if isinstance(s, Text) else f"<{s.encoder}>" for s in prompt.segments)
+
+
+def exact_match(answered: Sequence[Answered]) -> Scores:
+    """`exact_match_<family>`, then `exact_match_<family>.<task>`, and `samples`; nothing where nothing was asked."""
+    hits: dict[str, list[bool]] = defaultdict(list)
+    for a in answered:
+        hits[a.family].append(a.said == a.answer)
+        hits[a.task].append(a.said == a.answer)
+    scores = {f"exact_match_{name}": float(np.mean(hits[name])) for name in sorted(hits, key=lambda n: ("." in n, n))}
+    return scores | {"samples": len(answered)} if scores else {}

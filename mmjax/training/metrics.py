@@ -1,0 +1,97 @@
+"""Numbers of each step: how full, how balanced, how fast; kept as JSON lines and TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from tensorboardX import SummaryWriter
+
+from mmjax.balance.metrics import dist_ratio, pad_ratio
+from mmjax.batch import Microbatch
+
+Scalars = dict[str, float]
+
+
+def useful_positions(batch: Microbatch) -> dict[str, np.ndarray]:
+    """Positions of each row that hold something, int64 `[rows]` per module, the LLM first."""
+    use = {"llm": (batch.text.sample >= 0).sum(1)}
+    return use | {encoder: (items.item >= 0).sum(1) for encoder, items in batch.items.items()}
+
+
+def balance_scalars(batches: Sequence[Microbatch], ranks: int) -> Scalars:
+    """Fill, pad ratio and dist ratio of every phase of a step (OmniBal eq. 1 and 2, over rows and over ranks)."""
+    scalars: Scalars = {}
+    useful = budget = 0
+    for module in ("llm", *batches[0].items):
+        rows = [useful_positions(b)[module] for b in batches]
+        sizes = [_budget(b, module) for b in batches]
+        scalars[f"fill/{module}"] = sum(r.sum() for r in rows) / sum(sizes)
+        scalars[f"pad_ratio/{module}"] = float(np.mean([pad_ratio(r) if r.any() else 0.0 for r in rows]))
+        by_rank = sum(_per_rank(r, ranks) for r in rows)
+        scalars[f"dist_ratio/{module}"] = dist_ratio(by_rank) if by_rank.any() else 0.0
+        useful, budget = useful + sum(r.sum() for r in rows), budget + sum(sizes)
+    return scalars | {"useful/budget": useful / budget}
+
+
+def _budget(batch: Microbatch, module: str) -> int:
+    return batch.text.sample.size if module == "llm" else batch.items[module].item.size
+
+
+def _per_rank(rows: np.ndarray, ranks: int) -> np.ndarray:
+    padded = np.pad(rows, (0, -len(rows) % ranks))
+    return padded.reshape(ranks, -1).sum(1)
+
+
+def modality_tokens(batches: Sequence[Microbatch]) -> dict[str, int]:
+    """LLM tokens of a step by modality: text, and each encoder's."""
+    tokens = {e: sum(int((b.text.slots[e] >= 0).sum()) for b in batches) for e in batches[0].text.slots}
+    everything = sum(int((b.text.sample >= 0).sum()) for b in batches)
+    return {"text": everything - sum(tokens.values())} | tokens
+
+
+class MetricsLog:
+    """Writes every record to `metrics.jsonl` and to TensorBoard. Records after `first_step` of an earlier life are dropped,
+    so that no step stands there twice after a resume."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self.path = path
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) < first_step]
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(line + "\n" for line in kept))
+            partial.rename(path)
+        self._file = path.open("a", buffering=1)
+        self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=first_step)
+
+    def write(self, step: int, scalars: Mapping[str, float | str]) -> None:
+        """One record. NaN and Inf are kept as strings: JSON has none."""
+        record = {"step": step, "time": round(time.time(), 3)}
+        record |= {k: _plain(v) for k, v in scalars.items()}
+        self._file.write(json.dumps(record) + "\n")
+        for key, value in scalars.items():
+            if not isinstance(value, str):
+                self._board.add_scalar(key, float(value), step)
+
+    def close(self) -> None:
+        """Flush both."""
+        self._file.close()
+        self._board.close()
+
+
+def _plain(value: float | str) -> float | str:
+    if isinstance(value, str):
+        return value
+    value = float(value)
+    return float(f"{value:.7g}") if math.isfinite(value) else str(value)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # a line cut off when its process was killed
+        return math.inf

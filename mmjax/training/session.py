@@ -1,0 +1,237 @@
+"""One training session: everything that a run needs between its config and its loop."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mmjax.batch import Microbatch
+from mmjax.config import Config
+from mmjax.config_files import to_json
+from mmjax.data.pipeline import LoadedStep, StepLoader, steps
+from mmjax.errors import UserError
+from mmjax.parallel.mesh import row_ranks
+from mmjax.training import announce
+from mmjax.training.checkpoint import Checkpoints, DataState, Saved, restore_parameters
+from mmjax.training.console import ProgressLine, say
+from mmjax.training.evaluation import Evaluator, exact_match
+from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars, modality_tokens
+from mmjax.training.optimizer import Hyperparameters, hyperparameters
+from mmjax.training.programs import ProgramCounter
+from mmjax.training.run_folder import RunFolder
+from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
+from mmjax.training.step import Accumulated, Executor, StepReport
+
+SETTLED = 5  # steps after which step times say something
+
+
+class Ready(NamedTuple):
+    """One step's batches on the devices, and what is known of them on the host."""
+
+    arrays: tuple[Microbatch, ...]
+    loaded: LoadedStep
+    waited: float  # seconds that the loop stood still for it
+
+
+class Running(NamedTuple):
+    """A step that was started; its numbers are read when the next one is under way."""
+
+    step: int
+    ready: Ready
+    report: StepReport
+
+
+@dataclass
+class Session:
+    """A run's folder, programs, data, checkpoints and log. `mmjax.train` opens it and walks the loop."""
+
+    config: Config
+    folder: RunFolder
+    resumed: bool
+    mesh: Mesh
+    executor: Executor
+    loader: StepLoader
+    checkpoints: Checkpoints
+    evaluator: Evaluator
+    programs: ProgramCounter
+    peak: float  # FLOP/s of all devices together
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic()
+        self._running: Running | None = None
+        self._step_ended = self.began
+        self._times: list[tuple[float, float]] = []  # (step, of it waited for data), seconds
+        self._compiled_at_start = 0
+
+    # ------------------------------------------------------------------------------------------------ before the loop
+
+    def start(self) -> tuple[TrainState, int]:
+        """The state to begin with and the first step: fresh, from `init_from`, or resumed."""
+        executor, latest = self.executor, self.checkpoints.latest() if self.resumed else None
+        first = 0
+        if latest is not None:
+            state, saved = self.checkpoints.restore(latest)
+            self._refuse_other_data(saved)
+            first = saved.data.step
+            say(f"resumed {self.folder.path} at step {first}")
+        elif self.config.init_from:
+            source = RunFolder(Path(self.config.init_from))
+            source.read_config()
+            shardings = parameter_shardings(executor.model, self.mesh, executor.rules)
+            params = restore_parameters(source.checkpoints, executor.model, shardings)
+            begin = lambda p: state_from(executor.model, executor.optimizer, executor.frozen, p)  # noqa: E731
+            state = jax.jit(begin, out_shardings=executor.shardings)(params)
+            say(f"parameters from {self.config.init_from}")
+        else:
+            state = executor.init(jax.random.key(self.config.seed))
+        self._log = MetricsLog(self.folder.metrics, first)
+        return state, first
+
+    def _refuse_other_data(self, saved: Saved) -> None:
+        now = asdict(self.data_state(saved.step))
+        if changed := [key for key, value in asdict(saved.data).items() if now[key] != value]:
+            raise UserError(
+                f"{self.folder.path} was trained on other data ({', '.join(changed)} differ); restore the data, or start "
+                "another run from its parameters with init_from="
+            )
+
+    def data_state(self, step: int) -> DataState:
+        """Where the data will be before `step`."""
+        return DataState(step, self.loader.index.fingerprint(), json.loads(json.dumps(asdict(self.loader.budget))))
+
+    def compile(self, state: TrainState, first: int) -> Accumulated:
+        """Say what will run, then compile every program ahead: gradients of each shape, update, saving, answering."""
+        example = self.loader(first)
+        model, budget = self.executor.model, self.loader.budget
+        oversize = len(self.loader.planner.oversize)
+        announce.what_will_run(self.config, model, self.mesh, self.loader.index, budget, oversize, example)
+        began = time.monotonic()
+        accumulated = self.executor.zeros()
+        shapes = announce.empty_like(budget.shapes, example.microbatches[0])
+        self.executor.compile(state, accumulated, shapes, self.hyperparameters(first))
+        self.checkpoints.prepare()
+        if self.evaluator.sources:
+            self.evaluator.ask(all_parameters(state), next(iter(self.evaluator.sources)), range(1))
+        say(
+            f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
+            + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
+        )
+        self._load_seconds = float(example.load_seconds)
+        self._compiled_at_start = self.programs.requested
+        self._step_ended = time.monotonic()
+        return accumulated
+
+    def hyperparameters(self, step: int) -> Hyperparameters:
+        """The run-time arguments of update `step`."""
+        return hyperparameters(self.config, self.executor.modules, step)
+
+    # ------------------------------------------------------------------------------------------------ inside the loop
+
+    def batches(self, first: int) -> Iterator[Ready]:
+        """The steps' batches, on the devices."""
+        data = self.config.data
+        loaded_steps = steps(self.loader, first, self.config.training.steps, data.workers, data.prefetch)
+        while True:
+            began = time.monotonic()
+            loaded = next(loaded_steps, None)
+            if loaded is None:
+                return
+            waited = time.monotonic() - began
+            yield Ready(tuple(self.executor.put(b) for b in loaded.microbatches), loaded, waited)
+
+    def ran(self, step: int, ready: Ready, report: StepReport, progress: ProgressLine) -> None:
+        """Note a step that was started, and write down the one before, which is done by now."""
+        self.settle(progress)
+        self._running = Running(step, ready, report)
+
+    def settle(self, progress: ProgressLine) -> None:
+        """Write down the step under way, waiting for it to end."""
+        if self._running is None:
+            return
+        step, ready, report = self._running
+        self._running = None
+        scalars = self._scalars(step, ready, report)
+        self._log.write(step, scalars)
+        progress.update(step + 1, scalars)
+        if len(self._times) == SETTLED:
+            typical = float(np.median([t - w for t, w in self._times]))
+            load = max(self._load_seconds, float(ready.loaded.load_seconds))
+            say(announce.loader_verdict(load, self.config.data.workers, typical))
+
+    def _scalars(self, step: int, ready: Ready, report: StepReport) -> Scalars:
+        report = jax.device_get(report)
+        now = time.monotonic()
+        seconds, self._step_ended = now - self._step_ended, now
+        self._times.append((seconds, min(ready.waited, seconds)))
+        loss, weight = report.report.loss, report.report.weight
+        batches = ready.loaded.microbatches
+        tokens = modality_tokens(batches)
+        hyper = self.hyperparameters(step)
+        names = self.config.data.sources
+        return {
+            "loss": float(loss.sum() / weight.sum()),
+            **{f"loss/{n}": float(x / w) for n, x, w in zip(names, loss, weight, strict=True) if w > 0},
+            "gradient_norm": float(report.gradient_norm),
+            **{f"learning_rate/{group}": float(rate) for group, (rate, _) in hyper.rates.items()},
+            **balance_scalars(batches, row_ranks(self.mesh)),
+            "samples": len(ready.loaded.samples),
+            "samples/s": len(ready.loaded.samples) / seconds,
+            "tokens/s": sum(tokens.values()) / seconds,
+            **{f"tokens/s/{modality}": n / seconds for modality, n in tokens.items()},
+            "mfu": float(ready.loaded.needed_flops) / seconds / self.peak,
+            "programs_compiled": self.programs.requested - self._compiled_at_start,
+            "seconds/step": seconds,
+            "seconds/data_wait": ready.waited,
+            "seconds/plan": float(ready.loaded.plan_seconds),
+            "seconds/load": float(ready.loaded.load_seconds),
+            "data_wait_share": min(1.0, ready.waited / seconds),
+        }
+
+    def due(self, done: int, every: int) -> bool:
+        """Whether something that happens every so many steps happens after `done` steps; the end is not asked for here."""
+        return every > 0 and done % every == 0 and done < self.config.training.steps
+
+    def evaluate(self, done: int, state: TrainState) -> None:
+        """Ask some validation questions, write the scores down and show one answer."""
+        answered = self.evaluator.ask_all(all_parameters(state), "validation", self.config.training.evaluate_samples)
+        if answered:
+            scores = exact_match(answered)
+            self._log.write(done, {f"validation/{k}": v for k, v in scores.items()})
+            say(f"step {done}  validation  {announce.brief(scores)}", f"  {answered[done % len(answered)]}")
+        self._step_ended = time.monotonic()
+
+    def save(self, done: int, state: TrainState) -> None:
+        """Begin to save the state after `done` steps."""
+        self.checkpoints.save(state, to_json(self.config), self.data_state(done))
+
+    # ------------------------------------------------------------------------------------------------- after the loop
+
+    def finish(self, first: int, state: TrainState) -> None:
+        """Save, evaluate on the test split, and say where everything is and what to try next."""
+        steps_done = self.config.training.steps
+        if first < steps_done:
+            self.save(steps_done, state)
+        scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
+        if scores:
+            self._log.write(steps_done, {f"test/{k}": v for k, v in scores.items()})
+            (self.folder.path / "test.json").write_text(json.dumps(scores, indent=2) + "\n")
+            say(*announce.score_table(scores))
+        self._log.close()
+        self.checkpoints.close()
+        total = sum(t for t, _ in self._times) or 1.0
+        waited = sum(w for _, w in self._times)
+        say(
+            f"{steps_done - first} steps in {total:.0f} s, {waited / total:.1%} of it waiting for data; "
+            f"{time.monotonic() - self.began:.0f} s in all; "
+            f"{self.programs.requested - self._compiled_at_start} programs compiled after the start",
+            f"run    {self.folder.path}",
+            *announce.what_next(self.folder.path),
+        )

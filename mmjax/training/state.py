@@ -1,0 +1,75 @@
+"""What training carries from step to step, and where it lies on the mesh."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from mmjax.models.model import Model, merge, partition
+from mmjax.parallel.mesh import replicated
+from mmjax.parallel.sharding import ShardingRules, sharding
+from mmjax.training.optimizer import Optimizer, key_names
+
+Params = dict[str, Any]
+
+
+class TrainState(NamedTuple):
+    """`trainable` in float32 (the master weights), `frozen` in the precision they are computed in."""
+
+    step: jax.Array  # int32 []
+    trainable: Params
+    frozen: Params
+    optimizer: optax.OptState
+
+
+def all_parameters(state: TrainState) -> Params:
+    """Trainable and frozen together."""
+    return merge(state.trainable, state.frozen)
+
+
+def _split(model: Model, params: Params, frozen: frozenset[str]) -> tuple[Params, Params]:
+    trainable, still = partition(params, frozen)
+    return trainable, jax.tree.map(lambda p: p.astype(model.dtype), still)
+
+
+def make_state(model: Model, optimizer: Optimizer, frozen: frozenset[str], key: jax.Array) -> TrainState:
+    """A fresh state. To be jitted with `state_shardings` as its output, so that every array is born in its shards."""
+    return state_from(model, optimizer, frozen, model.init(key))
+
+
+def state_from(model: Model, optimizer: Optimizer, frozen: frozenset[str], params: Params) -> TrainState:
+    """Step 0 with these parameters."""
+    trainable, still = _split(model, params, frozen)
+    return TrainState(jnp.zeros((), jnp.int32), trainable, still, optimizer.init(trainable))
+
+
+def parameter_shardings(model: Model, mesh: Mesh, rules: ShardingRules) -> Params:
+    """The sharding of every parameter of the model."""
+    is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
+    axes, structure = jax.tree.flatten(model.axes, is_leaf=is_axes)
+    shapes = jax.tree.leaves(model.abstract)
+    return jax.tree.unflatten(
+        structure, [sharding(mesh, rules, s.shape, a) for s, a in zip(shapes, axes, strict=True)]
+    )
+
+
+def state_shardings(
+    model: Model, optimizer: Optimizer, frozen: frozenset[str], mesh: Mesh, rules: ShardingRules
+) -> TrainState:
+    """The sharding of every leaf of the state: moments lie where their parameters do, counters everywhere."""
+    of_params = parameter_shardings(model, mesh, rules)
+    trainable, still = partition(of_params, frozen)
+    abstract = jax.eval_shape(optimizer.init, partition(model.abstract, frozen)[0])
+    whole = replicated(mesh)
+    by_path = {key_names(path): s for path, s in jax.tree.leaves_with_path(trainable)}
+
+    def moment(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        # A moment's path ends with its parameter's, whatever optax wraps around it; what has no parameter is a counter.
+        names = tuple(str(getattr(key, "key", "")) for key in path)
+        return next((by_path[names[k:]] for k in range(len(names)) if names[k:] in by_path), whole)
+
+    return TrainState(whole, trainable, still, jax.tree_util.tree_map_with_path(moment, abstract))

@@ -1,0 +1,141 @@
+"""The SPMD executor: compiled programs that accumulate gradients microbatch by microbatch and update once.
+
+One gradient program per shape and one update program. Microbatches are a Python loop over donated buffers, so the
+microbatches of a step may differ in shape and their number compiles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from mmjax.batch import PADDING, Microbatch
+from mmjax.models.model import Model, merge
+from mmjax.parallel.mesh import replicated, row_ranks, rows_sharding
+from mmjax.parallel.sharding import ShardingRules, activations_on
+from mmjax.training.loss import LossReport, step_loss
+from mmjax.training.optimizer import Hyperparameters, Optimizer
+from mmjax.training.state import TrainState, make_state, state_shardings
+
+Params = dict[str, Any]
+
+
+class Accumulated(NamedTuple):
+    """What microbatches add to: gradients in float32 and the loss report."""
+
+    gradients: Params
+    report: LossReport
+
+
+class StepReport(NamedTuple):
+    """What one update tells."""
+
+    report: LossReport
+    gradient_norm: jax.Array
+
+
+class Executor:
+    """Runs a model on one mesh: init, gradient and update programs with explicit shardings."""
+
+    def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh, rules: ShardingRules, sources: int) -> None:
+        self.model, self.optimizer, self.mesh, self.rules, self.sources = model, optimizer, mesh, rules, sources
+        self.frozen = frozenset(model.frozen)
+        self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
+        whole = replicated(mesh)
+        accumulated = Accumulated(self.shardings.trainable, LossReport(whole, whole))
+        told = StepReport(LossReport(whole, whole), whole)
+        self.init = jax.jit(partial(make_state, model, optimizer, self.frozen), out_shardings=self.shardings)
+        self.abstract: TrainState = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+        self.zeros = jax.jit(self._zeros, out_shardings=accumulated)
+        self.accumulate = jax.jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
+        self.update = jax.jit(
+            self._update, out_shardings=(self.shardings, accumulated, told), donate_argnums=(0, 1)
+        )
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of all modules: the LLM, every encoder and its connector."""
+        encoders = self.model.config.encoders
+        return ("llm", *(name for e in encoders for name in (e, f"{e}.connector")))
+
+    def _zeros(self) -> Accumulated:
+        gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.abstract.trainable)
+        return Accumulated(gradients, LossReport(jnp.zeros(self.sources), jnp.zeros(self.sources)))
+
+    def _accumulate(
+        self, trainable: Params, frozen: Params, accumulated: Accumulated, batch: Microbatch, total_weight: jax.Array
+    ) -> Accumulated:
+        def loss(trainable: Params) -> tuple[jax.Array, LossReport]:
+            logits = self.model.logits(merge(trainable, frozen), batch)
+            return step_loss(logits, batch.text, total_weight, self.sources)
+
+        with activations_on(self.mesh, self.rules):
+            gradients, report = jax.grad(loss, has_aux=True)(trainable)
+        return jax.tree.map(jnp.add, accumulated, Accumulated(gradients, report))
+
+    def _update(
+        self, state: TrainState, accumulated: Accumulated, hyper: Hyperparameters
+    ) -> tuple[TrainState, Accumulated, StepReport]:
+        params, moments, norm = self.optimizer.update(accumulated.gradients, state.optimizer, state.trainable, hyper)
+        cleared = jax.tree.map(jnp.zeros_like, accumulated)
+        told = StepReport(accumulated.report, norm)
+        return TrainState(state.step + 1, params, state.frozen, moments), cleared, told
+
+    def put(self, batch: Microbatch) -> Microbatch:
+        """Bring a packed microbatch to the devices, rows over the ranks; empty rows fill up where they do not divide."""
+        return put_rows(batch, self.mesh)
+
+    def step(
+        self,
+        state: TrainState,
+        accumulated: Accumulated,
+        batches: Sequence[Microbatch],
+        weight: float,
+        hyper: Hyperparameters,
+    ) -> tuple[TrainState, Accumulated, StepReport]:
+        """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
+
+        `weight` is the loss weight of all of them together. Raises ValueError where it is zero: there is no loss then.
+        """
+        if weight <= 0:
+            raise ValueError("no token of this step has a loss weight")
+        for batch in batches:
+            accumulated = self.accumulate(state.trainable, state.frozen, accumulated, batch, np.float32(weight))
+        return self.update(state, accumulated, hyper)
+
+    def compile(
+        self, state: TrainState, accumulated: Accumulated, batches: Sequence[Microbatch], hyper: Hyperparameters
+    ) -> None:
+        """Compile the gradient program of each batch's shape and the update ahead of the first step."""
+        for batch in batches:
+            put = self.put(batch)
+            self.accumulate.lower(state.trainable, state.frozen, accumulated, put, np.float32(1)).compile()
+        self.update.lower(state, accumulated, hyper).compile()
+
+
+def pad_rows(batch: Microbatch, multiple: int) -> Microbatch:
+    """Append empty rows until every module's rows divide by `multiple`."""
+
+    def fill(name: str) -> int:
+        return PADDING if name in ("sample", "source", "slots", "item") else 0
+
+    def pad(x: np.ndarray, value: int) -> np.ndarray:
+        missing = -len(x) % multiple
+        return x if not missing else np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
+
+    text = batch.text
+    padded = {f: pad(getattr(text, f), fill(f)) for f in text._fields if f != "slots"}
+    slots = {e: pad(s, PADDING) for e, s in text.slots.items()}
+    items = {e: type(b)(**{f: pad(getattr(b, f), fill(f)) for f in b._fields}) for e, b in batch.items.items()}
+    return Microbatch(type(text)(**padded, slots=slots), items)
+
+
+def put_rows(batch: Microbatch, mesh: Mesh) -> Microbatch:
+    """A microbatch on the devices of `mesh`, rows spread over its ranks."""
+    return jax.device_put(pad_rows(batch, row_ranks(mesh)), rows_sharding(mesh))

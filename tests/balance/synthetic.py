@@ -1,0 +1,32 @@
+"""Samples of three modalities with lengths as incoherent as real corpora, made from a seed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmjax.balance.parts import Parts, parts_of
+
+LLM, VISION, AUDIO = range(3)
+
+
+def corpus(samples: int, seed: int, wide: bool = False, alignment: int = 4) -> Parts:
+    """Text only, images, clips or both in one sample; `wide` has up to four images and clips of up to 4x the mean."""
+    rng = np.random.default_rng(seed)
+    spread, images, longest = (0.75, 4, 4.0) if wide else (0.5, 3, 2.5)
+    lengths: list[list[tuple[int, int]]] = []
+    for family in rng.choice(4, samples, p=[0.34, 0.34, 0.22, 0.10]):
+        text = int(np.clip(rng.lognormal(3.0, 0.5), 6, 60))
+        items: list[tuple[int, int]] = []
+        if family in (0, 2):
+            for _ in range(rng.integers(1, images + 1) if rng.random() < 0.4 else 1):
+                items.append((VISION, _aligned(rng, 16, spread, longest, alignment)))
+        if family in (1, 2):
+            items.append((AUDIO, _aligned(rng, 52, spread, longest, alignment)))
+        lengths.append([(LLM, text + sum(length for _, length in items) // 4), *items])
+    return parts_of(lengths)
+
+
+def _aligned(rng: np.random.Generator, mean: float, spread: float, longest: float, alignment: int) -> int:
+    """A log-normal length clipped at `longest` times its mean, rounded up to the alignment."""
+    length = np.clip(mean * rng.lognormal(-(spread**2) / 2, spread), 1, longest * mean)
+    return int(-(-length // alignment) * alignment)

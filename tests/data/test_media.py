@@ -1,0 +1,138 @@
+"""Images become patches and clips become frames, as many as their sizes say."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mmjax.config import AudioConfig, ConnectorConfig, VisionConfig
+from mmjax.data.media import frame_count, item_size, log_mel, mel_filters, patches, prepare
+
+
+def vision(patch: int = 4, merge: int = 2, channels: int = 1) -> VisionConfig:
+    return VisionConfig(1, 16, 2, 16, patch, channels=channels, connector=ConnectorConfig(merge=merge))
+
+
+def audio(merge: int = 2) -> AudioConfig:
+    connector = ConnectorConfig(merge=merge)
+    return AudioConfig(1, 16, 2, 16, mels=20, sample_rate=4000, window=128, hop=64, connector=connector)
+
+
+shapes = {"height": st.integers(1, 40), "width": st.integers(1, 40), "channels": st.sampled_from([1, 3])}
+grids = {"patch": st.integers(1, 7), "merge": st.integers(1, 3)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**shapes, **grids)
+def test_patches_hold_every_pixel_where_their_coordinates_say(height, width, channels, patch, merge):
+    image = np.random.default_rng(height * 41 + width).integers(0, 256, (height, width, channels), np.uint8)
+    values, coordinates, valid = patches(image, patch, merge)
+    rows, columns = coordinates[:, 1].max() + 1, coordinates[:, 2].max() + 1
+    canvas = np.full((rows * patch, columns * patch, channels), np.nan)
+    for value, (t, y, x) in zip(values, coordinates, strict=True):
+        assert t == 0
+        canvas[y * patch : (y + 1) * patch, x * patch : (x + 1) * patch] = value.reshape(patch, patch, channels)
+    np.testing.assert_allclose(canvas[:height, :width], image / 127.5 - 1, atol=1e-6)
+    assert (canvas[height:] == -1).all()
+    assert (canvas[:, width:] == -1).all()
+    inside = (coordinates[:, 1] * patch < height) & (coordinates[:, 2] * patch < width)
+    np.testing.assert_array_equal(valid, inside)
+
+
+@settings(max_examples=60, deadline=None)
+@given(**shapes, **grids)
+def test_patches_of_a_merge_window_are_contiguous_and_windows_go_row_by_row(height, width, channels, patch, merge):
+    _, coordinates, _ = patches(np.zeros((height, width, channels), np.uint8), patch, merge)
+    windows = coordinates[:, 1:].reshape(-1, merge * merge, 2)
+    corners = windows[:, 0] // merge
+    assert (windows // merge == corners[:, None]).all()
+    assert corners.tolist() == sorted(corners.tolist())
+    inner = (windows - windows[:, :1]).tolist()
+    assert all(window == [[y, x] for y in range(merge) for x in range(merge)] for window in inner)
+
+
+@settings(max_examples=60, deadline=None)
+@given(**shapes, **grids, samples=st.integers(1, 3000))
+def test_item_size_is_known_before_decoding(height, width, channels, patch, merge, samples):
+    items = (
+        (vision(patch, merge, channels), np.zeros((height, width, channels), np.uint8), (height, width)),
+        (audio(merge), np.zeros(samples, np.float32), (samples,)),
+    )
+    for encoder, array, size in items:
+        prepared, expected = prepare(encoder, array), item_size(encoder, size)
+        assert {len(part) for part in prepared} == {expected.positions}
+        assert prepared.valid.sum() == expected.valid
+        per_token = merge * merge if encoder.kind == "vision" else 2 * merge
+        assert expected.positions == expected.tokens * per_token
+        assert prepared.valid.reshape(expected.tokens, per_token).any(1).all()
+        assert prepared.values.dtype == np.float32
+        assert prepared.coordinates.dtype == np.int32
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(1, 1), (128, 1), (129, 2), (192, 2), (193, 3)])
+def test_frames_cover_a_clip_to_its_last_sample(samples, expected):
+    assert frame_count(samples, 128, 64) == expected
+    wave = np.zeros(samples, np.float32)
+    wave[-10:] = 1
+    frames = log_mel(wave, 4000, 128, 64, 20)
+    assert len(frames) == expected
+    assert samples < 10 or frames[-1].max() > -3
+
+
+def test_log_mel_equals_a_direct_dft():
+    wave = np.random.default_rng(0).normal(size=700).astype(np.float32) * 0.2
+    wave += np.sin(2 * np.pi * 770 / 4000 * np.arange(700)).astype(np.float32)
+    count, filters = frame_count(700, 128, 64), mel_filters(4000, 128, 20)
+    decades = np.zeros((count, 20))
+    for frame in range(count):
+        piece = np.zeros(128)
+        part = wave[frame * 64 : frame * 64 + 128]
+        piece[: len(part)] = part
+        piece *= 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(128) / 128)
+        for mel in range(20):
+            power = sum(
+                filters[k, mel] * abs(sum(piece * np.exp(-2j * np.pi * k * np.arange(128) / 128))) ** 2
+                for k in range(65)
+            )
+            decades[frame, mel] = np.log10(power)
+    expected = (np.maximum(decades, decades.max() - 8) - decades.max()) / 2 + 1
+    np.testing.assert_allclose(log_mel(wave, 4000, 128, 64, 20), expected, atol=1e-4)
+
+
+def test_log_mel_does_not_hear_gain_and_a_silent_clip_stays_silent():
+    wave = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    np.testing.assert_allclose(
+        log_mel(wave, 4000, 128, 64, 20), log_mel(wave * np.float32(0.1), 4000, 128, 64, 20), atol=1e-3
+    )
+    assert (log_mel(np.zeros(500, np.float32), 4000, 128, 64, 20) == -3).all()
+
+
+def test_mel_filters_are_slaneys():
+    # Whisper's bank (16 kHz, 400 samples, 80 mels): spacing 37.24 Hz below 1 kHz, and unit area per filter.
+    filters = mel_filters(16_000, 400, 80)
+    assert filters.shape == (201, 80)
+    assert (filters.sum(0) > 0).all()
+    np.testing.assert_allclose(filters[:, 60:].sum(0) * 40, 1, atol=0.06)
+    assert filters[1, 0] == pytest.approx(0.0248, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "array", "message"),
+    [
+        (vision(), np.zeros((0, 8, 1), np.uint8), "empty"),
+        (vision(), np.zeros((8, 8, 3), np.uint8), r"\[height, width, 1\]"),
+        (vision(), np.zeros((8, 8), np.uint8), r"\[height, width, 1\]"),
+        (vision(), np.zeros((8, 8, 1), np.float32), "uint8"),
+        (audio(), np.zeros(0, np.float32), "empty"),
+        (audio(), np.zeros((100, 2), np.float32), r"\[samples\]"),
+        (audio(), np.zeros(100, np.int16), "floats"),
+    ],
+)
+def test_what_an_encoder_cannot_take_is_refused(encoder, array, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(encoder, array)
+
+
+@pytest.mark.parametrize(("encoder", "size"), [(vision(), (0, 8)), (audio(), (0,))])
+def test_an_empty_item_has_no_size(encoder, size):
+    with pytest.raises(ValueError, match="empty"):
+        item_size(encoder, size)

@@ -1,0 +1,161 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.models.attention import MaskSpec, allowed, attention, blockwise_attention, dense_attention
+
+
+def as_mask(rows):
+    """Rows of (sample, span, kind, sees) per token as a MaskSpec."""
+    table = np.array(rows, np.int32)
+    pos = np.broadcast_to(np.arange(table.shape[1], dtype=np.int32), table.shape[:2])
+    return MaskSpec(*map(jnp.asarray, (table[..., 0], pos, table[..., 1], table[..., 2], table[..., 3])))
+
+
+def by_hand(mask):
+    sample, pos, span, kind, sees = (np.asarray(x) for x in mask)
+    rows, length = sample.shape
+    ok = np.zeros((rows, length, length), bool)
+    for r in range(rows):
+        for q in range(length):
+            for k in range(length):
+                if sample[r, q] < 0 or sample[r, q] != sample[r, k]:
+                    continue
+                inside = span[r, q] != 0 and span[r, q] == span[r, k]
+                before = pos[r, k] <= pos[r, q] and (int(sees[r, q]) & int(kind[r, k])) != 0
+                ok[r, q, k] = inside or before
+    return ok
+
+
+TEXT, IMAGE = 1, 2
+ROWS = {
+    "plain causal": [[(s, 0, TEXT, 3) for s in (0, 0, 0, 1, 1, 2, -1, -1)]],
+    "bidirectional in an item": [
+        [(0, 0, TEXT, 3), (0, 1, IMAGE, 3), (0, 1, IMAGE, 3), (0, 2, IMAGE, 3), (0, 2, IMAGE, 3), (0, 0, TEXT, 3), (1, 1, IMAGE, 3), (-1, 0, 0, 0)]
+    ],
+    "isolated items": [
+        [(0, 0, TEXT, 3), (0, 1, IMAGE, 0), (0, 1, IMAGE, 0), (0, 2, IMAGE, 0), (0, 0, TEXT, 3), (0, 0, TEXT, 1), (1, 1, IMAGE, 0), (1, 0, TEXT, 3)]
+    ],
+    "question branches": [
+        [(0, 0, 1, 3), (0, 1, 2, 3), (0, 1, 2, 3), (0, 0, 4, 7), (0, 0, 4, 7), (0, 0, 8, 11), (0, 0, 8, 11), (0, 0, 8, 11)]
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_mask_spec_allows_what_a_loop_over_its_definition_allows(name):
+    mask = as_mask(ROWS[name])
+    np.testing.assert_array_equal(allowed(mask, mask), by_hand(mask))
+
+
+def test_the_papers_kinds_of_mask_look_as_they_should():
+    causal, items, isolated, branches = (np.asarray(allowed(m, m)[0]) for m in map(as_mask, ROWS.values()))
+    assert causal[:3, :3].tolist() == np.tri(3, dtype=bool).tolist()
+    assert not causal[3:, :3].any()
+    assert not causal[6:].any()
+    assert items[1, 2]
+    assert items[3, 2]  # a later image sees an earlier one
+    assert not items[2, 3]
+    assert isolated[1].tolist() == [False, True, True] + [False] * 5  # nothing but itself
+    assert isolated[4, :5].all()
+    assert not isolated[5, 1:4].any()  # sees text only
+    assert not branches[5:, 3:5].any()  # one question sees no other
+    assert branches[5:, :3].all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_mask_specs_allow_what_the_loop_allows_after_any_permutation(seed):
+    rng = np.random.default_rng(seed)
+    length = 17
+    fields = [np.sort(rng.integers(-1, 4, length)), np.arange(length), rng.integers(0, 3, length)]
+    fields += [1 << rng.integers(0, 3, length), rng.integers(0, 8, length)]
+    order = rng.permutation(length)
+    mask = MaskSpec(*(jnp.asarray(f[order], jnp.int32)[None] for f in fields))
+    np.testing.assert_array_equal(allowed(mask, mask), by_hand(mask))
+
+
+def random_case(seed, length, heads, kv_heads, dtype=jnp.float32, rows=2):
+    rng = np.random.default_rng(seed)
+    q, k, v = (jnp.asarray(rng.normal(size=(rows, length, n, 8)), dtype) for n in (heads, kv_heads, kv_heads))
+    sample = np.sort(rng.integers(0, 4, (rows, length)), axis=1)
+    sample[:, length - length // 8 :] = -1
+    span = np.where(rng.random((rows, length)) < 0.5, 1 + np.arange(length) // 7, 0)
+    pos = np.broadcast_to(np.arange(length), sample.shape)
+    kind, sees = 1 << rng.integers(0, 3, sample.shape), rng.integers(0, 8, sample.shape)
+    return q, k, v, MaskSpec(*(jnp.asarray(x, jnp.int32) for x in (sample, pos, span, kind, sees)))
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "heads", "kv_heads"), [(48, 16, 4, 4), (53, 16, 4, 2), (37, 8, 6, 1), (5, 16, 2, 2)]
+)
+def test_blockwise_equals_dense_in_values_and_gradients(length, block, heads, kv_heads):
+    q, k, v, mask = random_case(length, length, heads, kv_heads)
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
+
+    def run(backend, q, k, v):
+        if backend == "dense":
+            out = dense_attention(q, k, v, mask, mask)
+        else:
+            out = blockwise_attention(q, k, v, mask, mask, block)
+        return jnp.sum(out * weight), out
+
+    dense, blockwise = (
+        jax.jit(jax.value_and_grad(lambda *x, b=b: run(b, *x), (0, 1, 2), has_aux=True))(q, k, v)
+        for b in ("dense", "blockwise")
+    )
+    for a, b in zip(jax.tree.leaves(dense), jax.tree.leaves(blockwise), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("permuted", ["queries", "keys"])
+def test_blockwise_equals_dense_when_queries_or_keys_lie_in_another_order(permuted):
+    q, k, v, mask = random_case(3, 64, 4, 2)
+    order = np.random.default_rng(0).permutation(64)
+    other = MaskSpec(*(x[:, order] for x in mask))
+    masks = (other, mask) if permuted == "queries" else (mask, other)
+    q, k, v = (q[:, order], k, v) if permuted == "queries" else (q, k[:, order], v[:, order])
+    out = blockwise_attention(q, k, v, *masks, 16)
+    np.testing.assert_allclose(out, dense_attention(q, k, v, *masks), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["dense", "blockwise"])
+def test_a_query_that_sees_nothing_gets_zeros_and_passes_no_gradient(backend):
+    q, k, v, mask = random_case(0, 40, 4, 2)
+    blind = ~np.asarray(allowed(mask, mask)).any(-1)
+    assert blind.any()
+    out, back = jax.vjp(lambda *x: attention(*x, mask, backend), q, k, v)
+    assert (np.asarray(out)[blind] == 0).all()
+    gradients = back(jnp.ones_like(out))
+    assert all(np.isfinite(x).all() for x in gradients)
+    assert (np.asarray(gradients[0])[blind] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["dense", "blockwise"])
+def test_half_precision_stays_within_its_rounding_of_float32(backend):
+    q, k, v, mask = random_case(4, 64, 4, 2, jnp.bfloat16)
+    out = attention(q, k, v, mask, backend)
+    exact = dense_attention(*(x.astype(jnp.float32) for x in (q, k, v)), mask, mask)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.03)
+
+
+@pytest.mark.parametrize("backend", ["dense", "blockwise"])
+def test_other_samples_change_not_one_bit(backend):
+    q, k, v, mask = random_case(5, 600, 2, 1, rows=1)
+    mine = np.asarray(mask.sample[0]) == 1
+    loud = [jnp.where(mine[None, :, None, None], x, 1e4 * x + 3) for x in (q, k, v)]
+    run = jax.jit(lambda q, k, v: attention(q, k, v, mask, backend))
+    np.testing.assert_array_equal(run(q, k, v)[:, mine], run(*loud)[:, mine])
+
+
+def test_blockwise_keeps_no_scores_for_the_backward_pass():
+    q, k, v, mask = random_case(6, 512, 2, 2, rows=1)
+    kept = jax.eval_shape(lambda q: jax.vjp(lambda q: blockwise_attention(q, k, v, mask, mask, 64), q)[1], q)
+    assert max(x.size for x in jax.tree.leaves(kept)) <= q.size
+
+
+def test_heads_that_do_not_divide_are_refused():
+    q, k, v, mask = random_case(0, 16, 4, 3)
+    with pytest.raises(ValueError, match="4 query heads are no multiple of 3"):
+        attention(q, k, v, mask, "dense")

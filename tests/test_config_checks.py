@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from mmjax.config_checks import EMBEDDED_RATE, validate
+from mmjax.config_files import load
+from mmjax.data.tones import SAMPLE_RATE
+from mmjax.errors import UserError
+
+
+def message(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load("tiny_omni", overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        ("model.llm.kv_heads=3", "model.llm: heads=4 does not divide by kv_heads=3; choose kv_heads from 1, 2, 4"),
+        ("model.llm.head_width=31", "model.llm.head_width=31: RoPE turns pairs; make it even"),
+        ("model.llm.vocab=10", "set model.llm.vocab="),
+        ("model.llm.remat=full,none", "model.llm.remat gives 2 policies for layers=3"),
+        ("model.encoders.audio.remat=full,none,none", "model.encoders.audio.remat gives 3 policies for layers=2"),
+        ("model.encoders.vision.width=72", "make width a multiple of 16"),
+        ("model.encoders.audio.heads=5", "does not divide by heads=5; choose heads from"),
+        ("model.encoders.vision.channels=3", "are grey; set it to 1"),
+        ("model.encoders.audio.sample_rate=8000", "have 4000 Hz; set that"),
+        ("model.encoders.audio.hop=129", "make hop smaller"),
+        ("model.encoders.audio.mels=66", "only 65 frequencies"),
+        ("model.encoders.audio.window=1", "must be at least 2"),
+        ("model.encoders.vision.connector.merge=0", "model.encoders.vision.connector.merge=0: must be at least 1"),
+        ("model.encoders.vision.connector.position_grid=-1", "position_grid=-1: must be at least 0"),
+        ("model.encoders.vision.patch=0", "model.encoders.vision.patch=0: must be at least 1"),
+        ("data.sources={}", "data.sources is empty"),
+        ("data.sources.embedded.weight=-1", "data.sources.embedded.weight=-1.0: must be at least 0"),
+        ("data.sources.embedded.weight=0", "data.sources.embedded.weight sum to zero"),
+        ("data.sources.embedded.modalities=()", "modalities is empty"),
+        ("data.sources.embedded.modalities=text,text", "name each once"),
+        ("data.alphabet=", "data.alphabet is empty"),
+        ("data.alphabet=abca", "data.alphabet holds 'a' more than once"),
+        ("data.workers=-1", "data.workers=-1: must be at least 0"),
+        ("batch.rows.llm=0", "batch.rows.llm=0: must be at least 1"),
+        ("batch.rows.visin=2", "there is no module 'visin': did you mean 'vision'?"),
+        ("batch.rows={} batch.rows.llm=8", "batch.rows has no 'vision'; say how many packed rows it gets"),
+        ("batch.microbatches=0", "batch.microbatches=0: must be at least 1"),
+        ("batch.alignment=0", "batch.alignment=0: must be at least 1"),
+        ("batch.size.count=0", "batch.size.count=0: must be at least 1"),
+        ("batch.grouping=isf batch.grouping.iterations=0", "batch.grouping.iterations=0: must be at least 1"),
+        ("training.steps=0", "training.steps=0: must be at least 1"),
+        ("training.clip=0", "training.clip=0.0: must be more than 0"),
+        ("training.steps=50", "schedule.warmup=50 takes all of training.steps=50; set schedule.warmup=5"),
+        ("schedule.final=2", "schedule.final=2.0: it is a part of the peak; choose 0 to 1"),
+        ("optimizer.b1=1", "optimizer.b1=1.0: choose at least 0 and less than 1"),
+        ("optimizer.adam_learning_rate=-1", "optimizer.adam_learning_rate=-1.0: must be at least 0"),
+        ("optimizer.modules.visin.learning_rate=1", "there is no module 'visin': did you mean 'vision'?"),
+        ("optimizer.modules.llm.weight_decay=-1", "optimizer.modules.llm.weight_decay=-1.0: must be at least 0"),
+        ("seed=-1", "seed=-1: choose 0 to 2147483647"),
+        ("name=a/b", "name='a/b': use letters"),
+        (
+            "model.llm.frozen=true model.encoders.vision.frozen=true model.encoders.audio.frozen=true "
+            "model.encoders.vision.connector.frozen=true model.encoders.audio.connector.frozen=true",
+            "every module is frozen",
+        ),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused_with_the_remedy(overrides: str, error: str) -> None:
+    assert error in message(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("llm", "'llm' is the decoder's name"), ("my-eyes", "must be a plain word")]
+)
+def test_an_encoders_name_cannot_clash(name: str, error: str) -> None:
+    config = load("tiny_omni")
+    model = dataclasses.replace(config.model, encoders={name: config.model.encoders["vision"]})
+    with pytest.raises(UserError, match=error):
+        validate(dataclasses.replace(config, model=model))
+
+
+def test_the_embedded_data_needs_the_encoders_of_its_modalities() -> None:
+    with pytest.raises(UserError, match=r"has 'audio', which needs model\.encoders\.audio of kind 'audio'"):
+        load("tiny_vlm", ["data.sources.embedded.modalities=image,audio"])
+
+
+def test_the_embedded_clips_have_the_rate_that_is_checked() -> None:
+    assert EMBEDDED_RATE == SAMPLE_RATE

@@ -1,0 +1,193 @@
+"""Who may import whom, read from the source: importing nothing, so that it holds for lazy imports too."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+CONTRACTS = {"config", "config_checks", "config_files", "config_values", "batch", "errors"}  # top level, not commands
+BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
+DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}  # where an import is not called as its distribution
+
+
+@dataclass(frozen=True)
+class May:
+    """What one part may import: of mmjax by prefix, and of others by top name (None = anything declared)."""
+
+    ours: tuple[str, ...]
+    others: frozenset[str] | None
+
+
+NUMERIC = frozenset({"numpy", "scipy", "numba"})
+CONFIG = ("mmjax.config", "mmjax.config_files", "mmjax.errors")
+RULES = {
+    "config": May((), frozenset()),
+    "errors": May((), frozenset()),
+    "batch": May((), frozenset()),
+    "config_values": May(("mmjax.errors",), frozenset()),
+    "config_checks": May(("mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset()),
+    "config_files": May(("mmjax.config", "mmjax.config_checks", "mmjax.config_values", "mmjax.errors"), frozenset()),
+    "balance": May(("mmjax.balance",), NUMERIC),
+    "planning": May(("mmjax.planning", "mmjax.balance"), NUMERIC),
+    "data": May((*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"), NUMERIC | {"grain", "absl"}),
+    "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
+    "models": May(
+        ("mmjax.models", "mmjax.kernels", "mmjax.parallel.sharding", "mmjax.config", "mmjax.batch"),
+        frozenset({"jax", "flax", "numpy", "jaxtyping"}),
+    ),
+    "parallel": May(
+        ("mmjax.parallel", "mmjax.kernels", "mmjax.balance", "mmjax.config", "mmjax.batch", "mmjax.errors"),
+        frozenset({"jax", "numpy", "jaxtyping"}),
+    ),
+    "training": May(
+        (
+            *CONFIG,
+            "mmjax.training",
+            "mmjax.models",
+            "mmjax.parallel",
+            "mmjax.kernels",
+            "mmjax.data",
+            "mmjax.planning",
+            "mmjax.balance",
+            "mmjax.batch",
+        ),
+        None,
+    ),
+}
+ONLY_IN = {"grain": "mmjax.data.pipeline", "absl": "mmjax.data.pipeline", "orbax": "mmjax.training.checkpoint"}
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """Every module of a package by its dotted name."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        if "configs" not in parts[:2]:
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules that one imports, anywhere in it; `from package import module` is the module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                source = ".".join([*package[: len(package) - node.level + 1], *source.split(".")]).strip(".")
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                found.add(inner if inner in modules else source)
+    return found
+
+
+def breaches(package: Path) -> list[str]:
+    """Every import and module name of a package that the house rules forbid."""
+    modules = modules_of(package)
+    found = []
+    for name, path in modules.items():
+        part = [*name.split("."), "mmjax"][1]
+        if name.rpartition(".")[2] in BANNED_NAMES:
+            found.append(f"{name}: its name says nothing of what it holds")
+        for imported in sorted(imports_of(name, path, modules)):
+            top = imported.split(".")[0]
+            if top in ONLY_IN and name != ONLY_IN[top]:
+                found.append(f"{name} imports {imported}, which only {ONLY_IN[top]} may")
+            if part not in RULES or top in sys.stdlib_module_names:
+                continue  # commands may import everything
+            may = RULES[part]
+            if top == "mmjax":
+                allowed = any(imported == p or imported.startswith(f"{p}.") for p in may.ours)
+            else:
+                allowed = may.others is None or top in may.others
+            if not allowed:
+                found.append(f"{name} imports {imported}")
+    return found
+
+
+def cycle(package: Path) -> list[str]:
+    """One cycle of imports between a package's modules, or nothing."""
+    modules = modules_of(package)
+    graph = {name: imports_of(name, path, modules) & set(modules) for name, path in modules.items()}
+    while free := [name for name, imported in graph.items() if not imported & set(graph)]:
+        for name in free:
+            del graph[name]
+    trail = list(graph)[:1]
+    while trail and trail[-1] not in trail[:-1]:
+        trail.append(next(iter(sorted(graph[trail[-1]] & set(graph)))))
+    return trail[trail.index(trail[-1]) :] if trail else []
+
+
+def test_every_part_imports_only_what_it_may() -> None:
+    assert breaches(ROOT / "mmjax") == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert cycle(ROOT / "mmjax") == []
+
+
+def test_every_package_has_its_rules() -> None:
+    packages = {p.parent.name for p in (ROOT / "mmjax").glob("*/__init__.py")}
+    assert packages <= set(RULES), "a new package needs a line in RULES"
+
+
+def test_everything_imported_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower() for line in project["dependencies"]}
+    modules = modules_of(ROOT / "mmjax")
+    tops = {i.split(".")[0] for name, path in modules.items() for i in imports_of(name, path, modules)}
+    others = tops - set(sys.stdlib_module_names) - {"mmjax"}
+    assert {DISTRIBUTIONS.get(name, name).lower() for name in others} <= declared
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "breach"),
+    [
+        ("balance/isf", "import jax", "mmjax.balance.isf imports jax"),
+        ("balance/isf", "from mmjax.planning import costs", "mmjax.balance.isf imports mmjax.planning.costs"),
+        ("balance/isf", "from ..planning.costs import f", "mmjax.balance.isf imports mmjax.planning.costs"),
+        ("planning/costs", "import mmjax.config", "mmjax.planning.costs imports mmjax.config"),
+        ("data/index", "def f():\n    import jax.numpy as jnp", "mmjax.data.index imports jax.numpy"),
+        ("data/index", "import grain", "mmjax.data.index imports grain, which only mmjax.data.pipeline may"),
+        ("data/index", "import mmjax.models.llm", "mmjax.data.index imports mmjax.models.llm"),
+        ("models/llm", "import mmjax.parallel.mesh", "mmjax.models.llm imports mmjax.parallel.mesh"),
+        ("models/llm", "import optax", "mmjax.models.llm imports optax"),
+        ("parallel/mesh", "import mmjax.models.llm", "mmjax.parallel.mesh imports mmjax.models.llm"),
+        ("parallel/mesh", "import mmjax.data.index", "mmjax.parallel.mesh imports mmjax.data.index"),
+        ("training/step", "import mmjax.train", "mmjax.training.step imports mmjax.train"),
+        (
+            "train",
+            "import orbax.checkpoint",
+            "mmjax.train imports orbax.checkpoint, which only mmjax.training.checkpoint may",
+        ),
+        ("config", "import mmjax.errors", "mmjax.config imports mmjax.errors"),
+        ("data/utils", "", "mmjax.data.utils: its name says nothing of what it holds"),
+    ],
+)
+def test_a_forbidden_import_is_found(tmp_path: Path, module: str, source: str, breach: str) -> None:
+    for name in ("planning/costs", "models/llm", module):
+        path = tmp_path / "mmjax" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source if name == module else "")
+    assert breach in breaches(tmp_path / "mmjax")
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "mmjax"
+    package.mkdir()
+    (package / "a.py").write_text("import mmjax.b")
+    (package / "b.py").write_text("def f():\n    from mmjax import c")
+    (package / "c.py").write_text("from .a import x")
+    (package / "d.py").write_text("import mmjax.a")
+    assert set(cycle(package)) == {"mmjax.a", "mmjax.b", "mmjax.c"}
