@@ -37,7 +37,7 @@ def open_session(config: Config, source: Path, mode: Mode) -> Session:
     mesh = make_mesh(config.mesh, devices)
     check_heads(mesh, config.model)
     folder, resumed = claim(config, source, mode)
-    keep_programs(folder.path.parent / ".programs")
+    keep_programs(folder.programs)
     programs = ProgramCounter().listen()
 
     sources = open_sources(config, "train", folder.path)

@@ -174,13 +174,15 @@ def _first_fit(lengths, maximum):
     for i in range(n):
         for g in range(groups + 1):
             if g == groups:
-                left[g] = maximum
                 groups += 1
+                for k in range(dimensions):
+                    left[g, k] = maximum[k]
             fits = True
             for k in range(dimensions):
                 fits = fits and lengths[i, k] <= left[g, k]
             if fits:
-                left[g] -= lengths[i]
+                for k in range(dimensions):
+                    left[g, k] -= lengths[i, k]
                 number[i] = g
                 break
     return number

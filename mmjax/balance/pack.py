@@ -14,8 +14,9 @@ import numpy as np
 from numba import njit
 
 from mmjax.balance.budgets import Budgets
-from mmjax.balance.parts import Parts
+from mmjax.balance.parts import LLM, Parts
 
+_NONE = np.int64(-1)  # typed: Numba compiles every callee once more for a literal
 _EXCHANGE_ROUNDS = 2  # more gained 0.1 points of fill for half as much time again
 
 
@@ -34,20 +35,6 @@ class Packing:
     n_steps: int
 
 
-@dataclass(frozen=True)
-class Policy:
-    """How the packer chooses.
-
-    pool_steps: the window holds this many steps' worth of waiting samples (of the module that has most).
-    oldest_first: the oldest samples that fit are taken until the LLM's rows are this full.
-    urgent_after: samples that have waited this many steps go before all others and are never exchanged.
-    """
-
-    pool_steps: float = 4
-    oldest_first: float = 0.6
-    urgent_after: int = 8
-
-
 def pack(
     parts: Parts,
     order: np.ndarray,
@@ -59,14 +46,17 @@ def pack(
 ) -> Packing:
     """Pack the samples `order` into steps: each gets exactly one, and all its parts rows of one microbatch.
 
-    Deterministic. The last steps share what is left evenly. `Policy` explains the options.
+    Deterministic. The last steps share what is left evenly.
+    pool_steps: the window holds this many steps' worth of waiting samples, in the module that has most of them.
+    oldest_first: the oldest samples that fit are taken until the LLM's rows are this full.
+    urgent_after: samples that have waited this many steps go before all others and are not exchanged for others.
     Raises ValueError for a sample that fits no step; `oversize` finds these beforehand.
     """
     order = np.asarray(order, np.int64)
     chunk = parts.take(order)
     if np.any(too_large := oversize(chunk, budgets)):
         raise ValueError(f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty microbatch")
-    policy = Policy(pool_steps, oldest_first, urgent_after)
+    policy = _Policy(float(pool_steps), float(oldest_first), urgent_after)
     cap = budgets.rows * budgets.length
     packed = _steps(chunk, budgets, microbatches, cap, policy, np.full(len(order), -1, np.int64), 0)
     packed = _share_tail(chunk, budgets, microbatches, packed, policy)
@@ -82,7 +72,7 @@ def oversize(parts: Parts, budgets: Budgets) -> np.ndarray:
     return _oversize(*_prepare(parts, budgets, 1, budgets.rows * budgets.length))
 
 
-def _share_tail(chunk: Parts, budgets: Budgets, microbatches: int, packed: Packing, policy: Policy) -> Packing:
+def _share_tail(chunk: Parts, budgets: Budgets, microbatches: int, packed: Packing, policy: _Policy) -> Packing:
     """Repack the steps after the last sample has entered into as few as possible, equally full.
 
     Otherwise the last update of a chunk may rest on a single sample.
@@ -96,10 +86,10 @@ def _share_tail(chunk: Parts, budgets: Budgets, microbatches: int, packed: Packi
     totals = rest.totals(len(budgets.rows))
     capacity = budgets.rows * budgets.length
     in_steps = totals.sum(0) / (capacity * microbatches)
-    anything = Policy(float("inf"), 0.0, policy.urgent_after)
+    anything = _Policy(float("inf"), 0.0, policy.urgent_after)
     for steps in range(max(1, int(np.ceil(in_steps.max()))), packed.n_steps - first + 1):
         for allowance in (0.02, 0.05, 0.1, 0.2, 0.4):
-            even = np.ceil(in_steps / steps * capacity * (1 + allowance)).astype(np.int64)
+            even = np.ceil(in_steps / steps * capacity * (1 + allowance)).astype(np.int64) + 1  # never 0
             cap = np.minimum(capacity, np.maximum(even, totals.max(0)))
             again = _steps(rest, budgets, microbatches, cap, anything, entered[tail].astype(np.int64), first)
             if again.n_steps <= first + steps:
@@ -107,6 +97,12 @@ def _share_tail(chunk: Parts, budgets: Budgets, microbatches: int, packed: Packi
                 step[tail], waited[tail], row[chunk.of_samples(tail)] = again.step, again.waited, again.row
                 return Packing(step, row, waited, again.n_steps)
     return packed
+
+
+class _Policy(NamedTuple):
+    pool_steps: float
+    oldest_first: float
+    urgent_after: int
 
 
 class _Load(NamedTuple):
@@ -146,7 +142,7 @@ def _prepare(parts: Parts, budgets: Budgets, microbatches: int, cap: np.ndarray)
 
 
 def _steps(
-    parts: Parts, budgets: Budgets, microbatches: int, cap: np.ndarray, policy: Policy, entered: np.ndarray, first: int
+    parts: Parts, budgets: Budgets, microbatches: int, cap: np.ndarray, policy: _Policy, entered: np.ndarray, first: int
 ) -> Packing:
     """Pack all samples, oldest first in line, into steps from `first` on, at most `cap` `[M]` in a microbatch.
 
@@ -163,9 +159,11 @@ def _steps(
 def _empty(room):
     """Open the rows of a new step."""
     for k in range(len(room.cap)):
-        room.left[:, room.row_start[k] : room.row_start[k + 1]] = room.row_length[k]
-        room.free[:, k] = room.cap[k]
         room.slack[k] = len(room.free)
+        for m in range(len(room.free)):
+            room.free[m, k] = room.cap[k]
+            for row in range(room.row_start[k], room.row_start[k + 1]):
+                room.left[m, row] = room.row_length[k]
 
 
 @njit(cache=True)
@@ -226,7 +224,7 @@ def _take(sample, load, room):
     """Place the sample in the microbatch with most left of what it asks for that holds it, or mark it refused."""
     tried = np.zeros(len(room.free), np.bool_)
     for _ in range(len(room.free)):
-        chosen, most = -1, -1.0
+        chosen, most = _NONE, -1.0
         for m in range(len(room.free)):
             left = 0.0
             for k in range(len(room.cap)):
@@ -243,7 +241,7 @@ def _take(sample, load, room):
 def _take_best(pool, load, room):
     """While anything fits, take the sample after which the sum over modules of (1 - use / budget)^2 is least."""
     while True:
-        best, most = -1, 0.0
+        best, most = _NONE, 0.0
         for sample in pool:
             if room.microbatch[sample] >= 0 or room.refused[sample]:
                 continue
@@ -263,13 +261,18 @@ def _take_best(pool, load, room):
 @njit(cache=True)
 def _exchange(pool, settled, load, room):
     """Swap samples of the step (but the `settled` first of the pool) for waiting ones while that lowers the sum."""
-    movable = np.array([s for s in pool[settled:] if room.microbatch[s] >= 0])
+    movable = np.zeros(len(pool), np.int64)
+    taken = 0
+    for i in range(settled, len(pool)):
+        if room.microbatch[pool[i]] >= 0:
+            movable[taken] = pool[i]
+            taken += 1
     for _ in range(_EXCHANGE_ROUNDS):
         changed = False
         for new in pool:
             if room.microbatch[new] >= 0:
                 continue
-            for i in range(len(movable)):
+            for i in range(taken):
                 old = movable[i]
                 m = room.microbatch[old]
                 gain = 0.0
@@ -294,35 +297,36 @@ def _exchange(pool, settled, load, room):
 @njit(cache=True)
 def _fill_steps(load, room, pool_steps, oldest_first, urgent_after, first, entered, step):
     """Slide the window over all samples, fill one step after the other; the number after the last one."""
-    n, modules = load.share.shape
+    n, microbatches = len(step), len(room.free)
     pool = np.zeros(n, np.int64)
     waiting, following, now = 0, 0, first
-    asked = np.zeros(modules)
-    budget = len(room.free) * pool_steps
+    asked = np.zeros(len(room.cap))  # by the waiting samples, in microbatches' caps
     while waiting > 0 or following < n:
-        while following < n and (waiting == 0 or asked.max() < budget):
+        while following < n and (waiting == 0 or _largest(asked) < pool_steps * microbatches):
             pool[waiting] = following
             if entered[following] < 0:
                 entered[following] = now
-            asked += load.share[following]
+            _add(asked, load.share, following, 1.0)
             waiting += 1
             following += 1
         _empty(room)
-        urgent = 0
-        for sample in pool[:waiting]:
+        urgent = np.int64(0)
+        for i in range(waiting):
+            sample = pool[i]
             room.refused[sample] = False
             if now - entered[sample] >= urgent_after:
                 urgent += 1
                 _take(sample, load, room)
-            elif room.slack[0] > (1 - oldest_first) * len(room.free):
+            elif room.slack[LLM] > (1 - oldest_first) * microbatches:
                 _take(sample, load, room)
         _take_best(pool[:waiting], load, room)
         _exchange(pool[:waiting], urgent, load, room)
         kept = 0
-        for sample in pool[:waiting]:
+        for i in range(waiting):
+            sample = pool[i]
             if room.microbatch[sample] >= 0:
                 step[sample] = now
-                asked -= load.share[sample]
+                _add(asked, load.share, sample, -1.0)
             else:
                 pool[kept] = sample
                 kept += 1
@@ -332,10 +336,24 @@ def _fill_steps(load, room, pool_steps, oldest_first, urgent_after, first, enter
 
 
 @njit(cache=True)
+def _largest(values):
+    most = values[0]
+    for value in values:
+        most = max(most, value)
+    return most
+
+
+@njit(cache=True)
+def _add(total, share, sample, sign):
+    for k in range(len(total)):
+        total[k] += sign * share[sample, k]
+
+
+@njit(cache=True)
 def _oversize(load, room):
     """bool [n]: does not fit an empty microbatch."""
     too_large = np.zeros(len(load.totals), np.bool_)
     for sample in range(len(too_large)):
         _empty(room)
-        too_large[sample] = not _place(sample, 0, load, room)
+        too_large[sample] = not _place(sample, np.int64(0), load, room)
     return too_large

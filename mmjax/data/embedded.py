@@ -32,7 +32,7 @@ HELD_OUT_SAMPLES = {"validation": 1000, "test": 2000}
 # second image" and "left" mean the same distance in every sample.
 QUESTION = 256
 STRIDE = 64
-BEFORE_ITEM = 16  # of each stride, for the words before the item; the longest clip takes 47 of the other 48
+BEFORE_ITEM = 16  # of each stride, for the words before the item; the longest clip takes the other 48
 PASSAGE = 128
 
 _SPLITS: tuple[Split, ...] = ("train", "validation", "test")

@@ -17,7 +17,7 @@ HIGH = {key: high for high, row in zip((1209, 1336, 1477), ("147*", "2580", "369
 COUNTS = tuple(accumulate((0.37, 0.25, 0.14, 0.08, 0.06, 0.04, 0.035, 0.025)))  # of 1..8 keys in a clip
 FEW = tuple(accumulate((0.45, 0.27, 0.16, 0.12)))  # of 1..4 keys, where a sample has more items than one
 
-_LONGEST = 750  # samples of a tone: 150 ms at the slowest speed
+_LONGEST = 700  # samples of a tone: 140 ms at the slowest speed
 _PHASES = 100  # samples by which a tone may start later in its table
 
 
@@ -38,8 +38,8 @@ def draw_clip(u: Iterator[float], counts: Sequence[float], keys: str) -> Clip:
     text = "".join([keys[int(next(u) * len(keys))] for _ in range(count)])
     unit = SAMPLE_RATE / 1000 / (0.8 + 0.45 * next(u))  # samples per millisecond at this clip's speed
     lead = int(60 * next(u) * unit)
-    tones = tuple([int((80 + 70 * next(u)) * unit) for _ in range(count)])
-    gaps = tuple([int((50 + 40 * next(u)) * unit) for _ in range(count)])
+    tones = tuple([int((80 + 60 * next(u)) * unit) for _ in range(count)])
+    gaps = tuple([int((60 + 45 * next(u)) * unit) for _ in range(count)])
     trail = int(max(0.0, next(u) - 0.75) * 2000 * SAMPLE_RATE / 1000)  # up to half a second in a quarter of the clips
     return Clip(text, lead, tones, gaps, lead + sum(tones) + sum(gaps) + trail)
 

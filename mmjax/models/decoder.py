@@ -23,9 +23,8 @@ class TokenTable(nnx.Module):
         self.weight = nnx.Param(table, axes=("vocab", "embed"))
 
     def embed(self, token: Int[Array, "r t"], dtype: jnp.dtype) -> Float[Array, "r t d"]:
-        # Vocabulary whole, width split: each device looks up its own channels. With the vocabulary split as well XLA
-        # falls back to replicating the result ("Involuntary full rematerialization").
-        table = constrain(self.weight[...].astype(dtype), None, "mlp")
+        # Said before the lookup, or XLA replicates the looked-up rows of all ("Involuntary full rematerialization").
+        table = constrain(self.weight[...].astype(dtype), "vocab", None)
         return constrain(table[token], "rows", "length", "width")
 
     def scores(self, x: Float[Array, "r t d"]) -> Float[Array, "r t v"]:

@@ -98,7 +98,7 @@ def brief(scores: dict[str, float]) -> str:
     return "  ".join(f"{k.removeprefix('exact_match_')} {v:.3f}" for k, v in families)
 
 
-def score_table(scores: dict[str, float]) -> list[str]:
+def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
     """All scores, a family and its tasks to a line."""
     lines = []
     for key, value in scores.items():
@@ -106,7 +106,7 @@ def score_table(scores: dict[str, float]) -> list[str]:
         if key.startswith("exact_match_") and "." not in name:
             tasks = {k.split(".")[1]: v for k, v in scores.items() if k.startswith(f"{key}.")}
             lines.append((name, f"{value:.3f}", "  ".join(f"{task} {v:.2f}" for task, v in tasks.items())))
-    return [f"exact match on {int(scores['samples'])} questions of the test split", *table(lines)]
+    return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines)]
 
 
 def what_next(run: Path) -> list[str]:

@@ -49,6 +49,11 @@ class RunFolder:
         return self.path / "index"
 
     @property
+    def programs(self) -> Path:
+        """Compiled programs, shared by the runs beside this one."""
+        return self.path.parent / ".programs"
+
+    @property
     def oversize(self) -> Path:
         """Samples that fit no budget, one JSON object each."""
         return self.path / "oversize.jsonl"

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
+
 from mmjax.config import AudioConfig, EmbeddedSource, VisionConfig
 from mmjax.data import digits, tones
 from mmjax.data.digits import Strip

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mmjax.config import AudioConfig, ConnectorConfig, VisionConfig
 from mmjax.data.media import frame_count, item_size, log_mel, mel_filters, patches, prepare
 

@@ -1,0 +1,102 @@
+"""How full, how equal and how random a grouping is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def pad_ratio(lengths: np.ndarray) -> np.ndarray:
+    """OmniBal eq. 1, sum_i (t_max - t_i) / (t_max * B) over the B samples of a mini-batch: float `[...]` from `[..., B]`.
+
+    0 for an empty mini-batch.
+    """
+    return _below_largest(lengths)
+
+
+def dist_ratio(totals: np.ndarray) -> np.ndarray:
+    """OmniBal eq. 2, sum_i (T_max - T_i) / (T_max * N) over N ranks' mini-batch tokens: float `[...]` from `[..., N]`.
+
+    0 for ranks without any token.
+    """
+    return _below_largest(totals)
+
+
+def fill(used: np.ndarray, budget: np.ndarray) -> np.ndarray:
+    """Useful positions / budget, both summed over steps: float `[M]` from `[steps, M]` and `[M]` or `[steps, M]`."""
+    used = np.asarray(used, np.float64)
+    return used.sum(0) / np.broadcast_to(budget, used.shape).sum(0)
+
+
+def samples_per_row(row: np.ndarray) -> float:
+    """n / (distinct rows) over each sample's row, `[n]`, numbered across steps; -1 = in no row."""
+    row = np.asarray(row)[np.asarray(row) >= 0]
+    return len(row) / max(len(np.unique(row)), 1)
+
+
+def rows_lower_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
+    """How many rows any grouping needs at least for samples `[n, D]` and row budgets `[D]`.
+
+    The largest, over dimensions, of Martello and Toth's bound L2: for any a <= budget / 2, samples over budget - a have
+    a row alone, those over budget / 2 a row each, and those of a .. budget / 2 must go to what these leave or to new
+    rows: L2 = max_a n1 + n2 + max(0, ceil((sum_3 - (n2 * budget - sum_2)) / budget)). At a = 0 that is no less than
+    ceil(total / budget). Raises ValueError for a sample above its budget.
+    """
+    lengths = np.asarray(lengths, np.int64).reshape(len(lengths), -1)
+    budget = np.asarray(budget, np.int64).reshape(-1)
+    if np.any(above := np.any(lengths > budget, axis=1)):
+        raise ValueError(f"sample {int(np.argmax(above))} is longer than its row's budget")
+    return max((_martello_toth(column, int(b)) for column, b in zip(lengths.T, budget, strict=True)), default=0)
+
+
+def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
+    """Intraclass correlation of sample lengths `[n]` in rows `[n]`: are long samples packed with long ones?
+
+    sum over rows and pairs i != j of (t_i - mean)(t_j - mean) / (number of such pairs * variance). About 0 for random
+    rows of free length, 1 for rows of equal samples, negative where a long sample goes with short ones. 0 without pairs.
+    """
+    lengths = np.asarray(lengths, np.float64)
+    number = np.unique(np.asarray(row), return_inverse=True)[1]
+    away = lengths - lengths.mean() if len(lengths) else lengths
+    together = np.bincount(number, away) ** 2 - np.bincount(number, away**2)
+    count = np.bincount(number)
+    pairs = float((count * (count - 1)).sum())
+    variance = float((away**2).mean()) if len(lengths) else 0.0
+    return float(together.sum()) / (pairs * variance) if pairs and variance else 0.0
+
+
+def overdispersion(source: np.ndarray, step: np.ndarray) -> float:
+    """How much more a source's share varies from step to step than if samples were drawn independently.
+
+    For source s with share p of all samples, c_t of the n_t samples of step t and T steps:
+    sum_t n_t * (c_t / n_t - p)^2 / (p * (1 - p)) / (T - 1). About 1 for a shuffle; the largest over sources.
+    source, step: int `[n]`. 0 with fewer than two steps or sources.
+    """
+    sources, source = np.unique(np.asarray(source), return_inverse=True)
+    steps, step = np.unique(np.asarray(step), return_inverse=True)
+    if len(sources) < 2 or len(steps) < 2:
+        return 0.0
+    count = np.zeros((len(steps), len(sources)))
+    np.add.at(count, (step, source), 1)
+    size = count.sum(1, keepdims=True)
+    share = count.sum(0) / len(source)
+    excess = (size * (count / size - share) ** 2).sum(0) / (share * (1 - share))
+    return float(excess.max() / (len(steps) - 1))
+
+
+def _below_largest(amount: np.ndarray) -> np.ndarray:
+    amount = np.asarray(amount, np.float64)
+    largest = amount.max(-1)
+    return (largest - amount.mean(-1)) / np.where(largest > 0, largest, 1)
+
+
+def _martello_toth(length: np.ndarray, budget: int) -> int:
+    """L2 in one dimension."""
+    length = np.sort(length)
+    total = np.concatenate([[0], np.cumsum(length)])
+    half = np.searchsorted(length, budget // 2, side="right")  # the first that is over budget / 2
+    least = np.unique(np.concatenate([[0], length[:half]]))
+    alone = np.searchsorted(length, budget - least, side="right")  # the first that is over budget - a
+    single = alone - half
+    room = single * budget - (total[alone] - total[half])
+    small = total[half] - total[np.searchsorted(length, least)]
+    return int((len(length) - half + np.maximum(0, -(-(small - room) // budget))).max())

@@ -1,0 +1,43 @@
+"""How compile time grows with depth: a gradient step of many equal layers against few."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mmjax.batch import Microbatch, TextBatch
+from mmjax.config import DecoderConfig, ModelConfig
+from mmjax.models.model import Model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--layers", type=int, nargs=2, default=(6, 48), metavar=("FEW", "MANY"))
+    parser.add_argument("--repeats", type=int, default=3)
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds of tracing, lowering and compiling for both depths, interleaved, the best of the repeats; and their ratio."""
+    seconds = {n: [] for n in args.layers}
+    for _ in range(args.repeats):
+        for n in args.layers:
+            seconds[n].append(_compile(n))
+    few, many = args.layers
+    ratio = min(seconds[many]) / min(seconds[few])
+    return [{"layers": n, "seconds": min(seconds[n]), "ratio": ratio if n == many else 1.0} for n in args.layers]
+
+
+def _compile(layers: int) -> float:
+    llm = DecoderConfig(layers=layers, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, vocab=64)
+    model = Model.build(ModelConfig(llm), jnp.float32)
+    ints = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    fields = {name: ints for name in TextBatch._fields if name not in ("weight", "slots")}
+    batch = Microbatch(TextBatch(**fields, weight=jax.ShapeDtypeStruct((2, 64), jnp.float32), slots={}), {})
+    jax.clear_caches()
+    began = time.perf_counter()
+    jax.jit(jax.grad(lambda params, batch: model.logits(params, batch).sum())).lower(model.abstract, batch).compile()
+    return time.perf_counter() - began

@@ -1,0 +1,95 @@
+import time
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+import pytest
+from synthetic import corpus
+
+from mmjax.balance.place import place
+from mmjax.balance.shapes import assign, choose_shapes
+
+
+def cost_of_steps(needs: np.ndarray, shapes: np.ndarray, cost: np.ndarray) -> float:
+    """Each step with the cheapest shape that holds it."""
+    holds = np.all(needs[:, None] <= shapes[None], axis=-1)
+    return float(np.where(holds, shapes @ cost, np.inf).min(1).sum())
+
+
+def steps_of_24(seed: int, steps: int = 300, wide: bool = False) -> np.ndarray:
+    parts = corpus(24 * steps, seed, wide)
+    rows = np.array([8, 2, 3])
+    return np.array([place(parts, np.arange(24 * i, 24 * i + 24), rows).need for i in range(steps)])
+
+
+COST = np.array([8.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+def test_shapes_are_the_best_or_nearly_so_on_tiny_problems(limit):
+    ratios = []
+    for seed in range(25):
+        rng = np.random.default_rng(seed)
+        needs, cost = rng.integers(1, 7, (7, 2)), rng.uniform(0.5, 2, 2)
+        tuples = list(product(*[np.unique(column) for column in needs.T]))
+        best = min(
+            cost_of_steps(needs, np.array([*inner, needs.max(0)]), cost)
+            for inner in combinations_with_replacement(tuples, limit - 1)
+        )
+        shapes = choose_shapes(needs, cost, limit, alignment=1)
+        assert len(shapes) <= limit
+        ratios.append(cost_of_steps(needs, shapes, cost) / best)
+    assert min(ratios) > 1 - 1e-9
+    assert np.mean(ratios) < 1.005
+    assert max(ratios) < 1.05
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("limit", [1, 3, 8])
+def test_shapes_cover_every_need_and_cost_no_more_than_a_ladder(wide, limit):
+    needs = steps_of_24(0, wide=wide)
+    shapes = choose_shapes(needs, COST, limit, alignment=8)
+    assert len(shapes) <= limit
+    assert np.all(shapes % 8 == 0)
+    assert np.all(needs <= shapes[-1])
+    assert np.all(np.diff(shapes @ COST) > 0)
+    largest = -(-needs.max(0) // 8) * 8
+    ladder = np.array([np.ceil(largest / 1.125**j / 8) * 8 for j in range(limit)])
+    assert cost_of_steps(needs, shapes, COST) <= cost_of_steps(needs, ladder, COST)
+
+
+def test_eight_shapes_leave_at_most_half_of_what_one_wastes():
+    needs = steps_of_24(1, wide=True)
+    used = float((needs @ COST).sum())
+    wasted = [cost_of_steps(needs, choose_shapes(needs, COST, limit), COST) - used for limit in (1, 8)]
+    assert wasted[1] < 0.5 * wasted[0]
+
+
+def test_a_step_is_assigned_the_cheapest_shape_that_holds_it():
+    needs = steps_of_24(2)
+    shapes = choose_shapes(needs, COST, 8)
+    for need in needs:
+        held = [j for j, shape in enumerate(shapes) if np.all(need <= shape)]
+        assert assign(need, shapes) == min(held, key=lambda j: shapes[j] @ COST)
+    assert assign(shapes[-1] + np.array([0, 1, 0]), shapes) == -1
+
+
+def test_equal_needs_make_one_shape_and_a_module_without_use_one_unit():
+    assert choose_shapes(np.array([[9, 0], [10, 0]]), np.ones(2), 8, alignment=8).tolist() == [[16, 8]]
+
+
+def test_more_needs_than_can_be_compared_in_pairs_are_still_covered_and_quick():
+    rng = np.random.default_rng(0)
+    needs = rng.integers(100, 2000, (3000, 3))
+    choose_shapes(needs[:50], COST)
+    begin = time.process_time()
+    shapes = choose_shapes(needs, COST, 4, alignment=64)
+    assert time.process_time() - begin < 10
+    assert np.all(needs <= shapes[-1])
+    largest = -(-needs.max(0) // 64) * 64
+    ladder = np.array([np.ceil(largest / 1.125**j / 64) * 64 for j in range(4)])
+    assert cost_of_steps(needs, shapes, COST) <= cost_of_steps(needs, ladder, COST)
+
+
+def test_no_needs_are_refused():
+    with pytest.raises(ValueError, match="at least one step"):
+        choose_shapes(np.zeros((0, 3)), COST)

@@ -1,0 +1,132 @@
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from packed import assert_trees_close, build, pack, random_sample, tiny, token_losses
+
+from mmjax.models.layer_runs import Run, into_runs, layers_one_by_one, plan_runs
+
+
+def test_runs_break_where_the_policy_changes_and_where_they_are_cut():
+    assert plan_runs(4, "none") == (Run(0, 4, "none"),)
+    assert plan_runs(4, ("none", "none", "full", "full")) == (Run(0, 2, "none"), Run(2, 4, "full"))
+    assert plan_runs(4, "full", cuts=(1, 3)) == (Run(0, 1, "full"), Run(1, 3, "full"), Run(3, 4, "full"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, ("none",)), "names 1 layers, the tower has 3"),
+        ((3, "some"), "unknown remat policy 'some'"),
+        ((3, "none", (3,)), "before layer 3 does not divide 3 layers"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan_runs(*arguments)
+
+
+def initial(layers, cuts):
+    model, _ = build(tiny(layers=layers, encoders=("vision",)), cuts)
+    return model, jax.jit(model.init)(jax.random.key(3))
+
+
+def test_initial_values_do_not_depend_on_run_borders():
+    whole, cut = initial(5, {})[1], initial(5, {"llm": (1, 3), "vision": (1,)})[1]
+    assert set(cut["llm"]["layers"]["runs"]) == {"0", "1:3", "3:5"}
+    assert_trees_close(layers_one_by_one(cut), layers_one_by_one(whole), 1e-6)
+
+
+def test_layers_one_by_one_names_every_layer_and_into_runs_is_its_inverse():
+    model, params = initial(5, {"llm": (1, 3)})
+    single = layers_one_by_one(params)
+    assert set(single["llm"]["layers"]) == {"0", "1", "2", "3", "4"}
+    stacked = params["llm"]["layers"]["runs"]["1:3"]["mlp"]["up"]["weight"]
+    np.testing.assert_array_equal(single["llm"]["layers"]["2"]["mlp"]["up"]["weight"], stacked[1])
+    back = into_runs(single, model.runs)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    assert jax.tree.structure(back) == jax.tree.structure(params)
+
+
+def test_layers_keep_their_values_through_another_set_of_run_borders():
+    one, params = initial(5, {"llm": (1, 3)})
+    other, expected = initial(5, {"llm": (2,), "vision": (1,)})
+    moved = into_runs(layers_one_by_one(params), other.runs)
+    assert_trees_close(moved, expected, 1e-6)
+    rng = np.random.default_rng(0)
+    batch = pack([[random_sample(rng, [2, (2, 3), 4])]], {"llm": 12, "vision": 16}, encoders=("vision",))
+    np.testing.assert_allclose(one.logits(params, batch), other.logits(moved, batch), atol=1e-5)
+
+
+def test_one_by_one_and_back_work_on_shapes_and_inside_optimizer_states():
+    model, params = initial(3, {"llm": (1,)})
+
+    def take(leaf, i):
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+    def stack(leaves):
+        return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
+
+    single = layers_one_by_one(model.abstract, take)
+    assert single["llm"]["layers"]["2"]["mlp"]["up"]["weight"].shape == (32, 48)
+    assert into_runs(single, model.runs, stack) == model.abstract
+    state = optax.adamw(1e-3).init({"llm": params["llm"]})
+    single = layers_one_by_one(state)
+    assert set(single[0].mu["llm"]["layers"]) == {"0", "1", "2"}
+    back = into_runs(single, model.runs)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+
+
+POLICIES = ["attention", "full", ("none", "attention", "full")]
+
+
+@pytest.mark.parametrize("backend", ["dense", "blockwise"])
+def test_remat_policies_give_equal_gradients(backend):
+    rng = np.random.default_rng(0)
+    batch = pack([[random_sample(rng, [9]), random_sample(rng, [7])]], {"llm": 20}, encoders=())
+    expected = None
+    for remat in ["none", *POLICIES]:
+        model, params = build(tiny(backend, layers=3, remat=remat, encoders=()))
+        gradients = jax.jit(jax.grad(lambda p, m=model: token_losses(m, p, batch).sum()))(params)
+        gradients = layers_one_by_one(gradients)
+        expected = gradients if expected is None else expected
+        assert_trees_close(gradients, expected)
+
+
+def residual_bytes(remat, backend="dense"):
+    model, params = build(tiny(backend, layers=3, remat=remat, encoders=()))
+    batch = pack([[random_sample(np.random.default_rng(0), [256])]], {"llm": 256}, encoders=())
+    back = jax.eval_shape(lambda p: jax.vjp(lambda p: token_losses(model, p, batch), p)[1], params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(back))
+
+
+def test_remat_keeps_less_the_more_it_computes_again():
+    none, attention, full = (residual_bytes(remat) for remat in ("none", "attention", "full"))
+    scores = 3 * 4 * 256 * 256 * 4  # layers, heads, queries, keys, bytes
+    assert none - attention > scores
+    assert full < attention / 2
+
+
+def gradient_compile_seconds(layers):
+    model, params = build(tiny(layers=layers, encoders=()))
+    batch = pack([[random_sample(np.random.default_rng(0), [8])]], {"llm": 8}, encoders=())
+    lowered = jax.jit(jax.grad(lambda p: token_losses(model, p, batch).sum())).lower(params)
+    start = time.process_time()
+    lowered.compile()
+    return time.process_time() - start
+
+
+def test_compiling_48_equal_layers_takes_at_most_twice_as_long_as_6():
+    few, many = (min(gradient_compile_seconds(n) for _ in range(2)) for n in (6, 48))
+    assert many <= 2 * few
+
+
+def test_layers_that_do_not_end_at_a_border_are_refused():
+    model, params = build(tiny(layers=3, encoders=()))
+    llm = model.module(params).llm
+    batch = pack([[random_sample(np.random.default_rng(0), [8])]], {"llm": 8}, encoders=())
+    with pytest.raises(ValueError, match="layers 0 to 1 do not begin and end at borders"):
+        llm.layers(jnp.zeros((1, 8, 32)), llm.context(batch.text), 0, 1)

@@ -1,0 +1,54 @@
+"""The examples in the documentation run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmjax.config_files import load
+from mmjax.errors import run_command
+from mmjax.train import main as train
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = re.compile(r"<!-- file: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+
+
+def write_examples(document: str, folder: Path) -> None:
+    for name, code in EXAMPLE.findall((ROOT / document).read_text()):
+        (folder / name).write_text(code)
+
+
+def test_the_variant_in_configs_md_loads_with_its_overrides(tmp_path: Path) -> None:
+    write_examples("docs/configs.md", tmp_path)
+    config = load(tmp_path / "bigger.py", ["batch.grouping=isf", "seed=3", "optimizer.modules.vision.learning_rate=1e-3"])
+    assert (config.name, config.model.llm.layers, config.batch.grouping.kind, config.seed) == ("bigger", 6, "isf", 3)
+
+
+def test_the_captions_example_in_data_md_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_examples("docs/data.md", tmp_path)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    rng = np.random.default_rng(0)
+    words = ["a red cat", "two dogs", "rain", "a small house by the sea"]
+    (photos / "captions.txt").write_text("\n".join(words[i % 4] for i in range(60)))
+    for i in range(60):
+        np.save(photos / f"{i}.npy", rng.integers(0, 255, (8 + 4 * (i % 5), 12), np.uint8))
+    monkeypatch.chdir(tmp_path)
+    small = ["model.llm.layers=1", "model.encoders.vision.layers=1", "data.workers=0", "mesh.data=1", "mesh.fsdp=8"]
+    code = run_command(lambda: train(["captions.py", "training.steps=3", "schedule.warmup=1", *small]))
+    assert code == 0, capsys.readouterr().err
+    assert "3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+def test_every_file_that_a_document_names_is_there(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / document).parent.joinpath(link).exists(), f"{document} links to {link}"
+    for name in re.findall(r"`((?:mmjax|tests|data|models|parallel|training|balance|configs)/[\w/]*\.?\w*)`", text):
+        assert (ROOT / name).exists() or (ROOT / "mmjax" / name).exists(), f"{document} names {name}"
