@@ -10,9 +10,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from mmjax.config import MeshConfig
+from mmjax.config import Config, MeshConfig
 from mmjax.config_files import edit
 from mmjax.data.embedded import EmbeddedDataset, SwappedItems
+from mmjax.data.prompts import QuestionSource
 from mmjax.errors import UserError, run_command
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
@@ -30,40 +31,55 @@ from mmjax.training.state import parameter_shardings
 def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence[str] = ()) -> Scores:
     """Scores of the newest checkpoint of a run, from its folder alone: greedy decoding, one question a prompt.
 
-    `swap` names an encoder whose items come from another sample: what is still answered then was guessed.
+    `swap` names an encoder whose items come from another sample: what is still answered then was guessed. Beside
+    `exact_match_*` and `samples`, `step` is the number of updates that the checkpoint has seen.
     """
-    folder = RunFolder(run)
+    folder = RunFolder(run.absolute())
     config = edit(folder.read_config(), overrides)
-    mesh = make_mesh(MeshConfig(), choose_devices(config.device))
-    keep_programs(folder.programs)
-    model, rules = Model.build(config.model, jnp.dtype(config.training.precision)), ShardingRules()
-    params = restore_parameters(folder.checkpoints, model, parameter_shardings(model, mesh, rules))
     sources = question_sources(config, (split,), folder.path)
     if not sources:
         raise UserError(f"{run}: none of its sources has questions to score")
-    if swap and swap not in config.model.encoders:
-        raise UserError(f"--swap={swap} names no encoder of this run; it has {', '.join(config.model.encoders) or 'none'}")
     if swap:
-        sources = {n: SwappedItems(s, (swap,)) if isinstance(s, EmbeddedDataset) else s for n, s in sources.items()}
+        sources = {name: _swapped(name, source, swap, config) for name, source in sources.items()}
+    step = newest(folder.checkpoints)
+    mesh = make_mesh(MeshConfig(), choose_devices(config.device))
+    keep_programs(folder.programs)
+    model, rules = Model.build(config.model, jnp.dtype(config.training.precision)), ShardingRules()
+    params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
     evaluator = Evaluator(model, mesh, rules, sources, config)
-    return exact_match(evaluator.ask_all(params, split))
+    return {"step": step} | exact_match(evaluator.ask_all(params, split))
+
+
+def _swapped(name: str, source: QuestionSource, swap: str, config: Config) -> QuestionSource:
+    if swap not in config.model.encoders:
+        known = ", ".join(config.model.encoders) or "none"
+        raise UserError(f"--swap={swap} names no encoder of this run; it has {known}")
+    if not isinstance(source, EmbeddedDataset):
+        raise UserError(
+            f"--swap: {name} is not an embedded source, and only their items can be swapped; leave --swap away"
+        )
+    return SwappedItems(source, (swap,))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the run's config, such as device=cpu")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="changes to the run's config, such as device=cpu"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     parser.add_argument("--swap", default="", metavar="ENCODER", help="show another sample's images or clips")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     scores = evaluate(args.run, args.split, args.swap, args.overrides)
     if args.json:
         say(json.dumps(scores))
         return
-    step = newest(RunFolder(args.run).checkpoints)
-    say(f"{args.run} after {step} steps" + (f", with the {args.swap} items of other samples" if args.swap else ""))
+    say(
+        f"{args.run} after {scores['step']} steps"
+        + (f", with the {args.swap} items of other samples" if args.swap else "")
+    )
     say(*score_table(scores, args.split))
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 from mmjax.config import Config
 from mmjax.config_files import default_config, describe, find, load
+from mmjax.data.budget import make_budget
 from mmjax.data.index import cached_index
 from mmjax.data.pipeline import StepLoader
-from mmjax.data.plan import make_budget
 from mmjax.data.sources import open_sources
 from mmjax.errors import run_command
 from mmjax.models.model import Model
@@ -26,24 +28,22 @@ from mmjax.training.evaluation import Evaluator, question_sources
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.profile import peak_of
 from mmjax.training.programs import ProgramCounter, keep_programs
-from mmjax.training.run_folder import Mode, claim
+from mmjax.training.run_folder import Mode, RunFolder, claim
 from mmjax.training.session import Session
 from mmjax.training.step import Executor
 
 
-def open_session(config: Config, source: Path, mode: Mode) -> Session:
-    """Everything a run needs. `source` is the config file, of which the run keeps a copy."""
-    devices = choose_devices(config.device)
+def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequence[jax.Device]) -> Session:
+    """Everything a run needs, in a folder that it has claimed."""
     mesh = make_mesh(config.mesh, devices)
     check_heads(mesh, config.model)
-    folder, resumed = claim(config, source, mode)
     keep_programs(folder.programs)
-    programs = ProgramCounter().listen()
+    programs = ProgramCounter()
 
     sources = open_sources(config, "train", folder.path)
     index, index_folder = cached_index(sources, config.model.encoders, folder.index)
     weights = [s.weight for s in config.data.sources.values()]
-    budget = make_budget(index, config.batch, ("llm", *config.model.encoders), weights, config.seed)
+    budget = make_budget(index, config, weights)
     loader = StepLoader(config, budget, index_folder, folder.path)
     folder.list_oversize(map(loader.reader.name, loader.planner.oversize), config.data.on_oversize)
 
@@ -56,24 +56,29 @@ def open_session(config: Config, source: Path, mode: Mode) -> Session:
     return Session(config, folder, resumed, mesh, executor, loader, checkpoints, evaluator, programs, peak)
 
 
-def train(config: Config, source: Path, mode: Mode = "new") -> Session:
-    """Train as the config says."""
-    session = open_session(config, source, mode)
-    state, first = session.start()
-    batches = session.batches(first)
-    accumulated = session.compile(state, first)
-    progress = ProgressLine(first, config.training.steps)
-    for step, ready in enumerate(batches, start=first):
-        weight, hyper = float(ready.loaded.weight), session.hyperparameters(step)
-        state, accumulated, report = session.executor.step(state, accumulated, ready.arrays, weight, hyper)
-        session.ran(step, ready, report, progress)
-        if session.due(step + 1, config.training.evaluate_every):
-            session.evaluate(step + 1, state)
-        if session.due(step + 1, config.training.checkpoint_every):
-            session.save(step + 1, state)
-    session.settle(progress)
-    progress.close()
-    session.finish(first, state)
+def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[jax.Device] | None = None) -> Session:
+    """Train as the config says. `source` is the config's file, of which the run keeps a copy; `devices` are those to use,
+    by default all of the kind that the config names."""
+    devices = choose_devices(config.device) if devices is None else devices
+    with claim(config, source, mode) as (folder, resumed):
+        session = open_session(config, folder, resumed, devices)
+        state, first = session.start()
+    with closing(session):
+        if session.complete(first):
+            return session
+        batches = session.batches(first)
+        accumulated = session.compile(state, first)
+        with ProgressLine(first, config.training.steps) as progress:
+            for step, ready in enumerate(batches, start=first):
+                weight, hyper = float(ready.loaded.weight), session.hyperparameters(step)
+                state, accumulated, report = session.executor.step(state, accumulated, ready.arrays, weight, hyper)
+                session.ran(step, ready, report, progress)
+                if session.due(step + 1, config.training.evaluate_every):
+                    session.evaluate(step + 1, state)
+                if session.due(step + 1, config.training.checkpoint_every):
+                    session.save(step + 1, state)
+            session.settle(progress)
+        session.finish(first, state)
     return session
 
 
@@ -88,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--resume", nargs="?", const="resume", choices=("resume", "auto"), help="continue the run (auto: or start it)"
     )
     started.add_argument("--overwrite", action="store_true", help="replace the run that is in its folder")
-    args = parser.parse_args(argv)
+    # `--resume` takes a value behind `=` only: the word after it is the config.
+    given = ["--resume=resume" if word == "--resume" else word for word in (sys.argv[1:] if argv is None else argv)]
+    args = parser.parse_intermixed_args(given)
     if "=" in args.config:
         args.overrides.insert(0, args.config)
         args.config = ""

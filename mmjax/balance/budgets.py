@@ -66,9 +66,10 @@ def fit_budgets(
     length = _in_proportion(count * per_sample, fitted, shortest, used, alignment)
     reached = float((fitted * length / np.where(used, per_sample, np.inf))[used].min())
 
+    held = _shortest(item, sample, fitted, 1)
     named = list(names) or [f"module {k}" for k in range(modules)]
     notes = [
-        f"{named[k]}: {fitted[k]} rows instead of {asked[k]}, since a row must hold {_shortest(item, sample, fitted, 1)[k]}"
+        f"{named[k]}: {fitted[k]} rows instead of {asked[k]}, since a row must hold {held[k]}"
         for k in np.flatnonzero(fitted < asked)
     ]
     if count > samples_per_step:

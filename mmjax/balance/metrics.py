@@ -6,17 +6,17 @@ import numpy as np
 
 
 def pad_ratio(lengths: np.ndarray) -> np.ndarray:
-    """OmniBal eq. 1, sum_i (t_max - t_i) / (t_max * B) over the B samples of a mini-batch: float `[...]` from `[..., B]`.
+    """OmniBal eq. 1, sum_i (t_max - t_i) / (t_max * B) over the B samples of a mini-batch.
 
-    0 for an empty mini-batch.
+    lengths: `[..., B]`; the result is float `[...]`, 0 where all lengths are 0.
     """
     return _below_largest(lengths)
 
 
 def dist_ratio(totals: np.ndarray) -> np.ndarray:
-    """OmniBal eq. 2, sum_i (T_max - T_i) / (T_max * N) over N ranks' mini-batch tokens: float `[...]` from `[..., N]`.
+    """OmniBal eq. 2, sum_i (T_max - T_i) / (T_max * N) over the mini-batch tokens of N ranks.
 
-    0 for ranks without any token.
+    totals: `[..., N]`; the result is float `[...]`, 0 where no rank has a token.
     """
     return _below_largest(totals)
 
@@ -41,8 +41,7 @@ def rows_lower_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
     rows: L2 = max_a n1 + n2 + max(0, ceil((sum_3 - (n2 * budget - sum_2)) / budget)). At a = 0 that is no less than
     ceil(total / budget). Raises ValueError for a sample above its budget.
     """
-    lengths = np.asarray(lengths, np.int64).reshape(len(lengths), -1)
-    budget = np.asarray(budget, np.int64).reshape(-1)
+    lengths, budget = np.asarray(lengths, np.int64), np.asarray(budget, np.int64)
     if np.any(above := np.any(lengths > budget, axis=1)):
         raise ValueError(f"sample {int(np.argmax(above))} is longer than its row's budget")
     return max((_martello_toth(column, int(b)) for column, b in zip(lengths.T, budget, strict=True)), default=0)
@@ -52,7 +51,7 @@ def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
     """Intraclass correlation of sample lengths `[n]` in rows `[n]`: are long samples packed with long ones?
 
     sum over rows and pairs i != j of (t_i - mean)(t_j - mean) / (number of such pairs * variance). About 0 for random
-    rows of free length, 1 for rows of equal samples, negative where a long sample goes with short ones. 0 without pairs.
+    rows of free length, 1 for rows of equal samples, below 0 where long ones go with short ones; 0 without pairs.
     """
     lengths = np.asarray(lengths, np.float64)
     number = np.unique(np.asarray(row), return_inverse=True)[1]

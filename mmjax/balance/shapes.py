@@ -1,4 +1,4 @@
-"""Few shapes for many steps: row lengths of all modules, compiled ahead, such that steps waste as little as possible."""
+"""Few shapes for many steps: row lengths of all modules, to be compiled ahead, that waste as little as possible."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PASSES = 4
 def choose_shapes(needs: np.ndarray, cost: np.ndarray, limit: int = 8, alignment: int = 8) -> np.ndarray:
     """At most `limit` tuples of row lengths, int64 `[k, M]`, cheapest first; the last holds every need seen.
 
-    needs: int `[S, M]`, each step's fullest row per module. cost: float `[M]`, of one more position in all of a module's
-    rows. Minimises the cost of all steps, each with the cheapest tuple that holds it: needs are merged pairwise, least
-    added cost first, then single lengths are moved while that helps. Lengths are multiples of `alignment`.
+    needs: int `[S, M]`, each step's fullest row per module. cost: float `[M]`, of one more position in each of a
+    module's rows. Minimises the cost of all steps, each with the cheapest tuple that holds it: needs are merged in
+    pairs, least added cost first, then single lengths are moved while that helps. Lengths are multiples of `alignment`.
     Raises ValueError without needs.
     """
     needs = np.asarray(needs, np.int64)
@@ -79,7 +79,7 @@ def _nearest(shapes, weight, alive, cost, i):
 
 @njit(cache=True)
 def _merge_pairs(shapes, weight, alive, cost, largest, limit):
-    """Merge the cheapest pair, or leave the cheapest shape's steps to the largest, until `limit` are alive; in place."""
+    """Merge the cheapest pair, or leave one shape's steps to the largest, until `limit` are alive; in place."""
     n = len(shapes)
     near, added = np.full(n, -1), np.full(n, np.inf)
     for i in range(n):
@@ -112,7 +112,7 @@ def _merge_pairs(shapes, weight, alive, cost, largest, limit):
 
 
 def _refine(needs: np.ndarray, count: np.ndarray, shapes: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Move one length of one tuple at a time, but the last's, to the value of some need, while all steps get cheaper."""
+    """Move one length of one tuple at a time, not of the last, to the value of some need while that is cheaper."""
     shapes = shapes.copy()
     least = _total(needs, count, shapes, cost)
     values = [np.unique(column) for column in needs.T]

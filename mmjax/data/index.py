@@ -1,7 +1,7 @@
 """The length index: how much of every module each sample needs, known before anything is decoded.
 
-Two layers. Media facts come from headers (image sizes, clip durations) and are kept by the source's fingerprint. Lengths
-follow from the facts and the encoders' preprocessing in a moment. Both are flat arrays, memory-mapped by every worker.
+Media facts come from headers (image sizes, clip durations); lengths follow from them and the encoders' preprocessing.
+What results is kept by the sources' fingerprints as flat arrays, memory-mapped by every worker.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 
 from mmjax.balance.parts import Parts
 from mmjax.config import AudioConfig, VisionConfig
-from mmjax.data.media import item_size
+from mmjax.data.media import item_size, positions_per_token
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
 
@@ -28,31 +29,46 @@ Encoders = Mapping[str, VisionConfig | AudioConfig]
 class LengthIndex:
     """Lengths of all sources' samples, one source after the other; items in CSR over samples."""
 
+    source_name: np.ndarray  # str [sources]
     source_start: np.ndarray  # int64 [sources + 1]: first sample of each source
     text_tokens: np.ndarray  # int32 [n]
-    llm_tokens: np.ndarray  # int32 [n]: text and items together
+    totals: np.ndarray  # int32 [n, modules]: positions of each module, the LLM (text and items together) first
     item_start: np.ndarray  # int64 [n + 1]: first item of each sample
     item_encoder: np.ndarray  # int32 [p]: number of the encoder, in the model's order
     item_positions: np.ndarray  # int32 [p]: of the encoder's row, alignment included
     item_useful: np.ndarray  # int32 [p]: of those, patches or frames that hold something
     item_tokens: np.ndarray  # int32 [p]: in the LLM
+    positions_per_token: np.ndarray  # int32 [encoders]: of an encoder's row for each token that it gives the LLM
 
     def __len__(self) -> int:
         return len(self.text_tokens)
+
+    @property
+    def llm_tokens(self) -> np.ndarray:
+        """int32 `[n]`: text and items together."""
+        return self.totals[:, 0]
 
     def source_of(self, samples: np.ndarray) -> np.ndarray:
         """Number of the source of each sample."""
         return np.searchsorted(self.source_start, samples, side="right") - 1
 
-    def parts(self) -> Parts:
-        """What balancing sees: one LLM part per sample (module 0), then its items (module 1 + encoder)."""
-        n, p = len(self), len(self.item_encoder)
-        start = self.item_start + np.arange(n + 1)
-        module, length = np.empty(n + p, np.int32), np.empty(n + p, np.int64)
-        module[start[:-1]], length[start[:-1]] = 0, self.llm_tokens
-        at = np.ones(n + p, bool)
-        at[start[:-1]] = False
-        module[at], length[at] = 1 + self.item_encoder, self.item_positions
+    def name(self, sample: int) -> str:
+        """Where a sample is, for messages: "source[index]"."""
+        source = int(self.source_of(np.array(sample)))
+        return f"{self.source_name[source]}[{sample - self.source_start[source]}]"
+
+    def parts(self, samples: np.ndarray | None = None) -> Parts:
+        """What balancing sees of these samples (of all): one LLM part each (module 0), then its items (1 + encoder)."""
+        samples = np.arange(len(self)) if samples is None else samples
+        first = self.item_start[samples]
+        items = self.item_start[samples + 1] - first
+        start = np.concatenate([[0], np.cumsum(items + 1, dtype=np.int64)])
+        module, length = np.zeros(start[-1], np.int32), np.empty(start[-1], np.int64)
+        length[start[:-1]] = self.llm_tokens[samples]
+        is_item = np.ones(start[-1], bool)
+        is_item[start[:-1]] = False
+        item = np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items)
+        module[is_item], length[is_item] = 1 + self.item_encoder[item], self.item_positions[item]
         return Parts(start, module, length)
 
     def fingerprint(self) -> str:
@@ -70,7 +86,12 @@ class LengthIndex:
         partial.mkdir(parents=True)
         for f in fields(self):
             np.save(partial / f"{f.name}.npy", getattr(self, f.name))
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was faster
+            if not folder.exists():
+                raise
+            shutil.rmtree(partial)
 
     @classmethod
     def open(cls, folder: Path) -> LengthIndex:
@@ -86,6 +107,10 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
     for source_name, source in sources.items():
         for i in range(len(source)):
             facts = source.facts(i)
+            if not facts.text_tokens and not facts.items:
+                raise UserError(
+                    f"sample {source_name}[{i}] is empty: neither text nor items; leave it out of its source"
+                )
             text.append(facts.text_tokens)
             item_count.append(len(facts.items))
             for encoder, size in facts.items:
@@ -94,17 +119,22 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
                 item_rows.append((numbers[encoder], *measured))
     items = np.array(item_rows, np.int32).reshape(-1, 4)
     item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
-    text_tokens = np.array(text, np.int32)
-    tokens = np.concatenate([[0], np.cumsum(items[:, 2], dtype=np.int64)])
+    totals = np.zeros((len(text), 1 + len(encoders)), np.int32)
+    totals[:, 0] = text
+    sample = np.repeat(np.arange(len(text)), item_count)
+    np.add.at(totals, (sample, 0), items[:, 2])
+    np.add.at(totals, (sample, 1 + items[:, 0]), items[:, 1])
     return LengthIndex(
+        source_name=np.array(list(sources), np.str_),
         source_start=np.concatenate([[0], np.cumsum([len(s) for s in sources.values()], dtype=np.int64)]),
-        text_tokens=text_tokens,
-        llm_tokens=(text_tokens + tokens[item_start[1:]] - tokens[item_start[:-1]]).astype(np.int32),
+        text_tokens=np.array(text, np.int32),
+        totals=totals,
         item_start=item_start,
         item_encoder=items[:, 0],
         item_positions=items[:, 1],
         item_tokens=items[:, 2],
         item_useful=items[:, 3],
+        positions_per_token=np.array([positions_per_token(e) for e in encoders.values()], np.int32),
     )
 
 
@@ -120,7 +150,13 @@ def _measure(encoders: Encoders, encoder: str, size: tuple[int, ...], place: str
 
 def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path) -> tuple[LengthIndex, Path]:
     """The index of these sources under `folder`, built there if it is not, memory-mapped; and its path."""
-    key = json.dumps([[n, len(s), s.fingerprint()] for n, s in sources.items()] + [repr(dict(encoders))])
+    key = json.dumps(
+        [
+            [[name, len(source), source.fingerprint()] for name, source in sources.items()],
+            repr(dict(encoders)),
+            [f.name for f in fields(LengthIndex)],
+        ]
+    )
     path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not path.exists():
         build_index(sources, encoders).save(path)

@@ -30,18 +30,38 @@ class Prepared(NamedTuple):
     valid: np.ndarray  # bool [n]
 
 
+def positions_per_token(encoder: VisionConfig | AudioConfig) -> int:
+    """Positions of an encoder's row that become one token of the LLM."""
+    merge = encoder.connector.merge
+    return merge * merge if isinstance(encoder, VisionConfig) else CONV_STRIDE * merge
+
+
 def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> ItemSize:
-    """Length of an item of `size` ((height, width) in pixels, (samples,) of a clip). ValueError if it is empty."""
+    """Length of an item of `size` ((height, width) in pixels, (samples,) of a clip).
+
+    ValueError if it is empty, or reaches beyond the connector's learned positions.
+    """
     if any(extent < 1 for extent in size):
         raise ValueError(f"an item of size {size} is empty")
     merge = encoder.connector.merge
     if isinstance(encoder, VisionConfig):
         height, width = (-(-extent // encoder.patch) for extent in size)
+        _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
         windows = -(-height // merge) * -(-width // merge)
         return ItemSize(windows * merge * merge, windows, height * width)
     frames = frame_count(size[0], encoder.window, encoder.hop)
     tokens = -(-frames // (CONV_STRIDE * merge))
+    _check_positions(encoder, size, tokens)
     return ItemSize(tokens * CONV_STRIDE * merge, tokens, frames)
+
+
+def _check_positions(encoder: VisionConfig | AudioConfig, size: tuple[int, ...], longest: int) -> None:
+    # Beyond the table JAX would silently take its last entry.
+    grid = encoder.connector.position_grid
+    if grid and longest > grid:
+        raise ValueError(
+            f"an item of size {size} has {longest} tokens along one side, connector.position_grid is {grid}; raise it"
+        )
 
 
 def prepare(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Prepared:

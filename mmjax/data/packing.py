@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
-from mmjax.config import AudioConfig, DecoderConfig, VisionConfig
-from mmjax.data.media import prepare
+from mmjax.config import AudioConfig, ModelConfig, VisionConfig
+from mmjax.data.media import positions_per_token, prepare
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.sample import Item, Sample, Text
 from mmjax.errors import UserError
 
+# Bits of `kind` and `sees`: text, then the encoders, then the branches of a sample.
 TEXT_KIND = 1
-FIRST_BRANCH_BIT = 12  # below: text and up to eleven encoders
+FIRST_BRANCH_BIT = 12
+MAX_ENCODERS = FIRST_BRANCH_BIT - 1
 MAX_BRANCHES = 30 - FIRST_BRANCH_BIT
 
 
@@ -25,21 +29,24 @@ class Layout:
 
     encoders: dict[str, VisionConfig | AudioConfig]
     items: str  # DecoderConfig.items
+    vocab: int
     rows: tuple[int, ...]  # of every module per microbatch, the LLM first
 
     @classmethod
-    def of(cls, llm: DecoderConfig, encoders: dict[str, VisionConfig | AudioConfig], rows: tuple[int, ...]) -> Layout:
-        return cls(encoders, llm.items, rows)
-
-    def merge(self, encoder: str) -> int:
-        """Encoder positions per LLM token."""
-        config = self.encoders[encoder]
-        return config.connector.merge**2 if isinstance(config, VisionConfig) else 2 * config.connector.merge
+    def of(cls, model: ModelConfig, rows: tuple[int, ...]) -> Layout:
+        """The layout of a model's batches. Raises UserError where it has more encoders than the mask can tell apart."""
+        if (count := len(model.encoders)) > MAX_ENCODERS:
+            raise UserError(f"model.encoders has {count}; the attention mask tells {MAX_ENCODERS} apart")
+        return cls(dict(model.encoders), model.llm.items, model.llm.vocab, rows)
 
     def features(self, encoder: str) -> int:
         """Width of one patch or frame."""
         config = self.encoders[encoder]
         return config.patch**2 * config.channels if isinstance(config, VisionConfig) else config.mels
+
+    def bit(self, encoder: str) -> int:
+        """The kind of an encoder's tokens."""
+        return TEXT_KIND << 1 + list(self.encoders).index(encoder)
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,16 @@ class Reader:
     name: Callable[[int], str]  # for messages: "source[index]"
 
 
+class Place(NamedTuple):
+    """Where an item's tokens come from."""
+
+    encoder: str
+    slot: int  # of the first, in the connector's output of all rows one after the other
+    tokens: int
+
+
 def share_of(rows: int, process: int, processes: int) -> range:
-    """The rows of one module that a process holds: contiguous, the first processes one more where they do not divide."""
+    """The rows of one module that a process holds: contiguous, the first processes one more where they don't divide."""
     each, more = divmod(rows, processes)
     start = process * each + min(process, more)
     return range(start, start + each + (process < more))
@@ -64,14 +79,29 @@ def pack_microbatch(
 ) -> Microbatch:
     """The rows of `plan` that `process` of `processes` holds, as arrays.
 
-    Raises UserError, naming the sample, where what was loaded is not what the length index promised.
+    Raises UserError, naming the sample, where one can't be read, or is not what the length index promised.
     """
-    shares = [share_of(r, process, processes) for r in layout.rows]
-    encoders = list(layout.encoders)
-    items = {}
-    for k, encoder in enumerate(encoders, start=1):
-        items[encoder] = _pack_items(plan, k, layout, encoder, shares[k], reader)
+    shares = [share_of(rows, process, processes) for rows in layout.rows]
+    items = {
+        encoder: _pack_items(plan, k, layout, encoder, shares[k], reader)
+        for k, encoder in enumerate(layout.encoders, start=1)
+    }
     return Microbatch(_pack_text(plan, layout, shares[0], reader), items)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Say what was being read when something was wrong with it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}: {error}") from error
+    except Exception as error:
+        error.add_note(f"while reading {what}")
+        raise
+
+
+# ------------------------------------------------------------------------------------------------------------ items
 
 
 def _pack_items(
@@ -82,118 +112,155 @@ def _pack_items(
     item = np.full(shape, PADDING, np.int32)
     coordinates = np.zeros((*shape, 3), np.int32)
     in_row = np.zeros(len(share), np.int32)
-    sample_of_part = np.repeat(np.arange(len(plan.samples)), np.diff(plan.part_start))
-    for part in np.flatnonzero(plan.module == module):
-        row = plan.row[part] - share.start
-        if not 0 <= row < len(share):
-            continue
-        index = sample_of_part[part]
-        sample, number = int(plan.samples[index]), int(part - plan.part_start[index] - 1)
-        value, where, valid = prepare(layout.encoders[encoder], reader.item(sample, number))
-        if len(value) != plan.length[part] or not np.isfinite(value).all():
-            problem = "holds NaN or Inf" if len(value) == plan.length[part] else (
-                f"has {len(value)} positions where its header promised {plan.length[part]}"
-            )
-            raise UserError(f"item {number} ({encoder}) of sample {reader.name(sample)} {problem}; fix or remove the file")
-        at = slice(plan.offset[part], plan.offset[part] + len(value))
-        values[row, at], coordinates[row, at] = value, where
+    sample_of = np.repeat(np.arange(len(plan.samples)), np.diff(plan.part_start))
+    here = (plan.module == module) & (plan.row >= share.start) & (plan.row < share.stop)
+    for part in np.flatnonzero(here):
+        sample, number = int(plan.samples[sample_of[part]]), int(part - plan.part_start[sample_of[part]] - 1)
+        row, begin, length = plan.row[part] - share.start, plan.offset[part], plan.length[part]
+        with _naming(f"item {number} ({encoder}) of sample {reader.name(sample)}"):
+            value, place, valid = prepare(layout.encoders[encoder], reader.item(sample, number))
+            if len(value) != length:
+                raise ValueError(f"it has {len(value)} positions where its source's facts() promised {length}")
+            if not np.isfinite(value).all():
+                raise ValueError("it holds NaN or Inf; mend the file or leave the sample out of its source")
+        at = slice(begin, begin + length)
+        values[row, at], coordinates[row, at] = value, place
         item[row, at] = np.where(valid, in_row[row], PADDING)
         in_row[row] += 1
     return ItemBatch(values, item, coordinates)
 
 
+# ------------------------------------------------------------------------------------------------------------- text
+
+
 def _pack_text(plan: MicrobatchPlan, layout: Layout, share: range, reader: Reader) -> TextBatch:
-    shape = (len(share), plan.shape[0])
-    zeros = lambda: np.zeros(shape, np.int32)  # noqa: E731
-    batch = TextBatch(
-        token=zeros(),
-        target=zeros(),
-        weight=np.zeros(shape, np.float32),
-        position=zeros(),
-        sample=np.full(shape, PADDING, np.int32),
-        pos=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
-        span=zeros(),
-        kind=zeros(),
-        sees=zeros(),
-        source=np.full(shape, PADDING, np.int32),
-        slots={e: np.full(shape, PADDING, np.int32) for e in layout.encoders},
-    )
+    batch = _empty_text((len(share), plan.shape[0]), layout)
     sources = reader.source_of(plan.samples)
-    in_row = np.zeros(len(share), np.int32)
-    spans = np.zeros(len(share), np.int32)
-    for index, sample in enumerate(map(int, plan.samples)):
-        part = plan.part_start[index]
+    samples, spans = np.zeros(len(share), np.int32), np.zeros(len(share), np.int32)
+    for index, sample in enumerate(plan.samples.tolist()):
+        part, end = plan.part_start[index : index + 2]
         row = plan.row[part] - share.start
         if not 0 <= row < len(share):
             continue
-        at = slice(int(plan.offset[part]), int(plan.offset[part] + plan.length[part]))
-        item_parts = range(part + 1, plan.part_start[index + 1])
-        written = write_sample(_row_views(batch, row, at), reader.sample(sample), layout, plan, item_parts, spans[row])
-        if written != plan.length[part]:
-            raise UserError(
-                f"sample {reader.name(sample)} has {written} tokens where the length index promised {plan.length[part]}; "
-                "its source's facts() and sample() disagree"
-            )
-        batch.sample[row, at], batch.source[row, at] = in_row[row], sources[index]
-        in_row[row] += 1
-        spans[row] += len(item_parts)
+        at = slice(plan.offset[part], plan.offset[part] + plan.length[part])
+        with _naming(f"sample {reader.name(sample)}"):
+            places = [_place(plan, layout, item) for item in range(part + 1, end)]
+            _write_sample(_stretch(batch, row, at), reader.sample(sample), layout, places, spans[row])
+        batch.sample[row, at], batch.source[row, at] = samples[row], sources[index]
+        samples[row] += 1
+        spans[row] += end - part - 1
     return batch
 
 
-def _row_views(batch: TextBatch, row: int, at: slice) -> TextBatch:
+def _empty_text(shape: tuple[int, int], layout: Layout) -> TextBatch:
+    def full(value: int) -> np.ndarray:
+        return np.full(shape, value, np.int32)
+
+    return TextBatch(
+        token=full(0),
+        target=full(0),
+        weight=np.zeros(shape, np.float32),
+        position=full(0),
+        sample=full(PADDING),
+        pos=np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+        span=full(0),
+        kind=full(0),
+        sees=full(0),
+        source=full(PADDING),
+        slots={encoder: full(PADDING) for encoder in layout.encoders},
+    )
+
+
+def _stretch(batch: TextBatch, row: int, at: slice) -> TextBatch:
+    """Views `[n]` of the part of a row that a sample gets."""
     views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f != "slots"}
     return TextBatch(**views, slots={e: s[row, at] for e, s in batch.slots.items()})
 
 
-def write_sample(
-    row: TextBatch, sample: Sample, layout: Layout, plan: MicrobatchPlan, item_parts: Sequence[int], first_span: int
-) -> int:
-    """Write one sample's tokens into its stretch of a row (views `[n]`); how many there were.
+def _place(plan: MicrobatchPlan, layout: Layout, part: int) -> Place:
+    module = int(plan.module[part])
+    encoder = list(layout.encoders)[module - 1]
+    group = positions_per_token(layout.encoders[encoder])
+    first = plan.row[part] * plan.shape[module] + plan.offset[part]
+    return Place(encoder, int(first) // group, int(plan.length[part]) // group)
 
-    A token is the target of the token before it in its own branch. Branches see branch 0 and themselves: each has a kind
-    bit of its own, so the mask spec needs nothing more.
+
+def _write_sample(row: TextBatch, sample: Sample, layout: Layout, places: Sequence[Place], first_span: int) -> None:
+    """Write one sample into its stretch of a row (views `[n]`). ValueError where it isn't what was promised.
+
+    A position goes on from where its branch is; a new branch begins where branch 0 is. A token is the target of the one
+    before it in its own branch; items stand in branch 0, so an item's last token predicts the text after it there.
     """
-    encoder_bits = {e: 2 << k for k, e in enumerate(layout.encoders)}
-    everyone = TEXT_KIND | sum(encoder_bits.values())
+    lengths = _checked_lengths(sample, layout, places, len(row.token))
+    position: dict[int, int] = {0: 0}  # that follows in each branch
+    last: dict[int, int] = {}  # index of the last token of each branch
     at = 0
-    shared_end = 0  # RoPE position after branch 0
-    branch_end: dict[int, int] = {}
-    last: dict[int, int] = {}  # last token written of each branch, -1 = an item, which predicts nothing across branches
-    room = len(row.token)
-    for segment in sample.segments:
+    for segment, n in zip(sample.segments, lengths, strict=True):
         branch = segment.branch if isinstance(segment, Text) else 0
-        begin = branch_end.get(branch, shared_end) if segment.start is None else segment.start
+        begin = position.get(branch, position[0]) if segment.start is None else segment.start
+        here = slice(at, at + n)
+        row.position[here] = np.arange(begin, begin + n)
         if isinstance(segment, Text):
-            n = len(segment.tokens)
-            if branch > MAX_BRANCHES:
-                raise UserError(f"a sample has {branch} branches; at most {MAX_BRANCHES} fit the mask")
-            own = 1 << (FIRST_BRANCH_BIT + branch - 1) if branch else TEXT_KIND
-            if at + n <= room:
-                here = slice(at, at + n)
-                row.token[here], row.kind[here], row.sees[here] = segment.tokens, own, everyone | own
-                previous = last.get(branch, PADDING)
-                if previous >= 0:
-                    row.target[previous], row.weight[previous] = segment.tokens[0], segment.weights[0]
-                elif segment.weights[0] and branch:
-                    raise UserError("the first token of a branch has a loss weight, but no token before it predicts it")
-                row.target[at : at + n - 1], row.weight[at : at + n - 1] = segment.tokens[1:], segment.weights[1:]
-                last[branch] = at + n - 1
+            _write_text(row, here, segment, layout, last.get(branch))
         else:
-            part = item_parts[segment.number]
-            merge = layout.merge(segment.encoder)
-            n = int(plan.length[part]) // merge
-            if at + n <= room:
-                here = slice(at, at + n)
-                k = list(layout.encoders).index(segment.encoder) + 1
-                first = int(plan.row[part]) * (plan.shape[k] // merge) + int(plan.offset[part]) // merge
-                row.slots[segment.encoder][here] = np.arange(first, first + n)
-                isolated, causal = layout.items == "isolated", layout.items == "causal"
-                row.kind[here], row.sees[here] = encoder_bits[segment.encoder], 0 if isolated else everyone
-                row.span[here] = 0 if causal else first_span + segment.number + 1
-                last[0] = at + n - 1
-        if at + n <= room:
-            row.position[here] = np.arange(begin, begin + n)
+            _write_item(row, here, places[segment.number], layout, first_span + segment.number + 1)
+        position[branch] = begin + n
         at += n
-        branch_end[branch] = begin + n
-        shared_end = branch_end[0] if 0 in branch_end else 0
-    return at
+        if n:
+            last[branch] = at - 1
+
+
+def _write_text(row: TextBatch, here: slice, text: Text, layout: Layout, before: int | None) -> None:
+    """Tokens, whom they see, and what they predict. `before` is the index of the token before them in their branch.
+
+    Branches see branch 0 and themselves: each has a kind of its own, so the mask spec needs nothing more.
+    """
+    own = 1 << (FIRST_BRANCH_BIT + text.branch - 1) if text.branch else TEXT_KIND
+    row.token[here], row.kind[here], row.sees[here] = text.tokens, own, _everyone(layout) | own
+    predict = slice(here.start, max(here.stop - 1, here.start))
+    row.target[predict], row.weight[predict] = text.tokens[1:], text.weights[1:]
+    if before is not None and len(text.tokens):
+        row.target[before], row.weight[before] = text.tokens[0], text.weights[0]
+    elif len(text.tokens) and text.weights[0]:
+        raise ValueError(f"the first token of branch {text.branch} has a loss weight, but none before it predicts it")
+
+
+def _write_item(row: TextBatch, here: slice, place: Place, layout: Layout, span: int) -> None:
+    """An item's tokens: where they come from, and how they see each other and what is before them."""
+    row.slots[place.encoder][here] = np.arange(place.slot, place.slot + place.tokens)
+    row.kind[here] = layout.bit(place.encoder)
+    row.sees[here] = 0 if layout.items == "isolated" else _everyone(layout)
+    row.span[here] = 0 if layout.items == "causal" else span
+
+
+def _everyone(layout: Layout) -> int:
+    """The kinds of branch 0: text and all encoders."""
+    return (TEXT_KIND << 1 + len(layout.encoders)) - 1
+
+
+def _checked_lengths(sample: Sample, layout: Layout, places: Sequence[Place], promised: int) -> list[int]:
+    """Tokens of each segment. ValueError where the sample isn't what its source's facts() say, or can't be written."""
+    lengths, numbers = [], []
+    for segment in sample.segments:
+        if isinstance(segment, Item):
+            numbers.append(segment.number)
+            known = segment.number < len(places) and places[segment.number].encoder == segment.encoder
+            lengths.append(places[segment.number].tokens if known else 0)
+            if not known:
+                raise ValueError(f"its item {segment.number} of {segment.encoder!r} is not in its source's facts()")
+            continue
+        tokens, weights = segment.tokens, segment.weights
+        lengths.append(len(tokens))
+        if not 0 <= segment.branch <= MAX_BRANCHES:
+            raise ValueError(f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}")
+        if len(tokens) != len(weights):
+            raise ValueError(f"a text has {len(tokens)} tokens and {len(weights)} loss weights")
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < layout.vocab):
+            raise ValueError(f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={layout.vocab} has no such")
+        if not (np.isfinite(weights).all() and (weights >= 0).all()):
+            raise ValueError("a loss weight is negative, NaN or Inf")
+    if sorted(numbers) != list(range(len(places))):
+        raise ValueError(f"it places the items {numbers}, but its source's facts() have {len(places)}; each goes once")
+    if sum(lengths) != promised:
+        raise ValueError(f"it has {sum(lengths)} tokens where its source's facts() promised {promised}")
+    return lengths

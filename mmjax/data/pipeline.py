@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import multiprocessing
 import os
+import signal
+import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +21,15 @@ import numpy as np
 from absl import flags
 
 from mmjax.batch import Microbatch
-from mmjax.config import Config
+from mmjax.config import Config, ModelConfig
+from mmjax.data.budget import Budget
 from mmjax.data.index import LengthIndex
 from mmjax.data.packing import Layout, Reader, pack_microbatch
-from mmjax.data.plan import Budget, StepPlan, StepPlanner
-from mmjax.data.sample import Source
+from mmjax.data.plan import StepPlan, StepPlanner
+from mmjax.data.sample import Sample, Source
 from mmjax.data.sources import open_sources
-from mmjax.planning.cost import frozen_modules, step_needed
+from mmjax.errors import UserError
+from mmjax.planning.cost import step_needed
 
 
 class LoadedStep(NamedTuple):
@@ -32,8 +40,8 @@ class LoadedStep(NamedTuple):
     samples: np.ndarray  # int64 [n]
     plan_seconds: np.ndarray  # float64 []
     load_seconds: np.ndarray  # float64 []: opening, decoding and packing
-    weight: np.ndarray  # float64 []: loss weight of the whole step
-    needed_flops: np.ndarray  # float64 []: forward and backward, no padding
+    weight: np.ndarray  # float64 []: loss weight of this process's rows
+    needed_flops: np.ndarray  # float64 []: forward and backward of these rows, no padding
     microbatches: tuple[Microbatch, ...]
 
 
@@ -50,12 +58,12 @@ class StepLoader:
 
     def __call__(self, step: int) -> LoadedStep:
         begin = time.perf_counter()
-        plan = self.planner.plan(int(step))
+        plan = self.plan(int(step))
         planned = time.perf_counter()
         batches = tuple(
             pack_microbatch(m, self.layout, self.reader, self.process, self.processes) for m in plan.microbatches
         )
-        model, frozen = self.config.model, frozen_modules(self.config.model)
+        model, frozen = self.config.model, _frozen(self.config.model)
         return LoadedStep(
             np.int64(step),
             np.int64(plan.digest()),
@@ -78,75 +86,146 @@ class StepLoader:
     @cached_property
     def planner(self) -> StepPlanner:
         weights = [s.weight for s in self.config.data.sources.values()]
-        return StepPlanner(self.index, self.config.batch, weights, self.config.seed, self.budget)
+        known = json.loads(self._chunks.read_text()) if self._chunks.is_file() else [0]
+        return StepPlanner(self.index, self.config.batch, weights, self.config.seed, self.budget, known)
+
+    @property
+    def _chunks(self) -> Path:
+        """Where chunks start, as far as anybody found out: a late step is planned without replaying early ones."""
+        weights = [s.weight for s in self.config.data.sources.values()]
+        key = repr((self.config.batch, weights, self.config.seed, self.budget))
+        return self.index_folder / f"chunks-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
     @cached_property
     def layout(self) -> Layout:
-        model = self.config.model
-        return Layout(dict(model.encoders), model.llm.items, self.budget.rows)
+        return Layout.of(self.config.model, self.budget.rows)
 
     @cached_property
     def reader(self) -> Reader:
-        return reader_of(self.sources, self.index.source_start)
+        return reader_of(self.sources, self.index)
 
     def plan(self, step: int) -> StepPlan:
         """The plan alone, nothing loaded."""
-        return self.planner.plan(step)
+        known = len(self.planner.first_steps)
+        plan = self.planner.plan(step)
+        if self.process == 0 and len(self.planner.first_steps) > known:
+            partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(json.dumps(self.planner.first_steps))
+            partial.rename(self._chunks)
+        return plan
 
     def __getstate__(self) -> dict[str, object]:
         # What was opened here stays here: a worker gets the description and opens its own.
         return {k: v for k, v in self.__dict__.items() if k in self.__dataclass_fields__}
 
 
-def reader_of(sources: Mapping[str, Source], source_start: np.ndarray) -> Reader:
+def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
     """Access by global id to several sources, one after the other."""
-    names, opened = list(sources), list(sources.values())
+    opened = list(sources.values())
 
-    def locate(sample: int) -> tuple[int, int]:
-        s = int(np.searchsorted(source_start, sample, side="right")) - 1
-        return s, sample - int(source_start[s])
+    def locate(sample: int) -> tuple[Source, int]:
+        s = int(index.source_of(np.array(sample)))
+        return opened[s], int(sample - index.source_start[s])
 
-    def read(sample: int):
-        s, i = locate(sample)
-        return opened[s].sample(i)
+    def read(sample: int) -> Sample:
+        source, i = locate(sample)
+        return source.sample(i)
 
     def item(sample: int, number: int) -> np.ndarray:
-        s, i = locate(sample)
-        return opened[s].item(i, number)
+        source, i = locate(sample)
+        return source.item(i, number)
 
-    def name(sample: int) -> str:
-        s, i = locate(sample)
-        return f"{names[s]}[{i}]"
+    return Reader(read, item, index.source_of, index.name)
 
-    return Reader(read, item, lambda ids: np.searchsorted(source_start, ids, side="right") - 1, name)
+
+def _frozen(model: ModelConfig) -> frozenset[str]:
+    """Names of the frozen modules."""
+    parts = {"llm": model.llm, **model.encoders, **{f"{n}.connector": e.connector for n, e in model.encoders.items()}}
+    return frozenset(name for name, part in parts.items() if part.frozen)
+
+
+# ---------------------------------------------------------------------------------------------------------- workers
+
+
+class LoadingFailed(RuntimeError):
+    """A step could not be loaded in a data worker; the message is the worker's traceback."""
+
+
+@dataclass(frozen=True)
+class _InWorker:
+    """A loader whose errors can all travel: one that can't be pickled would leave the training process waiting."""
+
+    loader: StepLoader
+
+    def __call__(self, step: int) -> LoadedStep:
+        try:
+            return self.loader(step)
+        except UserError as error:
+            raise UserError(str(error)) from None
+        except BaseException:
+            raise LoadingFailed(f"step {step} could not be loaded:\n{traceback.format_exc()}") from None
+
+
+def _start_worker(worker: int, workers: int) -> None:
+    """Ctrl-C reaches every process of a terminal, and a killed one tells nobody: workers end when their parent does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def steps(loader: StepLoader, first: int, last: int, workers: int, prefetch: int) -> Iterator[LoadedStep]:
-    """Loaded steps `first` to `last` - 1, in order, prefetched by `workers` persistent processes (0: loaded here).
+    """Loaded steps `first` to `last` - 1, in order, prefetched by `workers` persistent processes (0: by a thread).
 
-    The workers start at once. Grain only loads and prefetches what the plan names: step numbers go in, whole steps come
-    out; raises RuntimeError where it ends early, as Grain does without a word when a worker is lost.
+    They start at once. Grain only loads and prefetches what the plan names: step numbers go in, whole steps come out.
+    What loading raises is raised here: UserError as it was, anything else from a worker as LoadingFailed. A worker that
+    was killed is a UserError.
     """
     if first >= last:
         return iter(())
-    dataset = grain.MapDataset.range(first, last).map(loader)
     if workers == 0:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))
-        return _all_of(iter(dataset.to_iter_dataset(options)), first, last)
+        iterator = iter(grain.MapDataset.range(first, last).map(loader).to_iter_dataset(options))
+    else:
+        iterator = _start_workers(loader, first, last, min(workers, last - first), max(1, prefetch))
+    loaded = _all_of(iterator, first, last)
+    next(loaded)  # so that close() finds it running and ends the workers, even if no step is ever asked for
+    return loaded
+
+
+def _start_workers(loader: StepLoader, first: int, last: int, workers: int, prefetch: int) -> grain.DatasetIterator:
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which nobody parses here
-    iterable = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    options = grain.MultiprocessingOptions(num_workers=min(workers, last - first), per_worker_buffer_size=max(1, prefetch))
-    iterator = iter(iterable.mp_prefetch(options))
-    # Workers import JAX through Grain; they must never touch an accelerator. This process has read the variable already.
+    # Workers import JAX through Grain and must never touch an accelerator; this process has read the variable already.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    dataset = grain.MapDataset.range(first, last).map(_InWorker(loader))
+    iterable = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
+    iterator = iter(iterable.mp_prefetch(options, worker_init_fn=_start_worker))
+    iterator.get_state()  # makes what start_prefetch starts: otherwise each worker waits for the one before it
     iterator.start_prefetch()
-    return _all_of(iterator, first, last)
+    return iterator
 
 
-def _all_of(iterator: Iterator[LoadedStep], first: int, last: int) -> Iterator[LoadedStep]:
-    for step in range(first, last):
-        loaded = next(iterator, None)
-        if loaded is None or int(loaded.step) != step:
-            raise RuntimeError(f"the data workers ended before step {step} of {last}; their own messages stand above")
-        yield loaded
+def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[LoadedStep]:
+    """Nothing at first, then every step, or an error: Grain ends early without a word when it loses count."""
+    try:
+        yield None
+        for step in range(first, last):
+            loaded = next(iterator, None)
+            if loaded is None or int(loaded.step) != step:
+                raise RuntimeError(f"the data workers ended before step {step} of {last}")
+            yield loaded
+    except RuntimeError as error:
+        if "terminated unexpectedly" not in str(error):
+            raise
+        raise UserError(
+            f"a data worker was killed before step {step}: {str(error).split('.')[0]}. If memory or /dev/shm ran out, "
+            "lower data.workers or data.prefetch; then go on with --resume"
+        ) from error
+    finally:
+        # Workers take a second or two to end; nobody needs to wait for that.
+        threading.Thread(target=iterator.close).start()

@@ -1,7 +1,7 @@
 """The step plan: which samples form step n, and where each of their parts lies.
 
-A pure function of (config, seed, index, step): every process and every worker computes the same plan, and resuming needs
-the step number alone. Microbatches, rows and budgets come from the config and the data, never from the devices.
+A pure function of (config, seed, index, step): every process and every worker computes the same plan, and resuming
+needs the step number alone. Microbatches, rows and budgets come from the config and the data, never from the devices.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.balance.isf import choose_bounds, group_leftovers, isf
-from mmjax.balance.budgets import Budgets, fit_budgets
 from mmjax.balance.pack import oversize, pack
 from mmjax.balance.parts import Parts
 from mmjax.balance.place import place
-from mmjax.balance.shapes import assign, choose_shapes
-from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping, Samples
+from mmjax.balance.shapes import assign
+from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping
+from mmjax.data.budget import Budget, Shape, isf_groups, needs_of
 from mmjax.data.index import LengthIndex
-from mmjax.data.stream import chunk_samples
-from mmjax.errors import UserError
-
-Shape = tuple[int, ...]  # row length of every module, the LLM first
+from mmjax.data.stream import Pool, chunk_samples, pools_of
 
 
 @dataclass(frozen=True)
@@ -60,195 +57,150 @@ class StepPlan:
         return int.from_bytes(digest.digest()[:8], "little") >> 1
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What every step must fit into: decided from the config and the data before step 0, and stored with the run."""
+class _Chunk(NamedTuple):
+    """Samples that were grouped together, one step after the other. Only what is asked for is laid out in rows."""
 
-    rows: Shape  # per microbatch
-    shapes: tuple[Shape, ...]  # compiled ahead; the last holds every step seen in the dry run
-    samples_per_step: int
-    notes: tuple[str, ...] = ()
+    samples: np.ndarray  # int64 [n]
+    step_start: np.ndarray  # int64 [steps + 1]
+    part_start: np.ndarray  # int64 [n + 1]
+    row: np.ndarray | None  # int32 [p]: microbatch * rows of the module + row; None = the grouping does not say
+
+    def step(self, k: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The samples of the k-th step and their parts' rows."""
+        a, b = self.step_start[k : k + 2]
+        return self.samples[a:b], None if self.row is None else self.row[self.part_start[a] : self.part_start[b]]
+
+    def __len__(self) -> int:
+        return len(self.step_start) - 1
 
 
 @dataclass
 class StepPlanner:
-    """Plans steps chunk by chunk; remembers where chunks start, and the last chunks planned."""
+    """Plans steps chunk by chunk. What it remembers, the last chunks and where chunks start, only saves time."""
 
     index: LengthIndex
     batch: BatchConfig
-    weights: Sequence[float]
+    weights: Sequence[float]  # of the sources
     seed: int
     budget: Budget
-    _first_step: list[int] = field(default_factory=lambda: [0])
+    first_steps: list[int] = field(default_factory=lambda: [0])  # of the chunks found so far and the one after them
 
     def __post_init__(self) -> None:
-        self.parts = self.index.parts()
-        bad = oversize(self.parts, self._budgets(self.budget.shapes[-1]))
-        start = self.index.source_start
-        self.eligible = [np.arange(a, b)[~bad[a:b]] for a, b in zip(start[:-1], start[1:], strict=True)]
-        if not all(len(ids) for ids, w in zip(self.eligible, self.weights, strict=True) if w > 0):
-            raise UserError("a source has no sample that fits the budgets; raise batch.size or lower batch.rows")
-        self.oversize = np.flatnonzero(bad)
+        self.oversize = _oversize(self.index, self.batch, self.budget)
+        self._pools: list[Pool] = pools_of(self.index, self.weights, self.oversize)
         self._chunk = lru_cache(maxsize=2)(self._plan_chunk)
 
     def plan(self, step: int) -> StepPlan:
-        """The plan of step `step`. Replays the chunks before it once."""
-        while self._first_step[-1] <= step:
-            self._first_step.append(self._first_step[-1] + len(self._chunk(len(self._first_step) - 1)))
-        chunk = int(np.searchsorted(self._first_step, step, side="right")) - 1
-        return StepPlan(step, self._chunk(chunk)[step - self._first_step[chunk]])
+        """The plan of step `step`. Chunks whose start is not known yet are grouped first, one after the other."""
+        if isinstance(self.batch.grouping, NoGrouping):
+            chunk, at = divmod(step, self.batch.grouping.chunk_steps)
+        else:
+            while self.first_steps[-1] <= step:
+                self.first_steps.append(self.first_steps[-1] + len(self._chunk(len(self.first_steps) - 1)))
+            chunk = int(np.searchsorted(self.first_steps, step, side="right")) - 1
+            at = step - self.first_steps[chunk]
+        return StepPlan(step, self._laid_out(*self._chunk(chunk).step(at)))
 
     def plan_once(self, samples: np.ndarray) -> list[tuple[MicrobatchPlan, ...]]:
         """Steps that hold exactly these samples, each once (packed; for evaluation)."""
-        return self._packed(samples, PackGrouping().pool_steps)
+        chunk = self._packed(samples, PackGrouping().pool_steps)
+        return [self._laid_out(*chunk.step(k)) for k in range(len(chunk))]
 
-    def _plan_chunk(self, chunk: int) -> list[tuple[MicrobatchPlan, ...]]:
-        size = self.batch.grouping.chunk_steps * self.budget.samples_per_step
-        order = chunk_samples(self.eligible, self.weights, size, self.seed, chunk)
-        match self.batch.grouping:
+    def _plan_chunk(self, chunk: int) -> _Chunk:
+        samples_per_step, grouping = self.budget.samples_per_step, self.batch.grouping
+        size = max(1, round(grouping.chunk_steps * samples_per_step))
+        order = chunk_samples(self._pools, self.weights, size, self.seed, chunk)
+        match grouping:
             case PackGrouping(pool_steps=pool):
                 return self._packed(order, pool)
             case IsfGrouping(iterations=iterations):
                 return self._isf(order, iterations, np.random.default_rng((self.seed, 3, chunk)))
             case NoGrouping():
-                n = self.budget.samples_per_step
-                return [self._placed(order[i : i + n]) for i in range(0, len(order), n)]
+                start = np.arange(grouping.chunk_steps + 1) * int(samples_per_step)
+                return _Chunk(order, start, np.zeros(0, np.int64), None)
 
-    def _packed(self, order: np.ndarray, pool_steps: int) -> list[tuple[MicrobatchPlan, ...]]:
-        (shape,) = self.budget.shapes
-        parts = self.parts.take(order)
-        packing = pack(parts, np.arange(len(order)), self._budgets(shape), self.batch.microbatches, pool_steps)
-        by_step = np.argsort(packing.step, kind="stable")
-        bounds = np.searchsorted(packing.step[by_step], np.arange(packing.n_steps + 1))
-        row_of = _ragged(packing.row, parts.sample_start)
-        return [
-            self._microbatches(order[chosen], [row_of[i] for i in chosen], self.batch.microbatches, shape)
-            for chosen in (by_step[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
-        ]
+    def _packed(self, order: np.ndarray, pool_steps: int) -> _Chunk:
+        parts = self.index.parts(order)
+        budgets = self.budget.of_microbatch(self.budget.shapes[-1])
+        packing = pack(parts, np.arange(len(order)), budgets, self.batch.microbatches, pool_steps)
+        return _chunk_of(order, parts, packing.step, packing.row)
 
-    def _budgets(self, shape: Shape) -> Budgets:
-        return Budgets(np.array(self.budget.rows), np.array(shape), self.budget.samples_per_step)
+    def _isf(self, order: np.ndarray, iterations: int, rng: np.random.Generator) -> _Chunk:
+        parts = self.index.parts(order)
+        grouping = isf_groups(self.index.totals[order], self.budget, iterations, rng)
+        groups, per_step = grouping.groups + grouping.leftover_groups, self.budget.rows[0] * self.batch.microbatches
+        steps = -(-groups // per_step)
+        # What is left over comes among the rest, and the last step is about as full as the others.
+        position = rng.permutation(groups)[grouping.group]
+        first = np.arange(steps + 1) * groups // steps
+        step = np.searchsorted(first, position, side="right") - 1
+        return _chunk_of(order, parts, step, np.repeat(position - first[step], np.diff(parts.sample_start)))
 
-    def _placed(self, samples: np.ndarray) -> tuple[MicrobatchPlan, ...]:
-        """Grouping `none`: the cheapest compiled shape that holds each microbatch; where none does, one microbatch more."""
-        parts = self.parts.take(samples)
+    def _placed(self, parts: Parts) -> tuple[np.ndarray, list[Shape]]:
+        """Grouping `none`: rows for a step's parts, and for each microbatch the cheapest shape that holds it.
+
+        Where no shape does, the step runs in more microbatches, of the largest shape.
+        """
+        every = np.arange(len(parts))
+        rows, shapes = np.array(self.budget.rows), np.array(self.budget.shapes)
+        row = place(parts, every, rows, self.batch.microbatches).row
+        chosen = [assign(need, shapes) for need in needs_of(parts, row, rows, self.batch.microbatches)]
+        if min(chosen) >= 0:
+            return row, [self.budget.shapes[k] for k in chosen]
+        largest = self.budget.shapes[-1]
+        packing = pack(parts, every, self.budget.of_microbatch(largest), 1, pool_steps=len(parts))
+        return packing.row + packing.step[parts.sample()] * rows[parts.module], [largest] * packing.n_steps
+
+    def _laid_out(self, samples: np.ndarray, row: np.ndarray | None) -> tuple[MicrobatchPlan, ...]:
+        """The microbatches of a step: in every row, parts lie one after the other in the order of the samples."""
+        parts = self.index.parts(samples)
+        shapes = [self.budget.shapes[-1]] * self.batch.microbatches
+        if row is None:
+            row, shapes = self._placed(parts)
         rows = np.array(self.budget.rows)
-        shapes = np.array(self.budget.shapes)
-        cost = rows * module_cost(len(rows))
-        for count in range(self.batch.microbatches, len(samples) + self.batch.microbatches):
-            placement = place(parts, np.arange(len(samples)), rows, count)
-            row_of = _ragged(placement.row, parts.sample_start)
-            chosen = [assign(need, shapes, cost) for need in placement.needs]
-            if min(chosen) >= 0:
-                return self._microbatches(samples, row_of, count, *(self.budget.shapes[k] for k in chosen))
-        raise AssertionError("a sample that fits no shape alone was not listed as oversize")
-
-    def _isf(self, order: np.ndarray, iterations: int, rng: np.random.Generator) -> list[tuple[MicrobatchPlan, ...]]:
-        (shape,) = self.budget.shapes
-        parts = self.parts.take(order)
-        lengths, maximum = parts.totals(len(shape)), np.array(shape)
-        grouping = isf(lengths, maximum, isf_minimum(maximum), iterations, rng)
-        group = group_leftovers(lengths, maximum, grouping.group)
-        groups = rng.permutation(group.max() + 1)
-        rank = np.empty_like(groups)
-        rank[groups] = np.arange(len(groups))
-        row_in_epoch = rank[group]
-        per_step = self.budget.rows[0] * self.batch.microbatches
-        steps = []
-        for step in range(-(-len(groups) // per_step)):
-            chosen = np.flatnonzero(row_in_epoch // per_step == step)
-            count = np.diff(parts.sample_start)[chosen]
-            rows = [np.full(c, r % per_step) for c, r in zip(count, row_in_epoch[chosen], strict=True)]
-            steps.append(self._microbatches(order[chosen], rows, self.batch.microbatches, shape))
-        return steps
-
-    def _microbatches(
-        self, samples: np.ndarray, row_of: Sequence[np.ndarray], count: int, *shapes: Shape
-    ) -> tuple[MicrobatchPlan, ...]:
-        """Lay samples, whose parts' rows (microbatch * rows + row) are known, into rows one after the other."""
-        rows = self.budget.rows
-        microbatch = np.array([r[0] // rows[0] for r in row_of], np.int64)
+        offset = _offsets(row.astype(np.int64) * len(rows) + parts.module, parts.length)
+        microbatch = row // rows[parts.module]
+        room = np.array(shapes)[microbatch, parts.module]
+        if np.any(over := offset + parts.length > room):
+            raise AssertionError(f"sample {samples[parts.sample()[over][0]]} reaches beyond the end of its row")
         plans = []
-        for m in range(count):
-            chosen = np.flatnonzero(microbatch == m)
-            parts = self.parts.take(samples[chosen])
-            row = np.concatenate([row_of[i] for i in chosen]) if len(chosen) else np.zeros(0, np.int64)
-            row = row - m * np.array(rows)[parts.module]
-            offset = np.zeros(len(row), np.int64)
-            used = np.zeros((len(rows), max(rows)), np.int64)
-            for k, (module, r, length) in enumerate(zip(parts.module, row, parts.length, strict=True)):
-                offset[k] = used[module, r]
-                used[module, r] += length
-            shape = shapes[m % len(shapes)]
-            if (used > np.array(shape)[:, None]).any():
-                raise AssertionError(f"a row of {used.max(1)} positions exceeds its budget {shape}")
+        for m, shape in enumerate(shapes):
+            chosen = np.flatnonzero(microbatch[parts.sample_start[:-1]] == m)
+            at, start = parts.of_samples(chosen), _starts(np.diff(parts.sample_start)[chosen])
+            in_microbatch = (row - m * rows[parts.module])[at].astype(np.int32)
             plans.append(
                 MicrobatchPlan(
-                    samples[chosen], parts.sample_start, parts.module, row.astype(np.int32), offset, parts.length, shape
+                    samples[chosen], start, parts.module[at], in_microbatch, offset[at], parts.length[at], shape
                 )
             )
         return tuple(plans)
 
 
-def _ragged(values: np.ndarray, start: np.ndarray) -> list[np.ndarray]:
-    return [values[a:b] for a, b in zip(start[:-1], start[1:], strict=True)]
+def _oversize(index: LengthIndex, batch: BatchConfig, budget: Budget) -> np.ndarray:
+    """Ids of the samples that fit no budget, int64, sorted."""
+    wide = np.flatnonzero(np.any(index.totals > np.array(budget.shapes[-1]), axis=1))
+    too_wide = wide
+    if not isinstance(batch.grouping, IsfGrouping):  # whose groups fill one row of each module
+        too_wide = wide[oversize(index.parts(wide), budget.of_microbatch(budget.shapes[-1]))]
+    return np.union1d(np.flatnonzero(index.llm_tokens > budget.longest), too_wide)
 
 
-def isf_minimum(maximum: np.ndarray) -> np.ndarray:
-    """Q' of ISF: what a group must reach in one dimension to be kept; 15/16 of the bound (the paper: Q_t - 128 of 4096)."""
-    return maximum - maximum // 16
+def _chunk_of(samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray) -> _Chunk:
+    by_step = np.argsort(step, kind="stable")
+    step_start = np.searchsorted(step[by_step], np.arange(step.max(initial=-1) + 2))
+    part_start = _starts(np.diff(parts.sample_start)[by_step])
+    return _Chunk(samples[by_step], step_start, part_start, row[parts.of_samples(by_step)])
 
 
-def module_cost(modules: int) -> np.ndarray:
-    """Relative cost of one row position of each module, for choosing among shapes: equal."""
-    return np.ones(modules)
+def _starts(count: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(count, dtype=np.int64)])
 
 
-def make_budget(index: LengthIndex, batch: BatchConfig, modules: Sequence[str], weights: Sequence[float], seed: int) -> Budget:
-    """Choose rows and shapes of every module from the data. `modules` are the batch's row keys, the LLM first."""
-    parts = index.parts()
-    rows = np.array([batch.rows[m] for m in modules])
-    mean = float(np.mean(index.llm_tokens))
-    samples = batch.size.count if isinstance(batch.size, Samples) else max(1, round(batch.size.count / mean))
-    match batch.grouping:
-        case PackGrouping():
-            budgets = fit_budgets(parts, samples, rows, batch.microbatches, batch.alignment)
-            return _budget(budgets.rows, [budgets.length], budgets.samples_per_step, budgets.notes)
-        case IsfGrouping():
-            rows = np.full(len(modules), rows[0])
-            lengths = parts.totals(len(modules))
-            bounds = choose_bounds(lengths, samples / (rows[0] * batch.microbatches), batch.alignment)
-            return _budget(rows, [bounds], samples)
-        case NoGrouping():
-            needs = _dry_run(parts, index, batch, rows, samples, weights, seed)
-            shapes = choose_shapes(needs, rows * module_cost(len(rows)), batch.shapes, batch.alignment)
-            return _budget(rows, shapes, samples)
-
-
-def _budget(rows: np.ndarray, shapes: Sequence[np.ndarray], samples: int, notes: tuple[str, ...] = ()) -> Budget:
-    return Budget(tuple(map(int, rows)), tuple(tuple(map(int, s)) for s in shapes), int(samples), notes)
-
-
-DRY_RUN_STEPS = 512  # at least; whole chunks
-
-
-def _dry_run(
-    parts: Parts,
-    index: LengthIndex,
-    batch: BatchConfig,
-    rows: np.ndarray,
-    samples: int,
-    weights: Sequence[float],
-    seed: int,
-) -> np.ndarray:
-    """What the first steps will need, int64 `[needs, modules]`."""
-    everything = [np.arange(a, b) for a, b in zip(index.source_start[:-1], index.source_start[1:], strict=True)]
-    chunk = batch.grouping.chunk_steps
-    chunks = range(-(-DRY_RUN_STEPS // chunk))
-    order = np.concatenate([chunk_samples(everything, weights, chunk * samples, seed, c) for c in chunks])
-    # The largest shape holds the largest item of all, seen in the dry run or not.
-    needs = [parts.largest(len(rows))]
-    for i in range(0, len(order), samples):
-        step = parts.take(order[i : i + samples])
-        needs.extend(place(step, np.arange(samples), rows, batch.microbatches).needs)
-    return np.array(needs)
+def _offsets(row: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Where each part begins when those of equal row follow each other, int64."""
+    by_row = np.argsort(row, kind="stable")
+    before = np.cumsum(length[by_row]) - length[by_row]
+    first = np.flatnonzero(np.diff(row[by_row], prepend=-1))
+    offset = np.empty(len(row), np.int64)
+    offset[by_row] = before - np.repeat(before[first], np.diff(first, append=len(row)))
+    return offset

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from mmjax.batch import Microbatch
-from mmjax.config import BatchConfig, Config, PackGrouping, Samples
+from mmjax.config import BatchConfig, Config, Samples
+from mmjax.data.budget import make_budget
 from mmjax.data.embedded import Question, decode
 from mmjax.data.index import build_index
 from mmjax.data.packing import Layout, pack_microbatch
 from mmjax.data.pipeline import reader_of
-from mmjax.data.plan import StepPlanner, make_budget
+from mmjax.data.plan import StepPlanner
 from mmjax.data.sample import Facts, Sample, Source, Text
+from mmjax.errors import UserError
 
 PROMPTS_PER_BATCH = 48
 
@@ -50,7 +52,10 @@ class Prompts:
         """The question and the room for its answer, in the same branch."""
         segments = self.source.question(index).prompt.segments
         question = segments[-1]
-        assert isinstance(question, Text)
+        if not isinstance(question, Text):
+            raise UserError(
+                f"question {index} of its source ends with an item; a prompt must end with the question's text"
+            )
         empty = Text(np.zeros(self.room, np.int32), np.ones(self.room, np.float32), question.branch)
         return Sample((*segments, empty))
 
@@ -66,25 +71,24 @@ class PromptLoader:
         self.sources = dict(sources)
         longest = max(len(s.question(i).answer) for s in sources.values() for i in range(len(s)))
         prompts = {name: Prompts(source, longest + 1) for name, source in sources.items()}
-        encoders = dict(config.model.encoders)
-        modules = ("llm", *encoders)
-        index = build_index(prompts, encoders)
-        batch = BatchConfig(
-            size=Samples(min(PROMPTS_PER_BATCH, len(index))),
-            rows={m: config.batch.rows[m] for m in modules},
-            grouping=PackGrouping(),
-            alignment=config.batch.alignment,
-        )
+        index = build_index(prompts, config.model.encoders)
+        size = Samples(min(PROMPTS_PER_BATCH, len(index)))
+        batch = BatchConfig(size=size, rows=config.batch.rows, alignment=config.batch.alignment)
         weights = [1.0] * len(sources)
-        budget = make_budget(index, batch, modules, weights, 0)
+        budget = make_budget(index, replace(config, batch=batch, seed=0), weights)
         self._first = dict(zip(sources, index.source_start[:-1].tolist(), strict=True))
         self._planner = StepPlanner(index, batch, weights, 0, budget)
-        self._layout = Layout(encoders, config.model.llm.items, budget.rows)
-        self._reader = reader_of(prompts, index.source_start)
+        if len(self._planner.oversize):
+            name = index.name(self._planner.oversize[0])
+            raise UserError(f"the question of sample {name} fits no packed row; lower batch.rows of its encoders")
+        self._layout = Layout.of(config.model, budget.rows)
+        self._reader = reader_of(prompts, index)
 
     def batches(self, source: str, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, Microbatch]]:
-        """Batches that hold each of these samples' questions once. With each, int64 `[row, sample in row]`: which sample
-        lies there, -1 where a row holds fewer."""
+        """Batches that hold each of these samples' questions once.
+
+        With each, int64 `[row, sample in row]`: which sample lies there, -1 where a row holds fewer.
+        """
         first = self._first[source]
         for (plan,) in self._planner.plan_once(first + np.asarray(samples)):
             packed = pack_microbatch(plan, self._layout, self._reader)
@@ -100,6 +104,5 @@ def read_answers(tokens: np.ndarray, batch: Microbatch, lies: np.ndarray) -> dic
     answers = {}
     for row, slot in np.argwhere(lies >= 0):
         at = np.flatnonzero((batch.text.sample[row] == slot) & (batch.text.weight[row] > 0)) + 1
-        at = at[at < tokens.shape[1]]  # the last empty token predicts one that has no room
         answers[int(lies[row, slot])] = decode(tokens[row, at].tolist())
     return answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Literal
 
@@ -14,20 +15,31 @@ from mmjax.errors import UserError
 Split = Literal["train", "validation", "test"]
 
 
+REQUIRED = ("__len__", "fingerprint", "facts", "sample", "item")  # of a Source
+
+
 def open_sources(config: Config, split: Split, config_folder: Path) -> dict[str, Source]:
-    """The sources of one split, by name, in the config's order. A function source is called with its arguments and
-    must return a `Source`; where it takes a `split`, it is passed."""
+    """The sources of one split, by name, in the config's order.
+
+    A function source is called with its arguments and the split, and must return a `Source`. Raises UserError where it
+    can't be called so, or returns something else.
+    """
     return {name: _open(name, source, split, config, config_folder) for name, source in config.data.sources.items()}
 
 
 def _open(
     name: str, source: EmbeddedSource | FunctionSource, split: Split, config: Config, config_folder: Path
 ) -> Source:
-    match source:
-        case EmbeddedSource():
-            return EmbeddedDataset(source, split, config.seed)
-        case FunctionSource(function=function, arguments=arguments):
-            opened = resolve(function, config_folder)(split=split, **arguments)
-            if missing := [m for m in ("__len__", "fingerprint", "facts", "sample", "item") if not hasattr(opened, m)]:
-                raise UserError(f"data.sources.{name}: {function} returned {type(opened).__name__} without {missing[0]}()")
-            return opened
+    if isinstance(source, EmbeddedSource):
+        return EmbeddedDataset(source, split, config.seed)
+    make, arguments = resolve(source.function, config_folder), {"split": split, **source.arguments}
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        given = ", ".join(arguments)
+        raise UserError(f"data.sources.{name}: {source.function} cannot be called with {given}: {error}") from None
+    opened = make(**arguments)
+    if missing := [method for method in REQUIRED if not hasattr(opened, method)]:
+        made = type(opened).__name__
+        raise UserError(f"data.sources.{name}: {source.function} returned {made}, which has no {missing[0]}()")
+    return opened

@@ -37,7 +37,7 @@ def items_mask(item: Int[Array, "b t"]) -> MaskSpec:
 
 
 def allowed(q: MaskSpec, k: MaskSpec) -> Bool[Array, "b q k"]:
-    """Whether a query (axis 1) may attend a key (axis 2): same sample, and in one item or causally of a kind it sees."""
+    """Whether a query (axis 1) may attend a key (axis 2): same sample, and same item or causally of a kind it sees."""
     q = MaskSpec(*(x[:, :, None] for x in q))
     k = MaskSpec(*(x[:, None, :] for x in k))
     together = (q.span == k.span) & (q.span != 0)
@@ -52,7 +52,7 @@ def attention(
     mask: MaskSpec,
     backend: Backend,
 ) -> Float[Array, "b t n h"]:
-    """Self-attention of `n` query heads over `m` key-value heads (n a multiple of m). A query that sees nothing gets 0."""
+    """Self-attention of `n` query heads over `m` key-value heads (n a multiple of m). What sees nothing gets 0."""
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key-value heads")
     if backend == "blockwise":
@@ -100,10 +100,11 @@ def blockwise_attention(
     q_masks = MaskSpec(*(_blocks(x, q_block, fill=-1 if i == 0 else 0) for i, x in enumerate(q_mask)))
     k_masks = MaskSpec(*(_blocks(x, k_block, fill=-1 if i == 0 else 0) for i, x in enumerate(k_mask)))
     heads_first = "c b q m g h -> c b m g q h"
-    q_blocks = jnp.einsum(heads_first, _blocks(q, q_block).reshape(-1, b, q_block, m, n // m, h))
+    count = q_masks.pos.shape[0]
+    q_blocks = jnp.einsum(heads_first, _blocks(q, q_block).reshape(count, b, q_block, m, n // m, h))
     k_blocks, v_blocks = (jnp.einsum("c b s m h -> c b m s h", _blocks(x, k_block)) for x in (k, v))
     out = _flash(q_blocks, k_blocks, v_blocks, q_masks, k_masks)
-    out = jnp.einsum("c b m g q h -> b c q m g h", out).reshape(b, -1, n, h)
+    out = jnp.einsum("c b m g q h -> b c q m g h", out).reshape(b, count * q_block, n, h)
     return out[:, :t]
 
 
@@ -167,9 +168,7 @@ def _forward(q: Array, k: Array, v: Array, q_masks: MaskSpec, k_masks: MaskSpec)
             base = _finite(new_top)
             weights = jnp.exp(scores - base[..., None])
             keep = jnp.exp(top - base)
-            seen = jnp.einsum(
-                "bmgqs,bmsh->bmgqh", weights.astype(v.dtype), v[j], preferred_element_type=jnp.float32
-            )
+            seen = jnp.einsum("bmgqs,bmsh->bmgqh", weights.astype(v.dtype), v[j], preferred_element_type=jnp.float32)
             return new_top, total * keep + weights.sum(-1), out * keep[..., None] + seen
 
         top = jnp.full(q_i.shape[:-1], -jnp.inf, jnp.float32)

@@ -29,7 +29,9 @@ class TokenTable(nnx.Module):
 
     def scores(self, x: Float[Array, "r t d"]) -> Float[Array, "r t v"]:
         table = self.weight[...].astype(x.dtype)
-        return constrain(jnp.einsum("rtd,vd->rtv", x, table, preferred_element_type=jnp.float32), "rows", "length", "vocab")
+        return constrain(
+            jnp.einsum("rtd,vd->rtv", x, table, preferred_element_type=jnp.float32), "rows", "length", "vocab"
+        )
 
 
 class DecoderLayer(nnx.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -47,14 +48,18 @@ def plan_runs(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] =
     """
     policies = (remat,) * layers if isinstance(remat, str) else remat
     if len(policies) != layers:
-        raise ValueError(f"remat names {len(policies)} layers, the tower has {layers}; give one policy, or one per layer")
+        raise ValueError(
+            f"remat names {len(policies)} layers, the tower has {layers}; give one policy, or one per layer"
+        )
     if unknown := set(policies) - {"none", "attention", "full"}:
         raise ValueError(f"unknown remat policy {min(unknown)!r}; known: none, attention, full")
     if outside := [cut for cut in cuts if not 0 < cut < layers]:
-        raise ValueError(f"a cut before layer {outside[0]} does not divide {layers} layers; cuts lie in 1..{layers - 1}")
+        raise ValueError(
+            f"a cut before layer {outside[0]} does not divide {layers} layers; cuts lie in 1..{layers - 1}"
+        )
     borders = {0, layers, *cuts, *(i for i in range(1, layers) if policies[i] != policies[i - 1])}
     ordered = sorted(borders)
-    return tuple(Run(a, b, policies[a]) for a, b in zip(ordered, ordered[1:], strict=False))
+    return tuple(Run(a, b, policies[a]) for a, b in pairwise(ordered))
 
 
 class LayerRuns(nnx.Module):
@@ -79,7 +84,7 @@ class LayerRuns(nnx.Module):
 
 
 def _born(make: Callable[[nnx.Rngs], nnx.Module], run: Run, key: Array) -> nnx.Module:
-    """The run's layers, stacked if several. Layer i's key depends on i alone, so its values do not depend on the runs."""
+    """The run's layers, stacked if several. Layer i's key depends on i alone, so its values do not depend on runs."""
 
     def layer(i: int | Array) -> nnx.Module:
         return make(nnx.Rngs(params=jax.random.fold_in(key, i)))

@@ -147,17 +147,16 @@ class SelfAttention(nnx.Module):
         self.key = Linear(width, kv_heads * head_width, ("embed", "kv_heads"), rngs)  # no bias, as in Whisper
         self.value = Linear(width, kv_heads * head_width, ("embed", "kv_heads"), rngs, bias=bias)
         self.output = Linear(heads * head_width, width, ("heads", "embed"), rngs, bias=bias)
-        self.head_width = head_width
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
         self.backend = backend
 
     def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
-        q, k, v = (
-            y.reshape(*x.shape[:2], -1, self.head_width) for y in (self.query(x), self.key(x), self.value(x))
-        )
+        q = self.query(x).reshape(*x.shape[:2], self.heads, self.head_width)
+        k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (self.key(x), self.value(x)))
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
         seen = attention(q, k, v, context.mask, self.backend)
-        return self.output(seen.reshape(*x.shape[:2], -1))
+        return self.output(seen.reshape(*x.shape[:2], self.heads * self.head_width))
 
 
 class EncoderLayer(nnx.Module):

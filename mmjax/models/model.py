@@ -1,10 +1,11 @@
-"""The model as training sees it: pure functions on nested dicts of parameters, whole or one pipeline stage at a time."""
+"""The model as training sees it: pure functions on nested dicts of parameters, whole or by pipeline stage."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -87,7 +88,7 @@ class Model:
         if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
             raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
         ends = [0, *sorted(cuts), self.runs[tower][-1].stop]
-        return [Stage(self, tower, a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        return [Stage(self, tower, a, b) for a, b in pairwise(ends)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +158,7 @@ def module_of(path: tuple[str, ...]) -> str:
     return path[1] if kind == "encoders" else f"{path[1]}.connector"
 
 
-def partition(params: Params, frozen: set[str]) -> tuple[Params, Params]:
+def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
     """(trainable, frozen) parameters, split by module; each a nested dict without the other's branches.
 
     Raises ValueError for a module that the model does not have.

@@ -37,7 +37,9 @@ class VisionEncoder(nnx.Module):
 
     def context(self, items: ItemBatch) -> Context:
         """The mask and the rotary angles of a batch."""
-        return Context(items_mask(items.item), rotation_2d(items.coordinates[..., 1:], self.head_width, self.rope_theta))
+        return Context(
+            items_mask(items.item), rotation_2d(items.coordinates[..., 1:], self.head_width, self.rope_theta)
+        )
 
     def places(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l 3"]]:
         """Item and coordinates of every output position."""

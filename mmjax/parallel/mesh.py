@@ -30,7 +30,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
         if len(devices) % known:
             raise UserError(
                 f"mesh.{free[0]}=-1 takes what the other axes leave, but {known} ({_spell(sizes)}) does not divide the "
-                f"{len(devices)} devices"
+                f"{len(devices)} devices; use sizes whose product does"
             )
         sizes[free[0]] = len(devices) // known
     if math.prod(sizes.values()) != len(devices):

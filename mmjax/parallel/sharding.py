@@ -63,16 +63,24 @@ def activations_on(mesh: Mesh, rules: ShardingRules) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Lay `x` out by its logical axes on the active mesh; without one (one device, or a bare call), `x` itself."""
+    """Lay `x` out by its logical axes on the active mesh; without one (one device, or a bare call), `x` itself.
+
+    A dimension that does not divide stays whole, as the parameter it meets does: XLA would replicate both to reconcile them.
+    """
     active = _active.get()
     if active is None or active[0].size == 1:
         return x
     mesh, rules = active
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(axes)))
+    return jax.lax.with_sharding_constraint(x, sharding(mesh, rules, x.shape, axes))
 
 
 def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axes) -> NamedSharding:
-    """Where an array of this shape lies; a dimension that its mesh axes do not divide stays whole on them."""
+    """Where an array of this shape lies; a dimension that its mesh axes do not divide stays whole on them.
+
+    Raises ValueError where there are more axes than dimensions.
+    """
+    if len(axes) > len(shape):
+        raise ValueError(f"logical axes {axes} are more than the dimensions of {shape}")
     axes = (None,) * (len(shape) - len(axes)) + axes  # a leading axis of stacked layers is never sharded
     spec = list(rules.spec(axes))
     for i, entry in enumerate(spec):

@@ -35,10 +35,10 @@ def allowed_pairs(text: TextBatch) -> np.ndarray:
 
 def item_pairs(item: np.ndarray) -> np.ndarray:
     """Pairs of every row of an encoder, int64 `[R]`: the sum of the squares of its items' lengths. `item` `[R, L]`."""
-    rows, length = item.shape
-    place = item + np.arange(rows)[:, None] * (item.max(initial=0) + 1)
-    lengths = np.bincount(place[item >= 0], minlength=rows * (item.max(initial=0) + 1))
-    return (lengths.reshape(rows, -1) ** 2).sum(1)
+    rows, most = len(item), item.max(initial=0) + 1
+    place = item + most * np.arange(rows)[:, None]
+    lengths = np.bincount(place[item >= 0], minlength=rows * most)
+    return (lengths.reshape(rows, most) ** 2).sum(1)
 
 
 def _causal(segment: np.ndarray, pos: np.ndarray, kind: np.ndarray, sees: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
+from mmjax.data.budget import Budget
 from mmjax.data.index import LengthIndex
 from mmjax.data.pipeline import LoadedStep
-from mmjax.data.plan import Budget
 from mmjax.models.model import Model, module_of
 from mmjax.training.console import count, say, table
 from mmjax.training.metrics import balance_scalars
@@ -31,7 +32,13 @@ def parameters_per_module(model: Model) -> dict[str, int]:
 
 
 def what_will_run(
-    config: Config, model: Model, mesh: jax.sharding.Mesh, index: LengthIndex, budget: Budget, oversize: int, first: LoadedStep
+    config: Config,
+    model: Model,
+    mesh: jax.sharding.Mesh,
+    index: LengthIndex,
+    budget: Budget,
+    oversize: int,
+    first: LoadedStep,
 ) -> None:
     """Print parameters, mesh, budgets, shapes, tokens per step, steps per epoch and the first batch."""
     modules = ("llm", *config.model.encoders)
@@ -53,14 +60,18 @@ def what_will_run(
     for note in budget.notes:
         say(f"       {note}")
     grouping = config.batch.grouping.kind
-    say(f"rows   of each module, grouping {grouping}, {config.batch.microbatches} microbatch(es), {len(budget.shapes)} shape(s)")
+    say(
+        f"rows   of each module, grouping {grouping}, {config.batch.microbatches} microbatch(es), {len(budget.shapes)} shape(s)"
+    )
     lines = [("module", "rows", "lengths", "first batch", "fill")]
     fills = balance_scalars(first.microbatches, 1)
     for k, module in enumerate(modules):
         lengths = sorted({shape[k] for shape in budget.shapes})
         array = _main_array(first.microbatches[0], module)
         shape = "x".join(map(str, array.shape))
-        lines.append((module, str(budget.rows[k]), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}"))
+        lines.append(
+            (module, str(budget.rows[k]), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}")
+        )
     say(*table(lines))
 
 
@@ -88,7 +99,10 @@ def _resized(batch: Microbatch, shape: tuple[int, ...]) -> Microbatch:
         return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
 
     text = jax.tree.map(lambda x: resize(x, shape[0]), batch.text)
-    items = {e: jax.tree.map(lambda x, n=n: resize(x, n), b) for (e, b), n in zip(batch.items.items(), shape[1:], strict=True)}
+    items = {
+        e: jax.tree.map(lambda x, n=n: resize(x, n), b)
+        for (e, b), n in zip(batch.items.items(), shape[1:], strict=True)
+    }
     return Microbatch(text, items)
 
 
@@ -109,15 +123,18 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
     return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines)]
 
 
-def what_next(run: Path) -> list[str]:
+def what_next(run: Path, encoders: Sequence[str]) -> list[str]:
     """What a person may want to do with a finished run."""
-    where = os.path.relpath(run)
+    where = shlex.quote(os.path.relpath(run))
+    blind = f", or with --swap={next(iter(encoders))}: with another sample's items" if encoders else ""
     return [
         "try next",
-        *table([
-            (f"python -m mmjax.evaluate {where}", "score it again, or with --swap=vision: without its eyes"),
-            (f"tensorboard --logdir {where}", "every metric of every step"),
-            ("python -m mmjax.train tiny_vlm training.steps=300", "another config, and a change to it"),
-            ("python -m mmjax.train --show", "everything that can be changed"),
-        ]),
+        *table(
+            [
+                (f"python -m mmjax.evaluate {where}", f"score it again{blind}"),
+                (f"tensorboard --logdir {where}", "every metric of every step (pip install tensorboard)"),
+                ("python -m mmjax.train tiny_vlm training.steps=300", "another config, and a change to it"),
+                ("python -m mmjax.train --show", "everything that can be changed"),
+            ]
+        ),
     ]

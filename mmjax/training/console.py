@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +15,12 @@ PLAIN_EVERY_SECONDS = 10.0
 
 
 def say(*lines: str) -> None:
-    """Print lines at once, also into a pipe."""
-    print(*lines, sep="\n", flush=True)
+    """Print lines at once, also into a pipe. Where its reader has left, as `head` does, the command ends."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more at the exit
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> list[str]:
@@ -42,7 +48,6 @@ class ProgressLine:
             columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(24), TextColumn("{task.description}"))
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(), refresh_per_second=4)
             self._task = self._bar.add_task("", total=steps, completed=first)
-            self._bar.start()
 
     def update(self, done: int, scalars: Mapping[str, float]) -> None:
         """Show the state after `done` steps."""
@@ -53,11 +58,15 @@ class ProgressLine:
             self._last_line = now
             say(f"step {done}/{self._steps}  {_describe(scalars)}")
 
-    def close(self) -> None:
-        """Leave the bar standing where it is."""
+    def __enter__(self) -> ProgressLine:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the bar standing where it is, and give the terminal its cursor back."""
         if self._bar is not None:
             self._bar.stop()
-            self._bar = None
 
 
 def _describe(scalars: Mapping[str, float]) -> str:

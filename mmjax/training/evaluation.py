@@ -37,13 +37,17 @@ class Answered:
     said: str
 
     def __str__(self) -> str:
-        return f"{self.question}  ->  {self.said!r}" + ("" if self.said == self.answer else f"  (it is {self.answer!r})")
+        return f"{self.question}  ->  {self.said!r}" + (
+            "" if self.said == self.answer else f"  (it is {self.answer!r})"
+        )
 
 
 class Evaluator:
     """Asks a model the questions of sources. One program, compiled once for all of them."""
 
-    def __init__(self, model: Model, mesh: Mesh, rules: ShardingRules, sources: Mapping[str, QuestionSource], config: Config) -> None:
+    def __init__(
+        self, model: Model, mesh: Mesh, rules: ShardingRules, sources: Mapping[str, QuestionSource], config: Config
+    ) -> None:
         self.sources = dict(sources)
         self._loader = PromptLoader(sources, config) if sources else None
         self._mesh = mesh

@@ -55,18 +55,20 @@ def modality_tokens(batches: Sequence[Microbatch]) -> dict[str, int]:
 
 
 class MetricsLog:
-    """Writes every record to `metrics.jsonl` and to TensorBoard. Records after `first_step` of an earlier life are dropped,
-    so that no step stands there twice after a resume."""
+    """Writes every record to `metrics.jsonl` and to TensorBoard; a record's step is the number of updates done.
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    Opened after `done` updates, it drops what an earlier life recorded beyond them, so that no step stands there twice.
+    """
+
+    def __init__(self, path: Path, done: int) -> None:
         self.path = path
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) < first_step]
+            kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= done]
             partial = path.with_suffix(".partial")
             partial.write_text("".join(line + "\n" for line in kept))
             partial.rename(path)
         self._file = path.open("a", buffering=1)
-        self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=first_step)
+        self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=done + 1)
 
     def write(self, step: int, scalars: Mapping[str, float | str]) -> None:
         """One record. NaN and Inf are kept as strings: JSON has none."""
@@ -87,11 +89,11 @@ def _plain(value: float | str) -> float | str:
     if isinstance(value, str):
         return value
     value = float(value)
-    return float(f"{value:.7g}") if math.isfinite(value) else str(value)
+    return float(f"{value:.9g}") if math.isfinite(value) else str(value)
 
 
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):  # a line cut off when its process was killed
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # a line cut off when its process was killed
         return math.inf

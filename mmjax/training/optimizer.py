@@ -50,7 +50,7 @@ class Optimizer:
 
         Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms, biases).
         """
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         scale = jnp.minimum(1.0, hyper.clip / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * scale, gradients)
         directions, state = self.direction.update(gradients, state, params)

@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _HIT = "/jax/compilation_cache/cache_hits"
+_events: Counter[str] = Counter()  # since the process began listening
 
 
-@dataclass
 class ProgramCounter:
-    """Programs that XLA was asked for since the process began, and how many of them came from the persistent cache."""
+    """Programs that XLA was asked for since this counter was made, and how many of them came from the persistent cache."""
 
-    requested: int = 0
-    from_cache: int = 0
-    seconds: float = 0.0
+    def __init__(self) -> None:
+        _listen()
+        self._begin = _events.copy()
+
+    @property
+    def requested(self) -> int:
+        """Programs that were not in this process's memory."""
+        return _events[_COMPILE] - self._begin[_COMPILE]
+
+    @property
+    def from_cache(self) -> int:
+        """Of those, read from the persistent cache."""
+        return _events[_HIT] - self._begin[_HIT]
 
     @property
     def compiled(self) -> int:
-        """Programs really compiled."""
+        """Of those, really compiled."""
         return self.requested - self.from_cache
 
-    def listen(self) -> ProgramCounter:
-        """Start counting. There is one process-wide hook in JAX, so call it once."""
-        jax.monitoring.register_event_duration_secs_listener(self._duration)
-        jax.monitoring.register_event_listener(self._event)
-        return self
 
-    def _duration(self, event: str, seconds: float, **_: object) -> None:
-        if event == _COMPILE:
-            self.requested += 1
-            self.seconds += seconds
-
-    def _event(self, event: str, **_: object) -> None:
-        if event == _HIT:
-            self.from_cache += 1
+@cache
+def _listen() -> None:
+    """JAX's hooks cannot be taken back, so there is one per process and event."""
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: _events.update((event,)))
+    jax.monitoring.register_event_listener(lambda event, **_: _events.update((event,)))
 
 
 def keep_programs(folder: Path) -> None:
     """Persist every compiled program under `folder`; a second start of the same run compiles nothing."""
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if jax.config.jax_compilation_cache_dir != str(folder):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        compilation_cache.reset_cache()  # JAX opens its cache once and would stay with the folder before
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

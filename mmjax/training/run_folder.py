@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -61,31 +63,79 @@ class RunFolder:
     def list_oversize(self, samples: Iterable[str], action: Literal["skip", "raise"]) -> None:
         """Write down the samples that fit no budget. Raises UserError where the config says that they are fatal."""
         names = list(samples)
-        self.oversize.write_text("".join(json.dumps({"sample": name, "reason": "fits no budget"}) + "\n" for name in names))
+        self.oversize.write_text(
+            "".join(json.dumps({"sample": name, "reason": "fits no budget"}) + "\n" for name in names)
+        )
         if names and action == "raise":
             raise UserError(
                 f"{len(names)} samples fit no budget (data.on_oversize=raise), the first is {names[0]}; all are listed in "
                 f"{self.oversize}. Raise batch.size, lower batch.rows, or skip them with data.on_oversize=skip"
             )
 
+    @property
+    def scores(self) -> Path:
+        """The test split's scores, once the run has come to its end."""
+        return self.path / "test.json"
+
+    @property
+    def replaced(self) -> Path:
+        """Where the run before this one stays until this one has started."""
+        return self.path.with_name(f".{self.path.name}.replaced")
+
     def read_config(self) -> Config:
         """The config that this run was started with. Raises UserError where there is no run."""
         if not self.config.is_file():
             raise UserError(f"{self.path} holds no run (no config.json); give the folder that mmjax.train printed")
-        return from_json(self.config.read_text())
+        try:
+            return from_json(self.config.read_text())
+        except (UserError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{self.config}: {error}; restore it, every checkpoint has a copy: {self.checkpoints}/<step>/meta/metadata"
+            ) from None
+
+    def write_config(self, config: Config) -> None:
+        """Write the resolved config, in one piece: a folder with a config.json is a run."""
+        partial = self.config.with_suffix(".partial")
+        partial.write_text(to_json(config))
+        partial.rename(self.config)
 
 
-def claim(config: Config, source: Path, mode: Mode) -> tuple[RunFolder, bool]:
-    """Make or take over the run's folder; whether it is resumed.
+@contextmanager
+def claim(config: Config, source: Path, mode: Mode) -> Iterator[tuple[RunFolder, bool]]:
+    """The run's folder, and whether the run in it goes on. What can fail of the start happens inside `with`.
 
-    Raises UserError where a run is there and neither resuming nor overwriting was said, where there is none to resume, or
-    where the folder cannot be written. Nothing is deleted but by `overwrite`, and only what is a run.
+    Where it does, everything is as it was: a new folder is gone again, and the run that was to be resumed or overwritten
+    is untouched. Raises UserError where a run is there and neither resuming nor overwriting was said, where there is none
+    to resume or it is of another config, or where the folder cannot be written.
     """
-    folder = RunFolder(Path(config.run or f"runs/{config.name}").absolute())
-    there = folder.config.is_file()
-    resumed = there and mode in ("resume", "auto")
-    if resumed:
+    folder = RunFolder(Path(config.run or f"runs/{config.name}").resolve())
+    there = _check_claim(folder, config, mode)
+    if there and mode in ("resume", "auto"):
         refuse_other_run(folder, config)
+        _write_or_user_error(folder, lambda: _check_writable(folder))
+        yield folder, True
+        _write_or_user_error(folder, lambda: folder.write_config(config))
+        return
+    existed = folder.path.is_dir()
+    if there:
+        _write_or_user_error(folder, lambda: _set_aside(folder))
+    try:
+        _write_or_user_error(folder, lambda: _begin(folder, config, source))
+        yield folder, False
+    except BaseException:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        if there:
+            folder.replaced.rename(folder.path)
+        elif existed:
+            folder.path.mkdir(exist_ok=True)
+        raise
+    if there:
+        shutil.rmtree(folder.replaced, ignore_errors=True)
+
+
+def _check_claim(folder: RunFolder, config: Config, mode: Mode) -> bool:
+    """Whether there is a run. Raises UserError where `mode` does not go with what is there."""
+    there = folder.config.is_file()
     if there and mode == "new":
         raise UserError(
             f"{folder.path} already holds a run; continue it with --resume, replace it with --overwrite, "
@@ -95,21 +145,39 @@ def claim(config: Config, source: Path, mode: Mode) -> tuple[RunFolder, bool]:
         raise UserError(f"{folder.path} holds no run to resume; leave --resume away, or use --resume=auto for either")
     if not there and folder.path.is_dir() and any(folder.path.iterdir()):
         raise UserError(f"{folder.path} is not empty and not a run; choose another folder with run=FOLDER")
+    starts_from = config.init_from and Path(config.init_from).resolve()
+    if starts_from == folder.path and not (there and mode in ("resume", "auto")):
+        raise UserError(f"init_from={config.init_from} is this run's own folder; choose another one with run=FOLDER")
+    return there
+
+
+def _set_aside(folder: RunFolder) -> None:
+    if folder.replaced.exists():
+        shutil.rmtree(folder.path)  # an overwriting start that was killed; the run it was to replace is still aside
+    else:
+        folder.path.rename(folder.replaced)
+
+
+def _begin(folder: RunFolder, config: Config, source: Path) -> None:
+    folder.path.mkdir(parents=True, exist_ok=True)
+    _check_writable(folder)
+    keep(source, folder.path)
+    folder.write_config(config)
+
+
+def _check_writable(folder: RunFolder) -> None:
+    if not os.access(folder.path, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "no write permission")
+
+
+def _write_or_user_error(folder: RunFolder, write: Callable[[], None]) -> None:
     try:
-        if there and mode == "overwrite":
-            shutil.rmtree(folder.path)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder.path, os.W_OK | os.X_OK):
-            raise PermissionError("no write permission")
-        if not resumed:
-            keep(source, folder.path)
-        # The config goes last and in one piece: a folder with a config.json is a run.
-        partial = folder.config.with_suffix(".partial")
-        partial.write_text(to_json(config))
-        partial.rename(folder.config)
+        write()
     except OSError as error:
-        raise UserError(f"cannot write the run folder {folder.path}: {error.strerror or error}") from error
-    return folder, resumed
+        reason = error.strerror or error
+        raise UserError(
+            f"cannot write the run folder {folder.path}: {reason}; choose another with run=FOLDER"
+        ) from error
 
 
 # What may change when a run goes on: where and how fast it runs, how long, how often it looks, its rates.
@@ -124,11 +192,10 @@ MAY_CHANGE = (
 def refuse_other_run(folder: RunFolder, config: Config) -> None:
     """Raises UserError where `config` describes another model, data or batch than the run in the folder."""
     lines = differences(folder.read_config(), config)
-    kept = [line for line in lines if not line.startswith(MAY_CHANGE) and not _encoder_may_change(line)]
-    if kept:
+    if kept := [line for line in lines if not line.startswith(MAY_CHANGE) and not _encoder_may_change(line)]:
         raise UserError(
-            f"{folder.path} is a run of another config: {'; '.join(kept)}. Resume it with its own, or start another run "
-            "from its parameters with init_from="
+            f"{folder.path} is a run of another config: {'; '.join(kept)}. Say these values as they were to resume it, or "
+            f"start another run from its parameters: run=FOLDER init_from={folder.path}"
         )
 
 

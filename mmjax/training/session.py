@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from mmjax.data.pipeline import LoadedStep, StepLoader, steps
 from mmjax.errors import UserError
 from mmjax.parallel.mesh import row_ranks
 from mmjax.training import announce
-from mmjax.training.checkpoint import Checkpoints, DataState, Saved, restore_parameters
+from mmjax.training.checkpoint import Checkpoints, DataState, newest, read_saved, restore_parameters, steps_in
 from mmjax.training.console import ProgressLine, say
 from mmjax.training.evaluation import Evaluator, exact_match
 from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars, modality_tokens
@@ -29,6 +29,8 @@ from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
 from mmjax.training.step import Accumulated, Executor, StepReport
+
+Params = dict[str, Any]
 
 SETTLED = 5  # steps after which step times say something
 
@@ -70,38 +72,64 @@ class Session:
         self._step_ended = self.began
         self._times: list[tuple[float, float]] = []  # (step, of it waited for data), seconds
         self._compiled_at_start = 0
+        self._log: MetricsLog | None = None
+        self._batches: Iterator[LoadedStep] = iter(())
 
     # ------------------------------------------------------------------------------------------------ before the loop
 
     def start(self) -> tuple[TrainState, int]:
-        """The state to begin with and the first step: fresh, from `init_from`, or resumed."""
-        executor, latest = self.executor, self.checkpoints.latest() if self.resumed else None
+        """The state to begin with and the first step: fresh, from `init_from`, or resumed. Writes nothing that was there."""
+        executor, saved_steps = self.executor, steps_in(self.folder.checkpoints) if self.resumed else []
         first = 0
-        if latest is not None:
-            state, saved = self.checkpoints.restore(latest)
-            self._refuse_other_data(saved)
-            first = saved.data.step
+        if saved_steps:
+            first = self._first_after(saved_steps[-1])
+            state, _ = self.checkpoints.restore(first)
             say(f"resumed {self.folder.path} at step {first}")
         elif self.config.init_from:
-            source = RunFolder(Path(self.config.init_from))
-            source.read_config()
-            shardings = parameter_shardings(executor.model, self.mesh, executor.rules)
-            params = restore_parameters(source.checkpoints, executor.model, shardings)
+            params = self._parameters_of(Path(self.config.init_from))
             begin = lambda p: state_from(executor.model, executor.optimizer, executor.frozen, p)  # noqa: E731
             state = jax.jit(begin, out_shardings=executor.shardings)(params)
-            say(f"parameters from {self.config.init_from}")
         else:
             state = executor.init(jax.random.key(self.config.seed))
         self._log = MetricsLog(self.folder.metrics, first)
         return state, first
 
-    def _refuse_other_data(self, saved: Saved) -> None:
-        now = asdict(self.data_state(saved.step))
+    def _first_after(self, step: int) -> int:
+        """The step to go on with from checkpoint `step`. Raises UserError where data or length do not go with it."""
+        saved = read_saved(self.folder.checkpoints, step)
+        now = asdict(self.data_state(step))
         if changed := [key for key, value in asdict(saved.data).items() if now[key] != value]:
             raise UserError(
                 f"{self.folder.path} was trained on other data ({', '.join(changed)} differ); restore the data, or start "
                 "another run from its parameters with init_from="
             )
+        if self.config.training.steps < step:
+            raise UserError(
+                f"{self.folder.path} has done {step} steps already, more than training.steps={self.config.training.steps}; "
+                f"give at least {step}, or score it with python -m mmjax.evaluate"
+            )
+        return step
+
+    def _parameters_of(self, run: Path) -> Params:
+        source = RunFolder(run)
+        try:
+            source.read_config()
+            step = newest(source.checkpoints)
+            shardings = parameter_shardings(self.executor.model, self.mesh, self.executor.rules)
+            params = restore_parameters(source.checkpoints, step, self.executor.model, shardings)
+        except UserError as error:
+            raise UserError(f"init_from={run}: {error}") from error
+        say(f"parameters of {run} after {step} steps")
+        return params
+
+    def complete(self, first: int) -> bool:
+        """Whether there is nothing left to do, which it says."""
+        steps_done = self.config.training.steps
+        scored = self.folder.scores.is_file() and json.loads(self.folder.scores.read_text())["step"] == steps_done
+        if first < steps_done or (self.evaluator.sources and not scored):
+            return False
+        say(f"all {steps_done} steps are done; to go on, resume with a larger training.steps")
+        return True
 
     def data_state(self, step: int) -> DataState:
         """Where the data will be before `step`."""
@@ -136,12 +164,15 @@ class Session:
     # ------------------------------------------------------------------------------------------------ inside the loop
 
     def batches(self, first: int) -> Iterator[Ready]:
-        """The steps' batches, on the devices."""
+        """The steps' batches, on the devices; workers begin to load them at once."""
         data = self.config.data
-        loaded_steps = steps(self.loader, first, self.config.training.steps, data.workers, data.prefetch)
+        self._batches = steps(self.loader, first, self.config.training.steps, data.workers, data.prefetch)
+        return self._arrive()
+
+    def _arrive(self) -> Iterator[Ready]:
         while True:
             began = time.monotonic()
-            loaded = next(loaded_steps, None)
+            loaded = next(self._batches, None)
             if loaded is None:
                 return
             waited = time.monotonic() - began
@@ -159,7 +190,7 @@ class Session:
         step, ready, report = self._running
         self._running = None
         scalars = self._scalars(step, ready, report)
-        self._log.write(step, scalars)
+        self._log.write(step + 1, scalars)
         progress.update(step + 1, scalars)
         if len(self._times) == SETTLED:
             typical = float(np.median([t - w for t, w in self._times]))
@@ -221,10 +252,9 @@ class Session:
             self.save(steps_done, state)
         scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
         if scores:
+            self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")
             self._log.write(steps_done, {f"test/{k}": v for k, v in scores.items()})
-            (self.folder.path / "test.json").write_text(json.dumps(scores, indent=2) + "\n")
             say(*announce.score_table(scores))
-        self._log.close()
         self.checkpoints.close()
         total = sum(t for t, _ in self._times) or 1.0
         waited = sum(w for _, w in self._times)
@@ -233,5 +263,13 @@ class Session:
             f"{time.monotonic() - self.began:.0f} s in all; "
             f"{self.programs.requested - self._compiled_at_start} programs compiled after the start",
             f"run    {self.folder.path}",
-            *announce.what_next(self.folder.path),
+            *announce.what_next(self.folder.path, tuple(self.config.model.encoders)),
         )
+
+    def close(self) -> None:
+        """Let the workers go, finish the checkpoint that is being written, and close the log; also in mid-run."""
+        if isinstance(self._batches, Generator):
+            self._batches.close()
+        self.checkpoints.close()
+        if self._log is not None:
+            self._log.close()

@@ -31,19 +31,15 @@ def all_parameters(state: TrainState) -> Params:
     return merge(state.trainable, state.frozen)
 
 
-def _split(model: Model, params: Params, frozen: frozenset[str]) -> tuple[Params, Params]:
+def split(model: Model, frozen: frozenset[str], params: Params) -> tuple[Params, Params]:
+    """Trainable parameters as they are, frozen ones in the precision they are computed in."""
     trainable, still = partition(params, frozen)
     return trainable, jax.tree.map(lambda p: p.astype(model.dtype), still)
 
 
-def make_state(model: Model, optimizer: Optimizer, frozen: frozenset[str], key: jax.Array) -> TrainState:
-    """A fresh state. To be jitted with `state_shardings` as its output, so that every array is born in its shards."""
-    return state_from(model, optimizer, frozen, model.init(key))
-
-
 def state_from(model: Model, optimizer: Optimizer, frozen: frozenset[str], params: Params) -> TrainState:
     """Step 0 with these parameters."""
-    trainable, still = _split(model, params, frozen)
+    trainable, still = split(model, frozen, params)
     return TrainState(jnp.zeros((), jnp.int32), trainable, still, optimizer.init(trainable))
 
 
@@ -52,9 +48,7 @@ def parameter_shardings(model: Model, mesh: Mesh, rules: ShardingRules) -> Param
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     axes, structure = jax.tree.flatten(model.axes, is_leaf=is_axes)
     shapes = jax.tree.leaves(model.abstract)
-    return jax.tree.unflatten(
-        structure, [sharding(mesh, rules, s.shape, a) for s, a in zip(shapes, axes, strict=True)]
-    )
+    return jax.tree.unflatten(structure, [sharding(mesh, rules, s.shape, a) for s, a in zip(shapes, axes, strict=True)])
 
 
 def state_shardings(

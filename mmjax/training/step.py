@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from mmjax.batch import PADDING, Microbatch
+from mmjax.errors import UserError
 from mmjax.models.model import Model, merge
 from mmjax.parallel.mesh import replicated, row_ranks, rows_sharding
 from mmjax.parallel.sharding import ShardingRules, activations_on
 from mmjax.training.loss import LossReport, step_loss
 from mmjax.training.optimizer import Hyperparameters, Optimizer
-from mmjax.training.state import TrainState, make_state, state_shardings
+from mmjax.training.state import TrainState, split, state_from, state_shardings
 
 Params = dict[str, Any]
 
@@ -50,19 +52,33 @@ class Executor:
         whole = replicated(mesh)
         accumulated = Accumulated(self.shardings.trainable, LossReport(whole, whole))
         told = StepReport(LossReport(whole, whole), whole)
-        self.init = jax.jit(partial(make_state, model, optimizer, self.frozen), out_shardings=self.shardings)
-        self.abstract: TrainState = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+        self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
+        self.born = jax.jit(self._born, out_shardings=(self.shardings.trainable, self.shardings.frozen))
+        self.start = jax.jit(self._start, out_shardings=(self.shardings.step, self.shardings.optimizer))
         self.zeros = jax.jit(self._zeros, out_shardings=accumulated)
         self.accumulate = jax.jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
-        self.update = jax.jit(
-            self._update, out_shardings=(self.shardings, accumulated, told), donate_argnums=(0, 1)
-        )
+        self.update = jax.jit(self._update, out_shardings=(self.shardings, accumulated, told), donate_argnums=(0, 1))
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of all modules: the LLM, every encoder and its connector."""
         encoders = self.model.config.encoders
         return ("llm", *(name for e in encoders for name in (e, f"{e}.connector")))
+
+    def init(self, key: jax.Array) -> TrainState:
+        """A fresh state, every array born in its shards.
+
+        Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
+        """
+        trainable, frozen = self.born(key)
+        step, moments = self.start(trainable)
+        return TrainState(step, trainable, frozen, moments)
+
+    def _born(self, key: jax.Array) -> tuple[Params, Params]:
+        return split(self.model, self.frozen, self.model.init(key))
+
+    def _start(self, trainable: Params) -> tuple[jax.Array, optax.OptState]:
+        return jnp.zeros((), jnp.int32), self.optimizer.init(trainable)
 
     def _zeros(self) -> Accumulated:
         gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.abstract.trainable)
@@ -101,10 +117,13 @@ class Executor:
     ) -> tuple[TrainState, Accumulated, StepReport]:
         """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
 
-        `weight` is the loss weight of all of them together. Raises ValueError where it is zero: there is no loss then.
+        `weight` is the loss weight of all of them together. Raises UserError where it is zero: there is no loss then.
         """
         if weight <= 0:
-            raise ValueError("no token of this step has a loss weight")
+            raise UserError(
+                "no token of this step has a loss weight, so there is nothing to learn from; give the answers in its "
+                "samples a weight above 0 (Text.weights)"
+            )
         for batch in batches:
             accumulated = self.accumulate(state.trainable, state.frozen, accumulated, batch, np.float32(weight))
         return self.update(state, accumulated, hyper)

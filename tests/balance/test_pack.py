@@ -64,7 +64,7 @@ def test_every_sample_gets_one_step_and_its_parts_fit_rows_of_one_microbatch(len
     ("samples", "rows", "microbatches"), [(24, (8, 2, 3), 1), (24, (6, 2, 3), 1), (48, (4, 2, 2), 4)]
 )
 def test_rows_are_full_over_300_steps_with_drained_chunks_and_nobody_waits(samples, rows, microbatches, wide):
-    """The bar of this grouping is 0.93 for the LLM and 0.90 for each encoder; alignment inside a part comes off that."""
+    """Promised are 0.93 for the LLM and 0.90 for each encoder; alignment within a part comes off these."""
     for seed in range(3):
         parts = corpus(samples * 128 * 3, seed, wide)
         budgets = fit_budgets(parts, samples, rows, microbatches)

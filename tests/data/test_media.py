@@ -137,3 +137,10 @@ def test_what_an_encoder_cannot_take_is_refused(encoder, array, message):
 def test_an_empty_item_has_no_size(encoder, size):
     with pytest.raises(ValueError, match="empty"):
         item_size(encoder, size)
+
+
+def test_an_item_beyond_the_connectors_learned_positions_is_refused() -> None:
+    encoder = VisionConfig(1, 32, 2, 64, patch=4, channels=1, connector=ConnectorConfig(merge=2, position_grid=4))
+    assert item_size(encoder, (8, 32)).tokens == 4
+    with pytest.raises(ValueError, match="position_grid is 4"):
+        item_size(encoder, (8, 33))

@@ -10,13 +10,16 @@ import numpy as np
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
+from mmjax.models.layer_runs import into_runs, layers_one_by_one
 from mmjax.models.model import Model
 
 KIND = {"text": 1, "vision": 2, "audio": 4}
 VOCAB = 23
 
 
-def tiny(attention="dense", *, layers=2, vision_layers=2, tied=True, remat="none", encoders=("vision", "audio"), grid=16):
+def tiny(
+    attention="dense", *, layers=2, vision_layers=2, tied=True, remat="none", encoders=("vision", "audio"), grid=16
+):
     """A model of every part at width 32, smaller than any that learns."""
     connector = ConnectorConfig(merge=2, mlp_width=24, position_grid=grid)
     towers = {
@@ -36,13 +39,19 @@ def tiny(attention="dense", *, layers=2, vision_layers=2, tied=True, remat="none
 
 
 def build(config=None, cuts=None, seed=0):
-    """A float32 model and its parameters, biases and scales moved off their zeros and ones."""
+    """A float32 model and random parameters, biases and scales too; the same for any run borders."""
     model = Model.build(tiny() if config is None else config, jnp.float32, cuts)
-    params = jax.jit(model.init)(jax.random.key(seed))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    moved = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return model, jax.tree.unflatten(tree, moved)
+    shapes = layers_one_by_one(model.abstract, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
+    rng = np.random.default_rng(seed)
+
+    def born(path, leaf):
+        noise = rng.normal(size=leaf.shape)
+        if len(leaf.shape) == 2:
+            return (noise * leaf.shape[0] ** -0.5).astype(np.float32)
+        return (0.1 * noise + (path[-1].key == "scale")).astype(np.float32)
+
+    params = into_runs(jax.tree_util.tree_map_with_path(born, shapes), model.runs)
+    return model, jax.tree.map(jnp.asarray, params)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ def positions(segment, merge=2):
 
 
 def pack(rows, lengths, items="causal", encoders=("vision", "audio"), merge=2):
-    """A microbatch of rows of samples. `lengths`: row length of "llm" and of each encoder, which gets the rows it needs."""
+    """A microbatch of rows of samples. `lengths`: of a row of the LLM and of each encoder; rows as needed."""
     taken = {name: _pack_items(name, rows, lengths[name]) for name in encoders}
     slot = {name: iter(slots) for name, (_, slots) in taken.items()}
     shape = (len(rows), lengths["llm"])

@@ -28,19 +28,18 @@ def by_hand(mask):
     return ok
 
 
-TEXT, IMAGE = 1, 2
+TEXT, IMAGE, ALL = 1, 2, 3
+T = (0, 0, TEXT, ALL)  # sample, span, kind, sees
 ROWS = {
-    "plain causal": [[(s, 0, TEXT, 3) for s in (0, 0, 0, 1, 1, 2, -1, -1)]],
+    "plain causal": [[(s, 0, TEXT, ALL) for s in (0, 0, 0, 1, 1, 2, -1, -1)]],
     "bidirectional in an item": [
-        [(0, 0, TEXT, 3), (0, 1, IMAGE, 3), (0, 1, IMAGE, 3), (0, 2, IMAGE, 3), (0, 2, IMAGE, 3), (0, 0, TEXT, 3), (1, 1, IMAGE, 3), (-1, 0, 0, 0)]
+        [T, *[(0, 1, IMAGE, ALL)] * 2, *[(0, 2, IMAGE, ALL)] * 2, T, (1, 1, IMAGE, ALL), (-1, 0, 0, 0)]
     ],
     "isolated items": [
-        [(0, 0, TEXT, 3), (0, 1, IMAGE, 0), (0, 1, IMAGE, 0), (0, 2, IMAGE, 0), (0, 0, TEXT, 3), (0, 0, TEXT, 1), (1, 1, IMAGE, 0), (1, 0, TEXT, 3)]
+        [T, *[(0, 1, IMAGE, 0)] * 2, (0, 2, IMAGE, 0), T, (0, 0, TEXT, TEXT), (1, 1, IMAGE, 0), (1, 0, TEXT, ALL)]
     ],
-    "question branches": [
-        [(0, 0, 1, 3), (0, 1, 2, 3), (0, 1, 2, 3), (0, 0, 4, 7), (0, 0, 4, 7), (0, 0, 8, 11), (0, 0, 8, 11), (0, 0, 8, 11)]
-    ],
-}  # fmt: skip
+    "question branches": [[T, *[(0, 1, IMAGE, ALL)] * 2, *[(0, 0, 4, ALL | 4)] * 2, *[(0, 0, 8, ALL | 8)] * 3]],
+}
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -59,16 +59,16 @@ def test_a_packed_row_gives_each_sample_what_it_gets_alone(items, backend):
     assert_trees_close(packed_gradients, alone_gradients)
 
 
-@pytest.mark.parametrize("index", [0, 9, 14])
-def test_a_packed_row_gives_a_sample_what_it_gets_in_a_row_of_its_own_length(index):
+def test_a_packed_row_gives_a_sample_what_it_gets_in_rows_of_its_own_length():
     samples = many_samples()
     model, params = build()
     together = pack([samples], {"llm": 192, "vision": 320, "audio": 192})
-    sample = samples[index]
-    mine = np.asarray(together.text.sample[0]) == index
-    exact = {"llm": int(mine.sum()), "vision": 64, "audio": 16}
-    logits = model.logits(params, together)[0][mine]
-    np.testing.assert_allclose(logits, model.logits(params, pack([[sample]], exact))[0], atol=1e-5, rtol=1e-5)
+    run = jax.jit(model.logits)
+    packed_logits = run(params, together)[0]
+    for index, vision, audio in ((3, 12, 4), (9, 24, 16)):
+        mine = np.asarray(together.text.sample[0]) == index
+        alone = pack([[samples[index]]], {"llm": int(mine.sum()), "vision": vision, "audio": audio})
+        np.testing.assert_allclose(packed_logits[mine], run(params, alone)[0], atol=1e-5, rtol=1e-5)
 
 
 def replaced(samples, index):
@@ -82,9 +82,12 @@ def replaced(samples, index):
     return [*samples[:index], changed, *samples[index + 1 :]]
 
 
-def others_that_changed(model, params, samples, index):
+def losses(model, params):
+    return jax.jit(lambda batch: token_losses(model, params, batch))
+
+
+def others_that_changed(run, samples, index):
     """How many tokens of other samples have a loss that differs in any bit when sample `index` is replaced."""
-    run = jax.jit(lambda batch: token_losses(model, params, batch))
     before = pack(in_rows(samples), LENGTHS)
     after = pack(in_rows(replaced(samples, index)), LENGTHS)
     row, number = index % 2, index // 2
@@ -97,35 +100,34 @@ def others_that_changed(model, params, samples, index):
 
 @pytest.mark.parametrize("backend", ["dense", "blockwise"])
 def test_replacing_one_samples_content_changes_no_other_samples_loss_by_one_bit(backend):
-    model, params = build(tiny(backend))
-    assert others_that_changed(model, params, many_samples(), 3) == 0
-    assert others_that_changed(model, params, many_samples(), 6) == 0
+    run = losses(*build(tiny(backend)))
+    assert others_that_changed(run, many_samples(), 3) == 0
+    assert others_that_changed(run, many_samples(), 6) == 0
 
 
 def test_a_convolution_that_reaches_into_the_next_clip_is_caught(monkeypatch):
     def leaking(x, item, stride):
         return jnp.concatenate([shifted(x, by)[:, ::stride] for by in (-1, 0, 1)], axis=-1)
 
-    model, params = build()
-    assert others_that_changed(model, params, many_samples(), 6) == 0
     monkeypatch.setattr(mmjax.models.audio, "taps", leaking)
-    assert others_that_changed(model, params, many_samples(), 6) > 0
+    assert others_that_changed(losses(*build()), many_samples(), 6) > 0
 
 
-def test_rows_without_items_run_and_give_encoders_no_gradient():
-    model, params = build()
+@pytest.mark.parametrize("backend", ["dense", "blockwise"])
+def test_batches_with_padding_no_rows_or_no_encoder_at_all_give_the_same_loss_and_no_encoder_gradient(backend):
+    model, params = build(tiny(backend))
     rng = np.random.default_rng(0)
     rows = [[random_sample(rng, [5]), random_sample(rng, [7])]]
-    empty = pack(rows, {"llm": 16, "vision": 16, "audio": 8})
+    padding = pack(rows, {"llm": 16, "vision": 16, "audio": 8})
     absent = pack(rows, {"llm": 16}, encoders=())
-    run = jax.value_and_grad(lambda p, batch: token_losses(model, p, batch).sum())
-    (loss, gradients), (same, _) = jax.jit(run)(params, empty), jax.jit(run)(params, absent)
-    np.testing.assert_allclose(loss, same, rtol=1e-6)
-    encoders = jax.tree.leaves([gradients["encoders"], gradients["connectors"]])
-    assert all((np.asarray(g) == 0).all() for g in encoders)
-    no_rows = absent._replace(items={n: jax.tree.map(lambda x: x[:0], b) for n, b in empty.items.items()})
-    no_rows = no_rows._replace(text=empty.text)
-    np.testing.assert_allclose(jax.jit(run)(params, no_rows)[0], loss, rtol=1e-6)
+    no_rows = padding._replace(items={n: jax.tree.map(lambda x: x[:0], b) for n, b in padding.items.items()})
+    run = jax.jit(jax.value_and_grad(lambda p, batch: token_losses(model, p, batch).sum()))
+    loss, gradients = run(params, padding)
+    assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves([gradients["encoders"], gradients["connectors"]]))
+    for batch in (absent, no_rows):
+        other, gradients = run(params, batch)
+        np.testing.assert_allclose(other, loss, rtol=1e-6)
+        assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(gradients["connectors"]))
 
 
 def test_half_precision_activations_give_float32_logits_near_the_exact_ones():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +33,9 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.data.embedded import ALPHABET
+from mmjax.data.budget import make_budget
 from mmjax.data.index import build_index
-from mmjax.data.pipeline import LoadedStep, StepLoader
-from mmjax.data.plan import make_budget
+from mmjax.data.pipeline import StepLoader
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
@@ -40,6 +43,9 @@ from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.optimizer import hyperparameters, make_optimizer
 from mmjax.training.state import TrainState
 from mmjax.training.step import Accumulated, Executor
+
+MERGE = {"vision": 2 * 2, "audio": 2 * 2}  # encoder positions per LLM token: a square of patches; stride and merge
+VOCAB = len(ALPHABET) + 3  # one more than there are tokens, so that tensor=2 divides it
 
 MESHES = {
     "one device": MeshConfig(1),
@@ -51,15 +57,15 @@ MESHES = {
 
 
 def tiny_config(**changes: Any) -> Config:
-    """Three modalities, two layers of everything; `changes` replace fields of the config."""
+    """Three modalities, two layers of everything, four microbatches; `changes` replace fields of the config."""
     tower = {"layers": 2, "width": 32, "heads": 2, "mlp_width": 48}
     connector = ConnectorConfig(mlp_width=48, position_grid=16)
     config = Config(
         name="tiny",
         data=DataConfig({"embedded": EmbeddedSource(samples=300)}, ALPHABET, workers=0),
-        batch=BatchConfig(Samples(12), {"llm": 4, "vision": 3, "audio": 2}, grouping=PackGrouping(chunk_steps=16)),
+        batch=BatchConfig(Samples(48), {"llm": 3, "vision": 1, "audio": 1}, 4, PackGrouping(chunk_steps=12)),
         model=ModelConfig(
-            DecoderConfig(**tower | {"heads": 4}, kv_heads=2, head_width=8, vocab=len(ALPHABET) + 2, rope_theta=1e3),
+            DecoderConfig(**tower | {"heads": 4}, kv_heads=2, head_width=8, vocab=VOCAB, rope_theta=1e3),
             {
                 "vision": VisionConfig(**tower, patch=4, channels=1, connector=connector),
                 "audio": AudioConfig(
@@ -73,19 +79,19 @@ def tiny_config(**changes: Any) -> Config:
             },
         ),
         training=TrainingConfig(steps=10),
-        optimizer=AdamW(learning_rate=3e-3),
+        optimizer=AdamW(learning_rate=3e-3, weight_decay=0.1),
         schedule=Schedule(warmup=2),
     )
     return replace(config, **changes)
 
 
-def load_steps(config: Config, folder: Path, steps: int) -> list[LoadedStep]:
-    """The first steps of the config's data, by its own planner and loader."""
+def load_steps(config: Config, folder: Path, steps: int) -> list[tuple[Microbatch, ...]]:
+    """The microbatches of the first steps of the config's data, by its own planner and loader."""
     index = build_index(open_sources(config, "train", folder), config.model.encoders)
     index.save(folder / "index")
-    budget = make_budget(index, config.batch, ("llm", *config.model.encoders), [1.0], config.seed)
+    budget = make_budget(index, config, [1.0])
     loader = StepLoader(config, budget, folder / "index", folder)
-    return [loader(step) for step in range(steps)]
+    return [loader(step).microbatches for step in range(steps)]
 
 
 def make_executor(config: Config, mesh: MeshConfig) -> Executor:
@@ -96,12 +102,25 @@ def make_executor(config: Config, mesh: MeshConfig) -> Executor:
     return Executor(model, optimizer, make_mesh(mesh, jax.devices()[:count]), ShardingRules(), len(config.data.sources))
 
 
-def gradients(executor: Executor, state: TrainState, batches: Sequence[Microbatch], weight: float) -> Accumulated:
+def scattered(executor: Executor, seed: int = 0) -> Any:
+    """Parameters on the host with biases and scales moved off their zeros and ones, so that no mistake in them hides."""
+    rng = np.random.default_rng(seed)
+    params = jax.device_get(executor.init(jax.random.key(seed))).trainable
+    return jax.tree.map(lambda p: p + 0.02 * rng.standard_normal(p.shape, np.float32), params)
+
+
+def state_with(executor: Executor, trainable: Any) -> TrainState:
+    """Step 0 with these parameters, nothing frozen, where the executor wants them."""
+    trainable = jax.device_put(trainable, executor.shardings.trainable)
+    step, moments = executor.start(trainable)
+    return TrainState(step, trainable, {}, moments)
+
+
+def gradients(executor: Executor, state: TrainState, batches: Sequence[Microbatch]) -> Accumulated:
     """Gradients and report over the microbatches, on the host."""
-    accumulated = executor.zeros()
+    accumulated, total = executor.zeros(), np.float32(weight(batches))
     for batch in batches:
-        put = executor.put(batch)
-        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, put, np.float32(weight))
+        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, executor.put(batch), total)
     return jax.device_get(accumulated)
 
 
@@ -114,32 +133,35 @@ class Trained:
     gradient_norms: np.ndarray
 
 
-def train(config: Config, executor: Executor, state: TrainState, steps: Sequence[LoadedStep]) -> Trained:
-    """One update per loaded step. `state` is donated."""
+def train(config: Config, executor: Executor, state: TrainState, steps: Sequence[Sequence[Microbatch]]) -> Trained:
+    """One update per step's microbatches. `state` is donated."""
     accumulated = executor.zeros()
     losses, norms = [], []
-    for n, loaded in enumerate(steps):
-        batches = [executor.put(b) for b in loaded.microbatches]
+    for n, batches in enumerate(steps):
+        put = [executor.put(b) for b in batches]
         hyper = hyperparameters(config, executor.modules, n)
-        state, accumulated, told = executor.step(state, accumulated, batches, float(loaded.weight), hyper)
-        losses.append(float(told.report.loss.sum() / told.report.weight.sum()))
-        norms.append(float(told.gradient_norm))
+        state, accumulated, told = executor.step(state, accumulated, put, weight(batches), hyper)
+        report, norm = jax.device_get(told)
+        losses.append(report.loss.sum() / report.weight.sum())
+        norms.append(norm)
     return Trained(state, np.array(losses), np.array(norms))
 
 
-def merged(batches: Sequence[Microbatch], merges: dict[str, int]) -> Microbatch:
-    """Microbatches of one shape as one: rows one below the other, slots shifted to where the items went.
+def weight(batches: Sequence[Microbatch]) -> float:
+    """Loss weight of all microbatches together."""
+    return float(sum(b.text.weight.sum() for b in batches))
 
-    `merges` are the encoder positions per LLM token.
-    """
+
+def merged(batches: Sequence[Microbatch]) -> Microbatch:
+    """Microbatches of one shape as one: rows one below the other, slots shifted to where the items went."""
 
     def shifted(encoder: str, m: int) -> np.ndarray:
         slots, item = batches[m].text.slots[encoder], batches[m].items[encoder].item
-        return np.where(slots >= 0, slots + m * item.size // merges[encoder], PADDING)
+        return np.where(slots >= 0, slots + m * item.size // MERGE[encoder], PADDING)
 
     stack = lambda *arrays: np.concatenate(arrays)  # noqa: E731
     text = jax.tree.map(stack, *(b.text._replace(slots={}) for b in batches))
-    slots = {e: np.concatenate([shifted(e, m) for m in range(len(batches))]) for e in merges}
+    slots = {e: np.concatenate([shifted(e, m) for m in range(len(batches))]) for e in batches[0].items}
     return Microbatch(text._replace(slots=slots), jax.tree.map(stack, *(b.items for b in batches)))
 
 
@@ -152,7 +174,9 @@ def without(batch: Microbatch, encoders: Sequence[str]) -> Microbatch:
             held[row] |= np.isin(samples, samples[text.slots[encoder][row] >= 0])
     fill = {"sample": PADDING, "source": PADDING}
     fields = {
-        f: np.where(held, fill.get(f, 0), x).astype(x.dtype) for f, x in text._asdict().items() if f not in ("slots", "pos")
+        f: np.where(held, fill.get(f, 0), x).astype(x.dtype)
+        for f, x in text._asdict().items()
+        if f not in ("slots", "pos")
     }
     slots = {e: np.where(held, PADDING, s).astype(s.dtype) for e, s in text.slots.items()}
     empty = {
@@ -178,3 +202,19 @@ def worst_leaf(gradients: Any, reference: Any) -> tuple[float, str]:
         return float(difference / size) if size else float(difference)
 
     return max((off(name), name) for name in wanted)
+
+
+@contextlib.contextmanager
+def stderr_of() -> Iterator[list[str]]:
+    """Collects what is written to file descriptor 2 inside, where XLA's C++ code writes its warnings; read it afterwards."""
+    written: list[str] = []
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield written
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            written.append(file.read().decode(errors="replace"))

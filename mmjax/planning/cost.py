@@ -1,0 +1,216 @@
+"""What a microbatch costs in floating-point operations: what it needs, and what is executed for it.
+
+`needed` is what the mathematics asks for: matrix products on useful positions, attention on allowed pairs, and backward
+only what some trainable parameter wants. Divided by time and peak it is MFU. `executed` is what the backend runs: full
+rows, every score of dense attention or every block that blockwise attention may visit, recomputation, and elementwise
+work as XLA counts it. Both come module by module: "llm", "<encoder>" and "<encoder>.connector".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from mmjax.batch import ItemBatch, TextBatch
+from mmjax.config import DecoderConfig, ModelConfig, VisionConfig
+from mmjax.planning.elementwise import connector_elementwise, layer_elementwise, tower_elementwise
+from mmjax.planning.work import CONV_STRIDE, CONV_TAPS, Encoder, Work, layer_of, merged_positions, row_work, useful_work
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one microbatch; a multiply-add is two."""
+
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+class Products(NamedTuple):
+    """Multiply-adds of one module's forward pass. Their gradients differ, so they are kept apart."""
+
+    data: int  # weights times data, which has no gradient
+    weights: int  # weights times activations
+    attention: int  # activations times activations
+
+
+def parameters(model: ModelConfig) -> dict[str, int]:
+    """Parameters of every module, exactly."""
+    llm = model.llm
+    counts = {"llm": llm.layers * layer_of(llm).parameters + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
+    for name, encoder in model.encoders.items():
+        c, width = encoder.connector, encoder.width
+        if isinstance(encoder, VisionConfig):
+            embed, axes = (encoder.patch**2 * encoder.channels + 1) * width, 2
+        else:
+            embed, axes = (CONV_TAPS * encoder.mels + 1) * width + (CONV_TAPS * width + 1) * width, 1
+        counts[name] = embed + encoder.layers * layer_of(encoder).parameters + 2 * width
+        mlp = (merged_positions(encoder) * width + 1) * c.mlp_width + (c.mlp_width + 1) * llm.width
+        counts[f"{name}.connector"] = 2 * width + mlp + axes * c.position_grid * llm.width
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------------------ needed
+
+
+def needed(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Flops]:
+    """FLOPs that the mathematics of one microbatch needs, by module.
+
+    Matrix products alone, as everyone's MFU: the logits of every useful position, with or without a loss; a convolution
+    as a product with all its taps; the scores and the weighted sums of allowed pairs. Backward, a product of weights
+    and activations has two gradients of its own size: that of the weights where they are trainable, that of the
+    activations where something trainable stands before them. `frozen` names modules. Towers that are not in `work`
+    do not run.
+    """
+    flops = {}
+    for module, p in _products(model, work).items():
+        trainable, upstream = _gradients(module, model, work, frozen)
+        backward = trainable * (p.data + p.weights) + (trainable or upstream) * (p.weights + 2 * p.attention)
+        flops[module] = Flops(2 * (p.data + p.weights + p.attention), 2 * backward)
+    return flops
+
+
+def step_needed(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str]) -> float:
+    """Needed FLOPs of a microbatch, forward and backward over all modules, from its (NumPy) arrays."""
+    return float(sum(f.total for f in needed(model, useful_work(model, text, items), frozen).values()))
+
+
+def mfu(needed_flops: float, seconds: float, peak: float) -> float:
+    """Model FLOPs utilisation; `peak` is the FLOP/s of all devices together."""
+    return needed_flops / (seconds * peak)
+
+
+def frozen_modules(model: ModelConfig) -> frozenset[str]:
+    """The modules that the config freezes."""
+    parts = {"llm": model.llm.frozen}
+    for name, encoder in model.encoders.items():
+        parts |= {name: encoder.frozen, f"{name}.connector": encoder.connector.frozen}
+    return frozenset(module for module, frozen in parts.items() if frozen)
+
+
+# FLOP/s of dense matrix products, (bfloat16, float32); the first pattern found in JAX's `device_kind` counts.
+# float32 is what JAX runs by default: TF32 on these GPUs, one bfloat16 pass on TPUs. Sources, halved where they give
+# only the rate with 2:4 sparsity: NVIDIA's A100, A800, A40, H100 and H200 datasheets and the H100 architecture white
+# paper (nvidia.com/data-center); cloud.google.com/tpu/docs/v5e and /v5p.
+PEAK_FLOPS = (
+    (r"\bMIG\b", None),  # a slice of a GPU
+    (r"\bA100\b|\bA800\b", (312e12, 156e12)),
+    (r"\bA40\b", (149.7e12, 74.8e12)),
+    (r"\bH100 PCIe\b", (756.5e12, 378e12)),
+    (r"\b(H100|H200) NVL\b", (835.5e12, 417.5e12)),
+    (r"\b(H100|H200)\b", (989.4e12, 494.7e12)),
+    (r"\bTPU v5( lite|e)", (197e12, 197e12)),
+    (r"\bTPU v5(p|$)", (459e12, 459e12)),
+)
+
+
+def peak_flops(device_kind: str, precision: Literal["bfloat16", "float32"]) -> float | None:
+    """FLOP/s of one device at its datasheet's best, by JAX's `device_kind`; None where we know no number."""
+    for pattern, peaks in PEAK_FLOPS:
+        if re.search(pattern, device_kind):
+            return None if peaks is None else peaks[precision == "float32"]
+    return None
+
+
+def _gradients(module: str, model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> tuple[bool, bool]:
+    """Whether a module is trainable, and whether anything that feeds it is."""
+    tower = module.removesuffix(".connector")
+    before = set() if module == tower else {tower}
+    if module == "llm":
+        running = [name for name in model.encoders if name in work and work[name].inputs]
+        before = {*running, *(f"{name}.connector" for name in running)}
+    return module not in frozen, bool(before - frozen)
+
+
+def _products(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, Products]:
+    """Multiply-adds of every module's forward pass."""
+    products = {}
+    for name, w in work.items():
+        config = model.llm if name == "llm" else model.encoders[name]
+        layer = layer_of(config)
+        weights = config.layers * layer.weights * w.positions
+        attention = config.layers * 2 * layer.queries * w.pairs  # scores, and the weighted sum of values
+        if isinstance(config, DecoderConfig):
+            products[name] = Products(0, weights + config.vocab * config.width * w.positions, attention)
+            continue
+        if isinstance(config, VisionConfig):
+            data = config.patch**2 * config.channels * config.width * w.inputs
+        else:
+            data = CONV_TAPS * config.mels * config.width * w.inputs
+            weights += CONV_TAPS * config.width**2 * w.positions
+        products[name] = Products(data, weights, attention)
+        mlp = merged_positions(config) * config.width + model.llm.width
+        products[f"{name}.connector"] = Products(0, config.connector.mlp_width * mlp * w.tokens, 0)
+    return products
+
+
+# ---------------------------------------------------------------------------------------------------------- executed
+
+
+def executed(model: ModelConfig, shape: Mapping[str, tuple[int, int]], frozen: Set[str]) -> dict[str, Flops]:
+    """FLOPs that the backend runs for one microbatch of this shape, by module; `shape` as in `row_work`.
+
+    With dense attention in float32, forward plus backward is what `cost_analysis()` of the compiled gradient says, to
+    2%, from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%.
+    """
+    work = row_work(model, shape)
+    flops = {}
+    for module, p in _products(model, work).items():
+        trainable, upstream = _gradients(module, model, work, frozen)
+        tower = module.removesuffix(".connector")
+        config = model.llm if module == "llm" else model.encoders[tower]
+        # Blockwise attention keeps no scores: a fifth product in its backward pass computes them again.
+        attention = 5 * p.attention // 2 if config.attention == "blockwise" else 2 * p.attention
+        backward = trainable * (p.data + p.weights) + (trainable or upstream) * (p.weights + attention)
+        if module == tower:
+            forward_ops, backward_ops = tower_elementwise(config, work[tower])
+            again = _recomputed(config, work[tower])
+        else:
+            forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
+            again = 0
+        backward = 2 * backward + (trainable or upstream) * (backward_ops + again)
+        flops[module] = Flops(2 * (p.data + p.weights + p.attention) + forward_ops, backward)
+    return flops
+
+
+def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset()) -> np.ndarray:
+    """Executed FLOPs of one more row position of the LLM and of each encoder (with its connector), float64 `[modules]`.
+
+    Attention makes it grow with the row: this is the cost at rows of about `length` positions.
+    """
+    steps = {name: CONV_STRIDE * merged_positions(encoder) for name, encoder in model.encoders.items()}
+    short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
+    costs = []
+    for name, (_, step) in short.items():
+        half = max(1, length // (2 * step)) * step
+        # A quadratic's slope at 2 * half is its rise from half to three halves, divided by the way. The other modules
+        # run, because they decide what needs a gradient, and cancel.
+        low, high = (
+            sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen).values()) for n in (half, 3 * half)
+        )
+        costs.append((high - low) / (2 * half))
+    return np.array(costs)
+
+
+def _recomputed(config: DecoderConfig | Encoder, work: Work) -> int:
+    """FLOPs that backward spends on the forward pass again, by the remat policy of each layer.
+
+    `full` computes the layer again but for its last product, whose value no gradient needs. `attention` keeps every
+    product with weights and the output of attention. Dense attention then computes both of its products again, the
+    second because the gradient of the softmax's sum needs the output before division; blockwise keeps that sum.
+    """
+    layer = layer_of(config)
+    elementwise = layer_elementwise(config, work)[0]
+    attention = 2 * 2 * layer.queries * work.pairs
+    again = {
+        "none": 0,
+        "full": 2 * ((layer.weights - layer.width * layer.mlp) * work.positions) + attention + elementwise,
+        "attention": (0 if config.attention == "blockwise" else attention) + elementwise,
+    }
+    policies = (config.remat,) * config.layers if isinstance(config.remat, str) else config.remat
+    return sum(again[policy] for policy in policies)

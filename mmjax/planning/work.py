@@ -1,0 +1,95 @@
+"""How much of each tower a microbatch asks for: what its arrays hold, or what full rows make the backend run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from mmjax.batch import ItemBatch, TextBatch
+from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
+from mmjax.planning.pairs import allowed_pairs, item_pairs
+
+Encoder = VisionConfig | AudioConfig
+
+CONV_TAPS = 3  # of both convolutions of the audio encoder
+CONV_STRIDE = 2  # of the second one
+BLOCK = 256  # queries and keys of one block of blockwise attention
+
+
+class Work(NamedTuple):
+    """How much of one tower there is to compute."""
+
+    positions: int  # that pass through the layers: tokens, patches, frames after the stride
+    pairs: int  # (query, key) pairs of one head of one layer
+    inputs: int = 0  # patches or frames that an encoder reads
+    tokens: int = 0  # that its connector gives to the LLM
+
+
+class Layer(NamedTuple):
+    """One transformer layer by its widths."""
+
+    width: int
+    queries: int  # heads * head width
+    keys: int
+    heads: int
+    mlp: int
+    gated: bool
+
+    @property
+    def weights(self) -> int:
+        """Elements of its matrices, which is also the multiply-adds per position."""
+        return self.width * (2 * self.queries + 2 * self.keys) + (2 + self.gated) * self.width * self.mlp
+
+    @property
+    def parameters(self) -> int:
+        """Of a decoder two RMSNorms and no biases; of an encoder two LayerNorms and a bias on all but the keys."""
+        return self.weights + (2 * self.width if self.gated else 4 * self.width + 4 * self.width + self.mlp)
+
+
+def layer_of(config: DecoderConfig | Encoder) -> Layer:
+    """The widths of a tower's layers."""
+    c = config
+    if isinstance(c, DecoderConfig):
+        return Layer(c.width, c.heads * c.head_width, c.kv_heads * c.head_width, c.heads, c.mlp_width, True)
+    return Layer(c.width, c.width, c.width, c.heads, c.mlp_width, False)
+
+
+def merged_positions(encoder: Encoder) -> int:
+    """Positions of an encoder's output that its connector makes one token of."""
+    return encoder.connector.merge ** (2 if isinstance(encoder, VisionConfig) else 1)
+
+
+def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]) -> dict[str, Work]:
+    """What the arrays of a microbatch hold, without padding, by tower."""
+    work = {"llm": Work(int((text.sample >= 0).sum()), int(allowed_pairs(text).sum()))}
+    for name, batch in items.items():
+        encoder = model.encoders[name]
+        placed = batch.item[:, ::CONV_STRIDE] if isinstance(encoder, AudioConfig) else batch.item
+        rows, group = len(placed), merged_positions(encoder)
+        groups = placed.reshape(rows, placed.shape[1] // group, group).max(-1, initial=-1)
+        inputs, positions, tokens = (int((x >= 0).sum()) for x in (batch.item, placed, groups))
+        work[name] = Work(positions, int(item_pairs(placed).sum()), inputs, tokens)
+    return work
+
+
+def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[str, Work]:
+    """What the backend runs for full rows, by tower; `shape` is (rows, row length) of "llm" and the encoders.
+
+    Dense attention has all pairs of a row. Blockwise attention skips blocks by what the rows hold; counted are those
+    that it may visit: for the LLM up to the diagonal, for an encoder all.
+    """
+    work = {}
+    for name, (rows, length) in shape.items():
+        config = model.llm if name == "llm" else model.encoders[name]
+        layer_length = length // CONV_STRIDE if isinstance(config, AudioConfig) else length
+        pairs = layer_length**2
+        if config.attention == "blockwise":
+            side = min(BLOCK, layer_length)
+            blocks = -(-layer_length // side)
+            pairs = side**2 * (blocks * (blocks + 1) // 2 if name == "llm" else blocks**2)
+        positions = rows * layer_length
+        if name == "llm":
+            work[name] = Work(positions, rows * pairs)
+        else:
+            work[name] = Work(positions, rows * pairs, rows * length, positions // merged_positions(config))
+    return work

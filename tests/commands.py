@@ -1,0 +1,59 @@
+"""Commands as a user runs them: in this process where that is enough, in their own where it is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mmjax.errors import run_command
+
+ROOT = Path(__file__).parent.parent
+TINY = str(ROOT / "tests" / "tiny.py")
+TINY_MEDIA = str(ROOT / "tests" / "tiny_media.py")
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], None], *words: object) -> Ended:
+    """Run a command's `main` in this process."""
+    capsys.readouterr()
+    code = run_command(lambda: main([str(word) for word in words]))
+    return Ended(code, *capsys.readouterr())
+
+
+def start(*words: object, devices: int = 1, **options) -> subprocess.Popen:
+    """Start `python -m WORDS` in a process of its own, which is the leader of a process group."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
+    command = [sys.executable, "-m", *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+
+
+def finish(process: subprocess.Popen, seconds: float = 240) -> Ended:
+    """How it ended."""
+    out, err = process.communicate(timeout=seconds)
+    return Ended(process.returncode, out, err)
+
+
+def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of this test session's runs: beside each other, they share their compiled programs."""
+    folder = tmp_path_factory.getbasetemp() / "runs"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder, to the byte."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -1,0 +1,277 @@
+"""Loading: only what is needed is opened, once; workers bring the same steps in order; what goes wrong is said."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from made import config, index_of, load, random_samples
+
+from mmjax.batch import ItemBatch, Microbatch, TextBatch
+from mmjax.config import NoGrouping, Samples
+from mmjax.config_files import default_config
+from mmjax.config_files import load as load_config
+from mmjax.data.budget import make_budget
+from mmjax.data.index import cached_index
+from mmjax.data.packing import share_of
+from mmjax.data.pipeline import LoadedStep, LoadingFailed, StepLoader, steps
+from mmjax.data.sources import open_sources
+from mmjax.errors import UserError
+
+KEPT = """
+import numpy as np
+from made import Made, random_samples
+
+
+class Faulty(Made):
+    def __init__(self, samples, fault, index):
+        super().__init__(samples)
+        self.fault, self.index = fault, index
+
+    def sample(self, index):
+        if index == self.index and self.fault == "bug":
+            error = KeyError("caption")
+            error.cannot_be_pickled = lambda: None
+            raise error
+        if index == self.index and self.fault == "exit":
+            raise SystemExit(0)
+        if index == self.index and self.fault == "stop":
+            raise StopIteration
+        return super().sample(index)
+
+    def item(self, index, number):
+        array = super().item(index, number)
+        if index == self.index and self.fault == "torn":
+            raise OSError("image file is truncated")
+        return array
+
+
+def make(split, fault="", index=-1):
+    return Faulty(random_samples(60, seed=0).samples, fault, index)
+"""
+
+
+def run_folder(folder: Path, **fault) -> StepLoader:
+    """A loader whose source comes from the run folder's kept config, as in a worker."""
+    (folder / "config.py").write_text(KEPT)
+    made = config()
+    source = made.data.sources["made"]
+    source.arguments.update(fault)
+    opened = open_sources(made, "train", folder)["made"]
+    index = index_of(opened, made)
+    index.save(folder / "index")
+    return StepLoader(made, make_budget(index, made, [1.0]), folder / "index", folder)
+
+
+def assert_same(a: LoadedStep, b: LoadedStep) -> None:
+    timeless = [step._replace(plan_seconds=0, load_seconds=0) for step in (a, b)]
+    assert jax.tree.structure(timeless[0]) == jax.tree.structure(timeless[1])
+    for x, y in zip(*map(jax.tree.leaves, timeless), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert np.asarray(x).dtype == np.asarray(y).dtype
+
+
+# ---------------------------------------------------------------------------------------------------- what is opened
+
+
+@pytest.mark.parametrize("grouping", [config().batch.grouping, NoGrouping(chunk_steps=8)], ids=["pack", "none"])
+def test_a_step_reads_its_samples_and_opens_its_items_once_and_nothing_else(grouping, tmp_path):
+    source = random_samples(60, seed=0)
+    loader = load(source, tmp_path, grouping=grouping)
+    for step in range(12):
+        loader(step)
+        samples = loader.plan(step).samples().tolist()
+        items = [(s, n) for s in samples for n in range(len(source.samples[s][1]))]
+        assert sorted(source.read) == sorted(samples)
+        assert sorted(source.opened) == sorted(items)
+        source.read.clear(), source.opened.clear()
+
+
+def test_nothing_decoded_is_kept(tmp_path):
+    source = random_samples(60, seed=0)
+    loader = load(source, tmp_path)
+    loader(3)
+    once = Counter(source.opened)
+    loader(3)
+    assert once
+    assert Counter(source.opened) == {item: 2 for item in once}
+
+
+def test_each_of_two_processes_opens_only_what_its_own_rows_hold(tmp_path):
+    sources = [random_samples(60, seed=0) for _ in range(2)]
+    loaders = [load(source, tmp_path / str(p), p, 2) for p, source in enumerate(sources)]
+    whole = random_samples(60, seed=0)
+    alone = load(whole, tmp_path / "alone")
+    for step in range(8):
+        loaded = [loader(step) for loader in loaders]
+        assert {int(x.digest) for x in loaded} == {int(alone(step).digest)}
+        (plan,) = loaders[0].plan(step).microbatches
+        sample = np.repeat(plan.samples, np.diff(plan.part_start))
+        number = np.arange(len(sample)) - np.repeat(plan.part_start[:-1], np.diff(plan.part_start)) - 1
+        for process, source in enumerate(sources):
+            shares = [share_of(rows, process, 2) for rows in loaders[0].budget.rows]
+            own = np.array([row in shares[m] for m, row in zip(plan.module, plan.row, strict=True)])
+            assert sorted(source.read) == sorted(sample[own & (plan.module == 0)].tolist())
+            items = own & (plan.module > 0)
+            assert sorted(source.opened) == sorted(zip(sample[items].tolist(), number[items].tolist(), strict=True))
+        assert sorted(sources[0].opened + sources[1].opened) == sorted(whole.opened)
+        assert sorted(sources[0].read + sources[1].read) == sorted(whole.read)
+        for source in (*sources, whole):
+            source.read.clear(), source.opened.clear()
+
+
+def test_rows_are_shared_out_in_order_and_about_equally():
+    for rows in range(1, 9):
+        for processes in range(1, 6):
+            shares = [share_of(rows, p, processes) for p in range(processes)]
+            assert [r for share in shares for r in share] == list(range(rows))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+# --------------------------------------------------------------------------------------------------- what a loader is
+
+
+def test_a_loader_is_small_to_send_and_opens_everything_where_it_arrives(tmp_path):
+    loader = run_folder(tmp_path)
+    here = loader(0)
+    sent = pickle.dumps(loader)
+    assert len(sent) < 10_000
+    there = pickle.loads(sent)
+    assert set(there.__dict__) == set(loader.__dataclass_fields__)
+    assert_same(here, there(0))
+
+
+def test_batches_survive_pickling_as_what_they_are(tmp_path):
+    loaded = run_folder(tmp_path)(0)
+    again = pickle.loads(pickle.dumps(loaded))
+    assert_same(loaded, again)
+    assert type(again) is LoadedStep
+    assert type(again.microbatches[0]) is Microbatch
+    assert type(again.microbatches[0].text) is TextBatch
+    assert {type(items) for items in again.microbatches[0].items.values()} == {ItemBatch}
+
+
+def test_the_weight_and_flops_of_a_step_are_those_of_its_batches(tmp_path):
+    loaded = load(random_samples(60, seed=0), tmp_path, microbatches=2, size=Samples(12))(0)
+    assert loaded.weight == sum(b.text.weight.sum() for b in loaded.microbatches) > 0
+    assert loaded.needed_flops > 0
+
+
+def test_where_chunks_start_is_kept_for_those_who_come_later(tmp_path):
+    first = run_folder(tmp_path)
+    digest = first.plan(100).digest()
+    later = pickle.loads(pickle.dumps(first))
+    assert later.planner.first_steps == first.planner.first_steps
+    assert len(later.planner.first_steps) > 10
+    assert later.plan(100).digest() == digest
+    assert later.planner._chunk.cache_info().misses == 1
+    other = StepLoader(config(microbatches=2), first.budget, first.index_folder, tmp_path)
+    assert other.planner.first_steps == [0]
+
+
+def test_only_one_process_keeps_where_chunks_start(tmp_path):
+    load(random_samples(60, seed=0), tmp_path, process=1, processes=2).plan(100)
+    assert not list((tmp_path / "index").glob("chunks-*"))
+
+
+def test_loading_a_step_of_the_default_config_takes_less_than_25_ms_of_one_core(tmp_path):
+    made = load_config(default_config(), ["data.sources.embedded.samples=2000"])
+    index, folder = cached_index(open_sources(made, "train", tmp_path), made.model.encoders, tmp_path)
+    loader = StepLoader(made, make_budget(index, made, [1.0]), folder, tmp_path)
+    loader(0)
+    began = time.process_time()
+    for step in range(1, 21):
+        loader(step)
+    assert (time.process_time() - began) / 20 < 25e-3
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+def worker_processes() -> list[int]:
+    return [p.pid for p in multiprocessing.active_children() if p.name.startswith("grain")]
+
+
+def assert_no_workers_are_left() -> None:
+    end = time.monotonic() + 30
+    while worker_processes() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not worker_processes()
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_workers_bring_the_same_steps_bit_for_bit_in_order_from_any_first_step(first, tmp_path):
+    loader = run_folder(tmp_path)
+    last = first + 7
+    here = list(steps(loader, first, last, workers=0, prefetch=2))
+    there = list(steps(loader, first, last, workers=2, prefetch=2))
+    assert [int(x.step) for x in here] == [int(x.step) for x in there] == list(range(first, last))
+    for step, a, b in zip(range(first, last), here, there, strict=True):
+        assert_same(a, b)
+        assert_same(a, loader(step))
+    assert type(there[0].microbatches[0].text) is TextBatch
+    assert_no_workers_are_left()
+
+
+def test_no_steps_start_no_workers(tmp_path):
+    assert list(steps(run_folder(tmp_path), 5, 5, workers=2, prefetch=2)) == []
+    assert not worker_processes()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("torn", UserError, "of sample made[{}]: image file is truncated"),
+        ("bug", (KeyError, LoadingFailed), "caption"),
+    ],
+)
+def test_an_error_while_loading_is_raised_at_its_step(fault, error, message, workers, tmp_path):
+    plan = run_folder(tmp_path / "plain" if (tmp_path / "plain").mkdir() is None else tmp_path)
+    bad = next(int(s) for s in plan.plan(4).samples() if len(plan.reader.sample(int(s)).segments) > 2)
+    at = next(step for step in range(9) if bad in plan.plan(step).samples())
+    loader = run_folder(tmp_path, fault=fault, index=bad)
+    with pytest.raises(error) as raised:
+        for n, loaded in enumerate(steps(loader, 0, 9, workers, prefetch=2)):
+            assert int(loaded.step) == n < at
+    assert message.format(bad) in str(raised.value)
+    assert_no_workers_are_left()
+
+
+@pytest.mark.parametrize("fault", ["exit", "stop"])
+def test_a_source_that_ends_its_process_or_its_iteration_is_an_error_too(fault, tmp_path):
+    loader = run_folder(tmp_path, fault=fault, index=3)
+    at = next(step for step in range(20) if 3 in loader.plan(step).samples())
+    with pytest.raises(LoadingFailed, match=f"step {at} could not be loaded"):
+        list(steps(loader, at, at + 3, workers=1, prefetch=2))
+
+
+def test_a_killed_worker_is_said_within_seconds(tmp_path):
+    loaded = steps(run_folder(tmp_path), 0, 10_000, workers=2, prefetch=2)
+    next(loaded)
+    killed = worker_processes()
+    assert len(killed) == 2
+    os.kill(killed[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"a data worker was killed before step \d+: .*exit code -9.*data\.workers"):
+        for _ in loaded:
+            pass
+    assert time.monotonic() - began < 20
+    assert_no_workers_are_left()
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_workers_end_when_they_are_closed(asked, tmp_path):
+    loaded = steps(run_folder(tmp_path), 0, 10_000, workers=1, prefetch=2)
+    for _ in range(asked):
+        next(loaded)
+    loaded.close()
+    assert_no_workers_are_left()

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from mmjax.config import DecoderConfig, MeshConfig, ModelConfig, VisionConfig
+from mmjax.errors import UserError
+from mmjax.parallel.mesh import check_heads, make_mesh, replicated, row_ranks, rows_sharding
+
+LLM = DecoderConfig(layers=1, width=32, heads=8, kv_heads=2, head_width=4, mlp_width=48, vocab=9)
+VISION = VisionConfig(layers=1, width=32, heads=4, mlp_width=48, patch=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (MeshConfig(), (8, 1, 1, 1)),
+        (MeshConfig(2, fsdp=-1), (2, 4, 1, 1)),
+        (MeshConfig(1, fsdp=4, tensor=-1), (1, 4, 2, 1)),
+        (MeshConfig(2, fsdp=2, tensor=2), (2, 2, 2, 1)),
+    ],
+)
+def test_a_mesh_takes_all_devices_and_minus_one_what_the_others_leave(config, shape):
+    mesh = make_mesh(config, jax.devices())
+    assert tuple(mesh.shape.values()) == shape
+    assert tuple(mesh.shape) == ("data", "fsdp", "tensor", "context")
+    assert mesh.devices.flatten().tolist() == jax.devices()
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong", "remedy"),
+    [
+        (MeshConfig(-1, fsdp=-1), "mesh.data and mesh.fsdp are both -1", "give all but one a size"),
+        (MeshConfig(-1, fsdp=3), "3 .* does not divide the 8 devices", "use sizes whose product does"),
+        (MeshConfig(4, tensor=4), "needs 16 devices and there are 8", "set one axis to -1"),
+        (MeshConfig(2, fsdp=2), "needs 4 devices and there are 8", "set one axis to -1"),
+        (MeshConfig(0), "data=0", "at least 1, or -1"),
+        (MeshConfig(-2), "data=-2", "at least 1, or -1"),
+        (MeshConfig(-1, context=2), "mesh.context must be 1", "one sequence stays on one device"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_remedy(config, wrong, remedy):
+    with pytest.raises(UserError, match=wrong) as raised:
+        make_mesh(config, jax.devices())
+    assert remedy in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("llm", "vision", "key"),
+    [
+        (LLM, VISION, None),
+        (replace(LLM, kv_heads=1), VISION, "model.llm.kv_heads=1"),
+        (replace(LLM, heads=3, kv_heads=2), VISION, "model.llm.heads=3"),
+        (LLM, replace(VISION, heads=1), "model.encoders.eyes.heads=1"),
+    ],
+)
+def test_tensor_parallelism_that_cuts_a_head_is_refused_with_the_key(llm, vision, key):
+    mesh = make_mesh(MeshConfig(tensor=2), jax.devices())
+    model = ModelConfig(llm, {"eyes": vision})
+    if key is None:
+        check_heads(mesh, model)
+        return
+    with pytest.raises(UserError, match="mesh.tensor=2 does not divide") as raised:
+        check_heads(mesh, model)
+    assert key in str(raised.value)
+    assert "use a divisor" in str(raised.value)
+
+
+def test_rows_are_spread_over_data_and_fsdp_and_whole_over_tensor():
+    mesh = make_mesh(MeshConfig(2, fsdp=2, tensor=2), jax.devices())
+    assert row_ranks(mesh) == 4
+    assert rows_sharding(mesh).shard_shape((8, 5)) == (2, 5)
+    assert replicated(mesh).spec == PartitionSpec()
+    assert replicated(mesh).shard_shape((8, 5)) == (8, 5)

@@ -1,0 +1,341 @@
+"""Needed FLOPs are an exact count, executed FLOPs are XLA's, and both are held against the real models."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.batch import ItemBatch, Microbatch, TextBatch
+from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
+from mmjax.models import attention
+from mmjax.models.model import Model, merge, module_of, partition
+from mmjax.planning import work
+from mmjax.planning.cost import (
+    executed,
+    frozen_modules,
+    mfu,
+    needed,
+    parameters,
+    peak_flops,
+    relative_cost,
+    step_needed,
+)
+from mmjax.planning.work import useful_work
+from mmjax.training.loss import token_losses
+
+MODULES = ("llm", "vision", "vision.connector", "audio", "audio.connector")
+FROZEN = [
+    frozenset(),
+    frozenset({"vision", "audio"}),
+    frozenset({"llm"}),
+    frozenset({"llm", "vision", "audio"}),
+    frozenset({"vision.connector", "audio"}),
+    frozenset({"vision", "vision.connector", "audio"}),
+    frozenset(MODULES) - {"audio.connector"},
+]
+
+
+def make_model(scale: int = 1, layers: int = 2, encoder_layers: int = 1, **llm) -> ModelConfig:
+    """A model of every part whose widths all differ, so that none can stand in for another."""
+    connector = ConnectorConfig(merge=2, mlp_width=20 * scale, position_grid=8)
+    width = 24 * scale
+    vision = VisionConfig(encoder_layers, width, 2, 40 * scale, patch=2, channels=3, connector=connector)
+    audio = AudioConfig(encoder_layers, width, 3, 36 * scale, mels=5, connector=replace(connector, merge=3))
+    decoder = DecoderConfig(layers, 32 * scale, 4, 2, 6 * scale, 44 * scale, vocab=29)
+    return ModelConfig(replace(decoder, **llm), {"vision": vision, "audio": audio})
+
+
+def make_text(sample: np.ndarray, span: np.ndarray | None = None) -> TextBatch:
+    """Text of the given samples that sees everything before it, and both ways inside spans."""
+    zero, one = np.zeros_like(sample), np.ones_like(sample)
+    span = zero if span is None else span
+    pos = zero + np.arange(sample.shape[1], dtype=np.int32)
+    weight = np.ones(sample.shape, np.float32)
+    return TextBatch(zero, zero, weight, pos, sample, pos, span, one, one, zero, {})
+
+
+def make_items(encoder: VisionConfig | AudioConfig, item: np.ndarray) -> ItemBatch:
+    features = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
+    return ItemBatch(np.zeros((*item.shape, features), np.float32), item, np.zeros((*item.shape, 3), np.int32))
+
+
+def make_batch(model: ModelConfig, shape: dict[str, tuple[int, int]]) -> Microbatch:
+    """Rows without padding in which everything sees everything: one sample, one span, one item."""
+    sample = np.zeros(shape["llm"], np.int32)
+    text = make_text(sample, sample + 1)
+    items = {e: make_items(c, np.zeros(shape[e], np.int32)) for e, c in model.encoders.items() if e in shape}
+    return Microbatch(text._replace(slots=dict.fromkeys(items, sample)), items)
+
+
+def random_microbatch(model: ModelConfig, rng: np.random.Generator) -> Microbatch:
+    def ids(rows: int, length: int, group: int) -> np.ndarray:
+        """Ascending ids with padding after each, every one from a multiple of `group` on."""
+        out = np.full((rows, length), -1, np.int32)
+        for row in range(rows):
+            at = number = 0
+            while at < length:
+                end = min(length, at + int(rng.integers(1, 3 * group + 6)))
+                out[row, at:end] = number
+                at, number = at + -(-(end - at) // group) * group + group * int(rng.integers(0, 2)), number + 1
+        return out
+
+    sample = ids(2, 17, 1)
+    span = rng.integers(0, 3, sample.shape).astype(np.int32)
+    items = {"vision": ids(2, 24, 4), "audio": ids(3, 36, 6)}
+    return Microbatch(make_text(sample, span), {e: make_items(model.encoders[e], x) for e, x in items.items()})
+
+
+def count_multiply_adds(model: ModelConfig, batch: Microbatch, frozen: frozenset[str]) -> dict[str, list[int]]:
+    """[forward, backward] of every module: a walk over the built model's matrices and over all pairs of positions."""
+    useful = {"llm": batch.text.sample >= 0, "vision": batch.items["vision"].item >= 0}
+    frames = batch.items["audio"].item >= 0
+    useful["audio"] = frames[:, ::2]
+    for name, group in (("vision", 4), ("audio", 3)):
+        windows = useful[name].reshape(len(useful[name]), -1, group)
+        useful[f"{name}.connector"] = windows.any(-1)
+    trainable = {m: m not in frozen for m in MODULES}
+    upstream = dict.fromkeys(MODULES, False)
+    for name in ("vision", "audio"):
+        upstream[f"{name}.connector"] = trainable[name]
+        upstream["llm"] |= trainable[name] or trainable[f"{name}.connector"]
+    counts = {m: [0, 0] for m in MODULES}
+
+    cuts = {"llm": tuple(range(1, model.llm.layers))}
+    flat = jax.tree_util.tree_flatten_with_path(Model.build(model, jnp.float32, cuts).abstract)[0]
+    for path, leaf in flat:
+        keys = tuple(k.key for k in path)
+        module = module_of(keys)
+        if len(leaf.shape) != 2 or "positions" in keys:
+            continue  # scales and biases; a table that is looked up
+        if keys[:2] == ("llm", "embed") and not model.llm.tied:
+            continue
+        on_data = keys[2] == "embed" and keys[-2] != "second" and module != "llm"
+        positions = frames if keys[-2] == "first" else useful[module]
+        for _ in range(int(positions.sum())):
+            products = leaf.shape[0] * leaf.shape[1]
+            counts[module][0] += products
+            counts[module][1] += products * trainable[module]
+            counts[module][1] += products * ((trainable[module] or upstream[module]) and not on_data)
+
+    heads = {"llm": (model.llm.layers, model.llm.heads, model.llm.head_width)}
+    heads |= {e: (c.layers, c.heads, c.width // c.heads) for e, c in model.encoders.items()}
+    item = {"vision": batch.items["vision"].item, "audio": batch.items["audio"].item[:, ::2]}
+    for tower, (layers, n, h) in heads.items():
+        owner = batch.text.sample if tower == "llm" else item[tower]
+        for row, positions in enumerate(owner):
+            for q, k in itertools.product(range(len(positions)), repeat=2):
+                ok = positions[q] == positions[k] >= 0
+                if tower == "llm":
+                    span = batch.text.span[row]
+                    ok = ok and (k <= q or span[q] == span[k] != 0)
+                for _ in range(layers * n * int(ok)):
+                    counts[tower][0] += 2 * h
+                    counts[tower][1] += 4 * h * (trainable[tower] or upstream[tower])
+    return counts
+
+
+def traced_products(jaxpr) -> int:
+    """Multiply-adds of all matrix products in a jaxpr without loops."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+        assert equation.primitive.name not in ("scan", "while"), "a loop's products would be counted once"
+        for inner in equation.params.values():
+            inner = getattr(inner, "jaxpr", inner)
+            total += traced_products(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+def gradient(model: ModelConfig, frozen: frozenset[str]):
+    """(the gradient function of the trainable parameters, its abstract parameters), every layer a run of its own."""
+    towers = {"llm": model.llm, **model.encoders}
+    built = Model.build(model, jnp.float32, {name: tuple(range(1, c.layers)) for name, c in towers.items()})
+    trainable, rest = partition(built.abstract, set(frozen))
+
+    def loss(trainable, rest, batch):
+        return token_losses(built.logits(merge(rest, trainable), batch), batch.text).sum()
+
+    return jax.grad(loss), (trainable, rest)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
+def test_needed_is_exactly_a_count_of_every_multiply_add(frozen: frozenset[str], tied: bool) -> None:
+    model = make_model(tied=tied)
+    batch = random_microbatch(model, np.random.default_rng(len(frozen)))
+    found = needed(model, useful_work(model, batch.text, batch.items), frozen)
+    expected = count_multiply_adds(model, batch, frozen)
+    assert {m: list(f) for m, f in found.items()} == {m: [2 * n for n in counts] for m, counts in expected.items()}
+    assert step_needed(model, batch.text, batch.items, frozen) == 2 * sum(map(sum, expected.values()))
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
+def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(frozen: frozenset[str]) -> None:
+    model = make_model()
+    batch = make_batch(model, {"llm": (2, 12), "vision": (1, 8), "audio": (2, 12)})
+    function, params = gradient(model, frozen)
+    assert step_needed(model, batch.text, batch.items, frozen) == 2 * traced_products(
+        jax.make_jaxpr(function)(*params, batch).jaxpr
+    )
+
+
+def test_padding_needs_nothing() -> None:
+    model = make_model()
+    batch = random_microbatch(model, np.random.default_rng(3))
+    more = [(0, 1), (0, 12)]
+    pad = lambda x, value: np.pad(x, more + [(0, 0)] * (x.ndim - 2), constant_values=value)  # noqa: E731
+    text = TextBatch(
+        **{f: pad(x, -1 if f == "sample" else 0) for f, x in batch.text._asdict().items() if f != "slots"}, slots={}
+    )
+    items = {e: ItemBatch(pad(b.values, 0), pad(b.item, -1), pad(b.coordinates, 0)) for e, b in batch.items.items()}
+    assert step_needed(model, text, items, frozenset()) == step_needed(model, batch.text, batch.items, frozenset())
+
+
+def test_a_frozen_llm_over_text_alone_needs_no_backward() -> None:
+    model = make_model()
+    batch = random_microbatch(model, np.random.default_rng(4))
+    empty = {e: make_items(c, np.full((1, 12), -1, np.int32)) for e, c in model.encoders.items()}
+    frozen = frozenset({"llm"})
+    assert needed(model, useful_work(model, batch.text, empty), frozen)["llm"].backward == 0
+    assert needed(model, useful_work(model, batch.text, batch.items), frozen)["llm"].backward > 0
+
+
+def test_a_process_that_holds_no_rows_needs_nothing() -> None:
+    model = make_model()
+    nothing = {e: make_items(c, np.zeros((0, 12), np.int32)) for e, c in model.encoders.items()}
+    assert step_needed(model, make_text(np.zeros((0, 8), np.int32)), nothing, frozenset()) == 0
+
+
+SHAPE = {"llm": (4, 128), "vision": (2, 128), "audio": (2, 192)}
+WIDE = make_model(scale=6, layers=1)  # width 192, encoders 144; compiling takes time
+
+
+@pytest.mark.parametrize(
+    ("model", "frozen"),
+    [
+        (WIDE, FROZEN[0]),
+        (WIDE, FROZEN[1]),
+        (WIDE, FROZEN[2]),
+        (
+            ModelConfig(replace(WIDE.llm, width=128, layers=3, remat=("full", "attention", "none"), vocab=512)),
+            FROZEN[0],
+        ),
+    ],
+    ids=["all trainable", "frozen encoders", "frozen llm", "recomputing"],
+)
+def test_executed_is_within_two_percent_of_xlas_count(model: ModelConfig, frozen: frozenset[str]) -> None:
+    shape = {name: SHAPE[name] for name in ("llm", *model.encoders)}
+    function, params = gradient(model, frozen)
+    # Slow machine code, compiled in half the time, from the same program.
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    program = jax.jit(function).lower(*params, make_batch(model, shape)).compile(compiler_options=quick)
+    found = sum(f.total for f in executed(model, shape, frozen).values())
+    assert found == pytest.approx(program.cost_analysis()["flops"], rel=0.02)
+
+
+def test_executed_adds_what_needed_leaves_out() -> None:
+    shape = {"llm": (2, 12), "vision": (1, 8), "audio": (2, 12)}
+    plain, frozen = make_model(), frozenset({"vision"})
+    batch = make_batch(plain, shape)
+    least = needed(plain, useful_work(plain, batch.text, batch.items), frozen)
+    full = make_model(remat="full")
+    for module, flops in executed(plain, shape, frozen).items():
+        again = executed(full, shape, frozen)[module]
+        assert flops.forward > least[module].forward
+        assert again.forward == flops.forward
+        assert flops.backward > least[module].backward or module == "vision"
+        assert (again.backward > flops.backward) == (module == "llm")
+    assert executed(plain, shape, frozen)["vision"].backward == least["vision"].backward == 0
+
+
+def test_blockwise_attention_executes_the_blocks_it_may_visit() -> None:
+    assert work.BLOCK == attention.BLOCK
+    dense = ModelConfig(make_model().llm, {})
+    blockwise = ModelConfig(replace(dense.llm, attention="blockwise"), {})
+    pairs = {m.llm.attention: work.row_work(m, {"llm": (3, 1000)})["llm"].pairs for m in (dense, blockwise)}
+    assert pairs == {"dense": 3 * 1000**2, "blockwise": 3 * 256**2 * (4 + 3 + 2 + 1)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("grid", [0, 8])
+def test_parameters_are_those_of_the_built_model(tied: bool, grid: int) -> None:
+    model = make_model(tied=tied, encoder_layers=3)
+    towers = {e: replace(c, connector=replace(c.connector, position_grid=grid)) for e, c in model.encoders.items()}
+    model = replace(model, encoders=towers)
+    counts: Counter[str] = Counter()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(Model.build(model, jnp.float32).abstract)[0]:
+        counts[module_of(tuple(k.key for k in path))] += leaf.size
+    assert parameters(model) == counts
+
+
+def test_relative_cost_is_what_another_stretch_of_a_row_executes() -> None:
+    model, length = make_model(), 96
+    shape = dict.fromkeys(("llm", "vision", "audio"), (1, length))
+    costs = dict(zip(shape, relative_cost(model, length), strict=True))
+    for name, cost in costs.items():
+        longer, shorter = (
+            sum(f.total for f in executed(model, {**shape, name: (1, n)}, frozenset()).values())
+            for n in (length + 24, length - 24)
+        )
+        assert cost == (longer - shorter) / 48
+    frozen = relative_cost(model, length, frozenset({"vision"}))
+    assert frozen[1] < costs["vision"]
+    assert frozen[[0, 2]].tolist() == [costs["llm"], costs["audio"]]
+
+
+def test_frozen_modules_are_those_that_the_model_freezes() -> None:
+    model = make_model(frozen=True)
+    vision = replace(model.encoders["vision"], connector=ConnectorConfig(frozen=True))
+    model = replace(model, encoders={"vision": vision, "audio": replace(model.encoders["audio"], frozen=True)})
+    assert frozen_modules(model) == {"llm", "vision.connector", "audio"} == Model.build(model, jnp.float32).frozen
+
+
+def test_counting_a_microbatch_in_the_loader_takes_under_a_millisecond() -> None:
+    model = make_model()
+    sample = np.repeat(np.arange(8, dtype=np.int32), 16)[None].repeat(8, 0)
+    text = make_text(sample, sample % 3)
+    items = {e: make_items(c, sample[:, :96]) for e, c in model.encoders.items()}
+    seconds = []
+    for _ in range(30):
+        start = time.perf_counter()
+        step_needed(model, text, items, frozenset())
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1e-3, f"{min(seconds) * 1e3:.2f} ms"
+
+
+@pytest.mark.parametrize(
+    ("kind", "bfloat16", "float32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12, 156e12),
+        ("NVIDIA A800-SXM4-80GB", 312e12, 156e12),
+        ("NVIDIA A40", 149.7e12, 74.8e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
+        ("NVIDIA H100 PCIe", 756.5e12, 378e12),
+        ("NVIDIA H200", 989.4e12, 494.7e12),
+        ("TPU v5 lite", 197e12, 197e12),
+        ("TPU v5p", 459e12, 459e12),
+        ("TPU v5", 459e12, 459e12),
+        ("NVIDIA RTX A4000", None, None),
+        ("NVIDIA H200 MIG 1g.18gb", None, None),
+        ("cpu", None, None),
+    ],
+)
+def test_peak_is_known_for_the_devices_of_the_table_only(
+    kind: str, bfloat16: float | None, float32: float | None
+) -> None:
+    assert (peak_flops(kind, "bfloat16"), peak_flops(kind, "float32")) == (bfloat16, float32)
+
+
+def test_mfu_is_needed_over_possible() -> None:
+    assert mfu(2e12, seconds=4.0, peak=1e12) == 0.5

@@ -1,0 +1,284 @@
+"""What a person gets wrong: one line with the place and the remedy, exit code 2, and nothing of theirs lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from commands import TINY, TINY_MEDIA, files, finish, run, runs_of, start
+
+from mmjax import evaluate, train
+from mmjax.errors import UserError
+from mmjax.training.devices import choose_devices
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run of four steps with checkpoints at 2 and 4."""
+    folder = runs_of(tmp_path_factory) / "finished"
+    train.main([TINY, f"run={folder}", "training.steps=4", "training.evaluate_every=0"])
+    return folder
+
+
+@pytest.fixture
+def a_run(finished, tmp_path_factory) -> Iterator[Path]:
+    """A copy to ruin."""
+    copy = finished.with_name("a_run")
+    yield Path(shutil.copytree(finished, copy))
+    shutil.rmtree(copy)
+
+
+def refused(capsys, main, *words) -> str:
+    """The one line on stderr of a command that ends with code 2."""
+    ended = run(capsys, main, *words)
+    assert ended.code == 2, ended
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1, ended.err
+    assert "Traceback" not in ended.err + ended.out
+    return ended.err
+
+
+FAULTS = {
+    "a mistyped key": (["batch.row.llm=2"], "batch.row", "batch.rows"),
+    "an unknown key": (["training.turbo=true"], "training.turbo", ""),
+    "a mistyped key deep inside": (["model.llm.layer=2"], "model.llm.layer", "model.llm.layers"),
+    "a wrong type": (["training.steps=many"], "training.steps", "expected int"),
+    "a wrong choice": (["training.precision=float16"], "training.precision", "bfloat16"),
+    "a wrong kind": (["optimizer=adam"], "optimizer", "adamw"),
+    "no value": (["training.steps"], "training.steps", "="),
+    "zero steps": (["training.steps=0"], "training.steps=0", "at least 1"),
+    "a warm-up longer than the run": (["training.steps=1"], "schedule.warmup", "set schedule.warmup="),
+    "weights that sum to zero": (["data.sources.few.weight=0"], "data.sources.few.weight", "above 0"),
+    "a mesh of more devices than there are": (["mesh.data=16"], "16 devices", "-1"),
+    "a mesh that does not divide the devices": (["mesh.fsdp=3"], "mesh.data=-1", "8 devices"),
+    "a mesh that cuts heads": (["mesh.tensor=4", "mesh.data=2"], "model.llm.kv_heads=2", "divisor"),
+    "two free mesh axes": (["mesh.fsdp=-1"], "mesh.fsdp", "all but one"),
+    "heads that do not divide": (["model.llm.heads=3"], "heads=3", "choose kv_heads from"),
+    "a budget smaller than every sample": (
+        ["batch.size=tokens", "batch.size.count=1"],
+        "data.sources.few",
+        "batch.size",
+    ),
+    "a source that is not there": (["data.sources.few.function=config:fwe"], "data.sources.few.function", "fwe"),
+    "a run to start from that is not there": (["init_from=runs/nothing"], "init_from=runs/nothing", "no run"),
+    "a device that is not there": (["device=tpu"], "device=tpu", "device=auto"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_config_is_named_with_its_remedy_and_leaves_no_folder(fault, capsys, tmp_path):
+    lines, *expected = FAULTS[fault]
+    error = refused(capsys, train.main, TINY, *lines, f"run={tmp_path / 'run'}")
+    assert all(text in error for text in expected), error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("fault", ["a mesh that cuts heads", "a run to start from that is not there", "a wrong type"])
+@pytest.mark.parametrize("mode", ["--resume", "--overwrite", "--resume=auto"])
+def test_a_fault_in_the_config_leaves_the_run_in_the_folder_to_the_byte(fault, mode, capsys, a_run):
+    before = files(a_run)
+    refused(capsys, train.main, TINY, mode, *FAULTS[fault][0], f"run={a_run}", "training.steps=4")
+    assert files(a_run) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tiny_onmi", "tiny_omni"),
+        ("missing/config.py", "missing/config.py"),
+        (str(Path(__file__).parent), "def config()"),
+    ],
+)
+def test_a_config_that_is_not_there_is_named(name, expected, capsys):
+    assert expected in refused(capsys, train.main, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def config(:\n", "config.py:1: "),
+        ("x = 1\n", "def config() -> Config"),
+        ("import nothing_of_this_name\ndef config(): ...\n", "nothing_of_this_name"),
+        ("def config():\n    return 1 / 0\n", "config.py:2: ZeroDivisionError"),
+        ("def config():\n    return {}\n", "expected mmjax.config.Config"),
+    ],
+)
+def test_a_fault_of_the_config_file_is_told_with_its_line(text, expected, capsys, tmp_path):
+    (tmp_path / "config.py").write_text(text)
+    assert expected in refused(capsys, train.main, tmp_path / "config.py")
+
+
+def test_a_source_that_returns_something_else_is_named(capsys, tmp_path):
+    text = (
+        Path(TINY).read_text().replace("def few(", "def unused(")
+        + "\n\ndef few(split, modalities):\n    return [split]\n"
+    )
+    (tmp_path / "config.py").write_text(text)
+    error = refused(capsys, train.main, tmp_path / "config.py", f"run={tmp_path / 'run'}")
+    assert "data.sources.few: config:few returned list, which has no" in error
+
+
+# ------------------------------------------------------------------------------------------------------- run folders
+
+
+def test_an_existing_run_is_not_touched(capsys, a_run):
+    before = files(a_run)
+    error = refused(capsys, train.main, TINY, f"run={a_run}")
+    assert "--resume" in error
+    assert "--overwrite" in error
+    assert files(a_run) == before
+
+
+def test_a_folder_that_cannot_be_written_is_named(capsys, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    error = refused(capsys, train.main, TINY, f"run={tmp_path / 'file' / 'run'}")
+    assert "cannot write the run folder" in error
+    assert "run=FOLDER" in error
+    assert "cannot write the run folder" in refused(capsys, train.main, TINY, "run=/proc/mmjax")
+
+
+def test_nothing_to_resume_is_said(capsys, tmp_path):
+    assert "--resume=auto" in refused(capsys, train.main, TINY, "--resume", f"run={tmp_path / 'run'}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["model.llm.layers=3"], "model.llm.layers: 2 -> 3"),
+        (["data.sources.few.arguments.samples=80"], "data.sources.few.arguments.samples"),
+        (["seed=1"], "seed: 0 -> 1"),
+        (["training.steps=2"], "has done 4 steps already"),
+    ],
+)
+def test_resuming_with_another_model_data_or_length_tells_the_difference(lines, expected, capsys, a_run):
+    before = files(a_run)
+    error = refused(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=4", *lines)
+    assert expected in error
+    assert files(a_run) == before
+
+
+def test_resuming_on_data_that_changed_beneath_it_is_refused(capsys, a_run):
+    kept = (a_run / "config.py").read_text()
+    (a_run / "config.py").write_text(kept.replace("seed=0", "seed=1"))
+    before = files(a_run)
+    error = refused(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=8")
+    assert "was trained on other data (index" in error
+    assert "init_from=" in error
+    assert {name: text for name, text in files(a_run).items() if name in before} == before
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def tear(checkpoint: Path) -> None:
+    largest = max(checkpoint.rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+
+
+def empty(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+
+
+def foreign(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(checkpoint, {"weights": np.ones(3)})
+
+
+@pytest.mark.parametrize("damage", [tear, empty, foreign])
+def test_a_torn_or_foreign_checkpoint_is_named_with_the_one_before(damage, capsys, a_run):
+    damage(a_run / "checkpoints" / "4")
+    before = files(a_run)
+    resume = refused(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=8")
+    evaluated = refused(capsys, evaluate.main, a_run)
+    begun = refused(capsys, train.main, TINY, f"run={a_run.parent / 'other'}", f"init_from={a_run}")
+    for error in (resume, evaluated, begun):
+        assert f"checkpoint {a_run}/checkpoints/4 cannot be used" in error
+        assert "to go on from step 2 instead, remove it" in error
+    assert files(a_run) == before
+    assert not (a_run.parent / "other").exists()
+
+
+def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(capsys, a_run):
+    shutil.rmtree(a_run / "checkpoints" / "4")
+    ended = run(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=4", "training.evaluate_every=0")
+    assert ended.code == 0
+    assert f"resumed {a_run} at step 2" in ended.out
+
+
+def test_another_model_cannot_start_from_a_runs_parameters(capsys, finished, tmp_path):
+    error = refused(capsys, train.main, TINY_MEDIA, f"init_from={finished}", f"run={tmp_path / 'run'}")
+    assert f"init_from={finished}" in error
+    assert "no parameter" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_torn_checkpoint_is_one_line_for_the_whole_process(a_run):
+    tear(a_run / "checkpoints" / "4")
+    ended = finish(start("mmjax.train", TINY, "--resume", f"run={a_run}", "training.steps=8"))
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended
+
+
+# -------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--swap=vision"], "names no encoder"),
+        (["model.llm.layer=2"], "model.llm.layers"),
+        (["model.llm.mlp_width=64"], "has shape"),
+        (["device=tpu"], "device=auto"),
+    ],
+)
+def test_a_fault_in_a_question_to_evaluate_is_named(words, expected, capsys, a_run):
+    before = files(a_run)
+    assert expected in refused(capsys, evaluate.main, a_run, *words)
+    assert files(a_run) == before
+
+
+def test_a_folder_without_a_run_or_with_a_torn_config_is_named(capsys, a_run, tmp_path):
+    assert "holds no run" in refused(capsys, evaluate.main, tmp_path / "nothing")
+    config = json.loads((a_run / "config.json").read_text())
+    (a_run / "config.json").write_text(json.dumps(config | {"sed": 1}))
+    assert f"{a_run}/config.json" in refused(capsys, evaluate.main, a_run)
+    (a_run / "config.json").write_text('{"name": ')
+    assert f"{a_run}/config.json" in refused(capsys, train.main, TINY, "--resume", f"run={a_run}")
+
+
+# ----------------------------------------------------------------------------------------------------------- devices
+
+
+@pytest.fixture
+def no_platform_said() -> Iterator[None]:
+    """As on a machine where nobody set JAX_PLATFORMS."""
+    said = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    yield
+    jax.config.update("jax_platforms", said)
+
+
+@pytest.mark.usefixtures("no_platform_said")
+def test_a_gpu_that_jax_cannot_use_stops_with_the_install_line(tmp_path):
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module")
+    with pytest.raises(UserError, match=r'pip install -e "\.\[cuda13\]".*device=cpu'):
+        choose_devices("auto", driver)
+    assert choose_devices("cpu", driver) == jax.devices("cpu")
+    assert choose_devices("auto", tmp_path / "no driver") == jax.devices()
+
+
+def test_saying_cpu_to_jax_is_to_mean_it(tmp_path):
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module")
+    assert jax.config.jax_platforms == "cpu"
+    assert choose_devices("auto", driver) == jax.devices()

@@ -1,0 +1,174 @@
+"""One global batch gives one loss and one gradient, whatever devices and microbatches it is spread over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import (
+    MESHES,
+    Trained,
+    gradients,
+    load_steps,
+    make_executor,
+    merged,
+    paths,
+    scattered,
+    state_with,
+    stderr_of,
+    tiny_config,
+    train,
+    weight,
+    without,
+    worst_leaf,
+)
+
+from mmjax.batch import Microbatch
+from mmjax.config import Muon
+from mmjax.training.optimizer import hyperparameters
+from mmjax.training.step import Accumulated, Executor, pad_rows
+
+CONFIG = tiny_config()
+OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4
+
+Steps = list[tuple[Microbatch, ...]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Without LLVM's optimizations: half the time to compile; what XLA partitions, fuses and sums stays the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def microbatches(tmp_path_factory) -> Steps:
+    return load_steps(CONFIG, tmp_path_factory.mktemp("data"), 10)
+
+
+@pytest.fixture(scope="module")
+def steps(microbatches) -> Steps:
+    return [(merged(batches),) for batches in microbatches]
+
+
+@pytest.fixture(scope="module")
+def parameters() -> Any:
+    return scattered(make_executor(CONFIG, MESHES["one device"]))
+
+
+@dataclass
+class OnMesh:
+    """What a mesh makes of the first step's rows, and of ten updates."""
+
+    executor: Executor
+    first: Accumulated
+    trained: Trained
+    warnings: str
+
+
+@pytest.fixture(scope="module")
+def on(steps, parameters) -> Callable[[str], OnMesh]:
+    @cache
+    def run(mesh: str) -> OnMesh:
+        executor = make_executor(CONFIG, MESHES[mesh])
+        with stderr_of() as written:
+            first = gradients(executor, state_with(executor, parameters), steps[0])
+            trained = train(CONFIG, executor, state_with(executor, parameters), steps)
+        return OnMesh(executor, first, trained, "".join(written))
+
+    return run
+
+
+def loss(accumulated: Accumulated) -> float:
+    return float(accumulated.report.loss.sum() / accumulated.report.weight.sum())
+
+
+def assert_same(found: Accumulated, wanted: Accumulated) -> None:
+    assert loss(found) == pytest.approx(loss(wanted), rel=OF_LOSS)
+    assert worst_leaf(found.gradients, wanted.gradients) < (OF_GRADIENT, "")
+
+
+meshes = pytest.mark.parametrize("mesh", list(MESHES)[1:])
+
+
+@meshes
+def test_loss_and_every_gradient_are_those_of_one_device(on, mesh):
+    assert_same(on(mesh).first, on("one device").first)
+
+
+@meshes
+def test_ten_updates_give_the_losses_of_one_device(on, mesh):
+    found, wanted = on(mesh).trained, on("one device").trained
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=OF_TRAINING)
+    np.testing.assert_allclose(found.gradient_norms, wanted.gradient_norms, rtol=10 * OF_TRAINING)
+    assert wanted.losses[-3:].mean() < 0.9 * wanted.losses[0]
+
+
+@meshes
+def test_no_array_is_replicated_to_move_it_between_shardings(on, mesh):
+    assert "rematerialization" not in on(mesh).warnings
+
+
+def test_the_rows_of_this_batch_do_not_divide_by_the_ranks_and_hold_every_modality(steps):
+    rows = {name: len(items.item) for name, items in steps[0][0].items.items()} | {"llm": len(steps[0][0].text.token)}
+    assert all(count % 8 for count in rows.values()), rows
+    assert all((slots >= 0).any() for slots in steps[0][0].text.slots.values())
+    padded = pad_rows(steps[0][0], 8)
+    assert {len(x) % 8 for x in jax.tree.leaves(padded)} == {0}
+    assert padded.text.weight.sum() == steps[0][0].text.weight.sum()
+
+
+def test_four_microbatches_give_the_gradients_and_losses_of_their_rows_in_one(on, microbatches, parameters):
+    one = on("one device")
+    assert_same(gradients(one.executor, state_with(one.executor, parameters), microbatches[0]), one.first)
+    trained = train(CONFIG, one.executor, state_with(one.executor, parameters), microbatches)
+    np.testing.assert_allclose(trained.losses, one.trained.losses, rtol=OF_TRAINING)
+
+
+def test_a_microbatch_without_images_or_audio_is_only_a_part_of_its_step(on, microbatches, parameters):
+    executor = on("one device").executor
+    first, second, *rest = microbatches[0]
+    some_empty = [without(first, ("vision",)), without(second, ("vision", "audio")), *rest]
+    state = state_with(executor, parameters)
+    assert_same(gradients(executor, state, some_empty), gradients(executor, state, [merged(some_empty)]))
+
+
+@pytest.mark.parametrize("missing", [("vision",), ("audio",), ("vision", "audio")], ids="+".join)
+def test_a_step_without_items_trains_the_rest_on_fsdp(on, steps, parameters, missing):
+    batch = without(steps[0][0], missing)
+    assert weight([batch]) > 0
+    found = gradients(on("fsdp=8").executor, state_with(on("fsdp=8").executor, parameters), [batch])
+    assert_same(found, gradients(on("one device").executor, state_with(on("one device").executor, parameters), [batch]))
+    for name, gradient in paths(found.gradients).items():
+        empty = any(f"{kind}.{encoder}." in name for kind in ("encoders", "connectors") for encoder in missing)
+        assert np.any(gradient) != empty, name
+
+
+def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its_norms(on, steps, parameters):
+    executor = on("fsdp=8").executor
+    batch = without(steps[0][0], ("vision",))
+    hyper = hyperparameters(CONFIG, executor.modules, 5)
+    accumulated = gradients(executor, state_with(executor, parameters), [batch])
+    accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()))
+    state, _, _ = executor.update(state_with(executor, parameters), accumulated, hyper)
+    rate, decay = hyper.rates["vision"]
+    before, after = (paths(tree["encoders"]["vision"]) for tree in (parameters, jax.device_get(state.trainable)))
+    for name, p in before.items():
+        kept = 1 - rate * decay if name.endswith("weight") else np.float32(1)
+        np.testing.assert_allclose(after[name], p * kept, rtol=1e-6, err_msg=name)
+
+
+def test_ten_updates_of_muon_give_the_losses_of_one_device(on, steps, parameters):
+    config = replace(CONFIG, optimizer=Muon())
+    losses = {}
+    for mesh in ("one device", "fsdp=4 x tensor=2"):
+        executor = make_executor(config, MESHES[mesh])
+        executor.accumulate = on(mesh).executor.accumulate  # the gradient does not know the optimizer: compiled already
+        losses[mesh] = train(config, executor, state_with(executor, parameters), steps).losses
+    np.testing.assert_allclose(losses["fsdp=4 x tensor=2"], losses["one device"], rtol=1e-3)

@@ -1,0 +1,143 @@
+"""Updates in bfloat16 with a frozen encoder, on eight devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_config, train, weight
+
+from mmjax.batch import Microbatch
+from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
+from mmjax.errors import UserError
+from mmjax.training.optimizer import hyperparameters
+from mmjax.training.programs import ProgramCounter
+from mmjax.training.state import TrainState, all_parameters
+from mmjax.training.step import Executor
+
+STEPS = 12
+
+
+def config():
+    """Images and text; the encoder frozen, its connector and the LLM trained."""
+    base = tiny_config(training=TrainingConfig(steps=STEPS, precision="bfloat16"))
+    vision = replace(base.model.encoders["vision"], frozen=True)
+    source = EmbeddedSource(modalities=("image", "text"), samples=200)
+    return replace(
+        base,
+        data=replace(base.data, sources={"embedded": source}),
+        batch=BatchConfig(Samples(8), {"llm": 2, "vision": 2}, grouping=PackGrouping(chunk_steps=STEPS)),
+        model=replace(base.model, encoders={"vision": vision}),
+    )
+
+
+@dataclass
+class Run:
+    executor: Executor
+    steps: list[tuple[Microbatch, ...]]
+    before: TrainState  # on the host
+    trained: Trained
+    compiled: int  # programs, while training
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Without LLVM's optimizations: half the time to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    executor = make_executor(config(), MESHES["fsdp=8"])
+    steps = load_steps(config(), tmp_path_factory.mktemp("data"), STEPS)
+    state = executor.init(jax.random.key(0))
+    before = jax.device_get(state)
+    executor.compile(state, executor.zeros(), steps[0], hyperparameters(config(), executor.modules, 0))
+    programs = ProgramCounter()
+    trained = train(config(), executor, state, steps)
+    return Run(executor, steps, before, trained, programs.requested)
+
+
+def test_bfloat16_with_float32_master_weights_learns(run):
+    losses = run.trained.losses
+    assert np.isfinite(losses).all()
+    assert losses[-3:].mean() < 0.9 * losses[:2].mean()
+    state = run.trained.state
+    for part in (state.trainable, state.optimizer.mu, state.optimizer.nu, run.executor.zeros().gradients):
+        assert {x.dtype for x in jax.tree.leaves(part)} == {jnp.dtype(jnp.float32)}
+    assert int(state.step) == STEPS
+
+
+def test_a_frozen_module_is_stored_in_the_precision_of_the_computation_and_never_changes(run):
+    state = run.trained.state
+    assert {name.split(".")[1] for name in paths(state.frozen)} == {"vision"}
+    assert {x.dtype for x in jax.tree.leaves(state.frozen)} == {jnp.dtype(jnp.bfloat16)}
+    for name, p in paths(run.before.frozen).items():
+        assert np.asarray(paths(state.frozen)[name]).tobytes() == p.tobytes(), name
+
+
+def test_a_frozen_module_has_no_gradient_and_no_optimizer_state(run):
+    state = run.trained.state
+    trained = set(paths(state.trainable))
+    assert trained.isdisjoint(paths(state.frozen))
+    assert set(paths(state.optimizer.mu)) == set(paths(state.optimizer.nu)) == trained
+    assert set(paths(run.executor.zeros().gradients)) == trained
+    assert trained | set(paths(state.frozen)) == set(paths(run.executor.model.abstract))
+    assert all_parameters(state).keys() == run.executor.model.abstract.keys()
+
+
+def test_what_is_not_frozen_around_it_learns(run):
+    for name, p in paths(run.before.trainable).items():
+        if name.startswith("connectors.vision.mlp") or name == "llm.embed.weight":
+            assert np.abs(np.asarray(paths(run.trained.state.trainable)[name]) - p).max() > 1e-3, name
+
+
+def test_another_learning_rate_decay_clip_or_seed_compiles_nothing(run):
+    executor = run.executor
+    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
+    batches = [executor.put(b) for b in run.steps[0]]
+    programs = ProgramCounter()
+    for n in range(3):
+        own = {"vision.connector": Rates(0.1 * n, 0.01 * n)}
+        changed = replace(
+            config(),
+            optimizer=AdamW(10.0**-n, 0.1 * n, modules=own),
+            training=replace(config().training, clip=1.0 + n),
+        )
+        hyper = hyperparameters(changed, executor.modules, n)
+        state, accumulated, _ = executor.step(state, accumulated, batches, weight(run.steps[0]), hyper)
+        state = executor.init(jax.random.key(n))
+    assert programs.requested == 0
+    jax.jit(lambda x: x + 1)(np.float32(1))
+    assert programs.requested == 1
+
+
+def test_programs_compiled_ahead_are_all_that_training_runs(run):
+    assert run.compiled == 0
+
+
+def test_a_step_leaves_the_accumulated_gradients_and_report_at_zero(run):
+    executor = run.executor
+    hyper = hyperparameters(config(), executor.modules, 0)
+    batches = [executor.put(b) for b in run.steps[0]]
+    state = executor.init(jax.random.key(0))
+    _, accumulated, told = executor.step(state, executor.zeros(), batches, weight(run.steps[0]), hyper)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(accumulated))
+    assert float(told.report.weight.sum()) == weight(run.steps[0])
+
+
+def test_a_step_in_which_no_token_has_a_loss_weight_is_refused_and_spoils_nothing(run):
+    executor = run.executor
+    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
+    hyper = hyperparameters(config(), executor.modules, 0)
+    batches = [executor.put(b) for b in run.steps[0]]
+    with pytest.raises(UserError, match=r"no token of this step has a loss weight.*give"):
+        executor.step(state, accumulated, batches, 0.0, hyper)
+    state, _, told = executor.step(state, accumulated, batches, weight(run.steps[0]), hyper)
+    assert np.isfinite(float(told.gradient_norm))
