@@ -15,7 +15,7 @@ Split = Literal["train", "validation", "test"]
 SIDE = 8  # pixels of a digit
 COUNTS = tuple(accumulate((0.32, 0.25, 0.17, 0.10, 0.06, 0.045, 0.03, 0.025)))  # of 1..8 digits on an image
 FEW = tuple(accumulate((0.48, 0.28, 0.15, 0.09)))  # of 1..4 digits, where a sample has more items than one
-AFFINES = 256
+AFFINES = 512
 
 
 class Strip(NamedTuple):
@@ -89,13 +89,13 @@ def render_strip(strip: Strip, augment: np.random.Generator | None) -> np.ndarra
 
 @functools.cache
 def affine_bank() -> np.ndarray:
-    """Small fixed affine maps of a digit as bilinear resampling matrices, float32 `[256, 64, 64]`.
+    """Small fixed affine maps of a digit as bilinear resampling matrices, float32 `[512, 64, 64]`.
 
     A product with a few matrices is five times faster than resampling each digit anew.
     """
     rng = np.random.Generator(np.random.Philox(key=[0, 0]))
-    turn, shear = rng.uniform(-0.2, 0.2, AFFINES), rng.uniform(-0.15, 0.15, AFFINES)
-    scale, shift = np.exp(rng.uniform(-0.12, 0.12, (AFFINES, 2, 1))), rng.uniform(-0.6, 0.6, (AFFINES, 1, 2))
+    turn, shear = rng.uniform(-0.25, 0.25, AFFINES), rng.uniform(-0.25, 0.25, AFFINES)
+    scale, shift = np.exp(rng.uniform(-0.18, 0.18, (AFFINES, 2, 1))), rng.uniform(-0.9, 0.9, (AFFINES, 1, 2))
     rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]).transpose(2, 0, 1)
     rotation[:, :, 1] += shear[:, None] * rotation[:, :, 0]
     # A quarter stay sharp: held-out digits are not resampled, and resampling blurs.
@@ -104,5 +104,5 @@ def affine_bank() -> np.ndarray:
     middle = (SIDE - 1) / 2
     pixel = np.stack(np.meshgrid(np.arange(SIDE), np.arange(SIDE), indexing="ij"), -1).reshape(-1, 2) - middle
     source = pixel @ (rotation * scale).transpose(0, 2, 1) + shift + middle
-    near = np.maximum(0, 1 - np.abs(source[..., None] - np.arange(SIDE)))  # [256, 64, 2, 8]: the bilinear hat
+    near = np.maximum(0, 1 - np.abs(source[..., None] - np.arange(SIDE)))  # [512, 64, 2, 8]: the bilinear hat
     return (near[:, :, 0, :, None] * near[:, :, 1, None, :]).reshape(AFFINES, SIDE**2, SIDE**2).astype(np.float32)

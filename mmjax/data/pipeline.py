@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -215,7 +215,7 @@ def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[
     try:
         yield None
         for step in range(first, last):
-            loaded = next(iterator, None)
+            loaded = _own(next(iterator, None))
             if loaded is None or int(loaded.step) != step:
                 raise RuntimeError(f"the data workers ended before step {step} of {last}")
             yield loaded
@@ -229,3 +229,15 @@ def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[
     finally:
         # Workers take a second or two to end; nobody needs to wait for that.
         threading.Thread(target=iterator.close).start()
+
+
+def _own(loaded: Any) -> Any:
+    """The same with arrays in this process's memory: JAX may keep them to the end, too long for shared memory."""
+    if isinstance(loaded, np.ndarray):
+        return np.array(loaded)
+    if isinstance(loaded, dict):
+        return {key: _own(value) for key, value in loaded.items()}
+    if isinstance(loaded, tuple):
+        values = map(_own, loaded)
+        return type(loaded)(*values) if hasattr(loaded, "_fields") else tuple(values)
+    return loaded

@@ -53,9 +53,7 @@ class Prompts:
         segments = self.source.question(index).prompt.segments
         question = segments[-1]
         if not isinstance(question, Text):
-            raise UserError(
-                f"question {index} of its source ends with an item; a prompt must end with the question's text"
-            )
+            raise UserError(f"the prompt of sample {index} ends with an item; it must end with the question's text")
         empty = Text(np.zeros(self.room, np.int32), np.ones(self.room, np.float32), question.branch)
         return Sample((*segments, empty))
 

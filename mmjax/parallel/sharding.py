@@ -1,6 +1,6 @@
 """Logical axes of arrays and the mesh axes they lie on.
 
-Models name what an axis means (`embed`, `heads`, ...); the executor says where that lies. Nothing here knows a model family.
+Models name what an axis means (`embed`, `heads`, ...); the executor says where that lies. Nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardingRules:
     vocab: tuple[str, ...] = ("tensor",)
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """The partition spec of an array with these logical axes. Raises ValueError for an unknown or a clashing axis."""
+        """The partition spec of these logical axes. Raises ValueError for an unknown or a clashing axis."""
         known = {f.name for f in fields(self)}
         used: set[str] = set()
         entries: list[tuple[str, ...] | None] = []
@@ -65,7 +65,7 @@ def activations_on(mesh: Mesh, rules: ShardingRules) -> Iterator[None]:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Lay `x` out by its logical axes on the active mesh; without one (one device, or a bare call), `x` itself.
 
-    A dimension that does not divide stays whole, as the parameter it meets does: XLA would replicate both to reconcile them.
+    A dimension that does not divide stays whole, like the parameter it meets, or XLA would replicate one for the other.
     """
     active = _active.get()
     if active is None or active[0].size == 1:

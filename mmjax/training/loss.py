@@ -28,7 +28,7 @@ def token_losses(logits: jax.Array, text: TextBatch) -> jax.Array:
 def step_loss(logits: jax.Array, text: TextBatch, total_weight: Any, sources: int) -> tuple[jax.Array, LossReport]:
     """This microbatch's part of the step's loss: its weighted sum / the weight of the whole step.
 
-    `total_weight` is counted on the host over all microbatches and ranks, so any split of the same rows gives the same sum.
+    `total_weight` is counted on the host over all microbatches and ranks; any split of the same rows gives one sum.
     """
     losses = token_losses(logits, text)
     mine = (text.source[..., None] == jnp.arange(sources)).astype(jnp.float32)

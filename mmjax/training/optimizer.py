@@ -1,6 +1,6 @@
 """Optimizers whose learning rates, weight decays and clipping are arguments of the compiled update.
 
-optax gives the directions (`scale_by_*`, no hyperparameters inside); the rates come in per step, one pair for each group
+optax gives the directions (`scale_by_*`, no hyperparameters inside); the rates come in per step, a pair for each group
 of parameters, so that a sweep or a schedule never compiles anything again.
 """
 

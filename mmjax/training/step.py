@@ -104,7 +104,7 @@ class Executor:
         return TrainState(state.step + 1, params, state.frozen, moments), cleared, told
 
     def put(self, batch: Microbatch) -> Microbatch:
-        """Bring a packed microbatch to the devices, rows over the ranks; empty rows fill up where they do not divide."""
+        """Bring a packed microbatch to the devices, rows over the ranks, filled up with empty ones where needed."""
         return put_rows(batch, self.mesh)
 
     def step(

@@ -64,7 +64,7 @@ def test_tensor_parallelism_that_cuts_a_head_is_refused_with_the_key(llm, vision
     if key is None:
         check_heads(mesh, model)
         return
-    with pytest.raises(UserError, match="mesh.tensor=2 does not divide") as raised:
+    with pytest.raises(UserError, match=r"mesh\.tensor=2 does not divide") as raised:
         check_heads(mesh, model)
     assert key in str(raised.value)
     assert "use a divisor" in str(raised.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -33,18 +33,12 @@ from mmjax.config import Muon
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.step import Accumulated, Executor, pad_rows
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = tiny_config()
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4
 
 Steps = list[tuple[Microbatch, ...]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Without LLVM's optimizations: half the time to compile; what XLA partitions, fuses and sums stays the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,6 +11,8 @@ from tiny_run import paths, tiny_config
 
 from mmjax.config import AdamW, Muon, Rates, Schedule
 from mmjax.training.optimizer import Hyperparameters, hyperparameters, make_optimizer, schedule_factor
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 AXES = {
     "llm": {"embed": ("vocab", "embed"), "query": ("embed", "heads"), "norm": (None,)},
@@ -32,6 +33,10 @@ def normal(seed: int, scale: float = 1.0):
     return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
 
 
+def norm_of(tree) -> float:
+    return math.sqrt(sum(float((x.astype(np.float64) ** 2).sum()) for x in jax.tree.leaves(tree)))
+
+
 def hyper(optimizer, rate=0.1, decay=0.0, clip=1e9, **own) -> Hyperparameters:
     """The same rates for every group but those in `own` (`vision_connector` for `vision.connector`)."""
     groups = {optimizer.group_of(tuple(name.split("."))) for name in paths(normal(0))}
@@ -47,14 +52,14 @@ def test_adamw_is_optaxs_with_decay_on_the_matrices_alone():
         optax.clip_by_global_norm(2.0), optax.adamw(0.1, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3, mask=is_matrix)
     )
     ours, wanted = normal(0), normal(0)
-    state, their_state = optimizer.init(ours), theirs.init(wanted)
-    update = jax.jit(optimizer.update)
+    state, their_state = jax.jit(optimizer.init)(ours), jax.jit(theirs.init)(wanted)
+    update, their_update = jax.jit(optimizer.update), jax.jit(theirs.update)
     for step in range(4):
         gradients = normal(step + 1, scale=0.1 * step + 0.05)  # below and above the clip
         ours, state, norm = update(gradients, state, ours, hyper(optimizer, 0.1, 0.3, 2.0))
-        updates, their_state = theirs.update(gradients, their_state, wanted)
-        wanted = optax.apply_updates(wanted, updates)
-        assert norm == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-6)
+        updates, their_state = their_update(gradients, their_state, wanted)
+        wanted = jax.tree.map(lambda p, u: p + np.asarray(u), wanted, updates)
+        assert norm == pytest.approx(norm_of(gradients), rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), ours, wanted)
 
 
@@ -62,17 +67,19 @@ def test_adamw_is_optaxs_with_decay_on_the_matrices_alone():
 def test_clipping_by_the_global_norm_is_optaxs(size):
     optimizer = make_optimizer(AdamW(b1=0.0), AXES)  # without momentum the first moment is the clipped gradient
     gradients, params = normal(1, size), normal(0)
-    _, state, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params, hyper(optimizer, clip=1.5))
+    _, state, _ = jax.jit(optimizer.update)(
+        gradients, jax.jit(optimizer.init)(params), params, hyper(optimizer, clip=1.5)
+    )
     clip = optax.clip_by_global_norm(1.5)
-    wanted, _ = clip.update(gradients, clip.init(params))
+    wanted, _ = jax.jit(clip.update)(gradients, clip.init(params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.mu, wanted)
 
 
 def test_each_module_follows_its_own_learning_rate_and_weight_decay():
     optimizer = make_optimizer(AdamW(), AXES)
-    params, nothing = normal(0), jax.tree.map(jnp.zeros_like, normal(0))
+    params, nothing = normal(0), jax.tree.map(np.zeros_like, normal(0))
     rates = hyper(optimizer, 0.1, 0.2, vision=(0.05, 0.4), vision_connector=(0.0, 0.5))
-    after, _, _ = jax.jit(optimizer.update)(nothing, optimizer.init(params), params, rates)
+    after, _, _ = jax.jit(optimizer.update)(nothing, jax.jit(optimizer.init)(params), params, rates)
     np.testing.assert_allclose(after["llm"]["query"], params["llm"]["query"] * (1 - 0.1 * 0.2), rtol=1e-6)
     np.testing.assert_allclose(after["llm"]["norm"], params["llm"]["norm"])
     vision, before = after["encoders"]["vision"], params["encoders"]["vision"]
@@ -89,8 +96,8 @@ def test_muon_makes_every_layers_matrix_orthogonal_and_gives_adam_the_rest():
     assert set(rates.rates) == {f"{m}/{kind}" for m in MODULES for kind in ("matrix", "other")} - {
         "vision.connector/other"
     }
-    after, _, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params, rates)
-    moved = jax.tree.map(lambda a, b: np.asarray(b - a), after, params)
+    after, _, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(params), params, rates)
+    moved = jax.tree.map(lambda a, b: b - np.asarray(a), after, params)
     matrices = [*moved["llm"]["query"], moved["encoders"]["vision"]["up"], moved["connectors"]["vision"]["up"]]
     for matrix in matrices:
         scale = math.sqrt(max(1.0, matrix.shape[1] / matrix.shape[0]))
@@ -98,7 +105,7 @@ def test_muon_makes_every_layers_matrix_orthogonal_and_gives_adam_the_rest():
         assert values.min() > 0.6
         assert values.max() < 1.3
     adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
-    wanted, _ = adam.update(gradients, adam.init(params))
+    wanted, _ = jax.jit(lambda g: adam.update(g, adam.init(g)))(gradients)
     for name in ("llm.embed", "llm.norm", "encoders.vision.embed", "encoders.vision.bias"):
         np.testing.assert_allclose(paths(moved)[name], paths(wanted)[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
@@ -122,7 +129,7 @@ def test_the_schedule_warms_up_linearly_and_ends_at_its_final_share():
     assert found[4] == 1.0
     assert found[9] == pytest.approx(0.55)  # the middle of the cosine
     assert found[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(found[4:], found[5:], strict=False))
+    assert sorted(found[4:], reverse=True) == found[4:]
 
 
 def test_a_run_no_longer_than_its_warm_up_never_exceeds_the_peak():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +18,9 @@ from mmjax.config import MeshConfig, Muon
 from mmjax.parallel.mesh import make_mesh, replicated
 from mmjax.training.step import Executor
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = tiny_config()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Without LLVM's optimizations: half the time to compile; what XLA partitions and allocates stays the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

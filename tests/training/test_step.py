@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,6 +17,8 @@ from mmjax.training.optimizer import hyperparameters
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.state import TrainState, all_parameters
 from mmjax.training.step import Executor
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 STEPS = 12
 
@@ -42,14 +43,6 @@ class Run:
     before: TrainState  # on the host
     trained: Trained
     compiled: int  # programs, while training
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Without LLVM's optimizations: half the time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.embedded import ALPHABET
 from mmjax.data.budget import make_budget
+from mmjax.data.embedded import ALPHABET
 from mmjax.data.index import build_index
 from mmjax.data.pipeline import StepLoader
 from mmjax.data.sources import open_sources
@@ -103,7 +103,7 @@ def make_executor(config: Config, mesh: MeshConfig) -> Executor:
 
 
 def scattered(executor: Executor, seed: int = 0) -> Any:
-    """Parameters on the host with biases and scales moved off their zeros and ones, so that no mistake in them hides."""
+    """Parameters on the host with biases and scales off their zeros and ones, so that no mistake in them hides."""
     rng = np.random.default_rng(seed)
     params = jax.device_get(executor.init(jax.random.key(seed))).trainable
     return jax.tree.map(lambda p: p + 0.02 * rng.standard_normal(p.shape, np.float32), params)
@@ -206,7 +206,7 @@ def worst_leaf(gradients: Any, reference: Any) -> tuple[float, str]:
 
 @contextlib.contextmanager
 def stderr_of() -> Iterator[list[str]]:
-    """Collects what is written to file descriptor 2 inside, where XLA's C++ code writes its warnings; read it afterwards."""
+    """Collects what is written to file descriptor 2 inside, where XLA writes its warnings; read it afterwards."""
     written: list[str] = []
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)

@@ -1,0 +1,274 @@
+"""`python -m mmjax.train` as a user runs it: what is seen, what is written, and going on where it stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import TINY, TINY_MEDIA, files, finish, run, runs_of, start
+
+from mmjax import train
+from mmjax.config_files import default_config, describe, load
+from mmjax.training.checkpoint import newest, restore_parameters
+from mmjax.training.run_folder import RunFolder, claim
+from mmjax.training.state import all_parameters, parameter_shardings
+
+STEPS = 6
+WORDS = (f"training.steps={STEPS}", "training.keep=3", "batch.microbatches=2")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, str]:
+    """A whole run with eyes and ears on eight devices, checkpoints at 2, 4 and 6; and what it printed."""
+    folder = runs_of(tmp_path_factory) / "trained"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train.main([TINY_MEDIA, f"run={folder}", *WORDS])
+    return folder, printed.getvalue()
+
+
+@pytest.fixture
+def stopped(trained) -> Iterator[Path]:
+    """The same run, stopped after checkpoint 2: as it was when step 5 was written down and checkpoint 4 not whole."""
+    folder = shutil.copytree(trained[0], trained[0].with_name("stopped"))
+    shutil.rmtree(folder / "checkpoints" / "4")
+    shutil.rmtree(folder / "checkpoints" / "6")
+    (folder / "test.json").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    torn = [line for line in lines if json.loads(line)["step"] <= 5] + [lines[-1][:20]]
+    (folder / "metrics.jsonl").write_text("\n".join(torn))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def records(folder: Path) -> list[dict]:
+    """What metrics.jsonl holds."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The loss after every number of updates."""
+    return {r["step"]: r["loss"] for r in records(folder) if "loss" in r}
+
+
+# --------------------------------------------------------------------------------------------------- what is to be seen
+
+
+def test_the_first_lines_say_what_will_run(trained):
+    _, out = trained
+    for text in ("tiny_media: ", "vision.connector", "on     8 x cpu (data 8)", "samples a step", "steps an epoch; 6 steps"):
+        assert text in out
+    table = out[out.index("module ") :].splitlines()
+    assert [line.split()[0] for line in table[1:4]] == ["llm", "vision", "audio"]
+    assert "programs in" in out
+
+
+def test_each_evaluation_shows_scores_and_one_answered_sample(trained):
+    _, out = trained
+    at = out.index("step 3  validation")
+    scores, answer = out[at:].splitlines()[:2]
+    assert any(family in scores for family in ("image", "audio", "mixed", "text"))
+    assert "  ->  '" in answer
+
+
+def test_it_says_whether_the_loader_keeps_up(trained):
+    assert "loading a step takes" in trained[1]
+
+
+def test_the_end_says_where_the_run_is_and_what_to_try_next(trained):
+    folder, out = trained
+    ending = out[out.index("exact match on 12 questions of the test split") :]
+    assert f"run    {folder}" in ending
+    assert f"python -m mmjax.evaluate {folder}" in ending
+    assert "0 programs compiled after the start" in ending
+
+
+def test_without_a_terminal_lines_are_plain(trained):
+    _, out = trained
+    assert "\x1b" not in out
+    assert "step 6/6  loss " in out
+
+
+def test_show_prints_every_key_and_stops(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = run(capsys, train.main, "--show", "training.steps=70")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == describe(load(default_config(), ["training.steps=70"])) + "\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_show_to_a_reader_that_leaves_is_quiet(tmp_path):
+    process = start("mmjax.train", "--show", cwd=tmp_path)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+def test_every_step_is_measured(trained):
+    steps = [r for r in records(trained[0]) if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
+    names = {"loss", "loss/few", "gradient_norm", "samples/s", "tokens/s", "useful/budget", "mfu", "programs_compiled"}
+    names |= {f"learning_rate/{m}" for m in ("llm", "vision", "vision.connector", "audio", "audio.connector")}
+    names |= {f"tokens/s/{modality}" for modality in ("text", "vision", "audio")}
+    names |= {f"{what}/{m}" for what in ("fill", "pad_ratio", "dist_ratio") for m in ("llm", "vision", "audio")}
+    names |= {f"seconds/{part}" for part in ("step", "data_wait", "plan", "load")}
+    for record in steps:
+        assert names <= set(record)
+        assert all(np.isfinite(record[name]) for name in names)
+        assert record["seconds/data_wait"] <= record["seconds/step"]
+    assert steps[0]["loss"] > steps[-1]["loss"]
+
+
+def test_nothing_is_compiled_after_the_start(trained):
+    assert [r["programs_compiled"] for r in records(trained[0]) if "loss" in r] == [0] * STEPS
+
+
+def test_tensorboard_has_the_same_numbers(trained):
+    events = b"".join(p.read_bytes() for p in (trained[0] / "tensorboard").glob("events.*"))
+    assert events.count(b"gradient_norm") == STEPS
+    assert b"validation/exact_match" in events
+
+
+def test_scores_of_the_test_split_are_kept(trained):
+    folder, _ = trained
+    scores = json.loads((folder / "test.json").read_text())
+    last = records(folder)[-1]
+    assert scores["step"] == last["step"] == STEPS
+    assert {f"test/{k}": pytest.approx(v) for k, v in scores.items() if k != "step"}.items() <= last.items()
+
+
+# ------------------------------------------------------------------------------------------------- stopping and going on
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(trained, stopped, capsys):
+    ended = run(capsys, train.main, TINY_MEDIA, "--resume", f"run={stopped}", *WORDS)
+    assert ended.code == 0, ended
+    assert f"resumed {stopped} at step 2" in ended.out
+    assert losses(stopped) == losses(trained[0])
+    counts = Counter((r["step"], "loss" in r, "test/samples" in r) for r in records(stopped))
+    assert set(counts.values()) == {1}
+    assert sum("validation/samples" in r for r in records(stopped)) == 1
+
+
+def test_a_run_of_eight_devices_goes_on_with_four(trained, stopped):
+    config = load(TINY_MEDIA, [f"run={stopped}", *WORDS])
+    session = train.train(config, Path(TINY_MEDIA), "resume", jax.devices()[:4])
+    assert session.mesh.size == 4
+    here, there = losses(stopped), losses(trained[0])
+    assert here.keys() == there.keys()
+    assert all(abs(here[step] - there[step]) <= 1e-4 * there[step] for step in there)
+    with claim(config, Path(TINY_MEDIA), "resume") as (folder, resumed):
+        on_eight = train.open_session(config, folder, resumed, jax.devices())
+        for step in range(STEPS):
+            assert session.loader.plan(step).samples().tolist() == on_eight.loader.plan(step).samples().tolist()
+        on_eight.close()
+
+
+def test_auto_starts_and_then_resumes_and_a_finished_run_stays_as_it_is(trained, capsys):
+    folder = trained[0].with_name("auto")
+    words = ("--resume=auto", f"run={folder}", "training.steps=2", "training.evaluate_every=0", TINY)
+    assert run(capsys, train.main, *words).code == 0
+    kept = {name: text for name, text in files(folder).items() if "tensorboard" not in name}
+    again = run(capsys, train.main, *words)
+    assert again.code == 0
+    assert "all 2 steps are done" in again.out
+    assert {name: text for name, text in files(folder).items() if "tensorboard" not in name} == kept
+    longer = run(capsys, train.main, "--resume", TINY, f"run={folder}", "training.steps=3", "training.evaluate_every=0")
+    assert longer.code == 0
+    assert sorted(losses(folder)) == [1, 2, 3]
+    assert newest(folder / "checkpoints") == 3
+
+
+def test_a_run_can_start_from_anothers_parameters_alone(trained):
+    source = trained[0]
+    config = load(TINY_MEDIA, [f"run={source.with_name('begun')}", f"init_from={source}", "optimizer=muon", *WORDS])
+    with claim(config, Path(TINY_MEDIA), "new") as (folder, resumed):
+        session = train.open_session(config, folder, resumed, jax.devices())
+        state, first = session.start()
+        session.close()
+    assert first == int(state.step) == 0
+    executor = session.executor
+    layouts = parameter_shardings(executor.model, session.mesh, executor.rules)
+    saved = restore_parameters(RunFolder(source).checkpoints, STEPS, executor.model, layouts)
+    jax.tree.map(np.testing.assert_array_equal, all_parameters(state), saved)
+
+
+# ------------------------------------------------------------------------------------------------- whole processes
+
+
+def watch(folder: Path, process: subprocess.Popen, steps: int) -> None:
+    """Until so many steps are written down."""
+    deadline = time.monotonic() + 200
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count('"loss"') < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def group_of(leader: int) -> list[str]:
+    """The command lines of what still lives in a process's group."""
+    living = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                living.append((stat.parent / "cmdline").read_text())
+    return living
+
+
+LONG = ("training.steps=100000", "training.checkpoint_every=10", "training.evaluate_every=0", "data.workers=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "code", "told"), [(signal.SIGINT, 130, 1), (signal.SIGKILL, -signal.SIGKILL, 0)])
+def test_a_run_that_is_interrupted_or_killed_leaves_a_whole_checkpoint_and_no_workers(stop, code, told, trained, capsys):
+    folder = trained[0].with_name(stop.name)
+    process = start("mmjax.train", TINY, f"run={folder}", *LONG)
+    watch(folder, process, 25)
+    os.killpg(process.pid, stop)
+    ended = finish(process, 60)
+    assert (ended.code, ended.err.count("\n")) == (code, told), ended.err
+    assert group_of(process.pid) == []
+    step = newest(folder / "checkpoints")
+    assert step >= 10
+    words = (f"training.steps={step + 2}", "training.evaluate_every=0", "schedule.warmup=1")
+    resumed = run(capsys, train.main, TINY, "--resume", f"run={folder}", *words)
+    assert resumed.code == 0, resumed
+    assert sorted(losses(folder)) == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing_and_a_terminal_gets_a_bar(tmp_path):
+    words = ("mmjax.train", TINY, "training.steps=8", "--overwrite", f"run={tmp_path / 'run'}")
+    first = finish(start(*words))
+    assert (first.code, first.err) == (0, "")
+    assert "came from the cache" not in first.out
+    assert "\x1b" not in first.out
+    screen, terminal = pty.openpty()
+    process = start(*words, stdout=terminal)
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's other end is gone
+        while data := os.read(screen, 1 << 16):
+            shown += data
+    assert process.wait(60) == 0
+    assert process.stderr.read() == ""
+    assert b"compiled 0 programs" in shown
+    assert b"8/8 " in shown
+    assert b"\x1b[?25h" in shown  # the cursor is back
