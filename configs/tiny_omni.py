@@ -50,7 +50,7 @@ def config() -> Config:
                     connector=ConnectorConfig(merge=2, position_grid=16),
                 ),
                 "audio": AudioConfig(
-                    layers=2,
+                    layers=3,
                     width=96,
                     heads=4,
                     mlp_width=288,
@@ -58,10 +58,10 @@ def config() -> Config:
                     sample_rate=4000,
                     window=128,
                     hop=64,
-                    connector=ConnectorConfig(merge=2, position_grid=64),
+                    connector=ConnectorConfig(merge=1, position_grid=96),
                 ),
             },
         ),
-        training=TrainingConfig(steps=900),
+        training=TrainingConfig(steps=1700, evaluate_every=400, checkpoint_every=400),
         optimizer=Muon(),
     )

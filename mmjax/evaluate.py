@@ -22,7 +22,7 @@ from mmjax.training.announce import score_table
 from mmjax.training.checkpoint import newest, restore_parameters
 from mmjax.training.console import say
 from mmjax.training.devices import choose_devices
-from mmjax.training.evaluation import Evaluator, Scores, exact_match, question_sources
+from mmjax.training.evaluation import Evaluator, Scores, chance, exact_match, question_sources
 from mmjax.training.programs import keep_programs
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import parameter_shardings
@@ -31,8 +31,9 @@ from mmjax.training.state import parameter_shardings
 def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence[str] = ()) -> Scores:
     """Scores of the newest checkpoint of a run, from its folder alone: greedy decoding, one question a prompt.
 
-    `swap` names an encoder whose items come from another sample: what is still answered then was guessed. Beside
-    `exact_match_*` and `samples`, `step` is the number of updates that the checkpoint has seen.
+    Beside `exact_match_*` and `samples`, `step` is the number of updates that the checkpoint has seen. `swap` names an
+    encoder whose items come from another sample: of the questions that need them, what is still answered right was
+    guessed, and should be no more than `chance_*`.
     """
     folder = RunFolder(run.absolute())
     config = edit(folder.read_config(), overrides)
@@ -47,7 +48,11 @@ def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence
     model, rules = Model.build(config.model, jnp.dtype(config.training.precision)), ShardingRules()
     params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
     evaluator = Evaluator(model, mesh, rules, sources, config)
-    return {"step": step} | exact_match(evaluator.ask_all(params, split))
+    answered = evaluator.ask_all(params, split)
+    if not swap:
+        return {"step": step} | exact_match(answered)
+    blind = [a for a in answered if swap in a.needs]
+    return {"step": step} | exact_match(blind) | chance(blind)
 
 
 def _swapped(name: str, source: QuestionSource, swap: str, config: Config) -> QuestionSource:

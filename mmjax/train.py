@@ -82,11 +82,13 @@ def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[ja
     return session
 
 
+WORDS = "a config's file or name (default: tiny_omni), and changes to it"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.train", description=__doc__, allow_abbrev=False)
-    parser.add_argument("config", nargs="?", default="", help="a config's file or name (default: tiny_omni)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config")
+    parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=WORDS)
     parser.add_argument("--show", action="store_true", help="print the whole config and stop")
     started = parser.add_mutually_exclusive_group()
     started.add_argument(
@@ -96,11 +98,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # `--resume` takes a value behind `=` only: the word after it is the config.
     given = ["--resume=resume" if word == "--resume" else word for word in (sys.argv[1:] if argv is None else argv)]
     args = parser.parse_intermixed_args(given)
-    if "=" in args.config:
-        args.overrides.insert(0, args.config)
-        args.config = ""
-    path = find(args.config) if args.config else default_config()
-    config = load(path, args.overrides)
+    named = next((word for word in args.words if "=" not in word), "")
+    path = find(named) if named else default_config()
+    config = load(path, [word for word in args.words if word is not named])
     if args.show:
         say(describe(config))
         return

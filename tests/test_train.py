@@ -68,7 +68,13 @@ def losses(folder: Path) -> dict[int, float]:
 
 def test_the_first_lines_say_what_will_run(trained):
     _, out = trained
-    for text in ("tiny_media: ", "vision.connector", "on     8 x cpu (data 8)", "samples a step", "steps an epoch; 6 steps"):
+    for text in (
+        "tiny_media: ",
+        "vision.connector",
+        "on     8 x cpu (data 8)",
+        "samples a step",
+        "steps an epoch; 6 steps",
+    ):
         assert text in out
     table = out[out.index("module ") :].splitlines()
     assert [line.split()[0] for line in table[1:4]] == ["llm", "vision", "audio"]
@@ -91,7 +97,7 @@ def test_the_end_says_where_the_run_is_and_what_to_try_next(trained):
     folder, out = trained
     ending = out[out.index("exact match on 12 questions of the test split") :]
     assert f"run    {folder}" in ending
-    assert f"python -m mmjax.evaluate {folder}" in ending
+    assert f"python -m mmjax.evaluate {min(os.path.relpath(folder), str(folder), key=len)}" in ending
     assert "0 programs compiled after the start" in ending
 
 
@@ -165,18 +171,21 @@ def test_a_stopped_run_goes_on_to_the_same_bits(trained, stopped, capsys):
     assert sum("validation/samples" in r for r in records(stopped)) == 1
 
 
-def test_a_run_of_eight_devices_goes_on_with_four(trained, stopped):
-    config = load(TINY_MEDIA, [f"run={stopped}", *WORDS])
-    session = train.train(config, Path(TINY_MEDIA), "resume", jax.devices()[:4])
-    assert session.mesh.size == 4
-    here, there = losses(stopped), losses(trained[0])
+def test_a_run_of_eight_devices_goes_on_with_four(tmp_path_factory):
+    eight = runs_of(tmp_path_factory) / "eight"
+    words = ("training.keep=3", "training.evaluate_every=0")
+    wide = train.train(load(TINY, [f"run={eight}", *words]), Path(TINY))
+    four = shutil.copytree(eight, eight.with_name("four"))
+    for step in (4, 6):
+        shutil.rmtree(four / "checkpoints" / str(step))
+    config = load(TINY, [f"run={four}", *words])
+    narrow = train.train(config, Path(TINY), "resume", jax.devices()[:4])
+    assert (wide.mesh.size, narrow.mesh.size) == (8, 4)
+    here, there = losses(four), losses(eight)
     assert here.keys() == there.keys()
     assert all(abs(here[step] - there[step]) <= 1e-4 * there[step] for step in there)
-    with claim(config, Path(TINY_MEDIA), "resume") as (folder, resumed):
-        on_eight = train.open_session(config, folder, resumed, jax.devices())
-        for step in range(STEPS):
-            assert session.loader.plan(step).samples().tolist() == on_eight.loader.plan(step).samples().tolist()
-        on_eight.close()
+    for step in range(STEPS):
+        assert narrow.loader.plan(step).samples().tolist() == wide.loader.plan(step).samples().tolist()
 
 
 def test_auto_starts_and_then_resumes_and_a_finished_run_stays_as_it_is(trained, capsys):
@@ -236,14 +245,20 @@ LONG = ("training.steps=100000", "training.checkpoint_every=10", "training.evalu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stop", "code", "told"), [(signal.SIGINT, 130, 1), (signal.SIGKILL, -signal.SIGKILL, 0)])
-def test_a_run_that_is_interrupted_or_killed_leaves_a_whole_checkpoint_and_no_workers(stop, code, told, trained, capsys):
+@pytest.mark.parametrize(("stop", "code", "told"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGKILL, -9, "")])
+def test_a_run_that_is_interrupted_or_killed_leaves_a_whole_checkpoint_and_no_workers(
+    stop, code, told, trained, capsys
+):
     folder = trained[0].with_name(stop.name)
     process = start("mmjax.train", TINY, f"run={folder}", *LONG)
     watch(folder, process, 25)
-    os.killpg(process.pid, stop)
-    ended = finish(process, 60)
-    assert (ended.code, ended.err.count("\n")) == (code, told), ended.err
+    if stop == signal.SIGINT:
+        os.killpg(process.pid, stop)  # as Ctrl-C does: the workers get it too
+    else:
+        process.kill()
+    ended = finish(process, 60)  # their end too: they hold its stderr
+    assert ended.code == code
+    assert not told or ended.err == told
     assert group_of(process.pid) == []
     step = newest(folder / "checkpoints")
     assert step >= 10

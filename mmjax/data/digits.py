@@ -60,8 +60,8 @@ def draw_strip(u: Iterator[float], counts: Sequence[float], digits: tuple[tuple[
     lines = 2 if count >= 4 and next(u) < 0.3 else 1
     columns = -(-count // lines)
     left, top = SIDE * (next(u) < 0.1), SIDE * (next(u) < 0.05)
-    right = _remainder(u, 0.4)
-    bottom = _remainder(u, 0.15)
+    right = _remainder(u, 0.25)
+    bottom = _remainder(u, 0.1)
     height, width = top + SIDE * lines + bottom, left + SIDE * columns + right
     return Strip(rows, "".join(map(str, labels)), columns, left, top, height, width)
 
@@ -95,7 +95,7 @@ def affine_bank() -> np.ndarray:
     """
     rng = np.random.Generator(np.random.Philox(key=[0, 0]))
     turn, shear = rng.uniform(-0.25, 0.25, AFFINES), rng.uniform(-0.25, 0.25, AFFINES)
-    scale, shift = np.exp(rng.uniform(-0.18, 0.18, (AFFINES, 2, 1))), rng.uniform(-0.9, 0.9, (AFFINES, 1, 2))
+    scale, shift = np.exp(rng.uniform(-0.16, 0.16, (AFFINES, 2, 1))), rng.uniform(-0.7, 0.7, (AFFINES, 1, 2))
     rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]).transpose(2, 0, 1)
     rotation[:, :, 1] += shear[:, None] * rotation[:, :, 0]
     # A quarter stay sharp: held-out digits are not resampled, and resampling blurs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -212,12 +213,14 @@ def _start_workers(loader: StepLoader, first: int, last: int, workers: int, pref
 
 def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[LoadedStep]:
     """Nothing at first, then every step, or an error: Grain ends early without a word when it loses count."""
+    exhausted = False
     try:
         yield None
         for step in range(first, last):
             loaded = _own(next(iterator, None))
             if loaded is None or int(loaded.step) != step:
                 raise RuntimeError(f"the data workers ended before step {step} of {last}")
+            exhausted = step == last - 1
             yield loaded
     except RuntimeError as error:
         if "terminated unexpectedly" not in str(error):
@@ -228,7 +231,15 @@ def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[
         ) from error
     finally:
         # Workers take a second or two to end; nobody needs to wait for that.
-        threading.Thread(target=iterator.close).start()
+        threading.Thread(target=_end, args=(iterator, exhausted)).start()
+
+
+def _end(iterator: grain.DatasetIterator, exhausted: bool) -> None:
+    if exhausted:
+        # The exception that ends a worker holds its last step, in shared memory and in a cycle.
+        next(iterator, None)
+        gc.collect()
+    iterator.close()
 
 
 def _own(loaded: Any) -> Any:

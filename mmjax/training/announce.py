@@ -119,13 +119,15 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
         name = key.removeprefix("exact_match_")
         if key.startswith("exact_match_") and "." not in name:
             tasks = {k.split(".")[1]: v for k, v in scores.items() if k.startswith(f"{key}.")}
-            lines.append((name, f"{value:.3f}", "  ".join(f"{task} {v:.2f}" for task, v in tasks.items())))
+            guessed = f"  (guessed blind {scores[f'chance_{name}']:.3f})" if f"chance_{name}" in scores else ""
+            spelled = "  ".join(f"{task} {v:.2f}" for task, v in tasks.items())
+            lines.append((name, f"{value:.3f}{guessed}", spelled))
     return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines)]
 
 
 def what_next(run: Path, encoders: Sequence[str]) -> list[str]:
     """What a person may want to do with a finished run."""
-    where = shlex.quote(os.path.relpath(run))
+    where = shlex.quote(min(os.path.relpath(run), str(run), key=len))
     blind = f", or with --swap={next(iter(encoders))}: with another sample's items" if encoders else ""
     return [
         "try next",

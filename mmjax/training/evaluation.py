@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ class Answered:
     question: str
     answer: str
     said: str
+    needs: tuple[str, ...]  # encoders of the items that the answer depends on
 
     def __str__(self) -> str:
         return f"{self.question}  ->  {self.said!r}" + (
@@ -65,7 +66,7 @@ class Evaluator:
             said |= read_answers(np.asarray(self._answers(params, put_rows(batch, self._mesh))), batch, lies)
         questions = [self.sources[source].question(i) for i in samples]
         return [
-            Answered(q.family, q.task, readable(q.prompt), q.answer, said[i])
+            Answered(q.family, q.task, readable(q.prompt), q.answer, said[i], q.needs)
             for i, q in zip(samples, questions, strict=True)
         ]
 
@@ -101,3 +102,14 @@ def exact_match(answered: Sequence[Answered]) -> Scores:
         hits[a.task].append(a.said == a.answer)
     scores = {f"exact_match_{name}": float(np.mean(hits[name])) for name in sorted(hits, key=lambda n: ("." in n, n))}
     return scores | {"samples": len(answered)} if scores else {}
+
+
+def chance(answered: Sequence[Answered]) -> Scores:
+    """`chance_<family>`: the exact match of always giving each task's commonest answer, without looking."""
+    answers: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for a in answered:
+        answers[a.family][a.task][a.answer] += 1
+    return {
+        f"chance_{family}": sum(max(c.values()) for c in tasks.values()) / sum(c.total() for c in tasks.values())
+        for family, tasks in sorted(answers.items())
+    }

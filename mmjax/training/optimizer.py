@@ -48,7 +48,8 @@ class Optimizer:
     ) -> tuple[Params, optax.OptState, jax.Array]:
         """New parameters and state, and the global gradient norm before clipping.
 
-        Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms, biases).
+        Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms, biases), also where
+        the gradient is zero: an encoder that saw nothing in this step still decays.
         """
         norm = optax.tree.norm(gradients)
         scale = jnp.minimum(1.0, hyper.clip / jnp.maximum(norm, 1e-12))

@@ -20,7 +20,7 @@ def pools(*sizes: int) -> list[Pool]:
 
 
 @given(st.integers(1, 300), st.integers(1, 50), st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_epoch_holds_every_sample_once(samples, size, seed):
     chunks = -(-3 * samples // size)
     order = np.concatenate([chunk_samples(pools(samples), [1], size, seed, c) for c in range(chunks)])
@@ -46,12 +46,12 @@ def test_a_chunk_is_a_pure_function_of_seed_and_number():
 
 
 def test_shuffling_favours_no_sample():
-    first = [int(chunk_samples(pools(10), [1], 10, seed, 0)[0]) for seed in range(2000)]
-    pairs = Counter(tuple(chunk_samples(pools(3), [1], 3, seed, 0).tolist()) for seed in range(3000))
+    first = [int(chunk_samples(pools(10), [1], 10, seed, 0)[0]) for seed in range(1000)]
+    pairs = Counter(tuple(chunk_samples(pools(3), [1], 3, seed, 0).tolist()) for seed in range(1500))
     counts = np.bincount(first, minlength=10)
-    assert ((counts - 200) ** 2 / 200).sum() < 33.7  # chi-square of 9 degrees, one in ten thousand
+    assert ((counts - 100) ** 2 / 100).sum() < 33.7  # chi-square of 9 degrees, one in ten thousand
     assert len(pairs) == 6
-    assert min(pairs.values()) > 400
+    assert min(pairs.values()) > 190
 
 
 def test_neighbours_in_a_large_source_are_spread():
@@ -61,7 +61,7 @@ def test_neighbours_in_a_large_source_are_spread():
 
 
 @given(st.lists(st.sampled_from([0.0, 0.001, 0.3, 1.0, 7.0]), min_size=1, max_size=6), st.integers(1, 500))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_chunk_holds_the_shares_rounded_and_their_mean_is_exact(weights, size):
     if not sum(weights):
         weights = [*weights, 1.0]

@@ -18,10 +18,18 @@ VOCAB = 23
 
 
 def tiny(
-    attention="dense", *, layers=2, vision_layers=2, tied=True, remat="none", encoders=("vision", "audio"), grid=16
+    attention="dense",
+    *,
+    layers=2,
+    vision_layers=2,
+    tied=True,
+    remat="none",
+    encoders=("vision", "audio"),
+    grid=16,
+    vocab=VOCAB,
 ):
     """A model of every part at width 32, smaller than any that learns."""
-    connector = ConnectorConfig(merge=2, mlp_width=24, position_grid=grid)
+    connector = ConnectorConfig(merge=2, mlp_width=24, position_grid=16)
     towers = {
         "vision": VisionConfig(
             layers=vision_layers, width=32, heads=2, mlp_width=48, patch=2, channels=3, connector=connector,
@@ -32,7 +40,7 @@ def tiny(
         ),
     }  # fmt: skip
     llm = DecoderConfig(
-        layers=layers, width=32, heads=4, kv_heads=2, head_width=8, mlp_width=48, vocab=VOCAB, tied=tied,
+        layers=layers, width=32, heads=4, kv_heads=2, head_width=8, mlp_width=48, vocab=vocab, tied=tied,
         attention=attention, remat=remat,
     )  # fmt: skip
     return ModelConfig(llm, {name: towers[name] for name in encoders})

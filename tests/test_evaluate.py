@@ -1,0 +1,67 @@
+"""`python -m mmjax.evaluate` as a user runs it, on a run whose config file is gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import ROOT, files, finish, run, runs_of, start
+
+from mmjax import evaluate, train
+
+FAMILIES = ("image", "audio", "mixed", "text")
+TASKS = {f"exact_match_{name}" for name in ("image.read", "audio.write", "mixed.read", "text.read")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run whose config files were deleted when it ended."""
+    runs = runs_of(tmp_path_factory)
+    sources = runs / "sources"
+    sources.mkdir()
+    for name in ("tiny.py", "tiny_media.py"):
+        shutil.copy(ROOT / "tests" / name, sources)
+    words = ("training.steps=2", "training.evaluate_every=0", "training.checkpoint_every=0", "batch.microbatches=2")
+    train.main([str(sources / "tiny_media.py"), f"run={runs / 'evaluated'}", *words])
+    shutil.rmtree(sources)
+    return runs / "evaluated"
+
+
+def test_json_is_one_object_with_every_family_and_task(trained, capsys):
+    before = files(trained)
+    ended = run(capsys, evaluate.main, trained, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    scores = json.loads(ended.out)
+    assert {f"exact_match_{family}" for family in FAMILIES} | {"samples"} <= set(scores)
+    assert TASKS & set(scores)
+    assert all(0 <= value <= 1 for key, value in scores.items() if key.startswith("exact_match"))
+    assert scores["samples"] == 12
+    assert scores["step"] == 2
+    assert files(trained) == before
+
+
+def test_the_scores_are_those_that_training_ended_with(trained, capsys):
+    scores = json.loads(run(capsys, evaluate.main, trained, "--json").out)
+    assert scores == json.loads((trained / "test.json").read_text())
+
+
+def test_a_table_names_the_run_the_step_and_every_family(trained, capsys):
+    out = run(capsys, evaluate.main, trained).out.splitlines()
+    assert out[0] == f"{trained} after 2 steps"
+    assert out[1] == "exact match on 12 questions of the test split"
+    assert [line.split()[0] for line in out[2:]] == sorted(FAMILIES)
+
+
+def test_another_split_and_a_swapped_encoder_are_said(trained, capsys):
+    out = run(capsys, evaluate.main, trained, "--split=validation", "--swap", "vision", "device=cpu").out
+    assert "with the vision items of other samples" in out
+    assert "of the validation split" in out
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_prints_nothing_but_the_object(trained, tmp_path):
+    ended = finish(start("mmjax.evaluate", trained, "--json", cwd=tmp_path))
+    assert (ended.code, ended.err) == (0, "")
+    assert json.loads(ended.out)["samples"] == 12
