@@ -116,8 +116,8 @@ def test_augmented_digits_stay_near_their_own():
         plain = digits.render_strip(strip, None)[..., 0]
         assert not np.array_equal(image, plain)
         correlations.append(np.corrcoef(image.ravel(), plain.ravel())[0, 1])
-    assert min(correlations) > 0.5
-    assert np.mean(correlations) > 0.85
+    assert min(correlations) > 0.4
+    assert np.mean(correlations) > 0.8
 
 
 def test_clips_sound_the_keys_that_their_text_says():
