@@ -58,7 +58,7 @@ def config() -> Config:
                     sample_rate=4000,
                     window=128,
                     hop=64,
-                    connector=ConnectorConfig(merge=1, position_grid=96),
+                    connector=ConnectorConfig(merge=2, position_grid=64),
                 ),
             },
         ),

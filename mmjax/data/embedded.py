@@ -84,7 +84,7 @@ class EmbeddedDataset:
     def fingerprint(self) -> str:
         """Changes when any sample changes."""
         source = (self.source.modalities, self.source.samples, self.source.questions)
-        made_by = ("embedded-1", source, self.split, self.seed, ALPHABET)
+        made_by = ("embedded-2", source, self.split, self.seed, ALPHABET)
         return hashlib.sha256(repr(made_by).encode() + digits.digit_table()[0].tobytes()).hexdigest()[:16]
 
     def facts(self, index: int) -> Facts:
@@ -119,7 +119,7 @@ class EmbeddedDataset:
         """What a sample is made of."""
         u = _uniforms(self._rng(index, 0))
         family = _pick(u, self._families)
-        media = _draw_media(u, family, digits.digits_of(self.split))
+        media = _draw_media(u, family, digits.digits_of(self.split), self.split == "train")
         passage = _draw_passage(u) if family == "text" else ""
         words = (_draw_words(u, 0.75, 78),) if passage else tuple([_draw_words(u, 0.3, BEFORE_ITEM) for _ in media])
         # Media are encoded once for all their questions, so more cost little: 1..n, the chance of n rising with n.
@@ -236,22 +236,25 @@ def _branch(number: int, ask: Ask, answered: bool) -> Text:
     return Text(tokens, weights, number, QUESTION)
 
 
-def _draw_media(u: Iterator[float], family: Family, pool: tuple[tuple[int, ...], ...]) -> tuple[Strip | Clip, ...]:
+def _draw_media(
+    u: Iterator[float], family: Family, pool: tuple[tuple[int, ...], ...], practice: bool
+) -> tuple[Strip | Clip, ...]:
     """The items of a sample in order; short ones where there are several, so that all of them can be told."""
     if family == "text":
         return ()
+    few = tones.PRACTICE_FEW if practice else tones.FEW
     draw = next(u)
     if family == "image":
         count = 1 + sum(draw >= bound for bound in _IMAGES)
         return tuple([digits.draw_strip(u, digits.FEW if count > 1 else digits.COUNTS, pool) for _ in range(count)])
     if family == "audio":
         count = 1 + sum(draw >= bound for bound in _CLIPS)
-        counts = tones.FEW if count > 1 else tones.COUNTS
+        counts = few if count > 1 else tones.PRACTICE if practice else tones.COUNTS
         return tuple([tones.draw_clip(u, counts, tones.KEYS) for _ in range(count)])
     kinds = next(kinds for bound, kinds in _MIXES if draw < bound)
     order = [kind for _, kind in sorted([(next(u), kind) for kind in kinds])]
     return tuple(
-        digits.draw_strip(u, digits.FEW, pool) if kind == "i" else tones.draw_clip(u, tones.FEW, tones.DIGITS)
+        digits.draw_strip(u, digits.FEW, pool) if kind == "i" else tones.draw_clip(u, few, tones.DIGITS)
         for kind in order
     )
 
