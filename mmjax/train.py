@@ -57,8 +57,11 @@ def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequ
 
 
 def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[jax.Device] | None = None) -> Session:
-    """Train as the config says. `source` is the config's file, of which the run keeps a copy; `devices` are those to use,
-    by default all of the kind that the config names."""
+    """Train as the config says.
+
+    `source` is the config's file, of which the run keeps a copy; `devices` are by default all of the kind that the
+    config names.
+    """
     devices = choose_devices(config.device) if devices is None else devices
     with claim(config, source, mode) as (folder, resumed):
         session = open_session(config, folder, resumed, devices)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,11 +14,13 @@ from typing import NamedTuple
 
 import pytest
 
+from mmjax import train
 from mmjax.errors import run_command
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tests" / "tiny.py")
 TINY_MEDIA = str(ROOT / "tests" / "tiny_media.py")
+MEDIA_WORDS = ("training.steps=6", "training.keep=3", "batch.microbatches=2")
 
 
 class Ended(NamedTuple):
@@ -52,6 +57,25 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.getbasetemp() / "runs"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def media_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A whole run with eyes and ears on eight devices, and what it printed; made once per test session.
+
+    It has checkpoints at 2, 4 and 6, and its config file is gone.
+    """
+    runs = runs_of(tmp_path_factory)
+    folder, printed = runs / "media", runs / "media.txt"
+    if not printed.exists():
+        sources = runs / "sources"
+        sources.mkdir()
+        for name in (TINY, TINY_MEDIA):
+            shutil.copy(name, sources)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            train.main([str(sources / Path(TINY_MEDIA).name), f"run={folder}", *MEDIA_WORDS])
+        shutil.rmtree(sources)
+        printed.write_text(out.getvalue())
+    return folder, printed.read_text()
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from commands import ROOT, files, finish, run, runs_of, start
+from commands import files, finish, media_run, run, start
 
-from mmjax import evaluate, train
+from mmjax import evaluate
 
 FAMILIES = ("image", "audio", "mixed", "text")
 TASKS = {f"exact_match_{name}" for name in ("image.read", "audio.write", "mixed.read", "text.read")}
@@ -17,16 +16,8 @@ TASKS = {f"exact_match_{name}" for name in ("image.read", "audio.write", "mixed.
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A run whose config files were deleted when it ended."""
-    runs = runs_of(tmp_path_factory)
-    sources = runs / "sources"
-    sources.mkdir()
-    for name in ("tiny.py", "tiny_media.py"):
-        shutil.copy(ROOT / "tests" / name, sources)
-    words = ("training.steps=2", "training.evaluate_every=0", "training.checkpoint_every=0", "batch.microbatches=2")
-    train.main([str(sources / "tiny_media.py"), f"run={runs / 'evaluated'}", *words])
-    shutil.rmtree(sources)
-    return runs / "evaluated"
+    """A run whose config file was deleted when it ended."""
+    return media_run(tmp_path_factory)[0]
 
 
 def test_json_is_one_object_with_every_family_and_task(trained, capsys):
@@ -37,8 +28,8 @@ def test_json_is_one_object_with_every_family_and_task(trained, capsys):
     assert {f"exact_match_{family}" for family in FAMILIES} | {"samples"} <= set(scores)
     assert TASKS & set(scores)
     assert all(0 <= value <= 1 for key, value in scores.items() if key.startswith("exact_match"))
-    assert scores["samples"] == 12
-    assert scores["step"] == 2
+    assert scores["samples"] == 24
+    assert scores["step"] == 6
     assert files(trained) == before
 
 
@@ -49,8 +40,8 @@ def test_the_scores_are_those_that_training_ended_with(trained, capsys):
 
 def test_a_table_names_the_run_the_step_and_every_family(trained, capsys):
     out = run(capsys, evaluate.main, trained).out.splitlines()
-    assert out[0] == f"{trained} after 2 steps"
-    assert out[1] == "exact match on 12 questions of the test split"
+    assert out[0] == f"{trained} after 6 steps"
+    assert out[1] == "exact match on 24 questions of the test split"
     assert [line.split()[0] for line in out[2:]] == sorted(FAMILIES)
 
 
@@ -64,4 +55,4 @@ def test_another_split_and_a_swapped_encoder_are_said(trained, capsys):
 def test_a_process_of_its_own_prints_nothing_but_the_object(trained, tmp_path):
     ended = finish(start("mmjax.evaluate", trained, "--json", cwd=tmp_path))
     assert (ended.code, ended.err) == (0, "")
-    assert json.loads(ended.out)["samples"] == 12
+    assert json.loads(ended.out)["samples"] == 24

@@ -61,7 +61,8 @@ def what_will_run(
         say(f"       {note}")
     grouping = config.batch.grouping.kind
     say(
-        f"rows   of each module, grouping {grouping}, {config.batch.microbatches} microbatch(es), {len(budget.shapes)} shape(s)"
+        f"rows   of each module, grouping {grouping}, {config.batch.microbatches} microbatch(es), "
+        f"{len(budget.shapes)} shape(s)"
     )
     lines = [("module", "rows", "lengths", "first batch", "fill")]
     fills = balance_scalars(first.microbatches, 1)
@@ -82,11 +83,17 @@ def _main_array(batch: Microbatch, module: str) -> np.ndarray:
 def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> str:
     """One line on whether the workers can keep up: `load_seconds` for one step on one core, one step's own time."""
     per_step = load_seconds / max(workers, 1)
-    line = f"data   loading a step takes {load_seconds * 1e3:.0f} ms of one core, {workers} workers; a step takes {step_seconds * 1e3:.0f} ms"
+    line = (
+        f"data   loading a step takes {load_seconds * 1e3:.0f} ms of one core, {workers} workers; "
+        f"a step takes {step_seconds * 1e3:.0f} ms"
+    )
     if per_step <= step_seconds:
         return line
     needed = math.ceil(load_seconds / step_seconds) + 1
-    return f"{line}: THE LOADER CANNOT KEEP UP, about {1 - step_seconds / per_step:.0%} of the time will be waiting; use data.workers={needed}"
+    waiting = 1 - step_seconds / per_step
+    return (
+        f"{line}: THE LOADER CANNOT KEEP UP, about {waiting:.0%} of the time will be waiting; use data.workers={needed}"
+    )
 
 
 def empty_like(shapes: Sequence[tuple[int, ...]], first: Microbatch) -> list[Microbatch]:

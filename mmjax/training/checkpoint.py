@@ -1,8 +1,8 @@
 """Checkpoints: state, config and data position in one atomic, asynchronous save; layers are named one by one.
 
-The only file that knows Orbax. Because layers are stored singly, a checkpoint restores under any run borders and, because
-arrays are read straight into the shardings asked for, onto any mesh. Every array is saved with the sum of its bits: storage
-reads a missing or damaged chunk as zeros or noise without a word, and nobody should train on that.
+The only file that knows Orbax. Because layers are stored singly, a checkpoint restores under any run borders and,
+because arrays are read straight into the shardings asked for, onto any mesh. Every array is saved with the sum of its
+bits: storage may read a missing or damaged chunk as zeros or noise without a word, and nobody should train on that.
 """
 
 from __future__ import annotations
@@ -117,9 +117,10 @@ def read_saved(folder: Path, step: int) -> Saved:
 
 
 def restore_parameters(folder: Path, step: int, model: Model, shardings: Params) -> Params:
-    """The parameters alone of checkpoint `step`, in these shardings; what was frozen may be trainable now, and the reverse.
+    """The parameters alone of checkpoint `step`, in these shardings.
 
-    Raises UserError where the checkpoint is torn, or a parameter is missing, too many or of another shape.
+    What was frozen may be trainable now, and the reverse. Raises UserError where the checkpoint is torn, or a parameter
+    is missing, too many or of another shape.
     """
     saved = read_saved(folder, step)
     place = folder / str(step) / "state"

@@ -16,8 +16,9 @@ Params = dict[str, Any]
 def greedy(model: Model, params: Params, batch: Microbatch) -> jax.Array:
     """Tokens int32 `[R, T]` with every answer written in: the positions with a loss weight predict it.
 
-    Repeats one parallel pass in which every position writes its most likely next token, until nothing changes. Attention is
-    causal, so pass k makes the k-th answer token final: the fixed point is exactly what decoding token by token gives.
+    Repeats one parallel pass in which every position writes its most likely next token, until nothing changes.
+    Attention is causal, so pass k makes the k-th answer token final: the fixed point is exactly what decoding token by
+    token gives.
     """
     features = model.encode(params, batch.items)
     text = batch.text

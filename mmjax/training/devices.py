@@ -17,8 +17,8 @@ def choose_devices(
 ) -> list[jax.Device]:
     """The devices of this host to train on.
 
-    Raises UserError where the machine has an NVIDIA GPU that JAX cannot use (unless device=cpu or JAX_PLATFORMS=cpu says
-    so), and where there is no device of the kind asked for. `nvidia` is the file that the NVIDIA driver makes.
+    Raises UserError where the machine has an NVIDIA GPU that JAX cannot use (unless device=cpu or JAX_PLATFORMS=cpu
+    says so), and where there is no device of the kind asked for. `nvidia` is the file that the NVIDIA driver makes.
     """
     if device != "auto":
         try:
@@ -30,7 +30,7 @@ def choose_devices(
     meant = jax.config.jax_platforms == "cpu"
     if devices[0].platform == "cpu" and nvidia.exists() and not meant:
         raise UserError(
-            f"this machine has an NVIDIA GPU that JAX cannot use; install it with: {INSTALL_CUDA}  (device=cpu to train on "
-            "the CPU all the same)"
+            f"this machine has an NVIDIA GPU that JAX cannot use; install it with: {INSTALL_CUDA}  (device=cpu to "
+            "train on the CPU all the same)"
         )
     return devices

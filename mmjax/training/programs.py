@@ -15,7 +15,7 @@ _events: Counter[str] = Counter()  # since the process began listening
 
 
 class ProgramCounter:
-    """Programs that XLA was asked for since this counter was made, and how many of them came from the persistent cache."""
+    """Programs that XLA was asked for since this counter was made, and how many of them the persistent cache had."""
 
     def __init__(self) -> None:
         _listen()

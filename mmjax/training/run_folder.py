@@ -68,14 +68,21 @@ class RunFolder:
         )
         if names and action == "raise":
             raise UserError(
-                f"{len(names)} samples fit no budget (data.on_oversize=raise), the first is {names[0]}; all are listed in "
-                f"{self.oversize}. Raise batch.size, lower batch.rows, or skip them with data.on_oversize=skip"
+                f"{len(names)} samples fit no budget (data.on_oversize=raise), the first is {names[0]}; all are listed "
+                f"in {self.oversize}. Raise batch.size, lower batch.rows, or skip them with data.on_oversize=skip"
             )
 
     @property
     def scores(self) -> Path:
         """The test split's scores, once the run has come to its end."""
         return self.path / "test.json"
+
+    def scored_step(self) -> int | None:
+        """The number of updates after which the test split was scored, if it was."""
+        try:
+            return int(json.loads(self.scores.read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
+            return None
 
     @property
     def replaced(self) -> Path:
@@ -90,7 +97,8 @@ class RunFolder:
             return from_json(self.config.read_text())
         except (UserError, UnicodeDecodeError) as error:
             raise UserError(
-                f"{self.config}: {error}; restore it, every checkpoint has a copy: {self.checkpoints}/<step>/meta/metadata"
+                f"{self.config}: {error}; restore it, every checkpoint has a copy in "
+                f"{self.checkpoints}/<step>/meta/metadata"
             ) from None
 
     def write_config(self, config: Config) -> None:
@@ -104,9 +112,9 @@ class RunFolder:
 def claim(config: Config, source: Path, mode: Mode) -> Iterator[tuple[RunFolder, bool]]:
     """The run's folder, and whether the run in it goes on. What can fail of the start happens inside `with`.
 
-    Where it does, everything is as it was: a new folder is gone again, and the run that was to be resumed or overwritten
-    is untouched. Raises UserError where a run is there and neither resuming nor overwriting was said, where there is none
-    to resume or it is of another config, or where the folder cannot be written.
+    Where it does, everything is as it was: a new folder is gone again, and the run that was to be resumed or
+    overwritten is untouched. Raises UserError where a run is there and neither resuming nor overwriting was said, where
+    there is none to resume or it is of another config, or where the folder cannot be written.
     """
     folder = RunFolder(Path(config.run or f"runs/{config.name}").resolve())
     there = _check_claim(folder, config, mode)
@@ -194,8 +202,8 @@ def refuse_other_run(folder: RunFolder, config: Config) -> None:
     lines = differences(folder.read_config(), config)
     if kept := [line for line in lines if not line.startswith(MAY_CHANGE) and not _encoder_may_change(line)]:
         raise UserError(
-            f"{folder.path} is a run of another config: {'; '.join(kept)}. Say these values as they were to resume it, or "
-            f"start another run from its parameters: run=FOLDER init_from={folder.path}"
+            f"{folder.path} is a run of another config: {'; '.join(kept)}. Say these values as they were to resume it, "
+            f"or start another run from its parameters: run=FOLDER init_from={folder.path}"
         )
 
 

@@ -78,7 +78,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------ before the loop
 
     def start(self) -> tuple[TrainState, int]:
-        """The state to begin with and the first step: fresh, from `init_from`, or resumed. Writes nothing that was there."""
+        """The state to begin with and the first step: fresh, from `init_from`, or resumed; no file changes before."""
         executor, saved_steps = self.executor, steps_in(self.folder.checkpoints) if self.resumed else []
         first = 0
         if saved_steps:
@@ -100,13 +100,14 @@ class Session:
         now = asdict(self.data_state(step))
         if changed := [key for key, value in asdict(saved.data).items() if now[key] != value]:
             raise UserError(
-                f"{self.folder.path} was trained on other data ({', '.join(changed)} differ); restore the data, or start "
-                "another run from its parameters with init_from="
+                f"{self.folder.path} was trained on other data ({', '.join(changed)} differ); restore the data, or "
+                "start another run from its parameters with init_from="
             )
         if self.config.training.steps < step:
             raise UserError(
-                f"{self.folder.path} has done {step} steps already, more than training.steps={self.config.training.steps}; "
-                f"give at least {step}, or score it with python -m mmjax.evaluate"
+                f"{self.folder.path} has done {step} steps already, more than "
+                f"training.steps={self.config.training.steps}; give at least {step}, or score it with "
+                "python -m mmjax.evaluate"
             )
         return step
 
@@ -125,8 +126,7 @@ class Session:
     def complete(self, first: int) -> bool:
         """Whether there is nothing left to do, which it says."""
         steps_done = self.config.training.steps
-        scored = self.folder.scores.is_file() and json.loads(self.folder.scores.read_text())["step"] == steps_done
-        if first < steps_done or (self.evaluator.sources and not scored):
+        if first < steps_done or (self.evaluator.sources and self.folder.scored_step() != steps_done):
             return False
         say(f"all {steps_done} steps are done; to go on, resume with a larger training.steps")
         return True
@@ -227,7 +227,7 @@ class Session:
         }
 
     def due(self, done: int, every: int) -> bool:
-        """Whether something that happens every so many steps happens after `done` steps; the end is not asked for here."""
+        """Whether something that happens every so many steps happens after `done` steps; not asked at the end."""
         return every > 0 and done % every == 0 and done < self.config.training.steps
 
     def evaluate(self, done: int, state: TrainState) -> None:

@@ -25,7 +25,6 @@ def tiny(
     tied=True,
     remat="none",
     encoders=("vision", "audio"),
-    grid=16,
     vocab=VOCAB,
 ):
     """A model of every part at width 32, smaller than any that learns."""
@@ -106,8 +105,8 @@ def positions(segment, merge=2):
 
 
 def pack(rows, lengths, items="causal", encoders=("vision", "audio"), merge=2):
-    """A microbatch of rows of samples. `lengths`: of a row of the LLM and of each encoder; rows as needed."""
-    taken = {name: _pack_items(name, rows, lengths[name]) for name in encoders}
+    """A microbatch of rows of samples. `lengths`: of a row of the LLM and of each encoder, with as many rows."""
+    taken = {name: _pack_items(name, rows, lengths[name], merge) for name in encoders}
     slot = {name: iter(slots) for name, (_, slots) in taken.items()}
     shape = (len(rows), lengths["llm"])
     field = {name: np.zeros(shape, np.int32) for name in TextBatch._fields if name not in ("slots", "weight")}
@@ -148,7 +147,7 @@ def _group(kind, merge):
     return merge**2 if kind == "vision" else 2 * merge
 
 
-def _pack_items(name, rows, length, merge=2):
+def _pack_items(name, rows, length, merge):
     """The items of one encoder in order, in rows of `length`, and for each the flat indices of its merged tokens."""
     packed, slots, used = [], [], length
     width = 12 if name == "vision" else 5
@@ -164,7 +163,8 @@ def _pack_items(name, rows, length, merge=2):
         first = ((len(packed) - 1) * length + used) // group
         slots.append(np.arange(first, first + len(values) // group))
         used, count = used + len(values), count + 1
-    if not packed:
+    assert len(packed) <= len(rows), f"{name} needs {len(packed)} rows of {length}"
+    while len(packed) < len(rows):
         packed.append((np.zeros((length, width), np.float32), np.full(length, -1), np.zeros((length, 3), int)))
     values, item, coordinates = (np.stack(x) for x in zip(*packed, strict=True))
     batch = ItemBatch(jnp.asarray(values), jnp.asarray(item, jnp.int32), jnp.asarray(coordinates, jnp.int32))

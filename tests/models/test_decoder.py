@@ -20,8 +20,8 @@ def test_a_token_sees_what_came_before_and_nothing_after():
 
 
 def test_tied_and_untied_share_everything_but_the_output_table():
-    tied, tied_params = build(tiny(encoders=()))
-    untied, params = build(tiny(encoders=(), tied=False))
+    tied, tied_params = build(tiny(layers=1, encoders=()))
+    untied, params = build(tiny(layers=1, encoders=(), tied=False))
     assert "table" not in tied_params["llm"]["head"]
     assert params["llm"]["head"]["table"]["weight"].shape == params["llm"]["embed"]["weight"].shape
     same = {**tied_params["llm"], "head": {**tied_params["llm"]["head"], "table": tied_params["llm"]["embed"]}}

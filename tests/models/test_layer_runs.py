@@ -88,8 +88,8 @@ def test_remat_policies_give_equal_gradients(backend):
     rng = np.random.default_rng(0)
     batch = pack([[random_sample(rng, [9]), random_sample(rng, [7])]], {"llm": 20}, encoders=())
     gradients = []
-    for remat in ("none", ("attention", "attention", "full", "full", "none")):
-        model, params = build(tiny(backend, layers=5, remat=remat, encoders=()))
+    for remat in ("none", ("attention", "attention", "full")):
+        model, params = build(tiny(backend, layers=3, remat=remat, encoders=()))
         gradient = jax.jit(jax.grad(lambda p, m=model: token_losses(m, p, batch).sum()))(params)
         gradients.append(layers_one_by_one(gradient))
     assert_trees_close(gradients[1], gradients[0])

@@ -33,12 +33,9 @@ def test_every_parameter_names_what_its_dimensions_mean_and_every_matrix_is_two_
         assert len(names) <= 2
 
 
-def test_init_gives_the_abstract_shapes_and_other_values_for_another_key():
-    model = Model.build(tiny(layers=3, encoders=()), jnp.float32, {"llm": (1,)})
-    init = jax.jit(model.init)
-    params, other = init(jax.random.key(0)), init(jax.random.key(1))
-    assert jax.eval_shape(lambda: params) == model.abstract
-    assert (params["llm"]["embed"]["weight"] != other["llm"]["embed"]["weight"]).all()
+def test_init_gives_the_abstract_shapes_whatever_the_run_borders():
+    model = Model.build(tiny(layers=3, tied=False), jnp.float32, {"llm": (1,), "vision": (1,)})
+    assert jax.eval_shape(model.init, jax.random.key(0)) == model.abstract
 
 
 def test_parameters_are_born_sharded_without_ever_being_whole_on_a_device():
@@ -63,16 +60,6 @@ def test_modules_are_named_and_partitioned_by_what_is_frozen():
     assert partition(model.abstract, set()) == (model.abstract, {})
     with pytest.raises(ValueError, match=r"cannot freeze 'visoin': the model has audio, audio\.connector, llm"):
         partition(model.abstract, {"visoin"})
-
-
-def test_trainable_gradients_are_those_of_the_whole():
-    model, params = build(tiny(encoders=("vision",)))
-    rng = np.random.default_rng(0)
-    batch = pack([[random_sample(rng, [2, (2, 3), 4])]], {"llm": 16, "vision": 16}, encoders=("vision",))
-    trainable, frozen = partition(params, {"llm", "vision"})
-    whole = jax.jit(jax.grad(lambda p: token_losses(model, p, batch).sum()))(params)
-    part = jax.jit(jax.grad(lambda p: token_losses(model, merge(p, frozen), batch).sum()))(trainable)
-    assert_trees_close(part, partition(whole, {"llm", "vision"})[0])
 
 
 def test_impossible_models_are_refused():

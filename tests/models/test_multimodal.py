@@ -49,13 +49,16 @@ def test_a_packed_row_gives_each_sample_what_it_gets_alone(items, backend):
         return jax.grad(loss, has_aux=True)(params)
 
     packed_gradients, packed_logits = run(params, together)
-    alone_gradients = jax.tree.map(jnp.zeros_like, params)
+    alone_gradients = jax.tree.map(np.zeros_like, params)
     for r, row in enumerate(in_rows(samples)):
         for n, sample in enumerate(row):
             gradients, logits = run(params, pack([[sample], []], LENGTHS, items))
             mine = np.asarray(together.text.sample[r]) == n
             np.testing.assert_allclose(packed_logits[r][mine], logits[0][: mine.sum()], atol=1e-5, rtol=1e-5)
-            alone_gradients = jax.tree.map(jnp.add, alone_gradients, gradients)
+            alone_gradients = jax.tree.map(np.add, alone_gradients, gradients)
+            if all(segment.kind == "text" for segment in sample):
+                encoders = jax.tree.leaves([gradients["encoders"], gradients["connectors"]])
+                assert all((np.asarray(g) == 0).all() for g in encoders)
     assert_trees_close(packed_gradients, alone_gradients)
 
 
@@ -65,10 +68,9 @@ def test_a_packed_row_gives_a_sample_what_it_gets_in_rows_of_its_own_length():
     together = pack([samples], {"llm": 192, "vision": 320, "audio": 192})
     run = jax.jit(model.logits)
     packed_logits = run(params, together)[0]
-    for index, vision, audio in ((3, 12, 4), (9, 24, 16)):
-        mine = np.asarray(together.text.sample[0]) == index
-        alone = pack([[samples[index]]], {"llm": int(mine.sum()), "vision": vision, "audio": audio})
-        np.testing.assert_allclose(packed_logits[mine], run(params, alone)[0], atol=1e-5, rtol=1e-5)
+    mine = np.asarray(together.text.sample[0]) == 9
+    alone = pack([[samples[9]]], {"llm": int(mine.sum()), "vision": 24, "audio": 16})
+    np.testing.assert_allclose(packed_logits[mine], run(params, alone)[0], atol=1e-5, rtol=1e-5)
 
 
 def replaced(samples, index):
@@ -120,31 +122,24 @@ def without_items(padding):
     return padding, padding._replace(items=no_rows), absent
 
 
-@pytest.mark.parametrize("backend", ["dense", "blockwise"])
-def test_batches_with_padding_no_rows_or_no_encoder_at_all_give_the_same_loss(backend):
-    model, params = build(tiny(backend))
+@pytest.mark.parametrize(("backend", "encoder"), [("dense", "audio"), ("blockwise", "vision")])
+def test_batches_with_padding_no_rows_or_no_encoder_at_all_give_the_same_loss(backend, encoder):
+    model, params = build(tiny(backend, encoders=(encoder,)))
     rng = np.random.default_rng(0)
-    padding = pack([[random_sample(rng, [5]), random_sample(rng, [7])]], {"llm": 16, "vision": 16, "audio": 8})
+    padding = pack([[random_sample(rng, [5]), random_sample(rng, [7])]], {"llm": 16, encoder: 16}, encoders=(encoder,))
     run = jax.jit(lambda batch: token_losses(model, params, batch))
     first, *others = (run(batch) for batch in without_items(padding))
     for other in others:
         np.testing.assert_allclose(other, first, rtol=1e-5)
 
 
-def test_an_encoder_row_of_padding_has_gradient_zero():
-    model, params = build()
-    batch = pack([[random_sample(np.random.default_rng(0), [5])]], {"llm": 8, "vision": 16, "audio": 8})
-    gradients = jax.jit(jax.grad(lambda p: token_losses(model, p, batch).sum()))(params)
-    encoders = jax.tree.leaves([gradients["encoders"], gradients["connectors"]])
-    assert all((np.asarray(g) == 0).all() for g in encoders)
-
-
 def test_half_precision_activations_give_float32_logits_near_the_exact_ones():
-    model, params = build()
-    batch = pack(in_rows(many_samples()), LENGTHS)
+    model, params = build(tiny(encoders=("vision",)))
+    rng = np.random.default_rng(0)
+    batch = pack([[random_sample(rng, [2, (3, 3), 4, (2, 5), 3])]], {"llm": 24, "vision": 32}, encoders=("vision",))
     half = Model.build(model.config, jnp.bfloat16)
     logits = jax.jit(half.logits)(params, batch)
     assert logits.dtype == jnp.float32
     exact = jax.jit(model.logits)(params, batch)
     valid = np.asarray(batch.text.sample) >= 0
-    assert np.abs(np.asarray(logits - exact))[valid].mean() < 0.05
+    assert 0 < np.abs(np.asarray(logits - exact))[valid].mean() < 0.05

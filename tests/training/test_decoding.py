@@ -37,7 +37,7 @@ def test_decoding_in_parallel_passes_equals_decoding_token_by_token(tmp_path: Pa
     for seed in range(3):
         # Large enough that an answer's tokens differ and depend on those before them.
         rng = np.random.default_rng(seed)
-        params = jax.tree.map(lambda x: rng.normal(0, 0.5, x.shape).astype(np.float32), model.abstract)
+        params = jax.tree.map(lambda x, r=rng: r.normal(0, 0.5, x.shape).astype(np.float32), model.abstract)
         for lies, batch in PromptLoader(sources, config).batches("test/few", range(12)):
             decoded = np.asarray(decode(params, batch))
             assert (decoded == token_by_token(logits, params, batch)).all()
