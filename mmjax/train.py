@@ -79,7 +79,7 @@ def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[ja
                 if session.due(step + 1, config.training.evaluate_every):
                     session.evaluate(step + 1, state)
                 if session.due(step + 1, config.training.checkpoint_every):
-                    session.save(step + 1, state)
+                    session.save(step + 1, state, progress)
             session.settle(progress)
         session.finish(first, state)
     return session

@@ -23,7 +23,9 @@ def write_examples(document: str, folder: Path) -> None:
 
 def test_the_variant_in_configs_md_loads_with_its_overrides(tmp_path: Path) -> None:
     write_examples("docs/configs.md", tmp_path)
-    config = load(tmp_path / "bigger.py", ["batch.grouping=isf", "seed=3", "optimizer.modules.vision.learning_rate=1e-3"])
+    config = load(
+        tmp_path / "bigger.py", ["batch.grouping=isf", "seed=3", "optimizer.modules.vision.learning_rate=1e-3"]
+    )
     assert (config.name, config.model.llm.layers, config.batch.grouping.kind, config.seed) == ("bigger", 6, "isf", 3)
 
 

@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             ("none, one shape", NoGrouping(), 1),
         ):
             batch = replace(config.batch, grouping=grouping, shapes=shapes)
-            rows.append({"grouping": name, "seed": seed} | _measure(replace(config, batch=batch, seed=seed), index, args.steps))
+            rows.append(
+                {"grouping": name, "seed": seed} | _measure(replace(config, batch=batch, seed=seed), index, args.steps)
+            )
     return rows
 
 

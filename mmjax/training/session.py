@@ -184,7 +184,7 @@ class Session:
         self._running = Running(step, ready, report)
 
     def settle(self, progress: ProgressLine) -> None:
-        """Write down the step under way, waiting for it to end."""
+        """Write down the step under way, waiting for it to end. Raises UserError where its numbers are not finite."""
         if self._running is None:
             return
         step, ready, report = self._running
@@ -192,10 +192,21 @@ class Session:
         scalars = self._scalars(step, ready, report)
         self._log.write(step + 1, scalars)
         progress.update(step + 1, scalars)
+        if not np.isfinite([scalars["loss"], scalars["gradient_norm"]]).all():
+            self._stop_at_bad_numbers(step, ready)
         if len(self._times) == SETTLED:
             typical = float(np.median([t - w for t, w in self._times]))
             load = max(self._load_seconds, float(ready.loaded.load_seconds))
             say(announce.loader_verdict(load, self.config.data.workers, typical))
+
+    def _stop_at_bad_numbers(self, step: int, ready: Ready) -> None:
+        saved = steps_in(self.folder.checkpoints)
+        back = f"resume from step {saved[-1]} with --resume and" if saved else "start again with"
+        names = ", ".join(map(self.loader.index.name, ready.loaded.samples[:3].tolist()))
+        raise UserError(
+            f"the loss or gradient of step {step + 1} is not a finite number; {back} a lower optimizer.learning_rate or "
+            f"training.clip. Its {len(ready.loaded.samples)} samples begin with {names}"
+        )
 
     def _scalars(self, step: int, ready: Ready, report: StepReport) -> Scalars:
         report = jax.device_get(report)
@@ -239,8 +250,9 @@ class Session:
             say(f"step {done}  validation  {announce.brief(scores)}", f"  {answered[done % len(answered)]}")
         self._step_ended = time.monotonic()
 
-    def save(self, done: int, state: TrainState) -> None:
-        """Begin to save the state after `done` steps."""
+    def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
+        """Begin to save the state after `done` steps. Its last step is settled before, so that no bad numbers are kept."""
+        self.settle(progress)
         self.checkpoints.save(state, to_json(self.config), self.data_state(done))
 
     # ------------------------------------------------------------------------------------------------- after the loop
@@ -249,7 +261,7 @@ class Session:
         """Save, evaluate on the test split, and say where everything is and what to try next."""
         steps_done = self.config.training.steps
         if first < steps_done:
-            self.save(steps_done, state)
+            self.checkpoints.save(state, to_json(self.config), self.data_state(steps_done))
         scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
         if scores:
             self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")
