@@ -1,7 +1,7 @@
 """The contract between data and models: packed, static arrays of one microbatch.
 
-Named tuples of arrays (NumPy from the loader, JAX on devices), so that they are pytrees everywhere without registration.
-Every array is `[row, position, ...]`; a row holds several samples (LLM) or items (encoders), one after the other.
+Named tuples of arrays (NumPy from the loader, JAX on devices): pytrees everywhere without registration. Every array is
+`[row, position, ...]`; a row holds several samples (LLM) or items (encoders), one after the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an experiment is: frozen dataclasses, and nothing that computes.
 
-A config is a Python file with ``def config() -> Config``. Every choice is a dataclass; where there are several to choose
-from, a union of dataclasses told apart by ``kind``. ``mmjax.config_files`` reads, edits and stores them.
+A config is a Python file with ``def config() -> Config``. Every choice is a dataclass; where there are several to
+choose from, a union of dataclasses told apart by ``kind``. ``mmjax.config_files`` reads, edits and stores them.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rate and weight decay of one module, where they differ from the optimizer's; both may change in mid-sweep."""
+    """Learning rate and weight decay of one module, where they differ from the optimizer's."""
 
     learning_rate: float | None = None
     weight_decay: float | None = None

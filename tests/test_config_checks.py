@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+
 from mmjax.config_checks import EMBEDDED_RATE, validate
 from mmjax.config_files import load
 from mmjax.data.tones import SAMPLE_RATE

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from mmjax.config import Config
 from mmjax.config_files import (
     default_config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from mmjax.config import AdamW, IsfGrouping, Muon, NoGrouping, PackGrouping, Rates, Samples, Tokens
 from mmjax.config_files import describe, differences, from_json, load, to_json
 from mmjax.errors import UserError

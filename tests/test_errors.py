@@ -1,4 +1,5 @@
 import pytest
+
 from mmjax.errors import UserError, run_command
 
 

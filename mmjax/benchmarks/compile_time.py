@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds of tracing, lowering and compiling for both depths, interleaved, the best of the repeats; and their ratio."""
+    """Seconds to trace, lower and compile at both depths, interleaved, the best of the repeats; and their ratio."""
     seconds = {n: [] for n in args.layers}
     for _ in range(args.repeats):
         for n in args.layers:

@@ -13,8 +13,8 @@ import numpy as np
 
 from mmjax.config import Config, IsfGrouping, NoGrouping, PackGrouping
 from mmjax.config_files import default_config, find, load
-from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.budget import make_budget
+from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.plan import MicrobatchPlan, StepPlanner
 from mmjax.data.sources import open_sources
 

@@ -204,8 +204,8 @@ class Session:
         back = f"resume from step {saved[-1]} with --resume and" if saved else "start again with"
         names = ", ".join(map(self.loader.index.name, ready.loaded.samples[:3].tolist()))
         raise UserError(
-            f"the loss or gradient of step {step + 1} is not a finite number; {back} a lower optimizer.learning_rate or "
-            f"training.clip. Its {len(ready.loaded.samples)} samples begin with {names}"
+            f"the loss or gradient of step {step + 1} is not a finite number; {back} a lower "
+            f"optimizer.learning_rate or training.clip. Its {len(ready.loaded.samples)} samples begin with {names}"
         )
 
     def _scalars(self, step: int, ready: Ready, report: StepReport) -> Scalars:
@@ -251,7 +251,7 @@ class Session:
         self._step_ended = time.monotonic()
 
     def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
-        """Begin to save the state after `done` steps. Its last step is settled before, so that no bad numbers are kept."""
+        """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
         self.settle(progress)
         self.checkpoints.save(state, to_json(self.config), self.data_state(done))
 
