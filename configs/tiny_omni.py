@@ -62,6 +62,6 @@ def config() -> Config:
                 ),
             },
         ),
-        training=TrainingConfig(steps=1700, evaluate_every=400, checkpoint_every=400),
+        training=TrainingConfig(steps=1550, evaluate_every=400, checkpoint_every=400),
         optimizer=Muon(),
     )

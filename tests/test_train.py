@@ -166,6 +166,16 @@ def test_a_stopped_run_goes_on_to_the_same_bits(trained, stopped, capsys):
     assert sum("validation/samples" in r for r in records(stopped)) == 1
 
 
+def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(capsys, tmp_path):
+    ended = run(capsys, train.main, TINY, f"run={tmp_path / 'run'}", "optimizer.learning_rate=1e30", "training.steps=6")
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert "is not a finite number" in line
+    assert "few[" in line
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+    assert len(saved) <= 1, "only what was finite is kept"
+
+
 def test_a_run_of_eight_devices_goes_on_with_four(tmp_path_factory):
     eight = runs_of(tmp_path_factory) / "eight"
     words = ("training.keep=3", "training.evaluate_every=0")

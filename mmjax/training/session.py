@@ -152,7 +152,6 @@ class Session:
             f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
             + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
         )
-        self._load_seconds = float(example.load_seconds)
         self._compiled_at_start = self.programs.requested
         self._step_ended = time.monotonic()
         return accumulated
@@ -196,7 +195,7 @@ class Session:
             self._stop_at_bad_numbers(step, ready)
         if len(self._times) == SETTLED:
             typical = float(np.median([t - w for t, w in self._times]))
-            load = max(self._load_seconds, float(ready.loaded.load_seconds))
+            load = float(ready.loaded.load_seconds)  # the first steps' includes opening everything
             say(announce.loader_verdict(load, self.config.data.workers, typical))
 
     def _stop_at_bad_numbers(self, step: int, ready: Ready) -> None:
