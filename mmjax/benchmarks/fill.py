@@ -22,13 +22,14 @@ from mmjax.data.sources import open_sources
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--config", default="", help="a config's file or name (default: tiny_omni)")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each grouping and seed: shapes in use, fill of each module, longest wait, planning time of a step."""
-    config = load(find(args.config) if args.config else default_config())
+    config = load(find(args.config) if args.config else default_config(), args.overrides)
     rows = []
     for seed in range(args.seeds):
         index = _index(replace(config, seed=seed))
