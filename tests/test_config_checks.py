@@ -24,7 +24,7 @@ def message(*overrides: str) -> str:
         ("model.llm.head_width=31", "model.llm.head_width=31: RoPE turns pairs; make it even"),
         ("model.llm.vocab=10", "set model.llm.vocab="),
         ("model.llm.remat=full,none", "model.llm.remat gives 2 policies for layers=3"),
-        ("model.encoders.audio.remat=full,none,none", "model.encoders.audio.remat gives 3 policies for layers=2"),
+        ("model.encoders.vision.remat=full,none,none", "model.encoders.vision.remat gives 3 policies for layers=2"),
         ("model.encoders.vision.width=72", "make width a multiple of 16"),
         ("model.encoders.audio.heads=5", "does not divide by heads=5; choose heads from"),
         ("model.encoders.vision.channels=3", "are grey; set it to 1"),

@@ -134,9 +134,9 @@ def test_a_variant_of_a_variant_is_a_short_edit(tmp_path: Path, monkeypatch: pyt
 
 def test_a_sibling_beside_the_file_goes_before_a_shipped_one(tmp_path: Path) -> None:
     shutil.copy(default_config(), tmp_path / "tiny_omni.py")
-    own = (tmp_path / "tiny_omni.py").read_text().replace("steps=900", "steps=901")
+    own = (tmp_path / "tiny_omni.py").read_text().replace('name="tiny_omni"', 'name="tiny_omni", seed=5')
     (tmp_path / "tiny_omni.py").write_text(own)
-    assert load(write_variant(tmp_path, "mine")).training.steps == 901
+    assert load(write_variant(tmp_path, "mine")).seed == 5
 
 
 def test_a_missing_sibling_names_what_was_meant(tmp_path: Path) -> None:

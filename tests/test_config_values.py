@@ -10,6 +10,7 @@ from mmjax.config import AdamW, IsfGrouping, Muon, NoGrouping, PackGrouping, Rat
 from mmjax.config_files import describe, differences, from_json, load, to_json
 from mmjax.errors import UserError
 
+STEPS = load("tiny_omni").training.steps
 SHIPPED = sorted(path.stem for path in (Path(__file__).parent.parent / "configs").glob("*.py"))
 
 
@@ -152,7 +153,7 @@ EDITED = [
     "batch.size.count=4096",
     "batch.grouping=none",
     "model.llm.remat=none,full,attention",
-    "model.encoders.audio.remat=(full,full)",
+    "model.encoders.vision.remat=(full,full)",
     "data.sources.own=function",
     "data.sources.own.function=mmjax.data.embedded:EmbeddedDataset",
     'data.sources.own.arguments.text="3"',
@@ -185,8 +186,8 @@ def test_every_printed_line_is_a_valid_override(overrides: list[str]) -> None:
         ),
         ('"kind": "pack"', '"kind": "pac"', "batch.grouping: unknown kind 'pac': did you mean 'pack'?"),
         ('"kind": "pack",', "", "batch.grouping: unknown kind None"),
-        ('"steps": 900', '"steps": true', "training.steps: got a bool, True; expected int"),
-        ('"steps": 900,', "", "missing key 'training.steps', int"),
+        (f'"steps": {STEPS}', '"steps": true', "training.steps: got a bool, True; expected int"),
+        (f'"steps": {STEPS},', "", "missing key 'training.steps', int"),
         ('"seed": 0', '"seed": null', "seed: got none; expected int"),
         ('"clip": 1.0', '"clip": NaN', "training.clip: got a float, nan; expected a finite float"),
         ('"rows": {', '"rows": [', "the stored config is not JSON"),
@@ -213,7 +214,7 @@ def test_differences_are_lines_of_old_and_new() -> None:
         "batch.grouping: pack -> isf",
         "batch.grouping.pool_steps: 4 -> absent",
         "model.llm.remat: none -> none,none,full",
-        "training.steps: 900 -> 100",
+        f"training.steps: {STEPS} -> 100",
         "batch.grouping.iterations: absent -> 10",
     ]
 
