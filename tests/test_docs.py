@@ -47,7 +47,7 @@ def test_the_captions_example_in_data_md_trains(
     assert "3 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("document", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("document", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])
 def test_every_file_that_a_document_names_is_there(document: str) -> None:
     text = (ROOT / document).read_text()
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
