@@ -35,7 +35,7 @@ def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence
     encoder whose items come from another sample: of the questions that need them, what is still answered right was
     guessed, and should be no more than `chance_*`.
     """
-    folder = RunFolder(run.absolute())
+    folder = RunFolder(run)
     config = edit(folder.read_config(), overrides)
     sources = question_sources(config, (split,), folder.path)
     if not sources:

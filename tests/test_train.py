@@ -208,9 +208,10 @@ def test_auto_starts_and_then_resumes_and_a_finished_run_stays_as_it_is(trained,
     assert newest(folder / "checkpoints") == 3
 
 
-def test_a_run_can_start_from_anothers_parameters_alone(trained):
+def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
     source = trained[0]
-    words = (f"run={source.with_name('begun')}", f"init_from={source}", "optimizer=muon", *MEDIA_WORDS)
+    monkeypatch.chdir(source.parent)
+    words = (f"run={source.with_name('begun')}", f"init_from={source.name}", "optimizer=muon", *MEDIA_WORDS)
     config = load(TINY_MEDIA, words)
     with claim(config, Path(TINY_MEDIA), "new") as (folder, resumed):
         session = train.open_session(config, folder, resumed, jax.devices())

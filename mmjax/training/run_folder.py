@@ -21,9 +21,12 @@ Mode = Literal["new", "resume", "auto", "overwrite"]
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run."""
+    """Paths of a run; absolute, since checkpoints are read by no other."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.path.absolute())
 
     @property
     def config(self) -> Path:
