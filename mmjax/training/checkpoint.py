@@ -8,6 +8,7 @@ bits: storage may read a missing or damaged chunk as zeros or noise without a wo
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -225,9 +226,17 @@ def _user_error(message: str) -> Iterator[None]:
 @contextmanager
 def _reading(folder: Path, step: int) -> Iterator[None]:
     """Turn whatever reading a checkpoint raises into one line that says what is left to do."""
+    # When one array cannot be read, the others' reads end later, in threads, and each prints a traceback about an event
+    # loop that is gone. So after a failure these stay mute.
+    heard, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    asyncio_log = logging.getLogger("asyncio")
+    level = asyncio_log.level
+    asyncio_log.setLevel(logging.CRITICAL)
     try:
         with _user_error(f"checkpoint {folder / str(step)} cannot be used"):
             yield
+        sys.unraisablehook = heard
+        asyncio_log.setLevel(level)
     except UserError as error:
         older = [s for s in steps_in(folder) if s < step]
         remedy = f"to go on from step {older[-1]} instead, remove it" if older else "there is no older one here"
