@@ -1,4 +1,4 @@
-"""Measure mmjax: ``python -m mmjax.bench NAME [options] [--json]``."""
+"""Measure mmjax: ``python -m mmjax.bench NAME [options] [--json] [--out F.npz]``."""
 
 from __future__ import annotations
 
@@ -6,33 +6,61 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmjax.benchmarks import attention, compile_time, fill
-from mmjax.errors import run_command
+from mmjax.benchmarks.measurement import Measurement
+from mmjax.errors import UserError, run_command
 from mmjax.training.console import say, table
 
-BENCHMARKS = {"attention": attention, "compile": compile_time, "fill": fill}
+COMPARISONS = {"attention": attention, "compile": compile_time, "fill": fill}  # run: a list of rows, one per variant
+MEASUREMENTS: dict[str, Any] = {}  # run: one Measurement
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.bench", description=__doc__, allow_abbrev=False)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, benchmark in BENCHMARKS.items():
+    for name, benchmark in sorted((COMPARISONS | MEASUREMENTS).items()):
         options = names.add_parser(name, help=benchmark.__doc__, description=benchmark.__doc__, allow_abbrev=False)
-        options.add_argument("--json", action="store_true", help="print one JSON list and nothing else")
+        what = "list" if name in COMPARISONS else "object"
+        options.add_argument("--json", action="store_true", help=f"print one JSON {what} and nothing else")
+        if name in MEASUREMENTS:
+            options.add_argument("--out", type=Path, metavar="F.npz", help="write what the figures follow from")
         benchmark.add_arguments(options)
     args = parser.parse_args(argv)
-    rows = BENCHMARKS[args.name].run(args)
-    if args.json:
+    if args.name in COMPARISONS:
+        _compare(COMPARISONS[args.name].run(args), args.json)
+        return
+    if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
+        raise UserError(f"--out {args.out}: name a file in a folder that exists")
+    _report(MEASUREMENTS[args.name].run(args), args.json, args.out)
+
+
+def _compare(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
         say(json.dumps(rows))
         return
     say(*table([tuple(rows[0]), *(tuple(map(_cell, row.values())) for row in rows)], indent=""))
 
 
+def _report(measured: Measurement, as_json: bool, out: Path | None) -> None:
+    if out is not None:
+        with out.open("wb") as file:  # by name, NumPy would append .npz to what was asked for
+            np.savez(file, **measured.arrays)
+    if as_json:
+        say(json.dumps(dict(measured.figures)))
+        return
+    rows = [(name, _cell(value), measured.paper.get(name, "")) for name, value in measured.figures.items()]
+    heading = ("figure", "measured", "published") if measured.paper else ("figure", "measured", "")
+    say(*table([heading, *rows], indent=""))
+
+
 def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
