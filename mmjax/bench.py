@@ -11,13 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.benchmarks import attention, compile_time, fill
+from mmjax.benchmarks import attention, compile_time, context, fill, grouping, nodewise, postbalance
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.errors import UserError, run_command
 from mmjax.training.console import say, table
 
 COMPARISONS = {"attention": attention, "compile": compile_time, "fill": fill}  # run: a list of rows, one per variant
-MEASUREMENTS: dict[str, Any] = {}  # run: one Measurement
+# run: one Measurement
+MEASUREMENTS: dict[str, Any] = {
+    "context": context,
+    "grouping": grouping,
+    "nodewise": nodewise,
+    "postbalance": postbalance,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

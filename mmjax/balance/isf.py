@@ -11,7 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numba import njit
 
-_TRIAL = 4096  # samples that bounds are tried on
+from mmjax.balance.row_maximum import choose_maximum
+
+_TRIAL = 4096  # samples that minima are tried on
+_SHUFFLES = 3  # of one trial: one alone is as uncertain as bounds differ
+_MOST_OPEN = 256  # groups that leftover samples are tried in
 _TOLERANCES = (0.03, 0.06, 0.1, 0.15)
 
 
@@ -60,19 +64,20 @@ def isf(
     lengths = np.ascontiguousarray(lengths, np.int64)
     maximum, minimum = np.asarray(maximum, np.int64), np.asarray(minimum, np.int64)
     group = np.full(len(lengths), -1, np.int32)
-    above = np.any(lengths > maximum, axis=1)
-    left = np.flatnonzero(~above)
+    left = _within(lengths, maximum)
+    above = np.setdiff1d(np.arange(len(lengths)), left, assume_unique=True) if len(left) < len(lengths) else left[:0]
+    compact = lengths.astype(np.int32) if lengths.max(initial=0) < 2**31 else lengths
     groups = 0
     kept: list[Iteration] = []
     for _ in range(iterations):
         if len(left) == 0:
             break
-        before, groups = groups, _sample_and_filter(rng.permutation(left), lengths, maximum, minimum, group, groups)
-        samples = np.flatnonzero(group >= before)
-        fill = lengths[samples].sum(0) / (maximum * max(groups - before, 1))
-        kept.append(Iteration(groups - before, len(samples), fill))
-        left = left[group[left] < 0]
-    return Grouping(group, groups, np.flatnonzero(above), tuple(kept))
+        order, total, before = rng.permutation(left), np.zeros(len(maximum), np.int64), groups
+        # Gathered at once: lengths at random addresses, one by one, would take most of the time.
+        gathered = compact.take(order, axis=0)
+        groups, left = _sample_and_filter(order, gathered, maximum, minimum, group, groups, total)
+        kept.append(Iteration(groups - before, len(order) - len(left), total / (maximum * max(groups - before, 1))))
+    return Grouping(group, groups, above, tuple(kept))
 
 
 def group_leftovers(lengths: np.ndarray, grouping: Grouping, maximum: np.ndarray) -> Grouping:
@@ -88,101 +93,136 @@ def group_leftovers(lengths: np.ndarray, grouping: Grouping, maximum: np.ndarray
     return replace(grouping, group=group, leftover_groups=int(number.max(initial=-1)) + 1)
 
 
-def choose_bounds(lengths: np.ndarray, samples_per_group: float, alignment: int | np.ndarray = 1) -> Bounds:
-    """The bounds near `samples_per_group` mean samples that, tried on the data, leave the least of all groups empty.
+def choose_bounds(
+    lengths: np.ndarray,
+    samples_per_group: tuple[float, float],
+    alignment: int | np.ndarray = 1,
+    given: np.ndarray | None = None,
+) -> Bounds:
+    """The bounds that, tried on the data, leave the least of all groups empty, leftover ones too.
 
-    A ratio of means misses what the multiset of lengths allows: two samples of 5 tiles never share a bound of 9. Each
-    dimension's maximum is tried from 0.9 to 1.25 times its mean need, never below the longest sample; the minimum as
-    a share of it. alignment: maxima are multiples of it, one or `[D]`. Raises ValueError without samples.
+    The maximum is chosen as in `choose_maximum`, whose arguments these are, the minimum as a share of it.
     """
+
+    def rows_needed(trial: np.ndarray, maximum: np.ndarray) -> float:
+        return min(_all_groups(trial, bounds) for bounds in _tolerated(maximum))
+
+    maximum = choose_maximum(lengths, samples_per_group, rows_needed, alignment, given)
     lengths = np.asarray(lengths, np.int64)
-    if len(lengths) == 0:
-        raise ValueError("no samples to choose bounds from")
-    unit = np.broadcast_to(np.asarray(alignment, np.int64), lengths.shape[1:])
-    mean, longest = lengths.mean(0), lengths.max(0)
-    used = longest > 0
-    samples = max(float(samples_per_group), (longest[used] / mean[used]).max(initial=0))
-    trial = lengths[np.random.default_rng(0).permutation(len(lengths))[:_TRIAL]]
-
-    maximum = np.maximum(_ceil(np.maximum(samples * mean, longest), unit), unit)
-    best, least = Bounds(maximum, maximum), np.inf
-    for _ in range(2):
-        for k in np.flatnonzero(used):
-            for value in _near(samples * mean[k], longest[k], unit[k]):
-                maximum = best.maximum.copy()
-                maximum[k] = value
-                for tolerance in _TOLERANCES:
-                    bounds = Bounds(maximum, np.maximum(np.ceil(maximum * (1 - tolerance)).astype(np.int64), 1))
-                    if (empty := _empty_share(trial[:, used], bounds, used)) < least:
-                        best, least = bounds, empty
-    return best
+    trial = lengths[np.all(lengths <= maximum, axis=1)]
+    trial = trial[np.random.default_rng(1).permutation(len(trial))[:_TRIAL]]
+    return min(_tolerated(maximum), key=lambda bounds: _all_groups(trial, bounds))
 
 
-def _ceil(length: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    return (np.ceil(length / unit - 1e-9) * unit).astype(np.int64)
+def _tolerated(maximum: np.ndarray) -> list[Bounds]:
+    return [Bounds(maximum, np.maximum(np.ceil(maximum * (1 - t)).astype(np.int64), 1)) for t in _TOLERANCES]
 
 
-def _near(need: float, longest: int, unit: int) -> np.ndarray:
-    """At most nine aligned values around the mean need, one unit to either side at least."""
-    low, high = min(0.9 * need, need - unit), max(1.25 * need, need + unit)
-    units = np.arange(max(np.ceil(low / unit), np.ceil(longest / unit), 1), max(high, longest + unit) // unit + 1)
-    return np.unique(units[np.linspace(0, len(units) - 1, min(len(units), 9)).astype(int)]).astype(np.int64) * unit
-
-
-def _empty_share(trial: np.ndarray, bounds: Bounds, used: np.ndarray) -> float:
-    """Mean over dimensions of the share of all groups, leftover ones too, that stays empty."""
-    maximum, minimum = bounds.maximum[used], bounds.minimum[used]
-    grouping = isf(trial, maximum, minimum, 10, np.random.default_rng(0))
-    grouping = group_leftovers(trial, grouping, maximum)
-    groups = grouping.groups + grouping.leftover_groups
-    return float(1 - (trial.sum(0) / (groups * maximum)).mean())
+def _all_groups(trial: np.ndarray, bounds: Bounds) -> float:
+    """How many groups the samples make within the bounds, leftover ones too: the mean of a few shuffles."""
+    groups = 0
+    for seed in range(_SHUFFLES):
+        grouping = isf(trial, bounds.maximum, bounds.minimum, 10, np.random.default_rng(seed))
+        groups += grouping.groups + group_leftovers(trial, grouping, bounds.maximum).leftover_groups
+    return groups / _SHUFFLES
 
 
 @njit(cache=True)
-def _sample_and_filter(order, lengths, maximum, minimum, group, groups):
-    """One round of algorithms 1 and 2 over `order`; writes kept groups into `group`, numbered from `groups` on."""
+def _within(lengths, maximum):
+    """The samples that exceed the maximum in no dimension, int64 [m]."""
+    within = np.empty(len(lengths), np.int64)
+    count = 0
+    for i in range(len(lengths)):
+        fits = True
+        for k in range(len(maximum)):
+            fits &= lengths[i, k] <= maximum[k]
+        within[count] = i
+        count += fits
+    return within[:count]
+
+
+@njit(cache=True)
+def _sample_and_filter(order, lengths, maximum, minimum, group, groups, kept):
+    """One round of algorithms 1 and 2 over `order`, whose `lengths` `[m, D]` are in that order too.
+
+    Writes kept groups into `group` `[n]`, numbered from `groups` on. Returns the number of the next group and the
+    samples that are left; adds what was kept to `kept` `[D]`.
+    """
     dimensions = len(maximum)
     total = np.zeros(dimensions, np.int64)
-    begin = 0
+    left = np.empty(len(order), np.int64)
+    begin, count = 0, 0
     for i in range(len(order)):
-        length = lengths[order[i]]
         over = False
         for k in range(dimensions):
-            over = over or total[k] + length[k] > maximum[k]
+            total[k] += lengths[i, k]
+            over |= total[k] > maximum[k]
         if over:
             keep = False
             for k in range(dimensions):
-                keep = keep or total[k] >= minimum[k]
-                total[k] = 0
+                total[k] -= lengths[i, k]
+                keep |= total[k] >= minimum[k]
             if keep:
                 for j in range(begin, i):
                     group[order[j]] = groups
                 groups += 1
+            else:
+                for j in range(begin, i):
+                    left[count] = order[j]
+                    count += 1
+            for k in range(dimensions):
+                kept[k] += keep * total[k]
+                total[k] = lengths[i, k]
             begin = i
-        for k in range(dimensions):
-            total[k] += length[k]
-    return groups
+    for j in range(begin, len(order)):
+        left[count] = order[j]
+        count += 1
+    return groups, left[:count]
 
 
 @njit(cache=True)
 def _first_fit(lengths, maximum):
-    """The first open group that holds each sample, int64 [n]."""
+    """The first open group that holds each sample, int64 [n].
+
+    Groups are closed that none of the rest fits, and the oldest where too many are open: else time is quadratic.
+    """
     n, dimensions = lengths.shape
     number = np.full(n, -1, np.int64)
+    smallest = lengths.copy()  # of this sample and those after it
+    for i in range(n - 2, -1, -1):
+        for k in range(dimensions):
+            smallest[i, k] = min(smallest[i, k], smallest[i + 1, k])
     left = np.empty((n, dimensions), np.int64)
-    groups = 0
+    open_groups = np.empty(_MOST_OPEN, np.int64)
+    groups, opened = 0, 0
     for i in range(n):
-        for g in range(groups + 1):
-            if g == groups:
-                groups += 1
-                for k in range(dimensions):
-                    left[g, k] = maximum[k]
-            fits = True
+        kept, found = 0, False
+        for j in range(opened):
+            g = open_groups[j]
+            alive, fits = True, not found
             for k in range(dimensions):
-                fits = fits and lengths[i, k] <= left[g, k]
+                alive &= left[g, k] >= smallest[i, k]
+                fits &= left[g, k] >= lengths[i, k]
             if fits:
+                found, number[i] = True, g
                 for k in range(dimensions):
                     left[g, k] -= lengths[i, k]
-                number[i] = g
+            if alive:
+                open_groups[kept] = g
+                kept += 1
+            if found:
+                for rest in range(j + 1, opened):
+                    open_groups[kept] = open_groups[rest]
+                    kept += 1
                 break
+        opened = kept
+        if not found:
+            number[i] = groups
+            for k in range(dimensions):
+                left[groups, k] = maximum[k] - lengths[i, k]
+            if opened == _MOST_OPEN:
+                open_groups[: opened - 1] = open_groups[1:opened].copy()
+                opened -= 1
+            open_groups[opened] = groups
+            opened, groups = opened + 1, groups + 1
     return number

@@ -21,6 +21,15 @@ def dist_ratio(totals: np.ndarray) -> np.ndarray:
     return _below_largest(totals)
 
 
+def sp_ratio(totals: np.ndarray) -> np.ndarray:
+    """OmniBal appendix A.8: eq. 2 over the N sequence-parallel ranks that share each of the sequences.
+
+    totals: `[..., sequences, N]`, what each rank computes of each sequence (images of the encoder, tokens of the LLM).
+    The result is float `[...]`, the mean over sequences; 0 where every sequence is split evenly.
+    """
+    return _below_largest(totals).mean(-1)
+
+
 def fill(used: np.ndarray, budget: np.ndarray) -> np.ndarray:
     """Useful positions / budget, both summed over steps: float `[M]` from `[steps, M]` and `[M]` or `[steps, M]`."""
     used = np.asarray(used, np.float64)
@@ -31,20 +40,6 @@ def samples_per_row(row: np.ndarray) -> float:
     """n / (distinct rows) over each sample's row, `[n]`, numbered across steps; -1 = in no row."""
     row = np.asarray(row)[np.asarray(row) >= 0]
     return len(row) / max(len(np.unique(row)), 1)
-
-
-def rows_lower_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
-    """How many rows any grouping needs at least for samples `[n, D]` and row budgets `[D]`.
-
-    The largest, over dimensions, of Martello and Toth's bound L2: for any a <= budget / 2, samples over budget - a have
-    a row alone, those over budget / 2 a row each, and those of a .. budget / 2 must go to what these leave or to new
-    rows: L2 = max_a n1 + n2 + max(0, ceil((sum_3 - (n2 * budget - sum_2)) / budget)). At a = 0 that is no less than
-    ceil(total / budget). Raises ValueError for a sample above its budget.
-    """
-    lengths, budget = np.asarray(lengths, np.int64), np.asarray(budget, np.int64)
-    if np.any(above := np.any(lengths > budget, axis=1)):
-        raise ValueError(f"sample {int(np.argmax(above))} is longer than its row's budget")
-    return max((_martello_toth(column, int(b)) for column, b in zip(lengths.T, budget, strict=True)), default=0)
 
 
 def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
@@ -74,8 +69,8 @@ def overdispersion(source: np.ndarray, step: np.ndarray) -> float:
     steps, step = np.unique(np.asarray(step), return_inverse=True)
     if len(sources) < 2 or len(steps) < 2:
         return 0.0
-    count = np.zeros((len(steps), len(sources)))
-    np.add.at(count, (step, source), 1)
+    count = np.bincount(step * len(sources) + source, minlength=len(steps) * len(sources)).astype(np.float64)
+    count = count.reshape(len(steps), len(sources))
     size = count.sum(1, keepdims=True)
     share = count.sum(0) / len(source)
     excess = (size * (count / size - share) ** 2).sum(0) / (share * (1 - share))
@@ -86,16 +81,3 @@ def _below_largest(amount: np.ndarray) -> np.ndarray:
     amount = np.asarray(amount, np.float64)
     largest = amount.max(-1)
     return (largest - amount.mean(-1)) / np.where(largest > 0, largest, 1)
-
-
-def _martello_toth(length: np.ndarray, budget: int) -> int:
-    """L2 in one dimension."""
-    length = np.sort(length)
-    total = np.concatenate([[0], np.cumsum(length)])
-    half = np.searchsorted(length, budget // 2, side="right")  # the first that is over budget / 2
-    least = np.unique(np.concatenate([[0], length[:half]]))
-    alone = np.searchsorted(length, budget - least, side="right")  # the first that is over budget - a
-    single = alone - half
-    room = single * budget - (total[alone] - total[half])
-    small = total[half] - total[np.searchsorted(length, least)]
-    return int((len(length) - half + np.maximum(0, -(-(small - room) // budget))).max())

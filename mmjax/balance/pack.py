@@ -1,8 +1,9 @@
 """Grouping `pack`: steps whose rows are full in every module at once, all of one shape.
 
-A window of waiting samples slides over the shuffled order. A step takes its oldest samples first, so that none waits
-long, then those that bring all modules closest to full together, then exchanges samples while that fills it further.
-A chunk is drained, so a step is found again by replaying its chunk alone.
+A window of waiting samples slides over the shuffled order. A step takes its oldest samples first, so that it stays
+random and none waits long, then those that bring all modules closest to full together, then exchanges samples while
+that fills it further (`step_filling`). A module that has room to spare is filled to its share of the data only: else
+early steps would take what later ones need. A chunk is drained, so a step is found again by replaying its chunk alone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from mmjax.balance.budgets import Budgets
-from mmjax.balance.parts import LLM, Parts
-
-_NONE = np.int64(-1)  # typed: Numba compiles every callee once more for a literal
-_EXCHANGE_ROUNDS = 2  # more gained 0.1 points of fill for half as much time again
+from mmjax.balance.parts import Parts
+from mmjax.balance.row_maximum import choose_maximum
+from mmjax.balance.step_filling import Load, Room, fill_steps, find_oversize
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def pack(
 
     Deterministic. The last steps share what is left evenly.
     pool_steps: the window holds this many steps' worth of waiting samples, in the module that has most of them.
-    oldest_first: the oldest samples that fit are taken until the LLM's rows are this full.
+    oldest_first: the oldest samples that fit are taken until the rows of some module are this full.
     urgent_after: samples that have waited this many steps go before all others and are not exchanged for others.
     Raises ValueError for a sample that fits no step; `oversize` finds these beforehand.
     """
@@ -67,9 +66,36 @@ def pack(
     return Packing(step, row, waited, packed.n_steps)
 
 
+def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_rows: float = 120) -> np.ndarray:
+    """Pack samples into rows that hold at most `maximum` `[D]` in each dimension: the row of each, int32 `[n]`.
+
+    The same as `pack` with one row of each module in a step: OmniBal's groups. Rows are numbered as they were filled;
+    -1 for samples that are not in `order`. lengths: int `[n, D]`, the first column at least 1 (tokens of the LLM).
+    pool_rows: the window of waiting samples; about 600 of them find partners that fit to 1%.
+    Raises ValueError for a sample above the maximum.
+    """
+    lengths, maximum = np.asarray(lengths, np.int64), np.asarray(maximum, np.int64)
+    sample, module = np.nonzero(lengths)
+    start = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=len(lengths)))]).astype(np.int64)
+    parts = Parts(start, module.astype(np.int32), lengths[sample, module])
+    budgets = Budgets(np.ones_like(maximum), maximum, 0.0)
+    return pack(parts, order, budgets, pool_steps=pool_rows, oldest_first=0.9, urgent_after=int(2 * pool_rows)).step
+
+
+def choose_row_maximum(
+    lengths: np.ndarray, samples_per_row: tuple[float, float], given: np.ndarray | None = None
+) -> np.ndarray:
+    """The maxima of rows, int64 `[D]`, with which `pack_rows` leaves the least empty: see `choose_maximum`."""
+
+    def rows_needed(trial: np.ndarray, maximum: np.ndarray) -> float:
+        return float(pack_rows(trial, maximum, np.arange(len(trial)), pool_rows=40).max() + 1)
+
+    return choose_maximum(lengths, samples_per_row, rows_needed, given=given)
+
+
 def oversize(parts: Parts, budgets: Budgets) -> np.ndarray:
     """Which samples do not fit the rows of one empty microbatch, bool `[n]`."""
-    return _oversize(*_prepare(parts, budgets, 1, budgets.rows * budgets.length))
+    return find_oversize(*_prepare(parts, budgets, 1, budgets.rows * budgets.length))
 
 
 def _share_tail(chunk: Parts, budgets: Budgets, microbatches: int, packed: Packing, policy: _Policy) -> Packing:
@@ -105,40 +131,16 @@ class _Policy(NamedTuple):
     urgent_after: int
 
 
-class _Load(NamedTuple):
-    """What samples ask for: `Parts`, with `by_size`, totals `[n, M]` and these as shares of a microbatch's cap."""
-
-    start: np.ndarray
-    module: np.ndarray
-    length: np.ndarray
-    by_size: np.ndarray
-    totals: np.ndarray
-    share: np.ndarray
-
-
-class _Room(NamedTuple):
-    """The step being filled. The rows of all modules are numbered in one go within a microbatch."""
-
-    row_start: np.ndarray  # [M + 1]
-    row_length: np.ndarray  # [M] positions
-    cap: np.ndarray  # [M] positions in a microbatch; at most what its rows hold
-    left: np.ndarray  # [microbatch, row] positions
-    free: np.ndarray  # [microbatch, M] positions under the cap
-    slack: np.ndarray  # [M] free positions of the step, as shares of a microbatch's cap
-    place: np.ndarray  # [p] row
-    microbatch: np.ndarray  # [n], -1 = not in a step
-    refused: np.ndarray  # [n] did not fit the step as it is
-
-
-def _prepare(parts: Parts, budgets: Budgets, microbatches: int, cap: np.ndarray) -> tuple[_Load, _Room]:
+def _prepare(parts: Parts, budgets: Budgets, microbatches: int, cap: np.ndarray) -> tuple[Load, Room]:
     totals = parts.totals(len(cap))
-    load = _Load(parts.sample_start, parts.module, parts.length, parts.by_size(), totals, totals / cap)
+    load = Load(parts.sample_start, parts.module, parts.length, parts.by_size(), totals, totals / cap)
     row_start = np.concatenate([[0], np.cumsum(budgets.rows)])
     left = np.zeros((microbatches, row_start[-1]), np.int64)
-    free, slack = np.zeros((microbatches, len(cap)), np.int64), np.zeros(len(cap))
-    place, microbatch = np.full(len(parts.module), -1), np.full(len(parts), -1)
+    free = np.zeros((microbatches, len(cap)), np.int64)
+    slack, aim = np.zeros(len(cap)), np.zeros(len(cap))
+    row, microbatch = np.full(len(parts.module), -1), np.full(len(parts), -1)
     refused = np.zeros(len(parts), np.bool_)
-    return load, _Room(row_start, budgets.length, cap, left, free, slack, place, microbatch, refused)
+    return load, Room(row_start, budgets.length, cap, left, free, slack, aim, row, microbatch, refused)
 
 
 def _steps(
@@ -150,210 +152,6 @@ def _steps(
     """
     load, room = _prepare(parts, budgets, microbatches, cap)
     step, entered = np.full(len(parts), -1, np.int32), entered.copy()
-    end = _fill_steps(load, room, policy.pool_steps, policy.oldest_first, policy.urgent_after, first, entered, step)
+    end = fill_steps(load, room, policy.pool_steps, policy.oldest_first, policy.urgent_after, first, entered, step)
     row = room.microbatch[parts.sample()] * budgets.rows[parts.module] + room.place - room.row_start[parts.module]
     return Packing(step, row.astype(np.int32), (step - entered).astype(np.int32), end)
-
-
-@njit(cache=True)
-def _empty(room):
-    """Open the rows of a new step."""
-    for k in range(len(room.cap)):
-        room.slack[k] = len(room.free)
-        for m in range(len(room.free)):
-            room.free[m, k] = room.cap[k]
-            for row in range(room.row_start[k], room.row_start[k + 1]):
-                room.left[m, row] = room.row_length[k]
-
-
-@njit(cache=True)
-def _count(sample, m, load, room):
-    """Enter the sample's totals into microbatch m."""
-    for k in range(len(room.cap)):
-        room.free[m, k] -= load.totals[sample, k]
-        room.slack[k] -= load.share[sample, k]
-    room.microbatch[sample] = m
-
-
-@njit(cache=True)
-def _remove(sample, load, room):
-    """Take the sample out of the step; its parts' `place` still tells where they were."""
-    m = room.microbatch[sample]
-    for part in range(load.start[sample], load.start[sample + 1]):
-        room.left[m, room.place[part]] += load.length[part]
-    for k in range(len(room.cap)):
-        room.free[m, k] += load.totals[sample, k]
-        room.slack[k] += load.share[sample, k]
-    room.microbatch[sample] = -1
-
-
-@njit(cache=True)
-def _put_back(sample, m, load, room):
-    """Undo `_remove`."""
-    for part in range(load.start[sample], load.start[sample + 1]):
-        room.left[m, room.place[part]] -= load.length[part]
-    _count(sample, m, load, room)
-
-
-@njit(cache=True)
-def _place(sample, m, load, room):
-    """Put every part of the sample in its fullest row of microbatch m that holds it, or none at all: bool."""
-    for k in range(len(room.cap)):
-        if load.totals[sample, k] > room.free[m, k]:
-            return False
-    begin, end = load.start[sample], load.start[sample + 1]
-    for i in range(begin, end):
-        part = load.by_size[i]
-        k, length = load.module[part], load.length[part]
-        best = -1
-        for row in range(room.row_start[k], room.row_start[k + 1]):
-            if room.left[m, row] >= length and (best < 0 or room.left[m, row] < room.left[m, best]):
-                best = row
-        if best < 0:
-            for j in range(begin, i):
-                room.left[m, room.place[load.by_size[j]]] += load.length[load.by_size[j]]
-            return False
-        room.left[m, best] -= length
-        room.place[part] = best
-    _count(sample, m, load, room)
-    return True
-
-
-@njit(cache=True)
-def _take(sample, load, room):
-    """Place the sample in the microbatch with most left of what it asks for that holds it, or mark it refused."""
-    tried = np.zeros(len(room.free), np.bool_)
-    for _ in range(len(room.free)):
-        chosen, most = _NONE, -1.0
-        for m in range(len(room.free)):
-            left = 0.0
-            for k in range(len(room.cap)):
-                left += load.share[sample, k] * room.free[m, k] / room.cap[k]
-            if left > most and not tried[m]:
-                chosen, most = m, left
-        if _place(sample, chosen, load, room):
-            return
-        tried[chosen] = True
-    room.refused[sample] = True
-
-
-@njit(cache=True)
-def _take_best(pool, load, room):
-    """While anything fits, take the sample after which the sum over modules of (1 - use / budget)^2 is least."""
-    while True:
-        best, most = _NONE, 0.0
-        for sample in pool:
-            if room.microbatch[sample] >= 0 or room.refused[sample]:
-                continue
-            gain = 0.0
-            for k in range(len(room.cap)):
-                share = load.share[sample, k]
-                if share > room.slack[k] + 1e-9:
-                    room.refused[sample] = True
-                gain += share * (2 * room.slack[k] - share)
-            if gain > most and not room.refused[sample]:
-                best, most = sample, gain
-        if best < 0:
-            return
-        _take(best, load, room)
-
-
-@njit(cache=True)
-def _exchange(pool, settled, load, room):
-    """Swap samples of the step (but the `settled` first of the pool) for waiting ones while that lowers the sum."""
-    movable = np.zeros(len(pool), np.int64)
-    taken = 0
-    for i in range(settled, len(pool)):
-        if room.microbatch[pool[i]] >= 0:
-            movable[taken] = pool[i]
-            taken += 1
-    for _ in range(_EXCHANGE_ROUNDS):
-        changed = False
-        for new in pool:
-            if room.microbatch[new] >= 0:
-                continue
-            for i in range(taken):
-                old = movable[i]
-                m = room.microbatch[old]
-                gain = 0.0
-                for k in range(len(room.cap)):
-                    more = load.share[new, k] - load.share[old, k]
-                    if more > room.slack[k] + 1e-9:
-                        gain = -1.0
-                        break
-                    gain += more * (2 * room.slack[k] - more)
-                if gain <= 1e-9:
-                    continue
-                _remove(old, load, room)
-                if _place(new, m, load, room):
-                    movable[i] = new
-                    changed = True
-                    break
-                _put_back(old, m, load, room)
-        if not changed:
-            return
-
-
-@njit(cache=True)
-def _fill_steps(load, room, pool_steps, oldest_first, urgent_after, first, entered, step):
-    """Slide the window over all samples, fill one step after the other; the number after the last one."""
-    n, microbatches = len(step), len(room.free)
-    pool = np.zeros(n, np.int64)
-    waiting, following, now = 0, 0, first
-    asked = np.zeros(len(room.cap))  # by the waiting samples, in microbatches' caps
-    while waiting > 0 or following < n:
-        while following < n and (waiting == 0 or _largest(asked) < pool_steps * microbatches):
-            pool[waiting] = following
-            if entered[following] < 0:
-                entered[following] = now
-            _add(asked, load.share, following, 1.0)
-            waiting += 1
-            following += 1
-        _empty(room)
-        urgent = np.int64(0)
-        for i in range(waiting):
-            sample = pool[i]
-            room.refused[sample] = False
-            if now - entered[sample] >= urgent_after:
-                urgent += 1
-                _take(sample, load, room)
-            elif room.slack[LLM] > (1 - oldest_first) * microbatches:
-                _take(sample, load, room)
-        _take_best(pool[:waiting], load, room)
-        _exchange(pool[:waiting], urgent, load, room)
-        kept = 0
-        for i in range(waiting):
-            sample = pool[i]
-            if room.microbatch[sample] >= 0:
-                step[sample] = now
-                _add(asked, load.share, sample, -1.0)
-            else:
-                pool[kept] = sample
-                kept += 1
-        waiting = kept
-        now += 1
-    return now
-
-
-@njit(cache=True)
-def _largest(values):
-    most = values[0]
-    for value in values:
-        most = max(most, value)
-    return most
-
-
-@njit(cache=True)
-def _add(total, share, sample, sign):
-    for k in range(len(total)):
-        total[k] += sign * share[sample, k]
-
-
-@njit(cache=True)
-def _oversize(load, room):
-    """bool [n]: does not fit an empty microbatch."""
-    too_large = np.zeros(len(load.totals), np.bool_)
-    for sample in range(len(too_large)):
-        _empty(room)
-        too_large[sample] = not _place(sample, np.int64(0), load, room)
-    return too_large

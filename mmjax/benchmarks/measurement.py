@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,3 +18,13 @@ class Measurement:
     figures: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
     paper: Mapping[str, str] = field(default_factory=dict)
+
+
+def median_seconds(run: Callable[[], object], within: float = 10.0) -> float:
+    """Median duration of five runs; of fewer, one at least, where they take longer than `within` seconds in all."""
+    seconds: list[float] = []
+    while len(seconds) < 5 and sum(seconds) <= within:
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

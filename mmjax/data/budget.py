@@ -140,7 +140,8 @@ def _isf_budget(
     mean = np.maximum(lengths.mean(0), 1e-9)
     least = float((lengths.max(0) / mean).max())  # samples of a group
     count = int(np.clip(samples / batch.microbatches // least, 1, rows[0]))
-    bounds = choose_bounds(lengths, samples / (count * batch.microbatches), alignment)
+    mean = samples / (count * batch.microbatches)
+    bounds = choose_bounds(lengths, (0.9 * mean, 1.25 * mean), alignment)
     budget = _budget(np.full(len(rows), count), bounds.maximum[None], samples, longest, bounds.minimum)
 
     grouping = isf_groups(lengths, budget, iterations, np.random.default_rng(0))

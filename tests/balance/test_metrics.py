@@ -1,7 +1,5 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mmjax.balance.metrics import (
     dist_ratio,
@@ -9,8 +7,8 @@ from mmjax.balance.metrics import (
     overdispersion,
     pad_ratio,
     row_correlation,
-    rows_lower_bound,
     samples_per_row,
+    sp_ratio,
 )
 
 
@@ -31,37 +29,9 @@ def test_samples_per_row_counts_rows_that_hold_something():
     assert samples_per_row(np.array([-1])) == 0
 
 
-def fewest_rows(lengths: list[tuple[int, int]], budget: tuple[int, int]) -> int:
-    """By trying every assignment."""
-
-    def search(i: int, rows: list[tuple[int, int]], best: int) -> int:
-        if len(rows) >= best:
-            return best
-        if i == len(lengths):
-            return len(rows)
-        a, b = lengths[i]
-        for j, (x, y) in enumerate(rows):
-            if x + a <= budget[0] and y + b <= budget[1]:
-                best = search(i + 1, [*rows[:j], (x + a, y + b), *rows[j + 1 :]], best)
-        return search(i + 1, [*rows, (a, b)], best)
-
-    return search(0, [], len(lengths) + 1)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 7)), max_size=7))
-def test_lower_bound_never_exceeds_the_fewest_rows_and_is_at_least_the_total(lengths):
-    budget = np.array([10, 7])
-    bound = rows_lower_bound(np.array(lengths).reshape(-1, 2), budget)
-    assert bound <= fewest_rows(lengths, (10, 7))
-    assert bound >= np.ceil(np.array(lengths).reshape(-1, 2).sum(0) / budget).max()
-
-
-def test_lower_bound_counts_long_samples_and_not_only_positions():
-    assert rows_lower_bound(np.array([[6], [6], [6]]), np.array([10])) == 3  # 18 positions would fit two rows
-    assert rows_lower_bound(np.array([[8], [7], [4], [4], [4]]), np.array([10])) == 4  # no 4 fits beside an 8 or a 7
-    with pytest.raises(ValueError, match="sample 1 is longer"):
-        rows_lower_bound(np.array([[3], [11]]), np.array([10]))
+def test_sp_ratio_is_the_share_that_sequence_parallel_ranks_wait():
+    """Appendix A.8: all images on one of four ranks, or a quarter on each."""
+    assert sp_ratio(np.array([[8, 0, 0, 0], [2, 2, 2, 2]])) == pytest.approx((0.75 + 0) / 2)
 
 
 def test_row_correlation_tells_sorted_random_and_complementary_rows_apart():

@@ -5,8 +5,10 @@ from hypothesis import strategies as st
 from synthetic import corpus
 
 from mmjax.balance.budgets import Budgets, fit_budgets
-from mmjax.balance.pack import Packing, oversize, pack
+from mmjax.balance.metrics import dist_ratio, overdispersion, row_correlation
+from mmjax.balance.pack import Packing, choose_row_maximum, oversize, pack, pack_rows
 from mmjax.balance.parts import Parts, parts_of
+from mmjax.balance.rows_bound import rows_lower_bound
 
 
 def step_use(parts: Parts, packing: Packing, modules: int = 3) -> np.ndarray:
@@ -135,3 +137,60 @@ def test_an_empty_chunk_has_no_steps():
     packing = pack(parts, np.array([], np.int64), fit_budgets(parts, 4, (2, 1, 1)))
     assert packing.n_steps == 0
     assert np.all(packing.step == -1)
+
+
+rows_problem = st.integers(1, 3).flatmap(
+    lambda d: st.tuples(
+        st.lists(st.tuples(st.integers(1, 30), *[st.integers(0, 9)] * (d - 1)), max_size=60), st.integers(0, 9)
+    )
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_problem)
+def test_every_sample_gets_one_row_and_no_row_exceeds_its_maximum_in_any_dimension(problem):
+    given_lengths, seed = problem
+    lengths = np.array(given_lengths).reshape(len(given_lengths), -1 if given_lengths else 1)
+    maximum = np.array([32, 9, 9])[: lengths.shape[1]]
+    order = np.random.default_rng(seed).permutation(len(lengths))[: max(len(lengths) - 2, 0)]
+    row = pack_rows(lengths, maximum, order, pool_rows=3)
+    assert np.array_equal(np.sort(np.flatnonzero(row >= 0)), np.sort(order))
+    assert np.array_equal(np.unique(row[order]), np.arange(row.max(initial=-1) + 1))
+    for column, most in zip(lengths.T, maximum, strict=True):
+        assert np.bincount(row[order], column[order]).max(initial=0) <= most
+    assert np.array_equal(row, pack_rows(lengths, maximum, order, pool_rows=3))
+
+
+def tiles_and_texts(samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, tiles) `[n, 2]` and source `[n]`: like instruction tuning, with 1% of texts as long as a row."""
+    rng = np.random.default_rng(seed)
+    source = rng.choice(5, samples, p=[0.4, 0.25, 0.2, 0.12, 0.03])
+    many = rng.random(samples) < np.array([0.05, 0.1, 0.2, 0.7, 0])[source]
+    tiles = np.where(many, 5, 1)
+    text = rng.lognormal(np.array([5.2, 5.8, 5.5, 5.0, 6.8])[source], 0.5)
+    return np.stack([np.clip(220 * tiles + text, 50, 4096).astype(np.int64), tiles], axis=1), source
+
+
+def test_rows_are_within_two_hundredths_of_the_bound_equal_and_as_random_as_a_shuffle():
+    lengths, source = tiles_and_texts(60_000, 0)
+    maximum = np.array([4096, 9])
+    row = pack_rows(lengths, maximum, np.random.default_rng(0).permutation(len(lengths)))
+    rows = int(row.max()) + 1
+    assert rows <= 1.02 * rows_lower_bound(lengths, maximum)
+    shuffled = np.random.default_rng(1).permutation(rows)[row]
+    total = np.stack([np.bincount(shuffled, column, rows) for column in lengths.T], axis=1)
+    steps = total[: rows // 8 * 8].reshape(-1, 8, 2)
+    assert np.all(dist_ratio(steps.swapaxes(1, 2)).mean(0) <= 0.04)
+    assert overdispersion(source, shuffled // 8) < 1.15
+    assert abs(row_correlation(lengths[:, 0], row)) < 0.1
+
+
+def test_chosen_maxima_follow_the_tiles_that_occur_and_fill_both_dimensions():
+    rng = np.random.default_rng(0)
+    tiles = rng.choice([1, 3, 5], 8000, p=[0.3, 0.2, 0.5])
+    lengths = np.stack([rng.integers(90, 130, 8000) + 256 * tiles, tiles], axis=1)
+    maximum = choose_row_maximum(lengths, (4, 5))
+    row = pack_rows(lengths, maximum, rng.permutation(8000))
+    assert 4 <= 8000 / (row.max() + 1) <= 5
+    assert np.all(lengths.sum(0) / ((row.max() + 1) * maximum) >= 0.975)
+    assert choose_row_maximum(lengths, (4, 5), given=np.array([0, 15]))[1] == 15

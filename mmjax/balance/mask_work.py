@@ -1,0 +1,207 @@
+"""How many keys each query may attend, from the mask spec and without a T x T mask: Cornstarch's W_i, section 4.3.2.
+
+    allowed = same sample >= 0 & (same span, not 0 | (pos_k <= pos_q & sees_q & kind_k))
+
+Rows hold few runs of tokens that differ in nothing but consecutive `pos`. Runs are found in one pass over the tokens;
+all else is done once for a run: over it the allowed keys are constant or grow by one a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+_CHUNK = 256  # tokens that are compared at once while runs are sought
+
+
+class Mask(NamedTuple):
+    """The mask spec of one row: int32 `[T]` each."""
+
+    sample: np.ndarray  # -1 = padding
+    pos: np.ndarray  # index in the row before any permutation; no two tokens of a sample alike
+    span: np.ndarray  # item whose tokens see each other both ways, 0 = none
+    kind: np.ndarray  # one bit, this token's modality (bit 0 = text)
+    sees: np.ndarray  # bits of the kinds that this query may attend causally
+
+
+def allowed_keys(mask: Mask) -> np.ndarray:
+    """The keys that each token may attend, int64 `[T]`, in any order of tokens. 0 for padding.
+
+    Row-wise sum of the attention mask, Cornstarch section 4.3.2. Raises ValueError for two tokens of a sample with one
+    `pos`.
+    """
+    start, first, grows = _runs(mask)
+    keys = np.empty(len(mask.sample), np.int64)
+    _fill(start, first, grows, keys)
+    return keys
+
+
+def block_work(mask: Mask, block: int) -> np.ndarray:
+    """`allowed_keys` summed over blocks of `block` tokens, int64 `[ceil(T / block)]`; the last may be short.
+
+    Raises ValueError as `allowed_keys` does, and for blocks of no token.
+    """
+    if block < 1:
+        raise ValueError(f"blocks of {block} tokens; needed is one or more")
+    tokens = len(mask.sample)
+    work = np.zeros(-(-tokens // block), np.int64)
+    _sum_blocks(*_runs(mask), tokens, block, work)
+    return work
+
+
+def _runs(mask: Mask) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each run's first token and that token's allowed keys, int64 `[R]`; whether they grow by one a token `[R]`."""
+    arrays = [np.ascontiguousarray(x, np.int32) for x in mask]
+    start = _run_starts(*arrays)
+    first, grows, distinct = _run_work(start, *arrays)
+    if not distinct:
+        raise ValueError("two tokens of a sample have the same pos")
+    return start, first, grows
+
+
+@njit(cache=True)
+def _run_starts(sample, pos, span, kind, sees):
+    """The first token of every run, int64 [R]. `pos` of padding is not read."""
+    tokens = len(sample)
+    start = np.empty(tokens, np.int64)
+    runs = 0
+    for begin in range(0, tokens, _CHUNK):
+        end = min(begin + _CHUNK, tokens)
+        if begin > 0 and _continues(sample, pos, span, kind, sees, begin, end):
+            continue
+        for i in range(begin, end):
+            last = i - 1
+            other = i == 0 or sample[i] != sample[last] or span[i] != span[last] or kind[i] != kind[last]
+            if other or sees[i] != sees[last] or (sample[i] >= 0 and pos[i] != pos[last] + 1):
+                start[runs] = i
+                runs += 1
+    return start[:runs].copy()
+
+
+@njit(cache=True)
+def _continues(sample, pos, span, kind, sees, begin, end):
+    """Whether all of these tokens belong to the run of the one before. Its loops have no exit, so they are vectors."""
+    last = begin - 1
+    in_sample, in_span, of_kind, seeing = sample[last], span[last], kind[last], sees[last]
+    samples, spans, kinds, seen = sample[begin:end], span[begin:end], kind[begin:end], sees[begin:end]
+    differs = False
+    for i in range(end - begin):
+        other = (samples[i] != in_sample) | (spans[i] != in_span)
+        differs |= other | (kinds[i] != of_kind) | (seen[i] != seeing)
+    if in_sample >= 0:
+        follows, expected = pos[begin:end], pos[last] + 1
+        for i in range(end - begin):
+            differs |= follows[i] - i != expected
+    return not differs
+
+
+@njit(cache=True)
+def _run_work(start, sample, pos, span, kind, sees):
+    """Allowed keys of each run's first token; whether they grow along the run; whether no sample repeats a `pos`."""
+    runs = len(start)
+    length = np.empty(runs, np.int64)
+    for r in range(runs):
+        length[r] = (start[r + 1] if r + 1 < runs else len(sample)) - start[r]
+    sample, pos, span, kind, sees = sample[start], pos[start], span[start], kind[start], sees[start]
+    first, grows = np.zeros(runs, np.int64), np.zeros(runs, np.bool_)
+
+    order = _sorted(_sorted(np.flatnonzero(sample >= 0), pos), sample)
+    distinct = True
+    for i in range(1, len(order)):
+        r, before = order[i], order[i - 1]
+        distinct &= sample[r] != sample[before] or pos[r] >= pos[before] + length[before]
+    first[order] = _seen_before(order, sample[order], length, kind, sees)
+    for r in order:
+        grows[r] = span[r] == 0 and sees[r] & kind[r] != 0
+        first[r] += grows[r]
+    _add_spans(_sorted(order[span[order] != 0], span), sample, span, length, kind, sees, first)
+    return first, grows, distinct
+
+
+@njit(cache=True)
+def _add_spans(order, sample, span, length, kind, sees, first):
+    """Adds what each run sees of its span and not causally; `order` is by span, sample, then `pos`. Writes `first`.
+
+    Of the span all count, so those that causality allows as well are taken off: what is left is the same for all tokens
+    of a run, its own among them.
+    """
+    segment = np.zeros(len(order), np.int64)
+    for i in range(1, len(order)):
+        r, before = order[i], order[i - 1]
+        segment[i] = segment[i - 1] + (span[r] != span[before] or sample[r] != sample[before])
+    size = np.zeros(len(order), np.int64)
+    for i in range(len(order)):
+        size[segment[i]] += length[order[i]]
+    first[order] += size[segment] - _seen_before(order, segment, length, kind, sees)
+
+
+@njit(cache=True)
+def _sorted(order, key):
+    """`order`, stably sorted by the int32 key of its elements: O(n), and one look where that is so already."""
+    n = len(order)
+    low, high, sorted_already = 0, 0, True
+    for i in range(n):
+        one = np.int64(key[order[i]])
+        sorted_already &= i == 0 or one >= key[order[i - 1]]
+        low, high = (min(low, one), max(high, one)) if i else (one, one)
+    shift = 0
+    while not sorted_already and (high - low) >> shift:
+        begin = np.zeros(257, np.int64)
+        for i in range(n):
+            begin[((key[order[i]] - low) >> shift & 255) + 1] += 1
+        begin = np.cumsum(begin)
+        moved = np.empty_like(order)
+        for i in range(n):
+            digit = (key[order[i]] - low) >> shift & 255
+            moved[begin[digit]] = order[i]
+            begin[digit] += 1
+        order, shift = moved, shift + 8
+    return order
+
+
+@njit(cache=True)
+def _seen_before(order, segment, length, kind, sees):
+    """For each run of `order`, the tokens of earlier runs of its segment whose kind it sees, int64 [len(order)]."""
+    seen = np.zeros(len(order), np.int64)
+    kinds, count = [np.int64(0)], [np.int64(0)]  # no query sees kind 0; others are added as they come
+    for i in range(len(order)):
+        r = order[i]
+        if i > 0 and segment[i] != segment[i - 1]:
+            for k in range(len(kinds)):
+                count[k] = 0
+        own = -1
+        for k in range(len(kinds)):
+            if sees[r] & kinds[k]:
+                seen[i] += count[k]
+            if kinds[k] == kind[r]:
+                own = k
+        if own < 0:
+            kinds.append(np.int64(kind[r]))
+            count.append(length[r])
+        else:
+            count[own] += length[r]
+    return seen
+
+
+@njit(cache=True)
+def _fill(start, first, grows, keys):
+    """Every token's allowed keys from those of the runs; writes `keys`."""
+    for r in range(len(start)):
+        end = start[r + 1] if r + 1 < len(start) else len(keys)
+        for i in range(start[r], end):
+            keys[i] = first[r] + grows[r] * (i - start[r])
+
+
+@njit(cache=True)
+def _sum_blocks(start, first, grows, tokens, block, work):
+    """Adds the allowed keys of every run's tokens to the blocks that they are in; writes `work`."""
+    for r in range(len(start)):
+        end = start[r + 1] if r + 1 < len(start) else tokens
+        i = start[r]
+        while i < end:
+            stop = min((i // block + 1) * block, end)
+            n, gone = stop - i, i - start[r]
+            work[i // block] += n * first[r] + grows[r] * (n * gone + n * (n - 1) // 2)
+            i = stop

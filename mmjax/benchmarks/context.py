@@ -1,0 +1,65 @@
+"""Blocks of tokens for the ranks of context parallelism: how equal their attention is, and the time to decide it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mmjax.balance.mask_kinds import KINDS, LEAST_TOKENS
+from mmjax.balance.mask_work import block_work
+from mmjax.balance.token_blocks import distribute, excess
+from mmjax.balance.token_blocks_baselines import longest_first, random, ring, zigzag
+from mmjax.benchmarks.measurement import Measurement
+from mmjax.errors import UserError
+
+METHODS: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {  # from work per block, ranks and seed
+    "equal": lambda work, ranks, seed: distribute(work, ranks),
+    "lpt": lambda work, ranks, seed: longest_first(work, ranks),
+    "zigzag": lambda work, ranks, seed: zigzag(len(work), ranks),
+    "ring": lambda work, ranks, seed: ring(len(work), ranks),
+    "random": lambda work, ranks, seed: random(len(work), ranks, np.random.default_rng(seed)),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--tokens", type=int, default=1 << 20, help="of the row")
+    parser.add_argument("--block", type=int, default=128, help="tokens that stay together")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument(
+        "--mask", choices=list(KINDS), default="EE", help="encoder outputs first, within; packed samples"
+    )
+    parser.add_argument("--method", choices=list(METHODS), default="equal")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> Measurement:
+    """Excess of the largest rank's allowed pairs over the mean, blocks a rank, and times, medians of five."""
+    for name, least in (("tokens", LEAST_TOKENS), ("block", 1), ("ranks", 1), ("seed", 0)):
+        if (value := getattr(args, name)) < least:
+            raise UserError(f"--{name} {value}: give {least} or more")
+    mask = KINDS[args.mask](args.tokens, np.random.default_rng(args.seed))
+    work, workload = _timed(lambda: block_work(mask, args.block))
+    rank, distribution = _timed(lambda: METHODS[args.method](work, args.ranks, args.seed))
+    counts = np.bincount(rank, minlength=args.ranks)
+    figures = {
+        "excess": excess(work, rank, args.ranks),
+        "counts_min": int(counts.min()),
+        "counts_max": int(counts.max()),
+        "workload_milliseconds": workload,
+        "milliseconds": distribution,
+    }
+    return Measurement(figures, {"rank": rank, "work": work}, {"milliseconds": "< 1 (Cornstarch 4.3.2)"})
+
+
+def _timed(call: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
+    """What it returns and its milliseconds, the median of five calls after one that compiles."""
+    result, times = call(), []
+    for _ in range(5):
+        began = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - began))
+    return result, float(np.median(times))

@@ -1,0 +1,178 @@
+"""How full, equal and random the rows of a grouping are, and how long it takes (OmniBal section 5.3)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmjax.balance import metrics
+from mmjax.balance.grouping_baselines import device_groups, length_groups, random_groups
+from mmjax.balance.isf import Iteration, choose_bounds, group_leftovers, isf
+from mmjax.balance.pack import choose_row_maximum, pack_rows
+from mmjax.balance.rows_bound import rows_lower_bound
+from mmjax.benchmarks import lengths as length_files
+from mmjax.benchmarks.measurement import Measurement, median_seconds
+from mmjax.errors import UserError
+
+BUDGETED = ("isf", "pack")
+PAPER_TOLERANCE = np.array([128, 0])  # OmniBal section 5.1: Q'_t = Q_t - 128, Q'_v = Q_v
+PUBLISHED = {  # OmniBal table 5: InternVL-Chat-1.2's 1.2M samples, 4 a row
+    "random": {"pad_ratio": "0.31", "dist_ratio_items": "0.34", "dist_ratio_tokens": "0.30"},
+    "length": {"pad_ratio": "0.20", "dist_ratio_items": "0.26", "dist_ratio_tokens": "0.13"},
+    "device": {"pad_ratio": "0.378", "dist_ratio_items": "0.125", "dist_ratio_tokens": "0.15"},
+    "isf": {
+        "samples_per_row": "4.6",
+        "pad_ratio": "0",
+        "dist_ratio_items": "0.02",
+        "dist_ratio_tokens": "0.14",
+        "seconds": "< 60",
+    },
+}
+PUBLISHED["pack"] = {name: f"{value} (ISF)" for name, value in PUBLISHED["isf"].items()}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """row: int32 `[n]`, -1 = oversize; `maximum` `[2]`, tokens and items; what ISF's iterations kept; seconds."""
+
+    row: np.ndarray
+    maximum: np.ndarray
+    iterations: tuple[Iteration, ...]
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    length_files.add_arguments(parser)
+    parser.add_argument("--method", choices=("random", "length", "device", *BUDGETED), default="pack")
+    for name, default in (("items", 9), ("tokens", 4096)):
+        text = f"budget of a row in isf and pack; auto: chosen from the data (default: {default})"
+        parser.add_argument(f"--max-{name}", default=str(default), metavar="N|auto", help=text)
+    parser.add_argument("--samples-per-row", type=int, default=4, help="mean with auto budgets, at most one more")
+    parser.add_argument("--ranks", type=int, default=8, help="rows of a step")
+    parser.add_argument("--iterations", type=int, default=10, help="of isf")
+
+
+def run(args: argparse.Namespace) -> Measurement:
+    """Group all samples, shuffle the rows into an epoch, and measure its steps."""
+    for name in ("samples_per_row", "ranks", "iterations", "samples"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
+    if args.lengths:
+        data = length_files.read_lengths(args.lengths, ("vision_items", "llm_tokens"), optional=("source",))
+    else:
+        data = length_files.visual_corpus(args.samples, args.seed)
+    lengths = np.stack([data["llm_tokens"], data["vision_items"]], axis=1)
+    if lengths[:, 0].min() < 1:
+        raise UserError(f"sample {int(lengths[:, 0].argmin())} has no llm_tokens; every sample needs at least 1")
+    grouped = _budgeted(lengths, args) if args.method in BUDGETED else _baseline(lengths, args)
+    rng = np.random.default_rng(args.seed)
+    figures = {
+        **_figures(lengths, data.get("source"), grouped, args),
+        "seconds": grouped.seconds,
+        "permutation_seconds": median_seconds(lambda: rng.permutation(len(lengths))),
+    }
+    if args.method == "isf":
+        figures["iterations"] = [
+            {"rows": i.groups, "samples": i.samples, "fill_items": float(i.fill[1]), "fill_tokens": float(i.fill[0])}
+            for i in grouped.iterations
+        ]
+    tokens, items = grouped.maximum
+    arrays = {"row": grouped.row, "max_items": np.int64(items), "max_tokens": np.int64(tokens)}
+    return Measurement(figures, arrays, PUBLISHED[args.method])
+
+
+def _given(args: argparse.Namespace) -> np.ndarray:
+    """The budgets asked for, tokens and items; 0 for `auto`."""
+    given = []
+    for option in ("--max-tokens", "--max-items"):
+        text = getattr(args, option[2:].replace("-", "_"))
+        if text != "auto" and (not text.isdecimal() or int(text) < 1):
+            raise UserError(f"{option} {text}: give a number of at least 1, or auto")
+        given.append(0 if text == "auto" else int(text))
+    return np.array(given)
+
+
+def _budgeted(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
+    given = _given(args)
+    wanted = (args.samples_per_row, args.samples_per_row + 1)
+    try:
+        if args.method == "isf":
+            bounds = choose_bounds(lengths, wanted, given=given)
+            maximum, minimum = bounds.maximum, bounds.minimum
+            if np.all(given > 0):
+                minimum = np.maximum(given - PAPER_TOLERANCE, 1)
+        else:
+            maximum = choose_row_maximum(lengths, wanted, given)
+    except ValueError as error:
+        raise UserError(f"{error}; raise --max-items or --max-tokens") from None
+    fits = np.flatnonzero(np.all(lengths <= maximum, axis=1))
+    if len(fits) == 0:
+        raise UserError("no sample fits the budgets; raise --max-items and --max-tokens or give auto")
+
+    def by_isf() -> tuple[np.ndarray, tuple[Iteration, ...]]:
+        accepted = isf(lengths, maximum, minimum, args.iterations, np.random.default_rng(args.seed))
+        return group_leftovers(lengths, accepted, maximum).group, accepted.iterations
+
+    def by_pack() -> tuple[np.ndarray, tuple[Iteration, ...]]:
+        return pack_rows(lengths, maximum, np.random.default_rng(args.seed).permutation(fits)), ()
+
+    group = by_isf if args.method == "isf" else by_pack
+    row, iterations = group()  # compiles
+    seconds = median_seconds(group)
+    shuffled = np.random.default_rng(args.seed).permutation(row.max() + 1).astype(np.int32)
+    return Rows(np.where(row >= 0, shuffled[row], -1).astype(np.int32), maximum, iterations, seconds)
+
+
+def _baseline(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
+    """Rows of a fixed number of samples, padded to the longest; their budget is what the largest row takes."""
+    groups: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+        "random": lambda rng: random_groups(len(lengths), args.samples_per_row, rng),
+        "length": lambda rng: length_groups(lengths, args.samples_per_row, args.ranks, rng),
+        "device": lambda rng: device_groups(lengths, args.samples_per_row, args.ranks, rng),
+    }
+    row = groups[args.method](np.random.default_rng(args.seed))
+    seconds = median_seconds(lambda: groups[args.method](np.random.default_rng(args.seed)))
+    items = int(np.bincount(row, lengths[:, 1]).max())
+    return Rows(row, np.array([int(lengths[:, 0].max()) * args.samples_per_row, items]), (), seconds)
+
+
+def _figures(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: argparse.Namespace) -> dict[str, Any]:
+    inside = grouped.row >= 0
+    row, lengths = grouped.row[inside], lengths[inside]
+    rows = int(row.max()) + 1
+    total = np.stack([np.bincount(row, column, rows) for column in lengths.T], axis=1)
+    steps = rows // args.ranks
+    per_step = total[: steps * args.ranks].reshape(steps, args.ranks, 2)
+    tokens, items = metrics.dist_ratio(per_step.swapaxes(1, 2)).mean(0) if steps else (0.0, 0.0)
+    fill_tokens, fill_items = total.sum(0) / (rows * grouped.maximum)
+    padded = args.method not in BUDGETED
+    return {
+        "samples_in": len(inside),
+        "samples_grouped": int(inside.sum()),
+        "samples_oversize": int((~inside).sum()),
+        "rows": rows,
+        "rows_lower_bound": rows_lower_bound(lengths, grouped.maximum),
+        "samples_per_row": len(row) / rows,
+        "fill_items": float(fill_items),
+        "fill_tokens": float(fill_tokens),
+        "pad_ratio": _pad_ratio(lengths[:, 0], row) if padded else 0.0,
+        "dist_ratio_items": float(items),
+        "dist_ratio_tokens": float(tokens),
+        "overdispersion": None if source is None else metrics.overdispersion(source[inside], row // args.ranks),
+        "row_correlation": metrics.row_correlation(lengths[:, 0], row),
+        "max_items": int(grouped.maximum[1]),
+        "max_tokens": int(grouped.maximum[0]),
+    }
+
+
+def _pad_ratio(length: np.ndarray, row: np.ndarray) -> float:
+    """OmniBal eq. 1, meaned over rows, which are full but for the last."""
+    order = np.argsort(row, kind="stable")
+    per_row = int(np.bincount(row).max())
+    full = len(order) // per_row * per_row
+    return float(metrics.pad_ratio(length[order][:full].reshape(-1, per_row)).mean())
