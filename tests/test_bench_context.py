@@ -27,7 +27,7 @@ def test_figures_follow_from_what_out_writes(capsys, tmp_path, mask, method):
     out = tmp_path / "context.npz"
     found = figures(capsys, *SMALL, "--mask", mask, "--method", method, "--out", out)
     with np.load(out) as file:
-        rank, work = file["rank"], file["work"]
+        rank, work = file["rank"], file["workload"]
     assert rank.shape == work.shape == (256,)
     load, counts = np.bincount(rank, work, 16), np.bincount(rank, minlength=16)
     assert found["excess"] == pytest.approx(load.max() / load.mean() - 1)

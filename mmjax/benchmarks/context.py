@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +11,7 @@ from mmjax.balance.mask_kinds import KINDS, LEAST_TOKENS
 from mmjax.balance.mask_work import block_work
 from mmjax.balance.token_blocks import distribute, excess
 from mmjax.balance.token_blocks_baselines import longest_first, random, ring, zigzag
-from mmjax.benchmarks.measurement import Measurement
+from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 
 METHODS: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {  # from work per block, ranks and seed
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> Measurement:
     """Excess of the largest rank's allowed pairs over the mean, blocks a rank, and times, medians of five."""
     for name, least in (("tokens", LEAST_TOKENS), ("block", 1), ("ranks", 1), ("seed", 0)):
         if (value := getattr(args, name)) < least:
-            raise UserError(f"--{name} {value}: give {least} or more")
+            raise UserError(f"--{name} {value}: give at least {least}")
     mask = KINDS[args.mask](args.tokens, np.random.default_rng(args.seed))
     work, workload = _timed(lambda: block_work(mask, args.block))
     rank, distribution = _timed(lambda: METHODS[args.method](work, args.ranks, args.seed))
@@ -52,14 +51,9 @@ def run(args: argparse.Namespace) -> Measurement:
         "workload_milliseconds": workload,
         "milliseconds": distribution,
     }
-    return Measurement(figures, {"rank": rank, "work": work}, {"milliseconds": "< 1 (Cornstarch 4.3.2)"})
+    return Measurement(figures, {"rank": rank, "workload": work}, {"milliseconds": "< 1 (Cornstarch 4.3.2)"})
 
 
 def _timed(call: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
-    """What it returns and its milliseconds, the median of five calls after one that compiles."""
-    result, times = call(), []
-    for _ in range(5):
-        began = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - began))
-    return result, float(np.median(times))
+    """What it returns, and its milliseconds once it is compiled."""
+    return call(), 1e3 * median_seconds(call)

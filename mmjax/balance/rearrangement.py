@@ -1,0 +1,225 @@
+"""Rearrangements as composable maps, OrchMLLM section 6: where each item is before and after, and tables to move it.
+
+An item is a run of tokens at an offset of its rank's flat array. A rearrangement becomes integer tables of fixed shape,
+so that one padded all-to-all moves the tokens of any plan: `send` says what goes to each peer, `gather` where each
+destination position finds its token. Tokens that stay on their rank never enter the all-to-all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where items lie. rank: int32 `[n]`. offset: int64 `[n]`, position of the item's first token on that rank."""
+
+    rank: np.ndarray
+    offset: np.ndarray
+
+
+@dataclass(frozen=True)
+class Rearrangement:
+    """Items of `length` tokens, int64 `[n]`, move from `before` to `after`; both are over the same `ranks`.
+
+    Raises ValueError for places of another size, ranks out of range and lengths or offsets below 0.
+    """
+
+    length: np.ndarray
+    before: Places
+    after: Places
+    ranks: int
+
+    def __post_init__(self) -> None:
+        for places in (self.before, self.after):
+            if not len(self.length) == len(places.rank) == len(places.offset):
+                raise ValueError("length, rank and offset must have one entry for each item")
+            if np.any((places.rank < 0) | (places.rank >= self.ranks)):
+                raise ValueError(f"an item is on a rank outside of 0 .. {self.ranks - 1}")
+            if np.any(places.offset < 0) or np.any(self.length < 0):
+                raise ValueError("lengths and offsets must not be negative")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Index tables of k ranks for one padded all-to-all among g peers.
+
+    send: int32 `[k, g, width]`, positions in the rank's own array that go to each peer; -1 = padding.
+    gather: int32 `[k, capacity]`, for each position of the destination array its place in the received chunks
+    `[g * width]` followed by the rank's own array; -1 = no token.
+    """
+
+    send: np.ndarray
+    gather: np.ndarray
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Tokens that leave their node. sent, received: int64 `[ranks]`."""
+
+    sent: np.ndarray
+    received: np.ndarray
+
+    @property
+    def total(self) -> int:
+        """Tokens of all ranks together."""
+        return int(self.sent.sum())
+
+
+def pack_places(length: np.ndarray, rank: np.ndarray, ranks: int) -> Places:
+    """Items one after the other on their ranks, in the order given. length, rank: int `[n]`."""
+    return Places(np.asarray(rank, np.int32), _offsets(np.asarray(length, np.int64), np.asarray(rank), ranks))
+
+
+def rearrange(length: np.ndarray, source: np.ndarray, destination: np.ndarray, ranks: int) -> Rearrangement:
+    """The rearrangement from source to destination ranks, items packed in their order on both. All int `[n]`."""
+    length = np.asarray(length, np.int64)
+    return Rearrangement(length, pack_places(length, source, ranks), pack_places(length, destination, ranks), ranks)
+
+
+def inverse(moved: Rearrangement) -> Rearrangement:
+    """The rearrangement that brings every item back; the backward pass of the forward one."""
+    return Rearrangement(moved.length, moved.after, moved.before, moved.ranks)
+
+
+def compose(first: Rearrangement, second: Rearrangement) -> Rearrangement:
+    """`second` after `first` as one map, so one all-to-all: the LLM's after an encoder's inverse (OrchMLLM section 6).
+
+    Raises ValueError unless both speak of the same items and `second` starts where `first` ends.
+    """
+    if first.ranks != second.ranks or not np.array_equal(first.length, second.length):
+        raise ValueError("composed rearrangements must have the same ranks and the same item lengths")
+    middle, start = first.after, second.before
+    if not (np.array_equal(middle.rank, start.rank) and np.array_equal(middle.offset, start.offset)):
+        raise ValueError("the second rearrangement must start where the first one ends")
+    return Rearrangement(first.length, first.before, second.after, first.ranks)
+
+
+def restrict(moved: Rearrangement, items: np.ndarray) -> Rearrangement:
+    """These items alone, in this order, where they were: indices int `[k]` or bool `[n]`."""
+    return Rearrangement(moved.length[items], _take(moved.before, items), _take(moved.after, items), moved.ranks)
+
+
+def restrict_to_parts(moved: Rearrangement, item: np.ndarray, offset: np.ndarray, length: np.ndarray) -> Rearrangement:
+    """The rearrangement of runs within items, such as one modality's tokens within interleaved samples.
+
+    item: int `[k]`, the item that holds each run; offset: int `[k]`, where in it; length: int `[k]`.
+    Raises ValueError where a run is not inside its item.
+    """
+    offset, length = np.asarray(offset, np.int64), np.asarray(length, np.int64)
+    if np.any(offset < 0) or np.any(offset + length > moved.length[item]):
+        raise ValueError("every run must lie inside its item")
+    places = [Places(at.rank[item], at.offset[item] + offset) for at in (moved.before, moved.after)]
+    return Rearrangement(length, places[0], places[1], moved.ranks)
+
+
+def volume(moved: Rearrangement) -> np.ndarray:
+    """Tokens from each rank to each rank, int64 `[ranks, ranks]`: V of OrchMLLM section 5.2.2, rows are sources."""
+    pair = moved.before.rank.astype(np.int64) * moved.ranks + moved.after.rank
+    return _totals(pair, moved.length, moved.ranks**2).reshape(moved.ranks, moved.ranks)
+
+
+def inter_node(
+    length: np.ndarray, source: np.ndarray, destination: np.ndarray, ranks: int, ranks_per_node: int
+) -> Traffic:
+    """Tokens that each rank sends to, and receives from, other nodes. length, source, destination: int `[n]`.
+
+    Node k has ranks k * ranks_per_node and on; the last one may be smaller.
+    """
+    leaves = np.flatnonzero(source // ranks_per_node != destination // ranks_per_node)
+    length = length[leaves]
+    return Traffic(_totals(source[leaves], length, ranks), _totals(destination[leaves], length, ranks))
+
+
+def width(moved: Rearrangement) -> int:
+    """The most tokens that one rank sends to another one: the chunk that a padded all-to-all needs."""
+    away = np.flatnonzero(moved.before.rank != moved.after.rank)
+    pair = moved.before.rank[away].astype(np.int64) * moved.ranks + moved.after.rank[away]
+    number = np.unique(pair, return_inverse=True)[1]
+    return int(_totals(number, moved.length[away], len(away)).max(initial=0))
+
+
+def tables(
+    moved: Rearrangement, width: int, capacity: int, mine: range | None = None, peers: range | None = None
+) -> Tables:
+    """The tables of the ranks `mine` (default: all peers) for an all-to-all among `peers` (default: all ranks).
+
+    Time and memory follow the tokens and tables of `mine`, besides one look at each item, so a process builds only its
+    own. peers: the ranks of one node, where nothing leaves it. width: tokens per chunk, at least `width(moved)`;
+    capacity: positions of the destination array. Raises ValueError where an item does not fit in either, leaves
+    the peers, or lands on another one.
+    """
+    peers = range(moved.ranks) if peers is None else peers
+    mine = peers if mine is None else mine
+    source, destination = moved.before.rank, moved.after.rank
+    sending = np.flatnonzero(_among(source, mine) & (source != destination) & (moved.length > 0))
+    arriving = np.flatnonzero(_among(destination, mine) & (moved.length > 0))
+    outside = ~(_among(destination[sending], peers) & _among(source[sending], peers))
+    if np.any(outside) or not np.all(_among(source[arriving], peers)):
+        raise ValueError(f"an item moves between ranks {peers.start} .. {peers.stop - 1} and others")
+    send = np.full((len(mine), len(peers), width), -1, np.int32)
+    gather = np.full((len(mine), capacity), -1, np.int32)
+    _fill_send(send, moved, sending, mine, peers)
+    _fill_gather(gather, moved, arriving, mine, peers, width)
+    return Tables(send, gather)
+
+
+def _fill_send(send: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range) -> None:
+    length = moved.length[items]
+    pair = (moved.before.rank[items] - mine.start) * np.int64(len(peers)) + moved.after.rank[items] - peers.start
+    slot = _offsets(length, pair, len(mine) * len(peers))
+    _check_fits(slot + length, send.shape[2], "pair of ranks exceeds the width")
+    send.reshape(-1)[_runs(pair * send.shape[2] + slot, length)] = _runs(moved.before.offset[items], length)
+
+
+def _fill_gather(
+    gather: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range, width: int
+) -> None:
+    length, source, row = moved.length[items], moved.before.rank[items], moved.after.rank[items] - mine.start
+    peer = source - np.int64(peers.start)
+    # Both sides number a pair's tokens in the order of its items, so they agree without a word about it.
+    slot = _offsets(length, row * len(peers) + peer, len(mine) * len(peers))
+    stays = source == moved.after.rank[items]
+    _check_fits((slot + length)[~stays], width, "pair of ranks exceeds the width")
+    _check_fits(moved.after.offset[items] + length, gather.shape[1], "destination array exceeds the capacity")
+    found = np.where(stays, len(peers) * width + moved.before.offset[items], peer * width + slot)
+    gather.reshape(-1)[_runs(row * np.int64(gather.shape[1]) + moved.after.offset[items], length)] = _runs(
+        found, length
+    )
+    if np.count_nonzero(gather >= 0) != length.sum():
+        raise ValueError("two items overlap at their destination")
+
+
+def _check_fits(end: np.ndarray, limit: int, what: str) -> None:
+    if (most := end.max(initial=0)) > limit:
+        raise ValueError(f"a {what}: {most} tokens, room for {limit}")
+
+
+def _take(places: Places, items: np.ndarray) -> Places:
+    return Places(places.rank[items], places.offset[items])
+
+
+def _among(rank: np.ndarray, ranks: range) -> np.ndarray:
+    return (rank >= ranks.start) & (rank < ranks.stop)
+
+
+def _totals(key: np.ndarray, length: np.ndarray, keys: int) -> np.ndarray:
+    # Float sums of whole numbers are exact up to 2^53.
+    return np.bincount(key, length, keys).astype(np.int64)
+
+
+def _offsets(length: np.ndarray, key: np.ndarray, keys: int) -> np.ndarray:
+    """Tokens of the items before each one that have its key, int64 `[n]`."""
+    order = np.argsort(key, kind="stable")
+    before = np.cumsum(length[order]) - length[order]
+    first = np.concatenate([[0], np.cumsum(_totals(key, length, keys))[:-1]])
+    offset = np.empty(len(length), np.int64)
+    offset[order] = before - first[key[order]]
+    return offset
+
+
+def _runs(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """start, start + 1, .. for `length` each, one after the other: int64 `[sum of lengths]`."""
+    return np.arange(length.sum()) + np.repeat(start - np.cumsum(length) + length, length)

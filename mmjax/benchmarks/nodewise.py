@@ -1,0 +1,104 @@
+"""How little balancing sends between nodes when they are chosen first, or by an integer programme (OrchMLLM 5.2)."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+
+from mmjax.balance.nodewise import balance_nodewise, largest_cost, traffic_bounds
+from mmjax.balance.nodewise_ilp import permute_batches
+from mmjax.balance.postbalance import balance_packed
+from mmjax.balance.rearrangement import inter_node, rearrange, volume
+from mmjax.benchmarks import lengths
+from mmjax.benchmarks.measurement import Measurement, median_seconds
+from mmjax.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    lengths.add_arguments(parser)
+    lengths.add_step_arguments(parser, ranks=512)
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--method", choices=("ilp", "best"), default="best")
+    parser.add_argument("--tolerance", type=float, default=0.002, help="of method best: largest cost over mean, less 1")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="of method ilp, seconds")
+
+
+def run(args: argparse.Namespace) -> Measurement:
+    """Draw the samples of one step, balance its items with and without regard to nodes, and compare what travels."""
+    _check(args)
+    sample, source, drawn = lengths.draw_step(args)
+    present = drawn > 0
+    length, start = drawn[present], source[present]
+
+    baseline = balance_packed(length, args.ranks)
+    to, solved = _best(args, length, start) if args.method == "best" else _ilp(args, length, start, baseline)
+    without = inter_node(length, start, baseline, args.ranks, args.ranks_per_node)
+    traffic = inter_node(length, start, to, args.ranks, args.ranks_per_node)
+    cost = np.bincount(to, length, args.ranks)
+    allowed = max(int(cost.max()), largest_cost(length, args.ranks, args.tolerance))
+    bounds = traffic_bounds(length, start, args.ranks, args.ranks_per_node, allowed)
+    return Measurement(
+        figures={
+            "sent_max_reduction": _reduction(traffic.sent.max(), without.sent.max()),
+            "received_max_reduction": _reduction(traffic.received.max(), without.received.max()),
+            "total_reduction": _reduction(traffic.total, without.total),
+            "after": float(cost.max() / cost.mean()),
+            **solved,
+            "sent_max_bound": _reduction(bounds.sent, without.sent.max()),
+            "received_max_bound": _reduction(bounds.received, without.received.max()),
+            "total_bound": _reduction(bounds.total, without.total),
+            "travelling": float(length[start != to].sum() / length.sum()),
+            "items": len(length),
+        },
+        arrays={
+            "sample": sample,
+            "source": source,
+            "rank": _of_samples(to, present),
+            "baseline_rank": _of_samples(baseline, present),
+        },
+        paper={"total_reduction": "0.44-0.72 (OrchMLLM figure 13)"},
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.ranks_per_node < 1:
+        raise UserError(f"--ranks-per-node {args.ranks_per_node}: give at least 1")
+    if args.ranks_per_node >= args.ranks:
+        raise UserError(f"--ranks-per-node {args.ranks_per_node}: give fewer than --ranks, so that there are two nodes")
+    if not 0 <= args.tolerance <= 1:
+        raise UserError(f"--tolerance {args.tolerance}: give a share from 0 to 1")
+    if not 0 < args.time_limit < float("inf"):
+        raise UserError(f"--time-limit {args.time_limit}: give some seconds")
+
+
+def _best(args: argparse.Namespace, length: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    def plan() -> np.ndarray:
+        return balance_nodewise(length, start, args.ranks, args.ranks_per_node, args.tolerance)
+
+    to = plan()  # compiles
+    return to, {"milliseconds": 1e3 * median_seconds(plan)}
+
+
+def _ilp(
+    args: argparse.Namespace, length: np.ndarray, start: np.ndarray, baseline: np.ndarray
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Once only: it may take all of its time limit, beside which nothing else counts."""
+    tokens = volume(rearrange(length, start, baseline, args.ranks))
+    began = time.perf_counter()
+    permutation = permute_batches(tokens, args.ranks_per_node, args.time_limit)
+    taken = (time.perf_counter() - began) * 1e3
+    return permutation.batch_rank[baseline], {"milliseconds": taken, "optimal": permutation.optimal}
+
+
+def _reduction(volume_with: float, volume_without: float) -> float:
+    return float(1 - volume_with / volume_without) if volume_without else 0.0
+
+
+def _of_samples(to: np.ndarray, present: np.ndarray) -> np.ndarray:
+    rank = np.full(len(present), -1, np.int32)
+    rank[present] = to
+    return rank
