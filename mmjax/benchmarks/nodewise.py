@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Measurement:
     """Draw the samples of one step, balance its items with and without regard to nodes, and compare what travels."""
-    _check(args)
     sample, source, drawn = lengths.draw_step(args)
+    _check(args)
     present = drawn > 0
     length, start = drawn[present], source[present]
 
