@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mmjax.bench import main as bench
 from mmjax.config_files import load
 from mmjax.errors import run_command
 from mmjax.train import main as train
@@ -45,6 +47,16 @@ def test_the_captions_example_in_data_md_trains(
     code = run_command(lambda: train(["captions.py", "training.steps=3", "schedule.warmup=1", *small]))
     assert code == 0, capsys.readouterr().err
     assert "3 steps" in capsys.readouterr().out
+
+
+def test_the_examples_in_balance_md_run(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/balance.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, {})
+    commands = re.findall(r"python -m mmjax.bench (.+)", re.search(r"```sh\n(.*?)```", text, re.DOTALL)[1])
+    assert len(commands) == 4
+    for command in commands:
+        assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("document", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])

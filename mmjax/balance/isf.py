@@ -7,6 +7,8 @@ samples above a bound, and those that no iteration has put into an accepted grou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -15,6 +17,7 @@ from mmjax.balance.row_maximum import choose_maximum
 
 _TRIAL = 4096  # samples that minima are tried on
 _SHUFFLES = 3  # of one trial: one alone is as uncertain as bounds differ
+_CACHED = 2**16  # samples that are shuffled at once
 _MOST_OPEN = 256  # groups that leftover samples are tried in
 _TOLERANCES = (0.03, 0.06, 0.1, 0.15)
 
@@ -64,20 +67,51 @@ def isf(
     lengths = np.ascontiguousarray(lengths, np.int64)
     maximum, minimum = np.asarray(maximum, np.int64), np.asarray(minimum, np.int64)
     group = np.full(len(lengths), -1, np.int32)
-    left = _within(lengths, maximum)
-    above = np.setdiff1d(np.arange(len(lengths)), left, assume_unique=True) if len(left) < len(lengths) else left[:0]
-    compact = lengths.astype(np.int32) if lengths.max(initial=0) < 2**31 else lengths
-    groups = 0
+    # Samples and their lengths are shuffled together: looked up at random addresses, they would take most of the time.
+    kind = np.int32 if max(len(lengths), *maximum) < 2**31 else np.int64
+    left, order = (_Samples(np.empty(len(lengths), kind), np.empty(lengths.shape, kind)) for _ in range(2))
+    count = _take_within(lengths, maximum, left)
+    above = np.flatnonzero(np.any(lengths > maximum, axis=1)) if count < len(lengths) else np.zeros(0, np.int64)
     kept: list[Iteration] = []
+    groups = 0
     for _ in range(iterations):
-        if len(left) == 0:
+        if count == 0:
             break
-        order, total, before = rng.permutation(left), np.zeros(len(maximum), np.int64), groups
-        # Gathered at once: lengths at random addresses, one by one, would take most of the time.
-        gathered = compact.take(order, axis=0)
-        groups, left = _sample_and_filter(order, gathered, maximum, minimum, group, groups, total)
-        kept.append(Iteration(groups - before, len(order) - len(left), total / (maximum * max(groups - before, 1))))
+        _shuffle(left.first(count), order.first(count), rng)
+        before, candidates, total = groups, count, np.zeros(len(maximum), np.int64)
+        groups, count = _sample_and_filter(order.first(count), maximum, minimum, group, groups, total)
+        left, order = order, left
+        kept.append(Iteration(groups - before, candidates - count, total / (maximum * max(groups - before, 1))))
     return Grouping(group, groups, above, tuple(kept))
+
+
+class _Samples(NamedTuple):
+    """Samples in some order, `[m]`, and their lengths in the same order, `[m, D]`."""
+
+    number: np.ndarray
+    length: np.ndarray
+
+    def first(self, count: int) -> _Samples:
+        return _Samples(self.number[:count], self.length[:count])
+
+
+def _shuffle(samples: _Samples, shuffled: _Samples, rng: np.random.Generator) -> None:
+    """Write the samples in random order into `shuffled`.
+
+    Many are first dealt to random buckets that fit in a cache, then each bucket is shuffled: a uniform shuffle too (Rao
+    1961, Sandelius 1962), in time proportional to the samples.
+    """
+    buckets = 1
+    while buckets < 256 and len(samples.number) > buckets * _CACHED:
+        buckets *= 2
+    start = np.array([0, len(samples.number)])
+    if buckets > 1:
+        start = _deal(samples, np.frombuffer(rng.bytes(len(samples.number)), np.uint8), buckets, shuffled)
+        samples = shuffled
+    for begin, end in pairwise(start):
+        order = rng.permutation(end - begin)
+        shuffled.number[begin:end] = samples.number[begin:end].take(order)
+        shuffled.length[begin:end] = samples.length[begin:end].take(order, axis=0)
 
 
 def group_leftovers(lengths: np.ndarray, grouping: Grouping, maximum: np.ndarray) -> Grouping:
@@ -128,56 +162,83 @@ def _all_groups(trial: np.ndarray, bounds: Bounds) -> float:
 
 
 @njit(cache=True)
-def _within(lengths, maximum):
-    """The samples that exceed the maximum in no dimension, int64 [m]."""
-    within = np.empty(len(lengths), np.int64)
+def _take_within(lengths, maximum, within):
+    """Write the samples that exceed the maximum in no dimension to the front of `within`; how many."""
     count = 0
     for i in range(len(lengths)):
         fits = True
         for k in range(len(maximum)):
             fits &= lengths[i, k] <= maximum[k]
-        within[count] = i
-        count += fits
-    return within[:count]
+        if fits:
+            within.number[count] = i
+            for k in range(len(maximum)):
+                within.length[count, k] = lengths[i, k]
+            count += 1
+    return count
 
 
 @njit(cache=True)
-def _sample_and_filter(order, lengths, maximum, minimum, group, groups, kept):
-    """One round of algorithms 1 and 2 over `order`, whose `lengths` `[m, D]` are in that order too.
+def _deal(samples, bucket, buckets, dealt):
+    """Write the samples one bucket after the other; where each bucket starts, int64 [buckets + 1].
 
-    Writes kept groups into `group` `[n]`, numbered from `groups` on. Returns the number of the next group and the
-    samples that are left; adds what was kept to `kept` `[D]`.
+    buckets: a power of 2; the bucket of a sample is in the low bits of `bucket`.
+    """
+    start = np.zeros(buckets + 1, np.int64)
+    for b in bucket:
+        start[(b & (buckets - 1)) + 1] += 1
+    start = np.cumsum(start)
+    free = start.copy()
+    for i in range(len(bucket)):
+        b = bucket[i] & (buckets - 1)
+        _copy(samples, i, dealt, free[b])
+        free[b] += 1
+    return start
+
+
+@njit(cache=True)
+def _copy(samples, at, to, place):
+    to.number[place] = samples.number[at]
+    for k in range(samples.length.shape[1]):
+        to.length[place, k] = samples.length[at, k]
+
+
+@njit(cache=True)
+def _sample_and_filter(order, maximum, minimum, group, groups, kept):
+    """One round of algorithms 1 and 2 over the samples `order`; what is left is moved to the front of it.
+
+    Writes kept groups into `group` `[n]`, numbered from `groups` on, and adds what they hold to `kept` `[D]`. Returns
+    the number of the next group, and how many samples are left.
     """
     dimensions = len(maximum)
     total = np.zeros(dimensions, np.int64)
-    left = np.empty(len(order), np.int64)
-    begin, count = 0, 0
-    for i in range(len(order)):
+    begin, left = 0, 0
+    for i in range(len(order.number)):
         over = False
         for k in range(dimensions):
-            total[k] += lengths[i, k]
+            total[k] += order.length[i, k]
             over |= total[k] > maximum[k]
-        if over:
-            keep = False
-            for k in range(dimensions):
-                total[k] -= lengths[i, k]
-                keep |= total[k] >= minimum[k]
-            if keep:
-                for j in range(begin, i):
-                    group[order[j]] = groups
-                groups += 1
-            else:
-                for j in range(begin, i):
-                    left[count] = order[j]
-                    count += 1
-            for k in range(dimensions):
-                kept[k] += keep * total[k]
-                total[k] = lengths[i, k]
-            begin = i
-    for j in range(begin, len(order)):
-        left[count] = order[j]
-        count += 1
-    return groups, left[:count]
+        if not over:
+            continue
+        keep = False
+        for k in range(dimensions):
+            total[k] -= order.length[i, k]
+            keep |= total[k] >= minimum[k]
+        if keep:
+            for j in range(begin, i):
+                group[order.number[j]] = groups
+            groups += 1
+        else:
+            for j in range(begin, i):
+                _copy(order, j, order, left)
+                left += 1
+        for k in range(dimensions):
+            kept[k] += keep * total[k]
+            total[k] = order.length[i, k]
+        begin = i
+    for j in range(begin, len(order.number)):
+        _copy(order, j, order, left)
+        left += 1
+    return groups, left
 
 
 @njit(cache=True)

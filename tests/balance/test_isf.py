@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import corpus
 
+import mmjax.balance.isf as isf_module
 from mmjax.balance.isf import Bounds, choose_bounds, group_leftovers, isf
 
 
@@ -78,6 +79,32 @@ def test_iterations_tell_what_they_kept():
     first = np.flatnonzero((grouping.group >= 0) & (grouping.group < grouping.iterations[0].groups))
     expected = lengths[first].sum(0) / (grouping.iterations[0].groups * bounds.maximum)
     np.testing.assert_allclose(grouping.iterations[0].fill, expected)
+
+
+def test_a_shuffle_by_buckets_makes_every_order_as_often(monkeypatch):
+    monkeypatch.setattr(isf_module, "_CACHED", 1)
+    rng = np.random.default_rng(0)
+    number, length = np.arange(4, dtype=np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)
+    samples, shuffled = isf_module._Samples(number, length), isf_module._Samples(number.copy(), length.copy())
+    orders = np.zeros(256, int)
+    for _ in range(4800):
+        isf_module._shuffle(samples, shuffled, rng)
+        assert np.array_equal(shuffled.length, length[shuffled.number])
+        orders[shuffled.number @ [64, 16, 4, 1]] += 1
+    assert np.count_nonzero(orders) == 24
+    assert np.abs(orders[orders > 0] - 200).max() < 75  # five standard deviations
+
+
+def test_many_samples_are_grouped_by_buckets_with_nothing_lost(monkeypatch):
+    monkeypatch.setattr(isf_module, "_CACHED", 16)
+    lengths = np.concatenate([corpus(500, 4).totals(3), [[999, 0, 0]]])
+    maximum, minimum = np.array([200, 90, 160]), np.array([190, 85, 150])
+    grouping = group_leftovers(lengths, isf(lengths, maximum, minimum, 5, np.random.default_rng(0)), maximum)
+    assert grouping.above.tolist() == np.flatnonzero(np.any(lengths > maximum, axis=1)).tolist()
+    assert np.array_equal(np.flatnonzero(grouping.group < 0), grouping.above)
+    inside = grouping.group >= 0
+    for column, most in zip(lengths.T, maximum, strict=True):
+        assert np.bincount(grouping.group[inside], column[inside]).max() <= most
 
 
 def test_more_iterations_leave_fewer_samples_over():
