@@ -119,7 +119,7 @@ def test_samples_of_a_row_do_not_see_each_other(tmp_path):
 
 
 def test_slots_lead_every_item_token_to_its_patches_or_frames(tmp_path):
-    source = random_samples(60, seed=3)
+    source = random_samples(80, seed=3)
     items = 0
     for plan, batch in steps_of(source, "causal", tmp_path):
         for i, sample in enumerate(plan.samples):
