@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: one line that says what is wrong, where, and what to do."""
+    """A mistake in what the user gave: one line that says what is wrong, where, and what to do.
+
+    everywhere: every process of the run raises the same, so that one of them need say it.
+    """
+
+    def __init__(self, message: str, everywhere: bool = False) -> None:
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 def run_command(main: Callable[[], None]) -> int:

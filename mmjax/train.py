@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import jax
@@ -19,16 +19,17 @@ from mmjax.data.pipeline import StepLoader
 from mmjax.data.sources import open_sources
 from mmjax.errors import run_command
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import check_heads, make_mesh
+from mmjax.parallel import processes
+from mmjax.parallel.mesh import check_heads, held_ranks, make_mesh, row_ranks
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.checkpoint import Checkpoints
-from mmjax.training.console import ProgressLine, say
+from mmjax.training.console import ProgressLine, mute, say
 from mmjax.training.devices import choose_devices
 from mmjax.training.evaluation import Evaluator, question_sources
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.profile import peak_of
 from mmjax.training.programs import ProgramCounter, keep_programs
-from mmjax.training.run_folder import Mode, RunFolder, claim
+from mmjax.training.run_folder import Mode, RunFolder, claim, run_folder
 from mmjax.training.session import Session
 from mmjax.training.step import Executor
 
@@ -41,11 +42,15 @@ def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequ
     programs = ProgramCounter()
 
     sources = open_sources(config, "train", folder.path)
+    processes.led(lambda: str(cached_index(sources, config.model.encoders, folder.index)[1]))
     index, index_folder = cached_index(sources, config.model.encoders, folder.index)
     weights = [s.weight for s in config.data.sources.values()]
     budget = make_budget(index, config, weights)
-    loader = StepLoader(config, budget, index_folder, folder.path)
-    folder.list_oversize(map(loader.reader.name, loader.planner.oversize), config.data.on_oversize)
+    ranks, of = held_ranks(mesh), row_ranks(mesh)
+    loader = StepLoader(config, budget, index_folder, folder.path, ranks, of, processes.leads())
+    processes.led(
+        lambda: folder.list_oversize(map(loader.reader.name, loader.planner.oversize), config.data.on_oversize)
+    )
 
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     rules = ShardingRules()
@@ -63,7 +68,7 @@ def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[ja
     config names.
     """
     devices = choose_devices(config.device) if devices is None else devices
-    with claim(config, source, mode) as (folder, resumed):
+    with claim_together(config, source, mode) as (folder, resumed):
         session = open_session(config, folder, resumed, devices)
         state, first = session.start()
     with closing(session):
@@ -73,8 +78,10 @@ def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[ja
         accumulated = session.compile(state, first)
         with ProgressLine(first, config.training.steps) as progress:
             for step, ready in enumerate(batches, start=first):
-                weight, hyper = float(ready.loaded.weight), session.hyperparameters(step)
-                state, accumulated, report = session.executor.step(state, accumulated, ready.arrays, weight, hyper)
+                hyper, loaded = session.hyperparameters(step), ready.loaded
+                state, accumulated, report = session.executor.step(
+                    state, accumulated, ready.arrays, hyper, int(loaded.digest), float(loaded.needed_flops)
+                )
                 session.ran(step, ready, report, progress)
                 if session.due(step + 1, config.training.evaluate_every):
                     session.evaluate(step + 1, state)
@@ -83,6 +90,23 @@ def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[ja
             session.settle(progress)
         session.finish(first, state)
     return session
+
+
+@contextmanager
+def claim_together(config: Config, source: Path, mode: Mode) -> Iterator[tuple[RunFolder, bool]]:
+    """`claim` by process 0 for all; the others learn what it found. Only process 0 changes files."""
+    if processes.leads():
+        with ExitStack() as claimed:
+            found: list[tuple[RunFolder, bool]] = []
+
+            def enter() -> bool:
+                found.append(claimed.enter_context(claim(config, source, mode)))
+                return found[0][1]
+
+            processes.led(enter)
+            yield found[0]
+    else:
+        yield run_folder(config), processes.led(lambda: None)
 
 
 WORDS = "a config's file or name (default: tiny_omni), and changes to it"
@@ -107,7 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.show:
         say(describe(config))
         return
-    train(config, path, "overwrite" if args.overwrite else args.resume or "new")
+    if not processes.leads():
+        mute()
+    with processes.joined():
+        train(config, path, "overwrite" if args.overwrite else args.resume or "new")
 
 
 if __name__ == "__main__":

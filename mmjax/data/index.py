@@ -60,16 +60,27 @@ class LengthIndex:
     def parts(self, samples: np.ndarray | None = None) -> Parts:
         """What balancing sees of these samples (of all): one LLM part each (module 0), then its items (1 + encoder)."""
         samples = np.arange(len(self)) if samples is None else samples
+        start, item, is_item = self._parts_of(samples)
+        module, length = np.zeros(len(is_item), np.int32), np.empty(len(is_item), np.int64)
+        length[~is_item] = self.llm_tokens[samples]
+        module[is_item], length[is_item] = 1 + self.item_encoder[item], self.item_positions[item]
+        return Parts(start, module, length)
+
+    def useful(self, samples: np.ndarray) -> np.ndarray:
+        """Positions of each of these samples' parts that hold something, int64 `[p]`: no alignment."""
+        _, item, is_item = self._parts_of(samples)
+        useful = np.empty(len(is_item), np.int64)
+        useful[~is_item], useful[is_item] = self.llm_tokens[samples], self.item_useful[item]
+        return useful
+
+    def _parts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where each sample's parts start `[n + 1]`, its items one after the other, and which parts are items `[p]`."""
         first = self.item_start[samples]
         items = self.item_start[samples + 1] - first
         start = np.concatenate([[0], np.cumsum(items + 1, dtype=np.int64)])
-        module, length = np.zeros(start[-1], np.int32), np.empty(start[-1], np.int64)
-        length[start[:-1]] = self.llm_tokens[samples]
         is_item = np.ones(start[-1], bool)
         is_item[start[:-1]] = False
-        item = np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items)
-        module[is_item], length[is_item] = 1 + self.item_encoder[item], self.item_positions[item]
-        return Parts(start, module, length)
+        return start, np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items), is_item
 
     def fingerprint(self) -> str:
         """A hash of everything that planning depends on."""

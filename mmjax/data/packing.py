@@ -67,21 +67,20 @@ class Place(NamedTuple):
     tokens: int
 
 
-def share_of(rows: int, process: int, processes: int) -> range:
-    """The rows of one module that a process holds: contiguous, the first processes one more where they don't divide."""
-    each, more = divmod(rows, processes)
-    start = process * each + min(process, more)
-    return range(start, start + each + (process < more))
+def rows_of(rows: int, ranks: range, of: int) -> range:
+    """The rows of one module that these ranks hold, of `of` ranks: as many each, which may end beyond the real rows."""
+    each = -(-rows // of)
+    return range(ranks.start * each, ranks.stop * each)
 
 
 def pack_microbatch(
-    plan: MicrobatchPlan, layout: Layout, reader: Reader, process: int = 0, processes: int = 1
+    plan: MicrobatchPlan, layout: Layout, reader: Reader, ranks: range = range(1), of: int = 1
 ) -> Microbatch:
-    """The rows of `plan` that `process` of `processes` holds, as arrays.
+    """The rows of `plan` that the ranks `ranks` of `of` hold, as arrays; empty rows make up for missing ones.
 
     Raises UserError, naming the sample, where one can't be read, or is not what the length index promised.
     """
-    shares = [share_of(rows, process, processes) for rows in layout.rows]
+    shares = [rows_of(rows, ranks, of) for rows in layout.rows]
     items = {
         encoder: _pack_items(plan, k, layout, encoder, shares[k], reader)
         for k, encoder in enumerate(layout.encoders, start=1)

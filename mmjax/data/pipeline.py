@@ -26,7 +26,7 @@ from mmjax.config import Config, ModelConfig
 from mmjax.data.budget import Budget
 from mmjax.data.index import LengthIndex
 from mmjax.data.packing import Layout, Reader, pack_microbatch
-from mmjax.data.plan import StepPlan, StepPlanner
+from mmjax.data.plan import MicrobatchPlan, StepPlan, StepPlanner
 from mmjax.data.sample import Sample, Source
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError
@@ -41,9 +41,13 @@ class LoadedStep(NamedTuple):
     samples: np.ndarray  # int64 [n]
     plan_seconds: np.ndarray  # float64 []
     load_seconds: np.ndarray  # float64 []: opening, decoding and packing
-    weight: np.ndarray  # float64 []: loss weight of this process's rows
-    needed_flops: np.ndarray  # float64 []: forward and backward of these rows, no padding
-    microbatches: tuple[Microbatch, ...]
+    needed_flops: np.ndarray  # float64 []: forward and backward of this process's rows, no padding
+    tokens: np.ndarray  # int64 [modules]: LLM tokens of the whole step by modality, text first
+    useful: tuple[
+        np.ndarray, ...
+    ]  # int64 [modules, rows]: of all rows of each microbatch, positions that hold something
+    lengths: tuple[np.ndarray, ...]  # int64 [modules]: of each microbatch's rows
+    microbatches: tuple[Microbatch, ...]  # this process's rows
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,15 @@ class StepLoader:
     budget: Budget
     index_folder: Path
     config_folder: Path  # where a FunctionSource's code is
-    process: int = 0
-    processes: int = 1
+    ranks: range = range(1)  # whose rows are loaded here
+    of: int = 1  # ranks
+    leads: bool = True  # whether this process writes down what is found out about chunks
 
     def __call__(self, step: int) -> LoadedStep:
         begin = time.perf_counter()
         plan = self.plan(int(step))
         planned = time.perf_counter()
-        batches = tuple(
-            pack_microbatch(m, self.layout, self.reader, self.process, self.processes) for m in plan.microbatches
-        )
+        batches = tuple(pack_microbatch(m, self.layout, self.reader, self.ranks, self.of) for m in plan.microbatches)
         model, frozen = self.config.model, _frozen(self.config.model)
         return LoadedStep(
             np.int64(step),
@@ -71,8 +74,10 @@ class StepLoader:
             plan.samples(),
             np.float64(planned - begin),
             np.float64(time.perf_counter() - planned),
-            np.float64(sum(b.text.weight.sum(dtype=np.float64) for b in batches)),
             np.float64(sum(step_needed(model, b.text, b.items, frozen) for b in batches)),
+            sum(self._tokens(m) for m in plan.microbatches),
+            tuple(self._useful(m) for m in plan.microbatches),
+            tuple(np.array(m.shape, np.int64) for m in plan.microbatches),
             batches,
         )
 
@@ -109,11 +114,23 @@ class StepLoader:
         """The plan alone, nothing loaded."""
         known = len(self.planner.first_steps)
         plan = self.planner.plan(step)
-        if self.process == 0 and len(self.planner.first_steps) > known:
+        if self.leads and len(self.planner.first_steps) > known:
             partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
             partial.write_text(json.dumps(self.planner.first_steps))
             partial.rename(self._chunks)
         return plan
+
+    def _useful(self, plan: MicrobatchPlan) -> np.ndarray:
+        modules = len(self.budget.rows)
+        useful = np.zeros((modules, max(self.budget.rows)), np.int64)
+        np.add.at(useful, (plan.module, plan.row), self.index.useful(plan.samples))
+        return useful
+
+    def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
+        per_token = np.array([1, *self.index.positions_per_token])
+        tokens = np.bincount(plan.module, plan.length // per_token[plan.module], len(per_token)).astype(np.int64)
+        tokens[0] = self.index.llm_tokens[plan.samples].sum() - tokens[1:].sum()
+        return tokens
 
     def __getstate__(self) -> dict[str, object]:
         # What was opened here stays here: a worker gets the description and opens its own.

@@ -61,6 +61,19 @@ def row_ranks(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def held_ranks(mesh: Mesh) -> range:
+    """The ranks whose rows this process's devices hold. Raises UserError where these are not neighbours."""
+    layout = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    held = layout.addressable_devices_indices_map((row_ranks(mesh),)).values()
+    ranks = sorted({at.start or 0 for (at,) in held})
+    if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        raise UserError(
+            f"process {jax.process_index()} would hold the ranks {ranks} of the mesh {_spell(dict(mesh.shape))}; "
+            "choose sizes with which every process has neighbouring ranks"
+        )
+    return range(ranks[0], ranks[0] + len(ranks))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())

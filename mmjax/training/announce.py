@@ -65,7 +65,7 @@ def what_will_run(
         f"{len(budget.shapes)} shape(s)"
     )
     lines = [("module", "rows", "lengths", "first batch", "fill")]
-    fills = balance_scalars(first.microbatches, 1)
+    fills = balance_scalars(first, dict(zip(modules, budget.rows, strict=True)), 1)
     for k, module in enumerate(modules):
         lengths = sorted({shape[k] for shape in budget.shapes})
         array = _main_array(first.microbatches[0], module)

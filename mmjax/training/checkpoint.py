@@ -62,7 +62,7 @@ class Checkpoints:
         self._wanted = layers_one_by_one(self._abstract, _layer_of_struct)
         layouts = jax.tree.map(lambda x: x.sharding, self._wanted)
         self._single: Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]
-        self._single = jax.jit(_single_with_sums, out_shardings=(layouts, None))
+        self._single = jax.jit(_single_with_sums, out_shardings=(layouts, executor.shardings.step))
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         handlers = {"state": _state_handler(), "meta": ocp.JsonCheckpointHandler()}
         with _user_error(f"cannot open {folder}"):

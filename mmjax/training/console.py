@@ -13,9 +13,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 PLAIN_EVERY_SECONDS = 10.0
 
+_muted = False
+
+
+def mute() -> None:
+    """Say nothing from now on: another process speaks for all."""
+    global _muted
+    _muted = True
+
 
 def say(*lines: str) -> None:
     """Print lines at once, also into a pipe. Where its reader has left, as `head` does, the command ends."""
+    if _muted:
+        return
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
@@ -44,7 +54,7 @@ class ProgressLine:
         self._steps = steps
         self._last_line = time.monotonic()
         self._bar: Progress | None = None
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and not _muted:
             columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(24), TextColumn("{task.description}"))
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(), refresh_per_second=4)
             self._task = self._bar.add_task("", total=steps, completed=first)

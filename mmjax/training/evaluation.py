@@ -18,6 +18,7 @@ from mmjax.data.prompts import PromptLoader, QuestionSource, read_answers
 from mmjax.data.sample import Sample, Text
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
+from mmjax.parallel.mesh import replicated
 from mmjax.parallel.sharding import ShardingRules, activations_on
 from mmjax.training.decoding import greedy
 from mmjax.training.step import put_rows
@@ -57,7 +58,7 @@ class Evaluator:
             with activations_on(mesh, rules):
                 return greedy(model, params, batch)
 
-        self._answers: Callable[[Params, Microbatch], jax.Array] = jax.jit(answers)
+        self._answers: Callable[[Params, Microbatch], jax.Array] = jax.jit(answers, out_shardings=replicated(mesh))
 
     def ask(self, params: Params, source: str, samples: Sequence[int]) -> list[Answered]:
         """The answers to these samples' questions, in their order."""

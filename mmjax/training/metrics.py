@@ -5,53 +5,40 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from tensorboardX import SummaryWriter
 
 from mmjax.balance.metrics import dist_ratio, pad_ratio
-from mmjax.batch import Microbatch
+from mmjax.data.pipeline import LoadedStep
 
 Scalars = dict[str, float]
 
 
-def useful_positions(batch: Microbatch) -> dict[str, np.ndarray]:
-    """Positions of each row that hold something, int64 `[rows]` per module, the LLM first."""
-    use = {"llm": (batch.text.sample >= 0).sum(1)}
-    return use | {encoder: (items.item >= 0).sum(1) for encoder, items in batch.items.items()}
+def balance_scalars(loaded: LoadedStep, rows: Mapping[str, int], ranks: int) -> Scalars:
+    """Fill, pad ratio and dist ratio of every phase of a step (OmniBal eq. 1 and 2, over rows and over ranks).
 
-
-def balance_scalars(batches: Sequence[Microbatch], ranks: int) -> Scalars:
-    """Fill, pad ratio and dist ratio of every phase of a step (OmniBal eq. 1 and 2, over rows and over ranks)."""
+    rows: of every module in a microbatch, the LLM first. All of them count, whichever process holds them.
+    """
     scalars: Scalars = {}
     useful = budget = 0
-    for module in ("llm", *batches[0].items):
-        rows = [useful_positions(b)[module] for b in batches]
-        sizes = [_budget(b, module) for b in batches]
-        scalars[f"fill/{module}"] = sum(r.sum() for r in rows) / sum(sizes)
-        scalars[f"pad_ratio/{module}"] = float(np.mean([pad_ratio(r) if r.any() else 0.0 for r in rows]))
-        by_rank = sum(_per_rank(r, ranks) for r in rows)
-        scalars[f"dist_ratio/{module}"] = dist_ratio(by_rank) if by_rank.any() else 0.0
-        useful, budget = useful + sum(r.sum() for r in rows), budget + sum(sizes)
+    for k, (module, count) in enumerate(rows.items()):
+        of_rows = [u[k, :count] for u in loaded.useful]
+        room = sum(count * int(length[k]) for length in loaded.lengths)
+        used = int(sum(r.sum() for r in of_rows))
+        scalars[f"fill/{module}"] = used / room
+        scalars[f"pad_ratio/{module}"] = float(np.mean([pad_ratio(r) if r.any() else 0.0 for r in of_rows]))
+        by_rank = sum(_per_rank(r, ranks) for r in of_rows)
+        scalars[f"dist_ratio/{module}"] = float(dist_ratio(by_rank)) if by_rank.any() else 0.0
+        useful, budget = useful + used, budget + room
     return scalars | {"useful/budget": useful / budget}
-
-
-def _budget(batch: Microbatch, module: str) -> int:
-    return batch.text.sample.size if module == "llm" else batch.items[module].item.size
 
 
 def _per_rank(rows: np.ndarray, ranks: int) -> np.ndarray:
     padded = np.pad(rows, (0, -len(rows) % ranks))
     return padded.reshape(ranks, -1).sum(1)
-
-
-def modality_tokens(batches: Sequence[Microbatch]) -> dict[str, int]:
-    """LLM tokens of a step by modality: text, and each encoder's."""
-    tokens = {e: sum(int((b.text.slots[e] >= 0).sum()) for b in batches) for e in batches[0].text.slots}
-    everything = sum(int((b.text.sample >= 0).sum()) for b in batches)
-    return {"text": everything - sum(tokens.values())} | tokens
 
 
 class MetricsLog:

@@ -119,7 +119,7 @@ def claim(config: Config, source: Path, mode: Mode) -> Iterator[tuple[RunFolder,
     overwritten is untouched. Raises UserError where a run is there and neither resuming nor overwriting was said, where
     there is none to resume or it is of another config, or where the folder cannot be written.
     """
-    folder = RunFolder(Path(config.run or f"runs/{config.name}").resolve())
+    folder = run_folder(config)
     there = _check_claim(folder, config, mode)
     if there and mode in ("resume", "auto"):
         refuse_other_run(folder, config)
@@ -142,6 +142,11 @@ def claim(config: Config, source: Path, mode: Mode) -> Iterator[tuple[RunFolder,
         raise
     if there:
         shutil.rmtree(folder.replaced, ignore_errors=True)
+
+
+def run_folder(config: Config) -> RunFolder:
+    """Where a run of this config lies."""
+    return RunFolder(Path(config.run or f"runs/{config.name}").resolve())
 
 
 def _check_claim(folder: RunFolder, config: Config, mode: Mode) -> bool:

@@ -18,12 +18,13 @@ from mmjax.config import Config
 from mmjax.config_files import to_json
 from mmjax.data.pipeline import LoadedStep, StepLoader, steps
 from mmjax.errors import UserError
+from mmjax.parallel import processes
 from mmjax.parallel.mesh import row_ranks
 from mmjax.training import announce
 from mmjax.training.checkpoint import Checkpoints, DataState, newest, read_saved, restore_parameters, steps_in
 from mmjax.training.console import ProgressLine, say
 from mmjax.training.evaluation import Evaluator, exact_match
-from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars, modality_tokens
+from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars
 from mmjax.training.optimizer import Hyperparameters, hyperparameters
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
@@ -91,7 +92,8 @@ class Session:
             state = jax.jit(begin, out_shardings=executor.shardings)(params)
         else:
             state = executor.init(jax.random.key(self.config.seed))
-        self._log = MetricsLog(self.folder.metrics, first)
+        if processes.leads():
+            self._log = MetricsLog(self.folder.metrics, first)
         return state, first
 
     def _first_after(self, step: int) -> int:
@@ -189,7 +191,7 @@ class Session:
         step, ready, report = self._running
         self._running = None
         scalars = self._scalars(step, ready, report)
-        self._log.write(step + 1, scalars)
+        self._write(step + 1, scalars)
         progress.update(step + 1, scalars)
         if not np.isfinite([scalars["loss"], scalars["gradient_norm"]]).all():
             self._stop_at_bad_numbers(step, ready)
@@ -198,23 +200,45 @@ class Session:
             load = float(ready.loaded.load_seconds)  # the first steps' includes opening everything
             say(announce.loader_verdict(load, self.config.data.workers, typical))
 
+    def _write(self, done: int, scalars: Scalars) -> None:
+        if self._log is not None:
+            self._log.write(done, scalars)
+
     def _stop_at_bad_numbers(self, step: int, ready: Ready) -> None:
         saved = steps_in(self.folder.checkpoints)
         back = f"resume from step {saved[-1]} with --resume and" if saved else "start again with"
         names = ", ".join(map(self.loader.index.name, ready.loaded.samples[:3].tolist()))
         raise UserError(
             f"the loss or gradient of step {step + 1} is not a finite number; {back} a lower "
-            f"optimizer.learning_rate or training.clip. Its {len(ready.loaded.samples)} samples begin with {names}"
+            f"optimizer.learning_rate or training.clip. Its {len(ready.loaded.samples)} samples begin with {names}",
+            everywhere=True,
         )
+
+    def _check_updated(self, step: int, report: StepReport) -> None:
+        """Raises UserError where the step has updated nothing."""
+        if not report.agreed:
+            raise UserError(
+                f"the processes planned different batches for step {step + 1}, so nothing was updated: they do not see "
+                "the same data, config or version of mmjax; make them the same and go on with --resume",
+                everywhere=True,
+            )
+        if not report.report.weight.sum() > 0:
+            raise UserError(
+                f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers in "
+                "its samples a weight above 0 (Text.weights)",
+                everywhere=True,
+            )
 
     def _scalars(self, step: int, ready: Ready, report: StepReport) -> Scalars:
         report = jax.device_get(report)
+        self._check_updated(step, report)
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
         self._times.append((seconds, min(ready.waited, seconds)))
         loss, weight = report.report.loss, report.report.weight
-        batches = ready.loaded.microbatches
-        tokens = modality_tokens(batches)
+        modules = ("llm", *self.config.model.encoders)
+        rows = dict(zip(modules, self.loader.budget.rows, strict=True))
+        tokens = dict(zip(("text", *modules[1:]), ready.loaded.tokens.tolist(), strict=True))
         hyper = self.hyperparameters(step)
         names = self.config.data.sources
         return {
@@ -222,12 +246,12 @@ class Session:
             **{f"loss/{n}": float(x / w) for n, x, w in zip(names, loss, weight, strict=True) if w > 0},
             "gradient_norm": float(report.gradient_norm),
             **{f"learning_rate/{group}": float(rate) for group, (rate, _) in hyper.rates.items()},
-            **balance_scalars(batches, row_ranks(self.mesh)),
+            **balance_scalars(ready.loaded, rows, row_ranks(self.mesh)),
             "samples": len(ready.loaded.samples),
             "samples/s": len(ready.loaded.samples) / seconds,
             "tokens/s": sum(tokens.values()) / seconds,
             **{f"tokens/s/{modality}": n / seconds for modality, n in tokens.items()},
-            "mfu": float(ready.loaded.needed_flops) / seconds / self.peak,
+            "mfu": float(report.needed_flops) / seconds / self.peak,
             "programs_compiled": self.programs.requested - self._compiled_at_start,
             "seconds/step": seconds,
             "seconds/data_wait": ready.waited,
@@ -245,7 +269,7 @@ class Session:
         answered = self.evaluator.ask_all(all_parameters(state), "validation", self.config.training.evaluate_samples)
         if answered:
             scores = exact_match(answered)
-            self._log.write(done, {f"validation/{k}": v for k, v in scores.items()})
+            self._write(done, {f"validation/{k}": v for k, v in scores.items()})
             say(f"step {done}  validation  {announce.brief(scores)}", f"  {answered[done % len(answered)]}")
         self._step_ended = time.monotonic()
 
@@ -263,8 +287,9 @@ class Session:
             self.checkpoints.save(state, to_json(self.config), self.data_state(steps_done))
         scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
         if scores:
-            self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")
-            self._log.write(steps_done, {f"test/{k}": v for k, v in scores.items()})
+            if processes.leads():
+                self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")
+            self._write(steps_done, {f"test/{k}": v for k, v in scores.items()})
             say(*announce.score_table(scores))
         self.checkpoints.close()
         total = sum(t for t, _ in self._times) or 1.0

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import PADDING, Microbatch
-from mmjax.errors import UserError
 from mmjax.models.model import Model, merge
-from mmjax.parallel.mesh import replicated, row_ranks, rows_sharding
+from mmjax.parallel.mesh import held_ranks, replicated, row_ranks, rows_sharding
 from mmjax.parallel.sharding import ShardingRules, activations_on
 from mmjax.training.loss import LossReport, step_loss
 from mmjax.training.optimizer import Hyperparameters, Optimizer
@@ -36,10 +35,12 @@ class Accumulated(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What one update tells."""
+    """What one update tells, the same on every process."""
 
     report: LossReport
     gradient_norm: jax.Array
+    agreed: jax.Array  # bool []: every process had planned the same step; where not, nothing was updated
+    needed_flops: jax.Array  # float32 []: of all processes' rows
 
 
 class Executor:
@@ -51,12 +52,14 @@ class Executor:
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         whole = replicated(mesh)
         accumulated = Accumulated(self.shardings.trainable, LossReport(whole, whole))
-        told = StepReport(LossReport(whole, whole), whole)
+        told = StepReport(LossReport(whole, whole), whole, whole, whole)
+        self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
         self.born = jax.jit(self._born, out_shardings=(self.shardings.trainable, self.shardings.frozen))
         self.start = jax.jit(self._start, out_shardings=(self.shardings.step, self.shardings.optimizer))
         self.zeros = jax.jit(self._zeros, out_shardings=accumulated)
         self.accumulate = jax.jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
+        self.weigh = jax.jit(lambda total, weight: total + weight.sum(), out_shardings=whole)
         self.update = jax.jit(self._update, out_shardings=(self.shardings, accumulated, told), donate_argnums=(0, 1))
 
     @property
@@ -96,37 +99,64 @@ class Executor:
         return jax.tree.map(jnp.add, accumulated, Accumulated(gradients, report))
 
     def _update(
-        self, state: TrainState, accumulated: Accumulated, hyper: Hyperparameters
+        self,
+        state: TrainState,
+        accumulated: Accumulated,
+        hyper: Hyperparameters,
+        weight: jax.Array,
+        digests: jax.Array,
+        flops: jax.Array,
     ) -> tuple[TrainState, Accumulated, StepReport]:
         params, moments, norm = self.optimizer.update(accumulated.gradients, state.optimizer, state.trainable, hyper)
+        agreed = jnp.all(digests.min(0) == digests.max(0))
+        # A selection, not a branch: it is part of the update's own pass over the parameters.
+        valid = agreed & (weight > 0)
+        params, moments = jax.tree.map(
+            lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, state.optimizer)
+        )
         cleared = jax.tree.map(jnp.zeros_like, accumulated)
-        told = StepReport(accumulated.report, norm)
-        return TrainState(state.step + 1, params, state.frozen, moments), cleared, told
+        told = StepReport(accumulated.report, norm, agreed, flops.sum())
+        return TrainState(state.step + valid, params, state.frozen, moments), cleared, told
 
     def put(self, batch: Microbatch) -> Microbatch:
-        """Bring a packed microbatch to the devices, rows over the ranks, filled up with empty ones where needed."""
-        return put_rows(batch, self.mesh)
+        """Bring a packed microbatch to the devices: the rows of this process's ranks, as many for each rank."""
+        ranks, of = held_ranks(self.mesh), row_ranks(self.mesh)
+        layout = rows_sharding(self.mesh)
+
+        def put(x: np.ndarray) -> jax.Array:
+            return jax.make_array_from_process_local_data(layout, x, (len(x) * of // len(ranks), *x.shape[1:]))
+
+        return jax.tree.map(put, batch)
 
     def step(
         self,
         state: TrainState,
         accumulated: Accumulated,
         batches: Sequence[Microbatch],
-        weight: float,
         hyper: Hyperparameters,
+        digest: int = 0,
+        needed_flops: float = 0.0,
     ) -> tuple[TrainState, Accumulated, StepReport]:
         """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
 
-        `weight` is the loss weight of all of them together. Raises UserError where it is zero: there is no loss then.
+        digest: of the step's plan. needed_flops: of this process's rows. Nothing is updated, and the step does not
+        count, where processes differ in the digest or where no token of the step has a loss weight.
         """
-        if weight <= 0:
-            raise UserError(
-                "no token of this step has a loss weight, so there is nothing to learn from; give the answers in its "
-                "samples a weight above 0 (Text.weights)"
-            )
+        weight = np.float32(0)
         for batch in batches:
-            accumulated = self.accumulate(state.trainable, state.frozen, accumulated, batch, np.float32(weight))
-        return self.update(state, accumulated, hyper)
+            weight = self.weigh(weight, batch.text.weight)
+        for batch in batches:
+            accumulated = self.accumulate(state.trainable, state.frozen, accumulated, batch, weight)
+        return self.update(state, accumulated, hyper, weight, *self._said(digest, needed_flops))
+
+    def _said(self, digest: int, needed_flops: float) -> tuple[jax.Array, jax.Array]:
+        """What this process knows of a step, one entry for each of its devices: int32 `[devices, 2]`, float32."""
+        local = len(self.mesh.local_devices)
+        # A rank's rows are counted once for each of the devices that share them.
+        each = needed_flops / (len(held_ranks(self.mesh)) * self.mesh.size // row_ranks(self.mesh))
+        halves = np.array([digest & 0x7FFFFFFF, digest >> 31 & 0x7FFFFFFF], np.int32)
+        put = partial(jax.make_array_from_process_local_data, self.per_device)
+        return put(np.tile(halves, (local, 1))), put(np.full(local, each, np.float32))
 
     def compile(
         self, state: TrainState, accumulated: Accumulated, batches: Sequence[Microbatch], hyper: Hyperparameters
@@ -134,8 +164,9 @@ class Executor:
         """Compile the gradient program of each batch's shape and the update ahead of the first step."""
         for batch in batches:
             put = self.put(batch)
-            self.accumulate.lower(state.trainable, state.frozen, accumulated, put, np.float32(1)).compile()
-        self.update.lower(state, accumulated, hyper).compile()
+            weight = self.weigh(self.weigh(np.float32(0), put.text.weight), put.text.weight)
+            self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight).compile()
+        self.update.lower(state, accumulated, hyper, weight, *self._said(0, 0.0)).compile()
 
 
 def pad_rows(batch: Microbatch, multiple: int) -> Microbatch:
@@ -156,5 +187,7 @@ def pad_rows(batch: Microbatch, multiple: int) -> Microbatch:
 
 
 def put_rows(batch: Microbatch, mesh: Mesh) -> Microbatch:
-    """A microbatch on the devices of `mesh`, rows spread over its ranks."""
-    return jax.device_put(pad_rows(batch, row_ranks(mesh)), rows_sharding(mesh))
+    """A microbatch that every process has whole, on the devices of `mesh`, rows spread over its ranks."""
+    layout = rows_sharding(mesh)
+    put = lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__)  # noqa: E731
+    return jax.tree.map(put, pad_rows(batch, row_ranks(mesh)))

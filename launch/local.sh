@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Train with N processes on this machine:  launch/local.sh N [CONFIG] [a.b=value ...] [--resume ...]
+#
+# Ends with the code of the process that failed first, or 0. JAX_NUM_CPU_DEVICES says how many CPU devices each gets.
+set -u
+if [[ $# -lt 1 || ! $1 =~ ^[1-9][0-9]*$ ]]; then
+    echo "usage: launch/local.sh N [CONFIG] [a.b=value ...]" >&2
+    exit 2
+fi
+count=$1
+shift
+free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+export MMJAX_COORDINATOR=${MMJAX_COORDINATOR:-127.0.0.1:$(python -c "$free_port")} MMJAX_PROCESSES=$count
+
+declare -A number
+for ((i = 0; i < count; i++)); do
+    MMJAX_PROCESS=$i python -m mmjax.train "$@" &
+    number[$!]=$i
+done
+trap 'kill -INT "${!number[@]}" 2>/dev/null' INT TERM
+
+code=0
+while ((${#number[@]})); do
+    wait -n -p ended "${!number[@]}"
+    status=$?
+    [[ -n ${ended:-} ]] || continue # a signal came, which all processes have got
+    if ((status && !code)); then
+        code=$status
+        echo "launch: process ${number[$ended]} of $count ended first, with code $status" >&2
+        others=("${!number[@]}")
+        { sleep 60 && kill -KILL "${others[@]}"; } 2>/dev/null & # they end by themselves within a minute
+        killer=$!
+    fi
+    unset "number[$ended]"
+done
+[[ -n ${killer:-} ]] && pkill -P "$killer" 2>/dev/null
+exit "$code"

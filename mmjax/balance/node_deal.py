@@ -1,0 +1,130 @@
+"""Dealing samples to nodes so that all nodes have the same of every phase, before each node places them on its ranks.
+
+Only what stays inside a node is free of the network between nodes (OrchMLLM section 5.2). `cost` is float64
+`[n, phases]`, the LLM's first; `size` int64 `[nodes]`, how many ranks each has; `mean` float64 `[nodes, phases]`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from mmjax.balance.vector_lpt import even
+
+_SHARE = 0.5  # of the tolerance, that nodes may have above the mean
+_VALUES = 1 << 20  # values that a sort tells apart
+
+
+def deal_evenly(cost: np.ndarray, size: np.ndarray, tolerance: float) -> np.ndarray:
+    """The node of each sample, int32 `[n]`.
+
+    Samples alike in their encoders are dealt in rounds, the heaviest of a round for the LLM to the node that has least
+    of it; then nodes that differ by more than half of the tolerance exchange samples.
+    """
+    node = np.zeros(len(cost), np.int32)
+    if len(size) == 1 or len(cost) == 0:
+        return node
+    mean = node_means(cost, node, size.sum(keepdims=True))
+    order = by_leading_encoder(cost, node, mean)
+    start = _rounds(size, len(cost))
+    llm = cost[order, 0]
+    heaviest_first = _sorted_by(np.repeat(np.arange(len(start) - 1), np.diff(start)), llm / (mean[0, 0] + llm))
+    _deal(llm[heaviest_first], order[heaviest_first], start, size, node)
+    relative, ones = np.stack([column / m for column, m in zip(cost.T, mean[0], strict=True)]), np.ones(cost.shape[1])
+    even(relative, size.astype(np.float64), ones, ones, ones * (1 + _SHARE * tolerance), node)
+    return node
+
+
+def by_leading_encoder(cost: np.ndarray, node: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Samples by node, then by the encoder that they cost most of, longest first; those without any come last."""
+    return _sorted_by(*_lead(cost, node, mean))
+
+
+@njit(cache=True)
+def node_means(cost, node, size):
+    """What a rank of each node has on average in each phase, float64 [nodes, phases]; 1 where there is nothing."""
+    mean = np.zeros((len(size), cost.shape[1]))
+    for s in range(len(cost)):
+        for p in range(cost.shape[1]):
+            mean[node[s], p] += cost[s, p]
+    for k in range(len(size)):
+        for p in range(cost.shape[1]):
+            mean[k, p] = mean[k, p] / size[k] if mean[k, p] > 0 else 1.0
+    return mean
+
+
+@njit(cache=True)
+def longest_parts(llm_cost, node, item_node, item_phase, item_cost, nodes, phases):
+    """The costliest sample for the LLM, and the costliest item of each encoder: float64 [nodes, phases]."""
+    longest = np.zeros((nodes, phases))
+    for s in range(len(llm_cost)):
+        longest[node[s], 0] = max(longest[node[s], 0], llm_cost[s])
+    for j in range(len(item_cost)):
+        k, p = item_node[j], item_phase[j]
+        longest[k, p] = max(longest[k, p], item_cost[j])
+    return longest
+
+
+def _sorted_by(group: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Indices by group `[n]`, then by falling value `[n]` in 0 .. 1, to about one in a million, then as they come."""
+    bits = max(len(group) - 1, 1).bit_length()
+    key = (group * _VALUES + ((1.0 - value) * (_VALUES - 1)).astype(np.int64)) << bits
+    return np.sort(key + np.arange(len(group))) & ((1 << bits) - 1)  # NumPy sorts plain numbers with SIMD
+
+
+@njit(cache=True)
+def _lead(cost, node, mean):
+    """What `by_leading_encoder` sorts by: a group int64 [n], and within it a falling value in 0 .. 1, float64 [n]."""
+    n, phases = cost.shape
+    group, value = np.empty(n, np.int64), np.empty(n)
+    for s in range(n):
+        k, lead, most = node[s], phases, 0.0
+        for p in range(1, phases):
+            relative = cost[s, p] / mean[k, p]
+            if relative > most:
+                lead, most = p, relative
+        if lead == phases:
+            most = cost[s, 0] / mean[k, 0]
+        group[s] = k * phases + lead - 1
+        value[s] = most / (1 + most)
+    return group, value
+
+
+@njit(cache=True)
+def _rounds(size, n):
+    """Where each round of a deal begins, int64 [rounds + 1]: in it every node gets one sample, a smaller one at times."""
+    start, at, rounds, most = np.zeros(n + 2, np.int64), 0, 0, size.max()
+    while at < n:
+        for k in range(len(size)):
+            at += _takes_part(size[k], most, rounds)
+        rounds += 1
+        start[rounds] = min(at, n)
+    return start[: rounds + 1]
+
+
+@njit(cache=True)
+def _deal(cost, sample, start, size, node):
+    """In each round the heaviest sample to the node that has least, by one cost [n]; writes node.
+
+    cost, sample: rounds as `_rounds` cuts them, each heaviest first.
+    """
+    load = np.zeros(len(size))
+    among = np.empty(len(size), np.int64)
+    most = size.max()
+    for r in range(len(start) - 1):
+        count = 0
+        for k in range(len(size)):
+            if _takes_part(size[k], most, r):
+                among[count] = k
+                count += 1
+        lightest = np.argsort(load[among[:count]])
+        for i in range(start[r + 1] - start[r]):
+            k, at = among[lightest[i]], start[r] + i
+            node[sample[at]] = k
+            load[k] += cost[at] / size[k]
+
+
+@njit(cache=True)
+def _takes_part(size, most, rounds):
+    """1 in as many of the rounds as this node's ranks are of the largest one's, else 0."""
+    return 1 if size == most else (rounds + 1) * size // most - rounds * size // most
