@@ -92,7 +92,7 @@ def _lead(cost, node, mean):
 
 @njit(cache=True)
 def _rounds(size, n):
-    """Where each round of a deal begins, int64 [rounds + 1]: in it every node gets one sample, a smaller one at times."""
+    """Where each round of a deal begins, int64 [rounds + 1]: each node gets one sample, a smaller one at times."""
     start, at, rounds, most = np.zeros(n + 2, np.int64), 0, 0, size.max()
     while at < n:
         for k in range(len(size)):

@@ -14,60 +14,11 @@ import numpy as np
 
 from mmjax.balance.lpt import lpt
 from mmjax.balance.node_deal import by_leading_encoder, deal_evenly, longest_parts, node_means
+from mmjax.balance.phase_costs import LLM, Costs
 from mmjax.balance.vector_lpt import balance, balance_nodes, spread_items
-
-LLM = 0  # the phase that every sample takes part in
 
 # How much an encoder matters while samples are placed, tried in this order: what is left to items later.
 _ENCODER_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.0)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What the samples of a step and their items cost, in any unit, the same for all phases or with `Aim.share`.
-
-    sample: float64 `[n, phases]`, phase 0 is the LLM, an encoder's column is the sum of its items.
-    item_sample: int64 `[m]`; item_phase: int32 `[m]`, 1 and on; item_cost: float64 `[m]`.
-    item_tokens: int64 `[m]`, LLM tokens that travel where an item is encoded on another rank than its sample's.
-    Raises ValueError.
-    """
-
-    sample: np.ndarray
-    item_sample: np.ndarray
-    item_phase: np.ndarray
-    item_cost: np.ndarray
-    item_tokens: np.ndarray
-
-    def __post_init__(self) -> None:
-        if self.sample.ndim != 2 or self.sample.shape[1] < 1:
-            raise ValueError("sample costs must be [n, phases], with the LLM's in the first column")
-        sizes = {len(self.item_sample), len(self.item_phase), len(self.item_cost), len(self.item_tokens)}
-        if len(sizes) > 1:
-            raise ValueError("items must have one sample, phase, cost and number of tokens each")
-        n, phases = self.sample.shape
-        if np.any((self.item_sample < 0) | (self.item_sample >= n)):
-            raise ValueError(f"an item belongs to a sample outside of 0 .. {n - 1}")
-        if np.any((self.item_phase <= LLM) | (self.item_phase >= phases)):
-            raise ValueError(f"an item belongs to a phase outside of 1 .. {phases - 1}")
-        for name, value in (("sample cost", self.sample), ("item cost", self.item_cost), ("token", self.item_tokens)):
-            if not (value.min(initial=0) >= 0 and value.max(initial=0) < np.inf):
-                raise ValueError(f"a {name} is negative or not finite")
-
-    def __len__(self) -> int:
-        return len(self.sample)
-
-    @property
-    def phases(self) -> int:
-        """The LLM and the encoders."""
-        return self.sample.shape[1]
-
-    def take(self, samples: np.ndarray) -> tuple[Costs, np.ndarray]:
-        """These samples alone, in this order, and which items are theirs: int64 `[k]` each."""
-        number = np.full(len(self), -1, np.int64)
-        number[samples] = np.arange(len(samples))
-        items = np.flatnonzero(number[self.item_sample] >= 0)
-        taken = (self.item_phase[items], self.item_cost[items], self.item_tokens[items])
-        return Costs(self.sample[samples], number[self.item_sample[items]], *taken), items
 
 
 @dataclass(frozen=True)
@@ -96,23 +47,6 @@ class PhasePlan:
     sample_rank: np.ndarray
     item_rank: np.ndarray
     width: np.ndarray
-
-
-def costs_of(
-    llm_cost: np.ndarray,
-    item_sample: np.ndarray,
-    item_phase: np.ndarray,
-    item_cost: np.ndarray,
-    item_tokens: np.ndarray,
-    phases: int,
-) -> Costs:
-    """The costs of samples whose encoder columns are summed from their items. llm_cost: `[n]`, items `[m]`."""
-    n = len(llm_cost)
-    flat = np.bincount(np.asarray(item_sample, np.int64) * phases + item_phase, item_cost, n * phases)
-    sample = flat.reshape(n, phases)
-    sample[:, LLM] = llm_cost
-    kinds = ((item_sample, np.int64), (item_phase, np.int32), (item_cost, np.float64), (item_tokens, np.int64))
-    return Costs(sample, *[np.ascontiguousarray(value, kind) for value, kind in kinds])
 
 
 def place_in_order(costs: Costs, ranks: int) -> PhasePlan:
@@ -264,13 +198,14 @@ def _plan_nodes(
 def _search(
     costs: Costs, ranks: int, mean: np.ndarray, ceiling: np.ndarray, widths: Sequence[Sequence[int]], aim: Aim
 ) -> PhasePlan:
-    """One node where samples alone do not reach the goal: the less encoders matter for them, the more items move."""
+    """One node where samples alone do not reach the goal: the less encoders matter for them, the more items move.
+
+    The best of several tries by estimated time. What no item can relieve is the LLM, so encoders matter less and less.
+    """
     node = _node_of(costs, ranks, mean, ceiling, aim)
     order = by_leading_encoder(costs.sample, np.zeros(len(costs), np.int32), mean[None])
     best, least = None, np.inf
-    for encoder_weight in _ENCODER_WEIGHTS:
-        weight = np.full(costs.phases, encoder_weight)
-        weight[LLM] = 1.0
+    for weight in _weights(node.share):
         rank, load = balance(node.samples, order, np.ones(ranks), weight, node.ceiling, node.goal)
         plan, time = _move_items(costs, node, rank, load, widths, aim)
         if time < least:
@@ -279,6 +214,14 @@ def _search(
             break
     assert best is not None
     return best
+
+
+def _weights(share: np.ndarray) -> list[np.ndarray]:
+    """How much each phase matters while samples are placed, `[phases]` each, in the order to try."""
+    less = [np.full(len(share), encoders) for encoders in _ENCODER_WEIGHTS]
+    for weight in less:
+        weight[LLM] = 1.0
+    return [*less, share / max(share.max(), np.finfo(float).tiny)]
 
 
 def _node_of(costs: Costs, ranks: int, mean: np.ndarray, ceiling: np.ndarray, aim: Aim) -> _Node:

@@ -14,9 +14,10 @@ import numpy as np
 from numba import njit
 
 _BELOW = 0.15  # of the penalty above the ceiling: an empty rank costs nothing by itself, but others hold its part
-_LEAST_GAIN = 1e-12
+_LEAST_GAIN = 1e-12  # of an exchange; what rounding can feign is less
+_LEAST_RELIEF = 1e-9  # of the fullest rank, by moving an item
 _PAIRS = 4096  # tried between two ranks; every few of more
-_PARTNERS = 8  # ranks that one rank above its goal tries to exchange with
+_PARTNERS = 32  # ranks that one rank above its goal tries to exchange with
 _TRIES = 64  # exchanges for each rank
 _SLACK = 4  # places for samples that a rank may receive without giving any
 
@@ -71,10 +72,10 @@ def balance(cost, order, size, weight, ceiling, goal):
 
 @njit(cache=True)
 def even(cost, size, weight, ceiling, goal, rank):
-    """Exchange samples until no rank is above the goal [phases] in a phase, or nothing helps; writes rank.
+    """Exchange samples until no rank is above the goal [phases] in a phase, or those that are found none; writes rank.
 
     An exchange lowers the sum over phases and ranks of weight * (load - ceiling)^2, loads below the ceiling counting
-    little. Returns the load [phases, ranks].
+    little. A rank that has found none is left alone: later tries win little. Returns the load [phases, ranks].
     """
     stuck = np.zeros(len(size), np.bool_)
     load = np.zeros((len(cost), len(size)))
@@ -89,10 +90,7 @@ def even(cost, size, weight, ceiling, goal, rank):
         worst = _above(held.load, goal, stuck)
         if worst < 0:
             break
-        if _relieve(held, worst, ceiling, weight, attempt, scratch):
-            stuck[:] = False
-        else:
-            stuck[worst] = True
+        stuck[worst] = not _relieve(held, worst, ceiling, weight, attempt, scratch)
     for r in range(len(size)):
         for i in range(held.count[r]):
             rank[held.sample[r, i]] = r
@@ -190,7 +188,7 @@ def _best_exchange(held, heavy, light, ceiling, weight, attempt, scratch):
     """What the best exchange of two ranks wins, and the places in both; empty ones take part where there is room."""
     places = held.sample.shape[1]
     of_heavy, of_light = min(held.count[heavy] + 1, places), min(held.count[light] + 1, places)
-    step = max(of_heavy * of_light // _PAIRS, 1)
+    step = min(max(of_heavy * of_light // _PAIRS, 1), of_heavy)
     before = 0.0
     for p in range(len(ceiling)):
         before += weight[p] * _penalty(held.load[p, heavy] - ceiling[p])
@@ -265,7 +263,7 @@ def spread_items(home, cost, tokens, width, goal, at, load):
 @njit(cache=True)
 def _best_item(home, cost, tokens, width, at, load, sent, full):
     """The item of the fullest rank that goes, the one that comes for it or -1, and the other rank."""
-    least, best_j, best_k, best_to = load[full] - 1e-9, -1, -1, -1
+    least, best_j, best_k, best_to = load[full] - _LEAST_RELIEF, -1, -1, -1
     for j in range(len(home)):
         if at[j] != full:
             continue

@@ -75,7 +75,7 @@ def joined() -> Iterator[None]:
         traceback.print_exc()
         _leave(1)
     finished.set()
-    jax.distributed.shutdown()
+    _part()
 
 
 def led(work: Callable[[], Any]) -> Any:
@@ -126,6 +126,18 @@ def _meet() -> None:
     except Exception as error:
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"process {index()} of {count()} cannot reach the others at {coordinator}: {reason}") from error
+
+
+def _part() -> None:
+    """Leave in order: process 0 last, since the others cannot be without its service, not even to say goodbye to it."""
+    client = distributed.global_state.client
+    if not leads():
+        client.key_value_set(f"mmjax/left/{index()}", "")
+        _leave(0)
+    for other in range(1, count()):
+        client.blocking_key_value_get(f"mmjax/left/{other}", _TELL_SECONDS * 1000)
+    time.sleep(_LOOK_SECONDS)
+    jax.distributed.shutdown()
 
 
 def _watch(finished: threading.Event) -> None:

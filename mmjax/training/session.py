@@ -224,8 +224,8 @@ class Session:
             )
         if not report.report.weight.sum() > 0:
             raise UserError(
-                f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers in "
-                "its samples a weight above 0 (Text.weights)",
+                f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers "
+                "in its samples a weight above 0 (Text.weights)",
                 everywhere=True,
             )
 

@@ -147,9 +147,9 @@ class Executor:
             weight = self.weigh(weight, batch.text.weight)
         for batch in batches:
             accumulated = self.accumulate(state.trainable, state.frozen, accumulated, batch, weight)
-        return self.update(state, accumulated, hyper, weight, *self._said(digest, needed_flops))
+        return self.update(state, accumulated, hyper, weight, *self.said(digest, needed_flops))
 
-    def _said(self, digest: int, needed_flops: float) -> tuple[jax.Array, jax.Array]:
+    def said(self, digest: int, needed_flops: float) -> tuple[jax.Array, jax.Array]:
         """What this process knows of a step, one entry for each of its devices: int32 `[devices, 2]`, float32."""
         local = len(self.mesh.local_devices)
         # A rank's rows are counted once for each of the devices that share them.
@@ -166,7 +166,7 @@ class Executor:
             put = self.put(batch)
             weight = self.weigh(self.weigh(np.float32(0), put.text.weight), put.text.weight)
             self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight).compile()
-        self.update.lower(state, accumulated, hyper, weight, *self._said(0, 0.0)).compile()
+        self.update.lower(state, accumulated, hyper, weight, *self.said(0, 0.0)).compile()
 
 
 def pad_rows(batch: Microbatch, multiple: int) -> Microbatch:

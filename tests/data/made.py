@@ -123,12 +123,14 @@ def config(items: str = "causal", **changes: Any) -> Config:
     )
 
 
-def load(source: Made, folder: Path, process: int = 0, processes: int = 1, **changes: Any) -> StepLoader:
+def load(source: Made, folder: Path, rank: int = 0, of: int = 1, **changes: Any) -> StepLoader:
     """A loader of one source that was opened already, so that it can be asked what was read."""
     made = config(**changes)
     index = index_of(source, made)
     index.save(folder / "index")
-    loader = StepLoader(made, make_budget(index, made, [1.0]), folder / "index", folder, process, processes)
+    loader = StepLoader(
+        made, make_budget(index, made, [1.0]), folder / "index", folder, range(rank, rank + 1), of, rank == 0
+    )
     loader.__dict__["sources"] = {"made": source}  # where the loader keeps what it opened
     source.read.clear(), source.opened.clear()
     return loader

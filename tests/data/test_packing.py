@@ -166,8 +166,9 @@ def test_processes_hold_the_rows_of_one_process_between_them(processes, tmp_path
     source = random_samples(40, seed=4)
     loader = load(source, tmp_path)
     plan = loader.plan(0).microbatches[0]
-    whole = pack_microbatch(plan, loader.layout, loader.reader)
-    shares = [pack_microbatch(plan, loader.layout, loader.reader, p, processes) for p in range(processes)]
+    whole = pack_microbatch(plan, loader.layout, loader.reader, range(processes), processes)
+    ranks = [range(p, p + 1) for p in range(processes)]
+    shares = [pack_microbatch(plan, loader.layout, loader.reader, r, processes) for r in ranks]
     for field in TextBatch._fields:
         if field != "slots":
             joined = np.concatenate([getattr(s.text, field) for s in shares])

@@ -21,7 +21,7 @@ from mmjax.config_files import default_config
 from mmjax.config_files import load as load_config
 from mmjax.data.budget import make_budget
 from mmjax.data.index import cached_index
-from mmjax.data.packing import share_of
+from mmjax.data.packing import rows_of
 from mmjax.data.pipeline import LoadedStep, LoadingFailed, StepLoader, steps
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError
@@ -117,7 +117,7 @@ def test_each_of_two_processes_opens_only_what_its_own_rows_hold(tmp_path):
         sample = np.repeat(plan.samples, np.diff(plan.part_start))
         number = np.arange(len(sample)) - np.repeat(plan.part_start[:-1], np.diff(plan.part_start)) - 1
         for process, source in enumerate(sources):
-            shares = [share_of(rows, process, 2) for rows in loaders[0].budget.rows]
+            shares = [rows_of(rows, range(process, process + 1), 2) for rows in loaders[0].budget.rows]
             own = np.array([row in shares[m] for m, row in zip(plan.module, plan.row, strict=True)])
             assert sorted(source.read) == sorted(sample[own & (plan.module == 0)].tolist())
             items = own & (plan.module > 0)
@@ -128,12 +128,13 @@ def test_each_of_two_processes_opens_only_what_its_own_rows_hold(tmp_path):
             source.read.clear(), source.opened.clear()
 
 
-def test_rows_are_shared_out_in_order_and_about_equally():
+def test_ranks_hold_as_many_rows_each_and_all_of_them_in_order():
     for rows in range(1, 9):
-        for processes in range(1, 6):
-            shares = [share_of(rows, p, processes) for p in range(processes)]
-            assert [r for share in shares for r in share] == list(range(rows))
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        for of in range(1, 6):
+            shares = [rows_of(rows, range(r, r + 1), of) for r in range(of)]
+            assert [r for share in shares for r in share][:rows] == list(range(rows))
+            assert {len(share) for share in shares} == {-(-rows // of)}
+            assert rows_of(rows, range(of), of) == range(of * -(-rows // of))
 
 
 # --------------------------------------------------------------------------------------------------- what a loader is
@@ -159,10 +160,24 @@ def test_batches_survive_pickling_as_what_they_are(tmp_path):
     assert {type(items) for items in again.microbatches[0].items.values()} == {ItemBatch}
 
 
-def test_the_weight_and_flops_of_a_step_are_those_of_its_batches(tmp_path):
-    loaded = load(random_samples(60, seed=0), tmp_path, microbatches=2, size=Samples(12))(0)
-    assert loaded.weight == sum(b.text.weight.sum() for b in loaded.microbatches) > 0
-    assert loaded.needed_flops > 0
+def test_a_loaded_step_tells_what_all_rows_hold_whichever_of_them_are_loaded(tmp_path):
+    changes = {"microbatches": 2, "size": Samples(12)}
+    whole = load(random_samples(60, seed=0), tmp_path / "whole", **changes)(0)
+    assert whole.needed_flops > 0
+    arrays = [(b.text.sample, *(items.item for items in b.items.values())) for b in whole.microbatches]
+    for m, modules in enumerate(arrays):
+        assert [x.shape[1] for x in modules] == whole.lengths[m].tolist()
+        for x, useful in zip(modules, whole.useful[m], strict=True):
+            assert (x >= 0).sum(1).tolist() == useful[: len(x)].tolist()
+            assert not useful[len(x) :].any()
+    slots = [sum((b.text.slots[e] >= 0).sum() for b in whole.microbatches) for e in ("vision", "audio")]
+    together = sum((b.text.sample >= 0).sum() for b in whole.microbatches)
+    assert whole.tokens.tolist() == [together - sum(slots), *slots]
+
+    half = load(random_samples(60, seed=0), tmp_path / "half", 1, 2, **changes)(0)
+    assert half.tokens.tolist() == whole.tokens.tolist()
+    for m in range(2):
+        np.testing.assert_array_equal(half.useful[m], whole.useful[m])
 
 
 def test_where_chunks_start_is_kept_for_those_who_come_later(tmp_path):
@@ -178,7 +193,7 @@ def test_where_chunks_start_is_kept_for_those_who_come_later(tmp_path):
 
 
 def test_only_one_process_keeps_where_chunks_start(tmp_path):
-    load(random_samples(60, seed=0), tmp_path, process=1, processes=2).plan(100)
+    load(random_samples(60, seed=0), tmp_path, 1, 2).plan(100)
     assert not list((tmp_path / "index").glob("chunks-*"))
 
 

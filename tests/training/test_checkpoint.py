@@ -103,7 +103,7 @@ def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_onc
     hyper = hyperparameters(CONFIG, one.modules, 0)
     accumulated = one.zeros()
     for _ in range(3):  # donates the arrays that are being written
-        state, accumulated, _ = one.update(state, accumulated, hyper)
+        state, accumulated, _ = one.update(state, accumulated, hyper, np.float32(1), *one.said(0, 0.0))
     jax.block_until_ready(state)
     checkpoints.close()
     after = values(restored(tmp_path, one))

@@ -150,7 +150,8 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
     hyper = hyperparameters(CONFIG, executor.modules, 5)
     accumulated = gradients(executor, state_with(executor, parameters), [batch])
     accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()))
-    state, _, _ = executor.update(state_with(executor, parameters), accumulated, hyper)
+    told = np.float32(1), *executor.said(0, 0.0)
+    state, _, _ = executor.update(state_with(executor, parameters), accumulated, hyper, *told)
     rate, decay = hyper.rates["vision"]
     before, after = (paths(tree["encoders"]["vision"]) for tree in (parameters, jax.device_get(state.trainable)))
     for name, p in before.items():

@@ -12,11 +12,10 @@ from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_con
 
 from mmjax.batch import Microbatch
 from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
-from mmjax.errors import UserError
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.state import TrainState, all_parameters
-from mmjax.training.step import Executor
+from mmjax.training.step import Executor, pad_rows, put_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -51,7 +50,9 @@ def run(tmp_path_factory) -> Run:
     steps = load_steps(config(), tmp_path_factory.mktemp("data"), STEPS)
     state = executor.init(jax.random.key(0))
     before = jax.device_get(state)
-    executor.compile(state, executor.zeros(), steps[0], hyperparameters(config(), executor.modules, 0))
+    executor.compile(
+        state, executor.zeros(), [pad_rows(b, 8) for b in steps[0]], hyperparameters(config(), executor.modules, 0)
+    )
     programs = ProgramCounter()
     trained = train(config(), executor, state, steps)
     return Run(executor, steps, before, trained, programs.requested)
@@ -94,7 +95,7 @@ def test_what_is_not_frozen_around_it_learns(run):
 def test_another_learning_rate_decay_clip_or_seed_compiles_nothing(run):
     executor = run.executor
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
-    batches = [executor.put(b) for b in run.steps[0]]
+    batches = [put_rows(b, executor.mesh) for b in run.steps[0]]
     programs = ProgramCounter()
     for n in range(3):
         own = {"vision.connector": Rates(0.1 * n, 0.01 * n)}
@@ -104,7 +105,7 @@ def test_another_learning_rate_decay_clip_or_seed_compiles_nothing(run):
             training=replace(config().training, clip=1.0 + n),
         )
         hyper = hyperparameters(changed, executor.modules, n)
-        state, accumulated, _ = executor.step(state, accumulated, batches, weight(run.steps[0]), hyper)
+        state, accumulated, _ = executor.step(state, accumulated, batches, hyper)
         state = executor.init(jax.random.key(n))
     assert programs.requested == 0
     jax.jit(lambda x: x + 1)(np.float32(1))
@@ -118,19 +119,48 @@ def test_programs_compiled_ahead_are_all_that_training_runs(run):
 def test_a_step_leaves_the_accumulated_gradients_and_report_at_zero(run):
     executor = run.executor
     hyper = hyperparameters(config(), executor.modules, 0)
-    batches = [executor.put(b) for b in run.steps[0]]
+    batches = [put_rows(b, executor.mesh) for b in run.steps[0]]
     state = executor.init(jax.random.key(0))
-    _, accumulated, told = executor.step(state, executor.zeros(), batches, weight(run.steps[0]), hyper)
+    _, accumulated, told = executor.step(state, executor.zeros(), batches, hyper)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(accumulated))
     assert float(told.report.weight.sum()) == weight(run.steps[0])
 
 
-def test_a_step_in_which_no_token_has_a_loss_weight_is_refused_and_spoils_nothing(run):
+def test_a_step_in_which_no_token_has_a_loss_weight_updates_nothing_and_says_so(run):
     executor = run.executor
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
+    before = jax.device_get(state)
     hyper = hyperparameters(config(), executor.modules, 0)
-    batches = [executor.put(b) for b in run.steps[0]]
-    with pytest.raises(UserError, match=r"no token of this step has a loss weight.*give"):
-        executor.step(state, accumulated, batches, 0.0, hyper)
-    state, _, told = executor.step(state, accumulated, batches, weight(run.steps[0]), hyper)
+    batches = [put_rows(b, executor.mesh) for b in run.steps[0]]
+    silent = [b._replace(text=b.text._replace(weight=jnp.zeros_like(b.text.weight))) for b in batches]
+    state, accumulated, told = executor.step(state, accumulated, silent, hyper)
+    assert float(told.report.weight.sum()) == 0
+    assert_unchanged(state, before)
+    state, _, told = executor.step(state, accumulated, batches, hyper)
     assert np.isfinite(float(told.gradient_norm))
+    assert int(state.step) == 1
+
+
+def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(run):
+    executor = run.executor
+    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
+    before = jax.device_get(state)
+    hyper = hyperparameters(config(), executor.modules, 0)
+    for batch in run.steps[0]:
+        batch = put_rows(batch, executor.mesh)
+        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, np.float32(1))
+    digests, flops = (np.asarray(x).copy() for x in executor.said(123 << 31 | 5, 8.0))
+    for half in range(2):
+        other = digests.copy()
+        other[3, half] += 1
+        state, accumulated, told = executor.update(state, accumulated, hyper, np.float32(1), other, flops)
+        assert not told.agreed
+        assert_unchanged(state, before)
+    state, _, told = executor.update(state, accumulated, hyper, np.float32(1), digests, flops)
+    assert told.agreed
+    assert float(told.needed_flops) == 8
+
+
+def assert_unchanged(state: TrainState, before: TrainState) -> None:
+    for x, y in zip(jax.tree.leaves(jax.device_get(state)), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(x, y)

@@ -42,7 +42,7 @@ from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.optimizer import hyperparameters, make_optimizer
 from mmjax.training.state import TrainState
-from mmjax.training.step import Accumulated, Executor
+from mmjax.training.step import Accumulated, Executor, put_rows
 
 MERGE = {"vision": 2 * 2, "audio": 2 * 2}  # encoder positions per LLM token: a square of patches; stride and merge
 VOCAB = len(ALPHABET) + 3  # one more than there are tokens, so that tensor=2 divides it
@@ -120,7 +120,9 @@ def gradients(executor: Executor, state: TrainState, batches: Sequence[Microbatc
     """Gradients and report over the microbatches, on the host."""
     accumulated, total = executor.zeros(), np.float32(weight(batches))
     for batch in batches:
-        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, executor.put(batch), total)
+        accumulated = executor.accumulate(
+            state.trainable, state.frozen, accumulated, put_rows(batch, executor.mesh), total
+        )
     return jax.device_get(accumulated)
 
 
@@ -138,12 +140,12 @@ def train(config: Config, executor: Executor, state: TrainState, steps: Sequence
     accumulated = executor.zeros()
     losses, norms = [], []
     for n, batches in enumerate(steps):
-        put = [executor.put(b) for b in batches]
+        put = [put_rows(b, executor.mesh) for b in batches]
         hyper = hyperparameters(config, executor.modules, n)
-        state, accumulated, told = executor.step(state, accumulated, put, weight(batches), hyper)
-        report, norm = jax.device_get(told)
-        losses.append(report.loss.sum() / report.weight.sum())
-        norms.append(norm)
+        state, accumulated, told = executor.step(state, accumulated, put, hyper)
+        told = jax.device_get(told)
+        losses.append(told.report.loss.sum() / told.report.weight.sum())
+        norms.append(told.gradient_norm)
     return Trained(state, np.array(losses), np.array(norms))
 
 

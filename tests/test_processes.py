@@ -1,0 +1,174 @@
+"""Several processes as one run, as a user starts them: real processes, gloo between them, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import ROOT, TINY, TINY_MEDIA, Ended, finish
+
+pytestmark = pytest.mark.slow
+
+LOCAL = str(ROOT / "launch" / "local.sh")
+
+
+def environment(devices: int, **more: str) -> dict[str, str]:
+    found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
+    return found | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | more
+
+
+def launch(processes: int, *words: object, devices: int) -> subprocess.Popen:
+    command = [LOCAL, str(processes), *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment(devices), text=True, start_new_session=True, **pipes)
+
+
+def together(processes: int, *words: object, devices: int) -> Ended:
+    return finish(launch(processes, *words, devices=devices))
+
+
+def steps_of(run: Path) -> dict[int, dict]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {r["step"]: r for r in records if "loss" in r}
+
+
+def gradients(folder: Path, processes: int, devices: int) -> dict[str, np.ndarray]:
+    """Of one step, by so many processes; also how many tokens each of these loaded."""
+    folder.mkdir()
+    program, out = str(ROOT / "tests" / "parallel" / "one_step.py"), folder / "out.npz"
+    port = 23_000 + os.getpid() % 20_000 + processes
+    started = [
+        subprocess.Popen(
+            [sys.executable, program, str(folder), str(out)],
+            env=environment(
+                devices,
+                MMJAX_PROCESSES=str(processes),
+                MMJAX_PROCESS=str(p),
+                MMJAX_COORDINATOR=f"127.0.0.1:{port}",
+            ),
+        )
+        for p in range(processes)
+    ]
+    assert [p.wait(240) for p in started] == [0] * processes
+    with np.load(out) as file:
+        found = {key: file[key] for key in file.files}
+    return found | {"loaded": np.array([np.load(out.with_suffix(f".{p}.npy"))[0] for p in range(processes)])}
+
+
+def test_loss_gradients_and_flops_are_those_of_one_process_and_each_loads_its_part(tmp_path):
+    one = gradients(tmp_path / "one", 1, 8)
+    for processes in (2, 4):
+        many = gradients(tmp_path / str(processes), processes, 8 // processes)
+        assert many["loaded"].sum() == one["loaded"].sum()
+        assert many["loaded"].max() < one["loaded"].sum()
+        assert many["flops"] == pytest.approx(one["flops"], rel=1e-6)
+        for key, leaf in one.items():
+            if key not in ("loaded", "flops"):
+                assert np.abs(many[key] - leaf).max() <= 1e-5 * np.abs(leaf).max(), key
+
+
+def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_number(tmp_path):
+    words = ("training.steps=10", "schedule.warmup=2", "training.checkpoint_every=5", "training.evaluate_every=0")
+    assert together(1, TINY_MEDIA, f"run={tmp_path / 'one'}", *words, devices=8).code == 0
+    two = together(2, TINY_MEDIA, f"run={tmp_path / 'two'}", *words, devices=4)
+    assert two.code == 0, two
+    assert two.out.count("programs compiled after the start") == 1  # one process speaks for all
+    assert "; 0 programs compiled after the start" in two.out
+    wanted, found = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
+    assert list(wanted) == list(found) == list(range(1, 11))
+    same = ("samples", "fill/llm", "fill/vision", "fill/audio", "dist_ratio/llm", "useful/budget")
+    for step, record in wanted.items():
+        assert found[step]["loss"] == pytest.approx(record["loss"], rel=1e-4)
+        assert {key: found[step][key] for key in same} == {key: record[key] for key in same}
+
+    # Half of it again, from the first half's checkpoint, by another number of processes.
+    checkpoints = tmp_path / "two" / "checkpoints"
+    (checkpoints / "10").rename(tmp_path / "10")
+    (tmp_path / "two" / "test.json").unlink()
+    four = together(4, TINY_MEDIA, f"run={tmp_path / 'two'}", "--resume", *words, devices=2)
+    assert four.code == 0, four
+    assert "at step 5" in four.out
+    again = steps_of(tmp_path / "two")
+    assert list(again) == list(range(1, 11))
+    for step, record in wanted.items():
+        assert again[step]["samples"] == record["samples"]
+        assert again[step]["loss"] == pytest.approx(record["loss"], rel=1e-4)
+
+
+def test_a_killed_process_ends_the_others_within_a_minute_and_is_named(tmp_path):
+    run = tmp_path / "run"
+    words = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=10")
+    launched = launch(3, TINY, f"run={run}", *words, devices=2)
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / "10").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process_of(run, 1), signal.SIGKILL)
+    began = time.monotonic()
+    ended = finish(launched, 90)
+    assert time.monotonic() - began < 60
+    assert ended.code == 137
+    assert "process 1 of 3 ended first, with code 137" in ended.err
+    for other in (0, 2):
+        assert f"process 1 of this run's 3 ended or cannot be reached; process {other} ends too" in ended.err
+    step = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdecimal())
+    resumed = together(2, TINY, f"run={run}", "--resume", f"training.steps={step + 2}", "schedule.warmup=1", devices=3)
+    assert resumed.code == 0, resumed
+    assert max(steps_of(run)) == step + 2
+
+
+def process_of(run: Path, number: int) -> int:
+    """The process with this number of the run."""
+    for folder in Path("/proc").iterdir():
+        try:
+            command = (folder / "cmdline").read_text().split("\0")
+            variables = (folder / "environ").read_text().split("\0")
+        except (OSError, ValueError):
+            continue
+        if f"run={run}" in command and f"MMJAX_PROCESS={number}" in variables and "mmjax.train" in command:
+            return int(folder.name)
+    raise AssertionError(f"process {number} is not there")
+
+
+def test_processes_with_other_data_update_nothing_and_say_so(tmp_path):
+    """As where two machines have two versions of a config."""
+    run = tmp_path / "run"
+    port = 43_000 + os.getpid() % 20_000
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mmjax.train", TINY, f"run={run}", "training.evaluate_every=0", f"seed={p}"],
+            env=environment(1, MMJAX_PROCESSES="2", MMJAX_PROCESS=str(p), MMJAX_COORDINATOR=f"127.0.0.1:{port}"),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for p in range(2)
+    ]
+    ended = [finish(p) for p in started]
+    assert [e.code for e in ended] == [2, 2]
+    assert "the processes planned different batches for step 1, so nothing was updated" in ended[0].err
+    assert steps_of(run) == {}
+
+
+def test_a_mistake_is_said_once_and_nothing_is_lost(tmp_path):
+    run = tmp_path / "run"
+    words = (TINY, f"run={run}", "training.steps=2", "schedule.warmup=1", "training.evaluate_every=0")
+    assert together(2, *words, devices=1).code == 0
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    ended = together(2, *words, devices=1)
+    assert ended.code == 2
+    assert ended.err.count("already holds a run; continue it with --resume") == 1
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_the_launcher_says_how_it_is_used():
+    for words in ([], ["two", TINY], ["0", TINY]):
+        ended = subprocess.run([LOCAL, *words], env=environment(1), capture_output=True, text=True)
+        assert ended.returncode == 2
+        assert ended.stderr == "usage: launch/local.sh N [CONFIG] [a.b=value ...]\n"
