@@ -15,6 +15,7 @@ from commands import TINY, TINY_MEDIA, files, finish, run, runs_of, start
 
 from mmjax import evaluate, train
 from mmjax.errors import UserError
+from mmjax.training import session
 from mmjax.training.devices import choose_devices
 
 
@@ -161,6 +162,14 @@ def test_resuming_with_another_model_data_or_length_tells_the_difference(lines, 
     before = files(a_run)
     error = refused(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=4", *lines)
     assert expected in error
+    assert files(a_run) == before
+
+
+def test_resuming_a_run_that_another_planner_has_planned_is_refused(capsys, a_run, monkeypatch):
+    monkeypatch.setattr(session, "PLANNER", 0)
+    before = files(a_run)
+    error = refused(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=8")
+    assert "was planned by another version of mmjax" in error
     assert files(a_run) == before
 
 

@@ -26,7 +26,7 @@ from mmjax.config import Config, ModelConfig
 from mmjax.data.budget import Budget
 from mmjax.data.index import LengthIndex
 from mmjax.data.packing import Layout, Reader, pack_microbatch
-from mmjax.data.plan import MicrobatchPlan, StepPlan, StepPlanner
+from mmjax.data.plan import PLANNER, MicrobatchPlan, StepPlan, StepPlanner
 from mmjax.data.sample import Sample, Source
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError
@@ -99,7 +99,7 @@ class StepLoader:
     def _chunks(self) -> Path:
         """Where chunks start, as far as anybody found out: a late step is planned without replaying early ones."""
         weights = [s.weight for s in self.config.data.sources.values()]
-        key = repr((self.config.batch, weights, self.config.seed, self.budget))
+        key = repr((PLANNER, self.config.batch, weights, self.config.seed, self.budget))
         return self.index_folder / f"chunks-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
     @cached_property

@@ -23,6 +23,9 @@ from mmjax.data.budget import Budget, Shape, isf_groups, needs_of
 from mmjax.data.index import LengthIndex
 from mmjax.data.stream import Pool, chunk_samples, pools_of
 
+# Raised whenever the same config and data get other plans than before: older runs then can't go on, and say so.
+PLANNER = 2
+
 
 @dataclass(frozen=True)
 class MicrobatchPlan:

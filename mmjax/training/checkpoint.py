@@ -41,6 +41,7 @@ class DataState:
     step: int  # the next to run
     index: str  # fingerprint of the length index
     budget: dict[str, Any]
+    planner: int = 1  # of the version of mmjax; checkpoints from before there was a number have the first
 
 
 @dataclass(frozen=True)

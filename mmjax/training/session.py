@@ -17,6 +17,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.config_files import to_json
 from mmjax.data.pipeline import LoadedStep, StepLoader, steps
+from mmjax.data.plan import PLANNER
 from mmjax.errors import UserError
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import row_ranks
@@ -100,6 +101,11 @@ class Session:
         """The step to go on with from checkpoint `step`. Raises UserError where data or length do not go with it."""
         saved = read_saved(self.folder.checkpoints, step)
         now = asdict(self.data_state(step))
+        if saved.data.planner != PLANNER:
+            raise UserError(
+                f"{self.folder.path} was planned by another version of mmjax, which put other samples into its steps; "
+                "go on with that version, or start another run from its parameters with init_from="
+            )
         if changed := [key for key, value in asdict(saved.data).items() if now[key] != value]:
             raise UserError(
                 f"{self.folder.path} was trained on other data ({', '.join(changed)} differ); restore the data, or "
@@ -135,7 +141,8 @@ class Session:
 
     def data_state(self, step: int) -> DataState:
         """Where the data will be before `step`."""
-        return DataState(step, self.loader.index.fingerprint(), json.loads(json.dumps(asdict(self.loader.budget))))
+        budget = json.loads(json.dumps(asdict(self.loader.budget)))
+        return DataState(step, self.loader.index.fingerprint(), budget, PLANNER)
 
     def compile(self, state: TrainState, first: int) -> Accumulated:
         """Say what will run, then compile every program ahead: gradients of each shape, update, saving, answering."""
