@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.benchmarks import attention, compile_time, context, fill, grouping, nodewise, postbalance
+from mmjax.benchmarks import attention, compile_time, context, dispatch, fill, grouping, nodewise, phases, postbalance
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.errors import UserError, run_command
 from mmjax.training.console import say, table
 
-COMPARISONS = {"attention": attention, "compile": compile_time, "fill": fill}  # run: a list of rows, one per variant
+# run: a list of rows, one per variant
+COMPARISONS = {"attention": attention, "compile": compile_time, "fill": fill, "phases": phases}
 # run: one Measurement
 MEASUREMENTS: dict[str, Any] = {
     "context": context,
+    "dispatch": dispatch,
     "grouping": grouping,
     "nodewise": nodewise,
     "postbalance": postbalance,

@@ -54,7 +54,7 @@ def test_the_examples_in_balance_md_run(capsys: pytest.CaptureFixture[str]) -> N
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code, {})
     commands = re.findall(r"python -m mmjax.bench (.+)", re.search(r"```sh\n(.*?)```", text, re.DOTALL)[1])
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err
 

@@ -1,0 +1,107 @@
+"""How many bytes encoder outputs are on the wire, by how a step is planned; the exchange runs and is checked."""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import numpy as np
+
+from mmjax.balance.phase_costs import Costs
+from mmjax.balance.phases import PhasePlan, place_apart, place_in_order, place_jointly, wire
+from mmjax.balance.rearrangement import Rearrangement, rearrange, tables, width
+from mmjax.benchmarks import phases
+from mmjax.benchmarks.measurement import Measurement, median_seconds
+from mmjax.config import MeshConfig
+from mmjax.errors import UserError
+from mmjax.parallel.dispatch import dispatch
+from mmjax.parallel.mesh import make_mesh, rows_sharding
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    phases.add_step_arguments(parser)
+    parser.add_argument("--devices", type=int, default=8, help="ranks, each a device")
+    parser.add_argument("--hidden", type=int, default=64, help="width of an encoder's output, float32")
+    parser.add_argument(
+        "--locality", choices=("on", "off"), default="on", help="off: every phase is balanced by itself (OrchMLLM)"
+    )
+
+
+def run(args: argparse.Namespace) -> Measurement:
+    """Plan a step, send its encoder outputs, and count what leaves the ranks, padding included."""
+    phases.check(args, "devices", "per_rank", "scale", "hidden", "samples")
+    ranks, peers = args.devices, args.ranks_per_node or args.devices
+    if ranks % peers:
+        raise UserError(f"--ranks-per-node {peers}: give a number that divides --devices {ranks}")
+    found = phases.read(args)
+    available, count = len(found["llm_tokens"]), ranks * args.per_rank
+    sample = np.random.default_rng(args.seed).choice(available, count, replace=count > available)
+    costs = phases.costs_of_step(found, sample, args.scale)
+    plan = _plan(costs, ranks, peers, args.locality)
+    peers = ranks if args.locality == "off" else peers
+    planned = median_seconds(lambda: _plan(costs, ranks, peers, args.locality))
+    moved = [_moved(costs, plan.item_rank, plan.sample_rank, ranks, p) for p in range(1, costs.phases)]
+    counted = [_run(m, int(w), ranks, peers, args.hidden) for m, w in zip(moved, plan.width, strict=True)]
+
+    size = 4 * args.hidden
+    total = int(costs.item_tokens.sum())
+    useful = int(costs.item_tokens[plan.item_rank != plan.sample_rank[costs.item_sample]].sum())
+    return Measurement(
+        figures={
+            "useful_bytes": size * useful,
+            "wire_bytes": size * int(wire(plan.width, ranks, peers).sum()),
+            "allgather_bytes": size * total * (ranks - 1),
+            "two_step_bytes": size * _two_steps(costs, ranks),
+            "all_to_alls": sum(counted),
+            "output_bytes": size * total,
+            "plan_milliseconds": 1e3 * planned,
+        },
+        arrays={"sample": sample, "sample_rank": plan.sample_rank, "item_rank": plan.item_rank},
+    )
+
+
+def _plan(costs: Costs, ranks: int, peers: int, locality: str) -> PhasePlan:
+    if locality == "off":
+        return place_apart(costs, ranks)
+    return place_jointly(costs, ranks, peers, phases.ladders(costs))
+
+
+def _moved(costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int) -> Rearrangement:
+    """One encoder's items from where they are encoded to where their samples are trained on."""
+    items = np.flatnonzero(costs.item_phase == phase)
+    return rearrange(costs.item_tokens[items], source[items], sample_rank[costs.item_sample[items]], ranks)
+
+
+def _two_steps(costs: Costs, ranks: int) -> int:
+    """Tokens on the wire where every phase is balanced apart and each output goes home first: two all-to-alls."""
+    plan, home = place_apart(costs, ranks), place_in_order(costs, ranks)
+    total = 0
+    for p in range(1, costs.phases):
+        back = _moved(costs, plan.item_rank, home.sample_rank, ranks, p)
+        there = _moved(costs, home.item_rank, plan.sample_rank, ranks, p)
+        total += ranks * (ranks - 1) * (width(back) + width(there))
+    return total
+
+
+def _run(moved: Rearrangement, chunk: int, ranks: int, peers: int, hidden: int) -> int:
+    """Send the tokens, check that each arrived where it should, and count the all-to-alls of the program."""
+    if len(jax.devices()) < ranks:
+        raise UserError(f"--devices {ranks}: there are {len(jax.devices())}; on a CPU set JAX_NUM_CPU_DEVICES={ranks}")
+    mesh = make_mesh(MeshConfig(data=ranks), jax.devices()[:ranks])
+    size, capacity = (max(int(np.max(at.offset + moved.length, initial=0)), 1) for at in (moved.before, moved.after))
+    nodes = [range(first, first + peers) for first in range(0, ranks, peers)]
+    found = [tables(moved, chunk, capacity, peers=node) for node in nodes]
+    send, gather = (np.concatenate([getattr(t, f) for t in found]) for f in ("send", "gather"))
+    tokens = np.random.default_rng(0).standard_normal((ranks, size, hidden), np.float32)
+    program = jax.jit(lambda *arrays: dispatch(*arrays, mesh))
+    arrays = jax.device_put((tokens, send, gather), rows_sharding(mesh))
+    arrived = np.asarray(program(*arrays))
+    wanted = np.zeros_like(arrived)
+    for n, source, at, rank, to in zip(
+        moved.length, moved.before.rank, moved.before.offset, moved.after.rank, moved.after.offset, strict=True
+    ):
+        wanted[rank, to : to + n] = tokens[source, at : at + n]
+    if not np.array_equal(arrived, wanted):
+        raise AssertionError("a token did not arrive where the plan wants it")
+    return program.lower(*arrays).compile().as_text().count(" all-to-all(")

@@ -1,0 +1,123 @@
+"""How equal the ranks are in every phase, by how samples are placed, and what travels: plans steps, runs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mmjax.balance.metrics import dist_ratio
+from mmjax.balance.phase_costs import LLM, Costs, costs_of
+from mmjax.balance.phases import (
+    PhasePlan,
+    cost_per_rank,
+    place_apart,
+    place_by_llm,
+    place_in_order,
+    place_jointly,
+    wire,
+)
+from mmjax.benchmarks import lengths
+from mmjax.errors import UserError
+
+PHASES = ("llm_tokens", "vision", "audio")
+PER_TOKEN = 4  # patches or frames of an encoder for each token of the LLM
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say what steps hold."""
+    lengths.add_arguments(parser)
+    parser.add_argument("--per-rank", type=int, default=60, help="samples drawn for each rank")
+    parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: all)")
+    parser.add_argument("--scale", type=int, default=1, help="divide all lengths by this, to at least 1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    add_step_arguments(parser)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=100)
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each way of placing samples; `bound` is the larger of the mean and the longest part of each phase."""
+    check(args, "ranks", "steps", "per_rank", "scale", "samples")
+    found, peers = read(args), args.ranks_per_node or args.ranks
+    plans: dict[str, Callable[[Costs], PhasePlan]] = {
+        "in order (none)": lambda costs: place_in_order(costs, args.ranks),
+        "by LLM (llm)": lambda costs: place_by_llm(costs, args.ranks),
+        "each phase apart": lambda costs: place_apart(costs, args.ranks),
+        "jointly (post)": lambda costs: place_jointly(costs, args.ranks, peers, ladders(costs)),
+    }
+    steps = [costs_of_step(found, sample, args.scale) for sample in _draw(found, args)]
+    rows = []
+    for name, plan in plans.items():
+        plan(steps[0])  # compiles
+        over = args.ranks if plan is plans["each phase apart"] else peers
+        ratios, sent, seconds = [], [], []
+        for costs in steps:
+            began = time.perf_counter()
+            placed = plan(costs)
+            seconds.append(time.perf_counter() - began)
+            ratios.append(dist_ratio(cost_per_rank(costs, placed, args.ranks).T))
+            sent.append(wire(placed.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1))
+        rows.append(_row(name, np.array(ratios)) | {"wire_share": float(np.mean(sent)), "ms": 1e3 * np.median(seconds)})
+    rows.append(
+        _row("bound", np.array([_bound(costs, args.ranks) for costs in steps])) | {"wire_share": 0.0, "ms": 0.0}
+    )
+    return rows
+
+
+def check(args: argparse.Namespace, *options: str) -> None:
+    """Raises UserError for options below 1, and for nodes of a size that does not go."""
+    for option in options:
+        if getattr(args, option) < 1:
+            raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give at least 1")
+    if args.ranks_per_node < 0:
+        raise UserError(f"--ranks-per-node {args.ranks_per_node}: give at least 1, or 0 for all ranks")
+
+
+def read(args: argparse.Namespace) -> Mapping[str, np.ndarray]:
+    """The lengths that the options ask for."""
+    return lengths.read_lengths(args.lengths, PHASES) if args.lengths else lengths.omni_corpus(args.samples, args.seed)
+
+
+def costs_of_step(found: Mapping[str, np.ndarray], sample: np.ndarray, scale: int) -> Costs:
+    """Packed costs of these samples: lengths / scale, at least 1 where there is anything; one item per encoder."""
+    length = np.stack([found[phase][sample] for phase in PHASES], axis=1)
+    length = np.where(length > 0, np.maximum(length // scale, 1), 0)
+    owner, encoder = np.nonzero(length[:, 1:])
+    items = length[owner, 1 + encoder]
+    return costs_of(length[:, LLM], owner, 1 + encoder, items, -(-items // PER_TOKEN), len(PHASES))
+
+
+def ladders(costs: Costs) -> list[tuple[int, ...]]:
+    """For each encoder, the widths that an all-to-all may have: 0, and parts and multiples of the longest item."""
+    longest = int(costs.item_tokens.max(initial=1))
+    return [(0, *sorted({max(1, longest * k // 16) for k in (2, 4, 8, 16, 32)}))] * (costs.phases - 1)
+
+
+def _draw(found: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[np.ndarray]:
+    """Consecutive steps of a shuffle, of as many shuffles as they need."""
+    rng, size = np.random.default_rng(args.seed), args.ranks * args.per_rank
+    samples = len(found[PHASES[0]])
+    shuffles = -(-args.steps * size // samples)
+    order = np.concatenate([rng.permutation(samples) for _ in range(shuffles)])
+    return iter(order[: args.steps * size].reshape(args.steps, size))
+
+
+def _row(name: str, ratios: np.ndarray) -> dict[str, Any]:
+    names = [phase.removesuffix("_tokens") for phase in PHASES]
+    means = {f"mean_{n}": float(x) for n, x in zip(names, ratios.mean(0), strict=True)}
+    return {"placed": name} | means | {f"worst_{n}": float(x) for n, x in zip(names, ratios.max(0), strict=True)}
+
+
+def _bound(costs: Costs, ranks: int) -> np.ndarray:
+    longest = costs.sample.max(0, initial=0.0)
+    for p in range(1, costs.phases):
+        longest[p] = costs.item_cost[costs.item_phase == p].max(initial=0.0)
+    mean = costs.sample.sum(0) / ranks
+    return 1 - mean / np.maximum(np.maximum(longest, np.ceil(mean)), 1e-30)
