@@ -2,7 +2,7 @@
 # Train with N processes on this machine:  launch/local.sh N [CONFIG] [a.b=value ...] [--resume ...]
 #
 # Ends with the code of the process that failed first, or 0. JAX_NUM_CPU_DEVICES says how many CPU devices each gets.
-set -u
+set -um # job control: without it, processes in the background ignore Ctrl-C
 if [[ $# -lt 1 || ! $1 =~ ^[1-9][0-9]*$ ]]; then
     echo "usage: launch/local.sh N [CONFIG] [a.b=value ...]" >&2
     exit 2

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -43,7 +44,13 @@ def start(*words: object, devices: int = 1, **options) -> subprocess.Popen:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
     command = [sys.executable, "-m", *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+    options = {"text": True, "start_new_session": True, "preexec_fn": heed_interrupts}
+    return subprocess.Popen(command, env=environment, **options, **pipes)
+
+
+def heed_interrupts() -> None:
+    """Tests that were started in the background ignore Ctrl-C, and would have their children do the same."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen, seconds: float = 240) -> Ended:

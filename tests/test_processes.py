@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import ROOT, TINY, TINY_MEDIA, Ended, finish
+from commands import ROOT, TINY, TINY_MEDIA, Ended, finish, heed_interrupts
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +26,9 @@ def environment(devices: int, **more: str) -> dict[str, str]:
 
 def launch(processes: int, *words: object, devices: int) -> subprocess.Popen:
     command = [LOCAL, str(processes), *map(str, words)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment(devices), text=True, start_new_session=True, **pipes)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = {"start_new_session": True, "preexec_fn": heed_interrupts}
+    return subprocess.Popen(command, env=environment(devices), **options, **pipes)
 
 
 def together(processes: int, *words: object, devices: int) -> Ended:
@@ -106,9 +107,7 @@ def test_a_killed_process_ends_the_others_within_a_minute_and_is_named(tmp_path)
     run = tmp_path / "run"
     words = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=10")
     launched = launch(3, TINY, f"run={run}", *words, devices=2)
-    deadline = time.monotonic() + 120
-    while not (run / "checkpoints" / "10").is_dir() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(run / "checkpoints" / "10")
     os.kill(process_of(run, 1), signal.SIGKILL)
     began = time.monotonic()
     ended = finish(launched, 90)
@@ -121,6 +120,22 @@ def test_a_killed_process_ends_the_others_within_a_minute_and_is_named(tmp_path)
     resumed = together(2, TINY, f"run={run}", "--resume", f"training.steps={step + 2}", "schedule.warmup=1", devices=3)
     assert resumed.code == 0, resumed
     assert max(steps_of(run)) == step + 2
+
+
+def test_ctrl_c_ends_all_processes(tmp_path):
+    words = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=10")
+    launched = launch(2, TINY, f"run={tmp_path / 'run'}", *words, devices=1)
+    wait_for(tmp_path / "run" / "checkpoints" / "10")
+    os.killpg(launched.pid, signal.SIGINT)  # as a terminal does
+    ended = finish(launched, 60)
+    assert ended.code == 130
+    assert ended.err.count("interrupted") >= 1
+
+
+def wait_for(folder: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not folder.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def process_of(run: Path, number: int) -> int:
