@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LLM = 0  # the phase that every sample takes part in
+from mmjax.balance.parts import LLM
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import numpy as np
 
 from mmjax.balance.lpt import lpt
 from mmjax.balance.node_deal import by_leading_encoder, deal_evenly, longest_parts, node_means
-from mmjax.balance.phase_costs import LLM, Costs
+from mmjax.balance.parts import LLM
+from mmjax.balance.phase_costs import Costs
 from mmjax.balance.vector_lpt import balance, balance_nodes, spread_items
 
 # How much an encoder matters while samples are placed, tried in this order: what is left to items later.

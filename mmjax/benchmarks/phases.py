@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.metrics import dist_ratio
-from mmjax.balance.phase_costs import LLM, Costs, costs_of
+from mmjax.balance.parts import LLM
+from mmjax.balance.phase_costs import Costs, costs_of
 from mmjax.balance.phases import (
     PhasePlan,
     cost_per_rank,
