@@ -241,7 +241,9 @@ class Session:
         self._check_updated(step, report)
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
-        self._times.append((seconds, min(ready.waited, seconds)))
+        # A wait may have begun before the step before this one was settled: no more than this step's time is its own.
+        waited = min(ready.waited, seconds)
+        self._times.append((seconds, waited))
         loss, weight = report.report.loss, report.report.weight
         modules = ("llm", *self.config.model.encoders)
         rows = dict(zip(modules, self.loader.budget.rows, strict=True))
@@ -261,10 +263,10 @@ class Session:
             "mfu": float(report.needed_flops) / seconds / self.peak,
             "programs_compiled": self.programs.requested - self._compiled_at_start,
             "seconds/step": seconds,
-            "seconds/data_wait": ready.waited,
+            "seconds/data_wait": waited,
             "seconds/plan": float(ready.loaded.plan_seconds),
             "seconds/load": float(ready.loaded.load_seconds),
-            "data_wait_share": min(1.0, ready.waited / seconds),
+            "data_wait_share": waited / seconds,
         }
 
     def due(self, done: int, every: int) -> bool:
