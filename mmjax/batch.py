@@ -1,7 +1,12 @@
 """The contract between data and models: packed, static arrays of one microbatch.
 
-Named tuples of arrays (NumPy from the loader, JAX on devices): pytrees everywhere without registration. Every array is
-`[row, position, ...]`; a row holds several samples (LLM) or items (encoders), one after the other.
+Named tuples of arrays (NumPy from the loader, JAX on devices): pytrees everywhere without registration. Every array
+but `send` is `[row, position, ...]`; a row holds several samples (LLM) or items (encoders), one after the other. Rows
+are in the order of the ranks that hold them, as many for each.
+
+Encoder tokens reach the text in two steps: every rank sends to its peers what `send` names, positions of its own
+connector output `[its rows * L']`; then each text position takes the token that `slots` names from what its rank got,
+`[peers * width]`, followed by what the rank made itself.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray in the loader, jax.Array in the step
 
-PADDING = -1  # in `sample` and in `slots`: nothing here
+PADDING = -1  # in `sample`, `source`, `owner`, `item`, `slots` and `send`: nothing here
 
 
 class TextBatch(NamedTuple):
@@ -26,7 +31,10 @@ class TextBatch(NamedTuple):
     kind: Array  # one bit: this token's modality (bit 0 = text)
     sees: Array  # bits of the kinds that this query may attend causally
     source: Array  # number of the sample's data source, -1 = padding
-    slots: dict[str, Array]  # per encoder: flat index into its connector's output `[R' * L', D]`, -1 = not from it
+    owner: Array  # the sample's id in the length index, -1 = padding
+    offset: Array  # index in the sample
+    slots: dict[str, Array]  # per encoder: index into what the rank got of its tokens and made itself, -1 = not from it
+    send: dict[str, Array]  # per encoder `[ranks, peers, width]`: what a rank made that goes to each peer, -1 = nothing
 
 
 class ItemBatch(NamedTuple):
@@ -35,6 +43,8 @@ class ItemBatch(NamedTuple):
     values: Array  # float32 [R, L, F]: patch pixels, or log-mel bins
     item: Array  # int32 [R, L]: which of the row's items, -1 = padding
     coordinates: Array  # int32 [R, L, 3]: (t, y, x) of the patch, (t, 0, 0) of the frame
+    owner: Array  # int32 [R, L]: id of the item's sample in the length index, -1 = padding
+    offset: Array  # int32 [R, L]: index among the positions of all items of that sample and encoder
 
 
 class Microbatch(NamedTuple):

@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.benchmarks import attention, compile_time, context, dispatch, fill, grouping, nodewise, phases, postbalance
+from mmjax.benchmarks import (
+    attention,
+    balance_run,
+    compile_time,
+    context,
+    dispatch,
+    fill,
+    grouping,
+    nodewise,
+    phases,
+    postbalance,
+)
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.errors import UserError, run_command
 from mmjax.training.console import say, table
@@ -20,6 +31,7 @@ from mmjax.training.console import say, table
 COMPARISONS = {"attention": attention, "compile": compile_time, "fill": fill, "phases": phases}
 # run: one Measurement
 MEASUREMENTS: dict[str, Any] = {
+    "balance-run": balance_run,
     "context": context,
     "dispatch": dispatch,
     "grouping": grouping,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Remat = Literal["none", "attention", "full"]
+Exchange = Literal["padded", "ragged"]
 
 
 # ------------------------------------------------------------------------------------------------------------- data
@@ -93,6 +94,28 @@ class NoGrouping:
 
 
 @dataclass(frozen=True)
+class NoBalance:
+    """Samples on the ranks to which grouping gives them, items with their sample: what balancing is measured by."""
+
+    kind: Literal["none"] = "none"
+
+
+@dataclass(frozen=True)
+class LlmBalance:
+    """Ranks equal in the LLM alone, items with their sample."""
+
+    kind: Literal["llm"] = "llm"
+
+
+@dataclass(frozen=True)
+class PostBalance:
+    """Ranks equal in every phase: samples are placed by all their costs at once, items move only where they must."""
+
+    locality: Literal["on", "off"] = "on"  # off: every phase by itself, and most encoder outputs travel (OrchMLLM)
+    kind: Literal["post"] = "post"
+
+
+@dataclass(frozen=True)
 class BatchConfig:
     """What one optimizer update sees, in numbers that do not depend on the devices."""
 
@@ -100,6 +123,9 @@ class BatchConfig:
     rows: dict[str, int] = field(default_factory=lambda: {"llm": 8})  # packed rows of each module per microbatch
     microbatches: int = 1
     grouping: PackGrouping | IsfGrouping | NoGrouping = PackGrouping()
+    balance: PostBalance | LlmBalance | NoBalance = (
+        PostBalance()
+    )  # where samples run; which ones a step has is the same
     alignment: int = 8  # row lengths are multiples of this
     shapes: int = 8  # at most this many compiled shapes
 
@@ -124,6 +150,7 @@ class DecoderConfig:
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
     attention: Literal["dense", "blockwise"] = "dense"
     remat: Remat | tuple[Remat, ...] = "none"  # of every layer, or one per layer
+    dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
 
 
@@ -152,6 +179,7 @@ class VisionConfig:
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"
     remat: Remat | tuple[Remat, ...] = "none"
+    dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
     kind: Literal["vision"] = "vision"
 
@@ -172,6 +200,7 @@ class AudioConfig:
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"
     remat: Remat | tuple[Remat, ...] = "none"
+    dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
     kind: Literal["audio"] = "audio"
 
@@ -195,6 +224,8 @@ class MeshConfig:
     fsdp: int = 1
     tensor: int = 1
     context: int = 1
+    ranks_per_node: int = 0  # that send encoder outputs to each other; 0 = those of one host
+    exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
 
 
 @dataclass(frozen=True)

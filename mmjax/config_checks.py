@@ -72,6 +72,7 @@ def _check_model(model: ModelConfig) -> None:
         _above_zero(where, encoder, ("norm_eps",))
         _divides(where, encoder.width, "width", encoder.heads, "heads")
         _check_remat(where, encoder)
+        _check_dropout(where, encoder)
         _at_least(1, f"{where}.connector", encoder.connector, ("merge", "mlp_width"))
         _at_least(0, f"{where}.connector", encoder.connector, ("position_grid",))
         if isinstance(encoder, VisionConfig):
@@ -92,6 +93,7 @@ def _check_decoder(llm: DecoderConfig) -> None:
     _check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
     _check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
     _check_remat(where, llm)
+    _check_dropout(where, llm)
 
 
 def _check_vision(where: str, encoder: VisionConfig) -> None:
@@ -127,6 +129,11 @@ def _check_remat(where: str, section: DecoderConfig | VisionConfig | AudioConfig
             given == layers,
             f"{where}.remat gives {given} policies for layers={layers}; give one for each, or one for all",
         )
+
+
+def _check_dropout(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
+    rate = section.dropout
+    _check(0 <= rate < 1, f"{where}.dropout={rate}: choose at least 0 (nothing is dropped) and less than 1")
 
 
 def _divides(where: str, whole: int, whole_name: str, part: int, part_name: str) -> None:

@@ -21,7 +21,7 @@ from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.announce import score_table
 from mmjax.training.checkpoint import newest, restore_parameters
 from mmjax.training.console import say
-from mmjax.training.devices import choose_devices
+from mmjax.training.devices import choose_devices, topology_of
 from mmjax.training.evaluation import Evaluator, Scores, chance, exact_match, question_sources
 from mmjax.training.programs import keep_programs
 from mmjax.training.run_folder import RunFolder
@@ -47,7 +47,7 @@ def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence
     keep_programs(folder.programs)
     model, rules = Model.build(config.model, jnp.dtype(config.training.precision)), ShardingRules()
     params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
-    evaluator = Evaluator(model, mesh, rules, sources, config)
+    evaluator = Evaluator(model, mesh, rules, sources, config, topology_of(mesh, MeshConfig()))
     answered = evaluator.ask_all(params, split)
     if not swap:
         return {"step": step} | exact_match(answered)

@@ -10,21 +10,22 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mmjax.config import Config
 from mmjax.config_files import default_config, describe, find, load
-from mmjax.data.budget import make_budget
 from mmjax.data.index import cached_index
 from mmjax.data.pipeline import StepLoader
+from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
 from mmjax.errors import run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
-from mmjax.parallel.mesh import check_heads, held_ranks, make_mesh, row_ranks
+from mmjax.parallel.mesh import check_heads, held_ranks, make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.checkpoint import Checkpoints
 from mmjax.training.console import ProgressLine, mute, say
-from mmjax.training.devices import choose_devices
+from mmjax.training.devices import choose_devices, topology_of
 from mmjax.training.evaluation import Evaluator, question_sources
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.profile import peak_of
@@ -45,18 +46,19 @@ def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequ
     processes.led(lambda: str(cached_index(sources, config.model.encoders, folder.index)[1]))
     index, index_folder = cached_index(sources, config.model.encoders, folder.index)
     weights = [s.weight for s in config.data.sources.values()]
-    budget = make_budget(index, config, weights)
-    ranks, of = held_ranks(mesh), row_ranks(mesh)
-    loader = StepLoader(config, budget, index_folder, folder.path, ranks, of, processes.leads())
-    processes.led(
-        lambda: folder.list_oversize(map(loader.reader.name, loader.planner.oversize), config.data.on_oversize)
-    )
+    topology = topology_of(mesh, config.mesh)
+    planner, layout = make_planner(index, config, weights, topology)
+    grouper = planner.grouper
+    loader = StepLoader(config, grouper.budget, layout, index_folder, folder.path, held_ranks(mesh), processes.leads())
+    processes.led(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
 
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     rules = ShardingRules()
-    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, rules, len(sources))
+    optimizer = make_optimizer(config.optimizer, model.axes)
+    executor = Executor(model, optimizer, mesh, rules, len(sources), config.mesh.exchange)
     checkpoints = Checkpoints(folder.checkpoints, executor, config.training.keep)
-    evaluator = Evaluator(model, mesh, rules, question_sources(config, ("validation", "test"), folder.path), config)
+    questions = question_sources(config, ("validation", "test"), folder.path)
+    evaluator = Evaluator(model, mesh, rules, questions, config, topology)
     peak = peak_of(devices, config.training.precision)
     return Session(config, folder, resumed, mesh, executor, loader, checkpoints, evaluator, programs, peak)
 
@@ -79,8 +81,9 @@ def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[ja
         with ProgressLine(first, config.training.steps) as progress:
             for step, ready in enumerate(batches, start=first):
                 hyper, loaded = session.hyperparameters(step), ready.loaded
+                noise = np.array([config.seed, step], np.uint32)
                 state, accumulated, report = session.executor.step(
-                    state, accumulated, ready.arrays, hyper, int(loaded.digest), float(loaded.needed_flops)
+                    state, accumulated, ready.arrays, hyper, int(loaded.digest), float(loaded.needed_flops), noise
                 )
                 session.ran(step, ready, report, progress)
                 if session.due(step + 1, config.training.evaluate_every):

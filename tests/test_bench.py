@@ -1,11 +1,15 @@
 """`python -m mmjax.bench NAME`: every benchmark runs, and says what it promises to."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import run
 
 from mmjax import bench
+from mmjax.benchmarks.lengths import omni_corpus
+from mmjax.data import layout
 
 
 def rows(capsys, *words: str) -> list[dict]:
@@ -24,6 +28,61 @@ def test_fill_compares_groupings_on_the_same_data(capsys):
     for module in ("llm", "vision", "audio"):
         fill = {name: r[f"fill_{module}"] for name, r in found.items()}
         assert fill["none, one shape"] < fill["none"] < fill["pack"] <= 1
+
+
+@pytest.fixture
+def a_short_dry_run(monkeypatch):
+    monkeypatch.setattr(layout, "DRY_RUN_STEPS", 16)
+
+
+def test_fill_compares_balances_on_ranks(capsys, a_short_dry_run):
+    data = ["--ranks=4", "--seeds=1", "--steps=16", "data.sources.embedded.samples=2000", "batch.size.count=64"]
+    found = {(r["grouping"], r["balance"]): r for r in rows(capsys, "fill", *data)}
+    assert len(found) == 4 * 3
+    for grouping in ("pack", "isf", "none", "none, one shape"):
+        none, llm, post = (found[grouping, balance] for balance in ("none", "llm", "post"))
+        assert none["samples"] == llm["samples"] == post["samples"]
+        assert post["dist_ratio_vision"] < none["dist_ratio_vision"]
+        assert post["dist_ratio_audio"] < none["dist_ratio_audio"]
+    assert found["none", "llm"]["dist_ratio_llm"] < found["none", "none"]["dist_ratio_llm"]
+    assert found["none", "post"]["fill_audio"] > found["none", "none"]["fill_audio"]
+
+
+def made_lengths(folder: Path, samples: int = 4000) -> Path:
+    np.savez(folder / "made.npz", **omni_corpus(samples, 0))
+    return folder / "made.npz"
+
+
+def test_fill_of_lengths_from_a_file_is_full_in_every_phase_with_post_alone(capsys, tmp_path, a_short_dry_run):
+    options = ["--ranks=8", "--per-rank=16", "--scale=4", "--steps=12", f"--lengths={made_lengths(tmp_path)}"]
+    found = {(r["grouping"], r["balance"]): r for r in rows(capsys, "fill", *options)}
+    assert list(found) == [(g, b) for g in ("pack", "none") for b in ("none", "llm", "post")]
+    post = found["pack", "post"]
+    assert post["shapes"] == 1
+    for module in ("llm", "vision", "audio"):
+        assert 0.95 < post[f"aligned_{module}"] <= 1
+        assert post[f"fill_{module}"] <= post[f"aligned_{module}"]
+        assert found["none", "post"][f"aligned_{module}"] > 0.85
+    for grouping in ("pack", "none"):
+        assert found[grouping, "none"]["aligned_audio"] < 0.8 * found[grouping, "post"]["aligned_audio"]
+        assert found[grouping, "none"]["width_vision"] == found[grouping, "llm"]["width_vision"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks=0"], "--ranks 0: give at least 1"),
+        (["--steps=0"], "--steps 0: give at least 1"),
+        (["--scale=0"], "--scale 0: give at least 1"),
+        (["--per-rank=0"], "--per-rank 0: give at least 1"),
+        (["--ranks=8", "--ranks-per-node=3"], "--ranks-per-node 3: choose a divisor of --ranks 8"),
+        (["--lengths=nowhere.npz"], "--lengths nowhere.npz: not a readable .npz file"),
+    ],
+)
+def test_fill_says_which_option_is_wrong(capsys, words, message):
+    ended = run(capsys, bench.main, "fill", *words)
+    assert ended.code != 0
+    assert message in ended.err
 
 
 def test_attention_reports_both_backends_against_dense(capsys):

@@ -40,7 +40,14 @@ RULES = {
     "data": May((*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"), NUMERIC | {"grain", "absl"}),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
-        ("mmjax.models", "mmjax.kernels", "mmjax.parallel.sharding", "mmjax.config", "mmjax.batch"),
+        (
+            "mmjax.models",
+            "mmjax.kernels",
+            "mmjax.parallel.dispatch",
+            "mmjax.parallel.sharding",
+            "mmjax.config",
+            "mmjax.batch",
+        ),
         frozenset({"jax", "flax", "numpy", "jaxtyping"}),
     ),
     "parallel": May(

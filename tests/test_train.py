@@ -126,8 +126,11 @@ def test_every_step_is_measured(trained):
     names = {"loss", "loss/few", "gradient_norm", "samples/s", "tokens/s", "useful/budget", "mfu", "programs_compiled"}
     names |= {f"learning_rate/{m}" for m in ("llm", "vision", "vision.connector", "audio", "audio.connector")}
     names |= {f"tokens/s/{modality}" for modality in ("text", "vision", "audio")}
-    names |= {f"{what}/{m}" for what in ("fill", "pad_ratio", "dist_ratio") for m in ("llm", "vision", "audio")}
-    names |= {f"seconds/{part}" for part in ("step", "data_wait", "plan", "load")}
+    phases = ("fill", "pad_ratio", "dist_ratio", "dist_ratio_before", "max_over_mean", "max_over_mean_before")
+    names |= {f"{what}/{m}" for what in phases for m in ("llm", "vision", "audio")}
+    names |= {f"all_to_all{what}bytes/{m}" for what in ("_", "_useful_") for m in ("vision", "audio")}
+    names |= {"straggler_wait", "straggler_wait_before", "inter_node_share", "plan_ms", "data_wait_share"}
+    names |= {f"seconds/{part}" for part in ("step", "data_wait", "load")}
     for record in steps:
         assert names <= set(record)
         assert all(np.isfinite(record[name]) for name in names)
@@ -183,7 +186,7 @@ def test_a_run_of_eight_devices_goes_on_with_four(tmp_path_factory):
     four = shutil.copytree(eight, eight.with_name("four"))
     for step in (4, 6):
         shutil.rmtree(four / "checkpoints" / str(step))
-    config = load(TINY, [f"run={four}", *words])
+    config = load(TINY, [f"run={four}", *words, "batch.balance=none"])
     narrow = train.train(config, Path(TINY), "resume", jax.devices()[:4])
     assert (wide.mesh.size, narrow.mesh.size) == (8, 4)
     here, there = losses(four), losses(eight)

@@ -22,6 +22,6 @@ def config() -> Config:
         base,
         name="tiny_media",
         data=replace(base.data, sources={"few": source}),
-        batch=replace(base.batch, rows={"llm": 4, "vision": 1, "audio": 1}),
+        batch=replace(base.batch, rows={"llm": 4, "vision": 1, "audio": 1}, shapes=1),
         model=replace(base.model, encoders=encoders),
     )

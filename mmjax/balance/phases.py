@@ -73,7 +73,7 @@ def place_apart(costs: Costs, ranks: int) -> PhasePlan:
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
         item_rank[items] = _lpt(costs.item_cost[items], ranks)
-        width[p - 1] = _widest(sample_rank[costs.item_sample[items]], item_rank[items], costs.item_tokens[items], ranks)
+        width[p - 1] = widest(sample_rank[costs.item_sample[items]], item_rank[items], costs.item_tokens[items], ranks)
     return PhasePlan(sample_rank, item_rank, width)
 
 
@@ -137,6 +137,19 @@ def cost_per_rank(costs: Costs, plan: PhasePlan, ranks: int) -> np.ndarray:
     cost = flat.reshape(ranks, costs.phases)
     cost[:, LLM] = np.bincount(plan.sample_rank, costs.sample[:, LLM], ranks)
     return cost
+
+
+def widest(source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, ranks: int) -> int:
+    """The most tokens that items take from one rank to another. source, destination, tokens: int `[m]`."""
+    away = np.flatnonzero(source != destination)
+    _, pair = np.unique(source[away].astype(np.int64) * ranks + destination[away], return_inverse=True)
+    return int(np.bincount(pair, tokens[away]).max(initial=0))
+
+
+def usual_widths(costs: Costs) -> list[tuple[int, ...]]:
+    """For each encoder, widths that an all-to-all may have: 0, and parts and multiples of the longest item."""
+    longest = int(costs.item_tokens.max(initial=1))
+    return [(0, *sorted({max(1, longest * k // 16) for k in (2, 4, 8, 16, 32)}))] * (costs.phases - 1)
 
 
 def wire(width: np.ndarray, ranks: int, ranks_per_node: int | None = None) -> np.ndarray:
@@ -277,12 +290,6 @@ def _lpt(cost: np.ndarray, ranks: int) -> np.ndarray:
     rank = np.zeros(len(cost), np.int32)
     lpt(cost, np.argsort(-cost, kind="stable"), rank, np.zeros(ranks))
     return rank
-
-
-def _widest(source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, ranks: int) -> int:
-    away = np.flatnonzero(source != destination)
-    _, pair = np.unique(source[away].astype(np.int64) * ranks + destination[away], return_inverse=True)
-    return int(np.bincount(pair, tokens[away]).max(initial=0))
 
 
 def _node_sizes(ranks: int, ranks_per_node: int | None) -> np.ndarray:

@@ -1,53 +1,35 @@
-"""Placing a given set of samples on microbatches and rows, for steps whose samples are not chosen by the packer."""
+"""Placing given samples on microbatches, and parts on the rows of a microbatch or a rank."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
 
-from mmjax.balance.parts import Parts
 
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the parts of one step went.
-
-    row: int32 `[p]`, microbatch * rows of the part's module + row within the microbatch; -1 for other samples' parts.
-    need: int64 `[M]`, positions of each module's fullest row, not aligned.
-    """
-
-    row: np.ndarray
-    need: np.ndarray
-
-
-def place(parts: Parts, order: np.ndarray, rows: Sequence[int] | np.ndarray, microbatches: int = 1) -> Placement:
-    """Place the samples `order` on microbatches by greedy vector balancing, then each module's parts on rows by LPT.
+def split(totals: np.ndarray, microbatches: int) -> np.ndarray:
+    """The microbatch of each sample, int64 `[n]`, by greedy vector balancing. totals: int `[n, M]`, positions.
 
     The sample with the largest load in any module, relative to that module's mean over microbatches, goes first, to the
-    microbatch whose largest relative load stays least. Items stay in the microbatch of their sample. rows: `[M]`, per
-    microbatch.
+    microbatch whose largest relative load stays least.
     """
-    order = np.asarray(order, np.int64)
-    rows = np.asarray(rows, np.int64)
-    step = parts.take(order)
-    totals = step.totals(len(rows))
     share = totals * microbatches / np.maximum(totals.sum(0), 1)
-    microbatch = _balance(share, np.argsort(-share.max(1, initial=0), kind="stable"), microbatches)
-    longest_first = np.argsort(-step.length, kind="stable")
-    load = np.zeros((len(rows), microbatches * rows.max()), np.int64)
-    step_row, need = np.zeros(len(step.module), np.int32), np.zeros(len(rows), np.int64)
-    _longest_first(step.module, step.length, microbatch[step.sample()], longest_first, rows, load, step_row, need)
-    row = np.full(len(parts.module), -1, np.int32)
-    row[parts.of_samples(order)] = step_row
-    return Placement(row, need)
+    return _balance(share, np.argsort(-share.max(1, initial=0), kind="stable"), microbatches)
 
 
-def fits(need: np.ndarray, length: np.ndarray) -> bool:
-    """Whether rows of these lengths `[M]` hold the fullest rows `[M]` of a placement."""
-    return bool(np.all(need <= length))
+def to_rows(
+    module: np.ndarray, length: np.ndarray, group: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """A row for each part, longest first to the emptiest of its group and module; and the fullest row of each module.
+
+    module, length, group: int `[p]`; a group is a microbatch or a rank. rows: int64 `[M]`, of each group. Returns int32
+    `[p]`, group * rows + row within the group, and int64 `[M]`, positions, not aligned.
+    """
+    groups = int(group.max(initial=0)) + 1
+    load = np.zeros((len(rows), groups * int(rows.max())), np.int64)
+    row, need = np.zeros(len(module), np.int32), np.zeros(len(rows), np.int64)
+    longest_first = np.argsort(-length, kind="stable")
+    _longest_first(module, length, np.asarray(group, np.int64), longest_first, rows, load, row, need)
+    return row, need
 
 
 @njit(cache=True)
@@ -73,11 +55,11 @@ def _balance(share, heaviest_first, microbatches):
 
 
 @njit(cache=True)
-def _longest_first(module, length, microbatch, longest_first, rows, load, row, need):
-    """Each part, longest first, to the emptiest row of its module and microbatch; writes load, row and need."""
+def _longest_first(module, length, group, longest_first, rows, load, row, need):
+    """Each part, longest first, to the emptiest row of its module and group; writes load, row and need."""
     for part in longest_first:
         k = module[part]
-        first = microbatch[part] * rows[k]
+        first = group[part] * rows[k]
         best = first
         for r in range(first, first + rows[k]):
             if load[k, r] < load[k, best]:

@@ -9,20 +9,30 @@ _MOST_NEEDS = 768  # clustering compares all pairs
 _PASSES = 4
 
 
-def choose_shapes(needs: np.ndarray, cost: np.ndarray, limit: int = 8, alignment: int = 8) -> np.ndarray:
+def choose_shapes(
+    needs: np.ndarray, cost: np.ndarray, limit: int = 8, alignment: int | np.ndarray = 8, worth: float = 0.0
+) -> np.ndarray:
     """At most `limit` tuples of row lengths, int64 `[k, M]`, cheapest first; the last holds every need seen.
 
     needs: int `[S, M]`, each step's fullest row per module. cost: float `[M]`, of one more position in each of a
     module's rows. Minimises the cost of all steps, each with the cheapest tuple that holds it: needs are merged in
-    pairs, least added cost first, then single lengths are moved while that helps. Lengths are multiples of `alignment`.
-    Raises ValueError without needs.
+    pairs, least added cost first, then single lengths are moved while that helps. Lengths are multiples of `alignment`
+    (of each one's, where it is `[M]`). worth: as few tuples as cost at most this share more. Raises ValueError without
+    needs.
     """
     needs = np.asarray(needs, np.int64)
     if len(needs) == 0 or limit < 1:
         raise ValueError("shapes need at least one step to be chosen from, and a limit of at least 1")
     cost = np.asarray(cost, np.float64)
-    aligned = np.maximum(-(-needs // alignment), 1) * alignment
-    needs, count = np.unique(aligned, axis=0, return_counts=True)
+    needs, count = np.unique(-(-needs // alignment) * alignment, axis=0, return_counts=True)
+    if worth > 0:
+        some = [_choose(needs, count, cost, k) for k in range(1, limit + 1)]
+        total = [_total(needs, count.astype(np.float64), shapes, cost) for shapes in some]
+        return next(shapes for shapes, t in zip(some, total, strict=True) if t <= (1 + worth) * min(total))
+    return _choose(needs, count, cost, limit)
+
+
+def _choose(needs: np.ndarray, count: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
     largest = needs.max(0)
     chosen, weight = _spread(needs, count, cost)
     # A need as large as the largest tuple is no cluster of its own: the last tuple is there in any case.

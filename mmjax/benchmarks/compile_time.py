@@ -35,8 +35,9 @@ def _compile(layers: int) -> float:
     llm = DecoderConfig(layers=layers, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, vocab=64)
     model = Model.build(ModelConfig(llm), jnp.float32)
     ints = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-    fields = {name: ints for name in TextBatch._fields if name not in ("weight", "slots")}
-    batch = Microbatch(TextBatch(**fields, weight=jax.ShapeDtypeStruct((2, 64), jnp.float32), slots={}), {})
+    fields = {name: ints for name in TextBatch._fields if name not in ("weight", "slots", "send")}
+    weight = jax.ShapeDtypeStruct((2, 64), jnp.float32)
+    batch = Microbatch(TextBatch(**fields, weight=weight, slots={}, send={}), {})
     jax.clear_caches()
     began = time.perf_counter()
     jax.jit(jax.grad(lambda params, batch: model.logits(params, batch).sum())).lower(model.abstract, batch).compile()

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mmjax.balance.phase_costs import Costs
-from mmjax.balance.phases import PhasePlan, place_apart, place_in_order, place_jointly, wire
+from mmjax.balance.phases import PhasePlan, place_apart, place_in_order, place_jointly, usual_widths, wire
 from mmjax.balance.rearrangement import Rearrangement, rearrange, tables, width
 from mmjax.benchmarks import phases
 from mmjax.benchmarks.measurement import Measurement, median_seconds
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> Measurement:
 def _plan(costs: Costs, ranks: int, peers: int, locality: str) -> PhasePlan:
     if locality == "off":
         return place_apart(costs, ranks)
-    return place_jointly(costs, ranks, peers, phases.ladders(costs))
+    return place_jointly(costs, ranks, peers, usual_widths(costs))
 
 
 def _moved(costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int) -> Rearrangement:

@@ -1,22 +1,40 @@
-"""How full the rows of every module are, by grouping: plans steps, loads nothing."""
+"""How full the rows of every module are, and how equal the ranks, by grouping and balance: plans, loads nothing."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mmjax.config import Config, IsfGrouping, NoGrouping, PackGrouping
+from mmjax.balance.metrics import dist_ratio, fill
+from mmjax.benchmarks import lengths
+from mmjax.benchmarks.phases import PER_TOKEN, check
+from mmjax.config import (
+    BatchConfig,
+    Config,
+    IsfGrouping,
+    LlmBalance,
+    NoBalance,
+    NoGrouping,
+    PackGrouping,
+    PostBalance,
+    Samples,
+)
 from mmjax.config_files import default_config, find, load
-from mmjax.data.budget import make_budget
 from mmjax.data.index import LengthIndex, build_index
-from mmjax.data.plan import MicrobatchPlan, StepPlanner
+from mmjax.data.placement import MicrobatchPlan, Topology
+from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
+from mmjax.errors import UserError
+
+PACK, ISF, NONE = ("pack", PackGrouping()), ("isf", IsfGrouping()), ("none", NoGrouping())
+BALANCES = (NoBalance(), LlmBalance(), PostBalance())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,60 +42,118 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="", help="a config's file or name (default: tiny_omni)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, help="how many (default: 3, with --lengths 1)")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: all)")
+    parser.add_argument(
+        "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="of samples, in place of the config's data"
+    )
+    parser.add_argument("--scale", type=int, default=1, help="divide these lengths by this, to at least 1")
+    parser.add_argument("--per-rank", type=int, default=60, help="of these samples in a step, for each rank")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each grouping and seed: shapes in use, fill of each module, longest wait, planning time of a step."""
+    """One row for each grouping, balance (where there are ranks) and seed.
+
+    shapes: those in use; fill_*: useful positions / budget, alignment inside items is padding; aligned_*: it is none;
+    dist_ratio_*: over ranks, OmniBal eq. 2; width_*: tokens that a rank may send to each peer, mean of microbatches;
+    split_steps: those that needed more microbatches than the config has; plan_ms: of a step.
+    """
+    args.seeds = args.seeds if args.seeds is not None else 1 if args.lengths else 3
+    check(args, "ranks", "steps", "seeds", "scale", "per_rank")
     config = load(find(args.config) if args.config else default_config(), args.overrides)
-    rows = []
+    topology, rows = _topology(args), []
     for seed in range(args.seeds):
-        index = _index(replace(config, seed=seed))
-        for name, grouping, shapes in (
-            ("pack", PackGrouping(), config.batch.shapes),
-            ("isf", IsfGrouping(), config.batch.shapes),
-            ("none", NoGrouping(), config.batch.shapes),
-            ("none, one shape", NoGrouping(), 1),
-        ):
-            batch = replace(config.batch, grouping=grouping, shapes=shapes)
-            rows.append(
-                {"grouping": name, "seed": seed} | _measure(replace(config, batch=batch, seed=seed), index, args.steps)
-            )
+        config = replace(config, seed=seed)
+        index, weights = _of_lengths(config, args.lengths, args.scale) if args.lengths else _of_sources(config)
+        for name, batch in _variants(config, args):
+            measured = _measure(replace(config, batch=batch), index, weights, topology, args.steps)
+            rows.append({"grouping": name, "balance": batch.balance.kind, "seed": seed} | measured)
     return rows
 
 
-def _index(config: Config) -> LengthIndex:
+def _topology(args: argparse.Namespace) -> Topology:
+    together = args.ranks_per_node or args.ranks
+    if args.ranks % together:
+        raise UserError(f"--ranks-per-node {together}: choose a divisor of --ranks {args.ranks}")
+    return Topology(args.ranks, together, together)
+
+
+def _variants(config: Config, args: argparse.Namespace) -> list[tuple[str, BatchConfig]]:
+    batch, balances = config.batch, BALANCES if args.ranks > 1 else BALANCES[:1]
+    groupings = [(*grouping, batch.shapes) for grouping in (PACK, ISF, NONE)] + [("none, one shape", NONE[1], 1)]
+    if args.lengths:
+        rows = dict.fromkeys(("llm", *config.model.encoders), args.ranks)
+        batch = replace(batch, size=Samples(args.ranks * args.per_rank), rows=rows, microbatches=1, alignment=1)
+        groupings = [(*PACK, 1), (*NONE, 8)]
+    return [
+        (name, replace(batch, grouping=grouping, shapes=shapes, balance=balance))
+        for name, grouping, shapes in groupings
+        for balance in balances
+    ]
+
+
+def _of_sources(config: Config) -> tuple[LengthIndex, list[float]]:
+    """The index of the config's data, and the weights of its sources."""
     with tempfile.TemporaryDirectory() as nowhere:
-        return build_index(open_sources(config, "train", Path(nowhere)), config.model.encoders)
+        index = build_index(open_sources(config, "train", Path(nowhere)), config.model.encoders)
+    return index, [source.weight for source in config.data.sources.values()]
 
 
-def _measure(config: Config, index: LengthIndex, steps: int) -> dict[str, Any]:
+def _of_lengths(config: Config, files: Sequence[Path], scale: int) -> tuple[LengthIndex, list[float]]:
+    """All samples of these files as one source, with one item for each encoder that has a length."""
+    found = lengths.read_lengths(files, ("llm_tokens", *config.model.encoders))
+    llm, *of_encoders = (np.where(n > 0, np.maximum(n // scale, 1), 0) for n in found.values())
+    useful = np.stack(of_encoders, axis=1)
+    sample, encoder = np.nonzero(useful)
+    tokens = -(-useful // PER_TOKEN)
+    index = LengthIndex(
+        source_name=np.array(["lengths"]),
+        source_start=np.array([0, len(llm)]),
+        text_tokens=np.maximum(llm - tokens.sum(1), 0).astype(np.int32),
+        totals=np.concatenate([llm[:, None], useful], axis=1).astype(np.int32),
+        item_start=np.concatenate([[0], np.cumsum((useful > 0).sum(1))]),
+        item_encoder=encoder.astype(np.int32),
+        item_positions=useful[sample, encoder].astype(np.int32),
+        item_useful=useful[sample, encoder].astype(np.int32),
+        item_tokens=tokens[sample, encoder].astype(np.int32),
+        positions_per_token=np.ones(useful.shape[1], np.int32),
+    )
+    return index, [1.0]
+
+
+def _measure(
+    config: Config, index: LengthIndex, weights: Sequence[float], topology: Topology, steps: int
+) -> dict[str, Any]:
     modules = ("llm", *config.model.encoders)
-    weights = [s.weight for s in config.data.sources.values()]
-    budget = make_budget(index, config, weights)
-    planner = StepPlanner(index, config.batch, weights, config.seed, budget)
+    planner, layout = make_planner(index, config, weights, topology)
     planner.plan(0)  # compiles
     began = time.perf_counter()
-    plans = [m for step in range(steps) for m in planner.plan(step).microbatches]
+    plans = [planner.plan(step) for step in range(steps)]
     seconds = time.perf_counter() - began
-    useful = np.mean([_useful(m, index, len(modules)) / _room(m, budget.rows) for m in plans], axis=0)
+    microbatches = [m for plan in plans for m in plan.microbatches]
+    room = [topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches]
+    useful = [np.bincount(m.module, index.useful(m.samples), len(modules)) for m in microbatches]
+    aligned = [np.bincount(m.module, m.length, len(modules)) for m in microbatches]
+    figures = {
+        "fill": fill(np.array(useful), np.array(room)),
+        "aligned": fill(np.array(aligned), np.array(room)),
+        "dist_ratio": np.mean([_dist_ratios(plan.microbatches, len(modules)) for plan in plans], axis=0),
+        "width": np.mean([(0, *m.shape.widths) for m in microbatches], axis=0),
+    }
+    by_module = {f"{key}_{m}": float(x) for key, of in figures.items() for m, x in zip(modules, of, strict=True)}
+    del by_module["width_llm"]
     return {
-        "samples": float(np.mean([len(m.samples) for m in plans])),
-        "shapes": len({m.shape for m in plans}),
-        **{f"fill_{module}": float(x) for module, x in zip(modules, useful, strict=True)},
+        "samples": float(np.mean([len(m.samples) for m in microbatches])),
+        "shapes": len({m.shape for m in microbatches}),
+        **by_module,
+        "split_steps": sum(len(plan.microbatches) > config.batch.microbatches for plan in plans),
         "plan_ms": 1e3 * seconds / steps,
     }
 
 
-def _useful(plan: MicrobatchPlan, index: LengthIndex, modules: int) -> np.ndarray:
-    """Positions of each module that hold something; alignment inside an item counts as padding."""
-    useful = np.zeros(modules)
-    useful[0] = index.llm_tokens[plan.samples].sum()
-    for sample in plan.samples:
-        items = slice(index.item_start[sample], index.item_start[sample + 1])
-        np.add.at(useful, 1 + index.item_encoder[items], index.item_useful[items])
-    return useful
-
-
-def _room(plan: MicrobatchPlan, rows: tuple[int, ...]) -> np.ndarray:
-    return np.array(rows) * np.array(plan.shape)
+def _dist_ratios(microbatches: Sequence[MicrobatchPlan], modules: int) -> np.ndarray:
+    """Of the positions that each rank has of each module in one step, float64 `[modules]`."""
+    ranks = microbatches[0].topology.ranks
+    flat = sum(np.bincount(m.module * ranks + m.rank(), m.length, modules * ranks) for m in microbatches)
+    return dist_ratio(flat.reshape(modules, ranks))

@@ -19,6 +19,7 @@ from mmjax.balance.phases import (
     place_by_llm,
     place_in_order,
     place_jointly,
+    usual_widths,
     wire,
 )
 from mmjax.benchmarks import lengths
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         "in order (none)": lambda costs: place_in_order(costs, args.ranks),
         "by LLM (llm)": lambda costs: place_by_llm(costs, args.ranks),
         "each phase apart": lambda costs: place_apart(costs, args.ranks),
-        "jointly (post)": lambda costs: place_jointly(costs, args.ranks, peers, ladders(costs)),
+        "jointly (post)": lambda costs: place_jointly(costs, args.ranks, peers, usual_widths(costs)),
     }
     steps = [costs_of_step(found, sample, args.scale) for sample in _draw(found, args)]
     rows = []
@@ -93,12 +94,6 @@ def costs_of_step(found: Mapping[str, np.ndarray], sample: np.ndarray, scale: in
     owner, encoder = np.nonzero(length[:, 1:])
     items = length[owner, 1 + encoder]
     return costs_of(length[:, LLM], owner, 1 + encoder, items, -(-items // PER_TOKEN), len(PHASES))
-
-
-def ladders(costs: Costs) -> list[tuple[int, ...]]:
-    """For each encoder, the widths that an all-to-all may have: 0, and parts and multiples of the longest item."""
-    longest = int(costs.item_tokens.max(initial=1))
-    return [(0, *sorted({max(1, longest * k // 16) for k in (2, 4, 8, 16, 32)}))] * (costs.phases - 1)
 
 
 def _draw(found: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""What every step must fit into: rows and shapes of all modules, from the config and the data before step 0."""
+"""What every step must fit into: rows of all modules and their lengths, from the config and the data before step 0."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import numpy as np
 
 from mmjax.balance.budgets import Budgets, fit_budgets
 from mmjax.balance.isf import Grouping, choose_bounds, group_leftovers, isf
-from mmjax.balance.parts import Parts
-from mmjax.balance.place import place
-from mmjax.balance.shapes import choose_shapes
+from mmjax.balance.place import split, to_rows
 from mmjax.config import BatchConfig, Config, IsfGrouping, NoGrouping, PackGrouping, Tokens
 from mmjax.data.index import LengthIndex
 from mmjax.data.stream import Pool, chunk_samples, pools_of
-from mmjax.planning.cost import relative_cost
 
-Shape = tuple[int, ...]  # row length of every module, the LLM first
+Lengths = tuple[int, ...]  # of every module, the LLM first
 
 TYPICAL = 1024, 65_536  # at least and at most so many samples are drawn to see what is typical of the mixture
 DRY_RUN_STEPS = 512
@@ -26,18 +23,18 @@ DRY_RUN_STEPS = 512
 
 @dataclass(frozen=True)
 class Budget:
-    """Decided before step 0, and stored with the run."""
+    """Decided before step 0, and stored with the run: with the seed, it says which samples each step has."""
 
-    rows: Shape  # per microbatch
-    shapes: tuple[Shape, ...]  # compiled ahead, the cheapest first; the last holds every step seen in the dry run
+    rows: Lengths  # per microbatch
+    lengths: Lengths  # of a row of every module; a microbatch of such rows holds every sample that is used
     samples_per_step: float  # mean
     longest: int  # a sample of more LLM tokens is not used
-    minimum: Shape = ()  # grouping isf: what a group must reach in one module (Q')
+    minimum: Lengths = ()  # grouping isf: what a group must reach in one module (Q')
     notes: tuple[str, ...] = ()
 
-    def of_microbatch(self, shape: Shape) -> Budgets:
-        """The room of one microbatch of this shape."""
-        return Budgets(np.array(self.rows), np.array(shape), self.samples_per_step)
+    def room(self) -> Budgets:
+        """The room of one microbatch."""
+        return Budgets(np.array(self.rows), np.array(self.lengths), self.samples_per_step)
 
 
 def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) -> Budget:
@@ -62,7 +59,7 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
         case PackGrouping():
             parts = index.parts(np.concatenate([typical, extremes]))
             fitted = fit_budgets(parts, samples, rows, batch.microbatches, alignment, names=modules)
-            return _budget(fitted.rows, fitted.length[None], fitted.samples_per_step, longest, notes=fitted.notes)
+            return _budget(fitted.rows, fitted.length, fitted.samples_per_step, longest, notes=fitted.notes)
         case IsfGrouping(iterations=iterations):
             lengths = index.totals[np.concatenate([typical, extremes])]
             return _isf_budget(lengths, samples, rows, batch, iterations, alignment, longest)
@@ -70,24 +67,22 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
             samples = round(samples)
             chunks = range(-(-DRY_RUN_STEPS // chunk_steps))
             order = np.concatenate([chunk_samples(pools, weights, chunk_steps * samples, seed, c) for c in chunks])
-            needs = _needs(index, order, extremes, samples, rows, batch.microbatches)
-            # By operations alone a small encoder's rows would be left half empty, and its own ranks with them: so each
-            # module counts between its part of the operations and an equal part.
-            cost = np.sqrt(rows * relative_cost(config.model) / np.maximum(needs.mean(0), 1))
-            shapes = choose_shapes(needs, cost, batch.shapes, alignment)
-            return _budget(rows, shapes, samples, longest)
+            needs = _needs(
+                index, [*np.split(order, range(samples, len(order), samples)), *extremes[:, None]], rows, batch
+            )
+            return _budget(rows, -(-np.maximum(needs.max(0), 1) // alignment) * alignment, samples, longest)
 
 
 def _budget(
     rows: np.ndarray,
-    shapes: np.ndarray,
+    lengths: np.ndarray,
     samples_per_step: float,
     longest: int,
     minimum: Sequence[int] = (),
     notes: tuple[str, ...] = (),
 ) -> Budget:
-    lengths = tuple(tuple(shape) for shape in shapes.tolist())
-    return Budget(tuple(rows.tolist()), lengths, float(samples_per_step), longest, tuple(map(int, minimum)), notes)
+    tuples = (tuple(map(int, values)) for values in (rows, lengths))
+    return Budget(*tuples, float(samples_per_step), longest, tuple(map(int, minimum)), notes)
 
 
 def _extremes(index: LengthIndex, pools: Sequence[Pool], weights: Sequence[float]) -> np.ndarray:
@@ -105,23 +100,14 @@ def _extremes(index: LengthIndex, pools: Sequence[Pool], weights: Sequence[float
     return np.unique(np.array(largest, np.int64))
 
 
-def _needs(
-    index: LengthIndex, order: np.ndarray, extremes: np.ndarray, samples: int, rows: np.ndarray, microbatches: int
-) -> np.ndarray:
-    """What microbatches of the first steps need, and what the largest samples need alone, int64 `[needs, modules]`."""
+def _needs(index: LengthIndex, steps: Sequence[np.ndarray], rows: np.ndarray, batch: BatchConfig) -> np.ndarray:
+    """Positions of each module's fullest row in each of these steps, int64 `[steps, modules]`."""
     needs = []
-    for step in [*np.split(order, range(samples, len(order), samples)), *extremes[:, None]]:
-        parts = index.parts(step)
-        row = place(parts, np.arange(len(parts)), rows, microbatches).row
-        needs.append(needs_of(parts, row, rows, microbatches))
-    return np.concatenate(needs)
-
-
-def needs_of(parts: Parts, row: np.ndarray, rows: np.ndarray, microbatches: int) -> np.ndarray:
-    """Positions of the fullest row of each module, int64 `[microbatches, modules]`, for parts in rows `[p]`."""
-    used = np.zeros((len(rows), microbatches * rows.max()), np.int64)
-    np.add.at(used, (parts.module, row), parts.length)
-    return np.stack([used[k, : microbatches * n].reshape(microbatches, n).max(1) for k, n in enumerate(rows)], axis=1)
+    for samples in steps:
+        parts = index.parts(samples)
+        microbatch = split(parts.totals(len(rows)), batch.microbatches)
+        needs.append(to_rows(parts.module, parts.length, microbatch[parts.sample()], rows)[1])
+    return np.stack(needs)
 
 
 def _isf_budget(
@@ -142,7 +128,7 @@ def _isf_budget(
     count = int(np.clip(samples / batch.microbatches // least, 1, rows[0]))
     mean = samples / (count * batch.microbatches)
     bounds = choose_bounds(lengths, (0.9 * mean, 1.25 * mean), alignment)
-    budget = _budget(np.full(len(rows), count), bounds.maximum[None], samples, longest, bounds.minimum)
+    budget = _budget(np.full(len(rows), count), bounds.maximum, samples, longest, bounds.minimum)
 
     grouping = isf_groups(lengths, budget, iterations, np.random.default_rng(0))
     groups = grouping.groups + grouping.leftover_groups
@@ -157,6 +143,6 @@ def _isf_budget(
 
 def isf_groups(lengths: np.ndarray, budget: Budget, iterations: int, rng: np.random.Generator) -> Grouping:
     """ISF groups of samples `[n, modules]`, what it leaves over as groups of their own behind the others."""
-    maximum = np.array(budget.shapes[-1])
+    maximum = np.array(budget.lengths)
     grouping = isf(lengths, maximum, np.array(budget.minimum), iterations, rng)
     return group_leftovers(lengths, grouping, maximum)

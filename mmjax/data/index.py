@@ -73,6 +73,13 @@ class LengthIndex:
         useful[~is_item], useful[is_item] = self.llm_tokens[samples], self.item_useful[item]
         return useful
 
+    def tokens(self, samples: np.ndarray) -> np.ndarray:
+        """LLM tokens of each of these samples' parts, int64 `[p]`."""
+        _, item, is_item = self._parts_of(samples)
+        tokens = np.empty(len(is_item), np.int64)
+        tokens[~is_item], tokens[is_item] = self.llm_tokens[samples], self.item_tokens[item]
+        return tokens
+
     def _parts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each sample's parts start `[n + 1]`, its items one after the other, and which parts are items `[p]`."""
         first = self.item_start[samples]

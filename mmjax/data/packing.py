@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmjax.balance.parts import LLM
+from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
 from mmjax.data.media import positions_per_token, prepare
-from mmjax.data.plan import MicrobatchPlan
+from mmjax.data.placement import MicrobatchPlan
 from mmjax.data.sample import Item, Sample, Text
 from mmjax.errors import UserError
 
@@ -30,14 +32,13 @@ class Layout:
     encoders: dict[str, VisionConfig | AudioConfig]
     items: str  # DecoderConfig.items
     vocab: int
-    rows: tuple[int, ...]  # of every module per microbatch, the LLM first
 
     @classmethod
-    def of(cls, model: ModelConfig, rows: tuple[int, ...]) -> Layout:
+    def of(cls, model: ModelConfig) -> Layout:
         """The layout of a model's batches. Raises UserError where it has more encoders than the mask can tell apart."""
         if (count := len(model.encoders)) > MAX_ENCODERS:
             raise UserError(f"model.encoders has {count}; the attention mask tells {MAX_ENCODERS} apart")
-        return cls(dict(model.encoders), model.llm.items, model.llm.vocab, rows)
+        return cls(dict(model.encoders), model.llm.items, model.llm.vocab)
 
     def features(self, encoder: str) -> int:
         """Width of one patch or frame."""
@@ -63,29 +64,52 @@ class Place(NamedTuple):
     """Where an item's tokens come from."""
 
     encoder: str
-    slot: int  # of the first, in the connector's output of all rows one after the other
+    slot: int  # of the first, in what the rank of its sample got and made
     tokens: int
 
 
-def rows_of(rows: int, ranks: range, of: int) -> range:
-    """The rows of one module that these ranks hold, of `of` ranks: as many each, which may end beyond the real rows."""
-    each = -(-rows // of)
-    return range(ranks.start * each, ranks.stop * each)
-
-
-def pack_microbatch(
-    plan: MicrobatchPlan, layout: Layout, reader: Reader, ranks: range = range(1), of: int = 1
-) -> Microbatch:
-    """The rows of `plan` that the ranks `ranks` of `of` hold, as arrays; empty rows make up for missing ones.
+def pack_microbatch(plan: MicrobatchPlan, layout: Layout, reader: Reader, ranks: range | None = None) -> Microbatch:
+    """The rows of `plan` on these ranks (on all) as arrays.
 
     Raises UserError, naming the sample, where one can't be read, or is not what the length index promised.
     """
-    shares = [rows_of(rows, ranks, of) for rows in layout.rows]
+    ranks = range(plan.topology.ranks) if ranks is None else ranks
+    shares = [range(ranks.start * rows, ranks.stop * rows) for rows in plan.rows]
+    sent = {encoder: _sent(plan, k, layout, encoder, ranks) for k, encoder in enumerate(layout.encoders, start=1)}
     items = {
         encoder: _pack_items(plan, k, layout, encoder, shares[k], reader)
         for k, encoder in enumerate(layout.encoders, start=1)
     }
-    return Microbatch(_pack_text(plan, layout, shares[0], reader), items)
+    return Microbatch(_pack_text(plan, layout, shares[0], reader, sent), items)
+
+
+class Sent(NamedTuple):
+    """How an encoder's tokens reach the text of these ranks."""
+
+    send: np.ndarray  # int32 [ranks, peers, width], as in TextBatch
+    slot: np.ndarray  # int64 [p], of the first token of each of the encoder's items that arrive or stay here
+
+
+def _sent(plan: MicrobatchPlan, module: int, layout: Layout, encoder: str, ranks: range) -> Sent:
+    """The all-to-all of one encoder: from where its items are encoded to the rank of their sample."""
+    peers, width = plan.topology.peers, plan.shape.widths[module - 1]
+    group, length = positions_per_token(layout.encoders[encoder]), plan.shape.lengths[module]
+    items = np.flatnonzero(plan.module == module)
+    rank, tokens = plan.rank(), plan.length[items] // group
+    source, home = rank[items], rank[plan.part_start[:-1]][plan.sample_of()][items]
+    first = (plan.row[items] % plan.rows[module] * np.int64(length) + plan.offset[items]) // group
+    arrived = pack_places(tokens, home, plan.topology.ranks)
+    moved = Rearrangement(tokens, Places(source, first), arrived, plan.topology.ranks)
+    capacity = int((arrived.offset + tokens).max(initial=1))
+    slot, send = np.full(len(plan.module), PADDING, np.int64), []
+    for node in range(ranks.start // peers, -(-ranks.stop // peers)):
+        among = range(node * peers, (node + 1) * peers)
+        mine = range(max(ranks.start, among.start), min(ranks.stop, among.stop))
+        found = tables(moved, width, capacity, mine, among)
+        here = (home >= mine.start) & (home < mine.stop)
+        slot[items[here]] = found.gather[home[here] - mine.start, arrived.offset[here]]
+        send.append(found.send)
+    return Sent(np.concatenate(send), slot)
 
 
 @contextmanager
@@ -106,12 +130,14 @@ def _naming(what: str) -> Iterator[None]:
 def _pack_items(
     plan: MicrobatchPlan, module: int, layout: Layout, encoder: str, share: range, reader: Reader
 ) -> ItemBatch:
-    shape = (len(share), plan.shape[module])
+    shape = (len(share), plan.shape.lengths[module])
     values = np.zeros((*shape, layout.features(encoder)), np.float32)
     item = np.full(shape, PADDING, np.int32)
     coordinates = np.zeros((*shape, 3), np.int32)
+    owner, offset = np.full(shape, PADDING, np.int32), np.zeros(shape, np.int32)
     in_row = np.zeros(len(share), np.int32)
-    sample_of = np.repeat(np.arange(len(plan.samples)), np.diff(plan.part_start))
+    sample_of = plan.sample_of()
+    before = _before_in_sample(plan, module, sample_of)
     here = (plan.module == module) & (plan.row >= share.start) & (plan.row < share.stop)
     for part in np.flatnonzero(here):
         sample, number = int(plan.samples[sample_of[part]]), int(part - plan.part_start[sample_of[part]] - 1)
@@ -125,15 +151,23 @@ def _pack_items(
         at = slice(begin, begin + length)
         values[row, at], coordinates[row, at] = value, place
         item[row, at] = np.where(valid, in_row[row], PADDING)
+        owner[row, at], offset[row, at] = sample, before[part] + np.arange(length)
         in_row[row] += 1
-    return ItemBatch(values, item, coordinates)
+    return ItemBatch(values, item, coordinates, owner, offset)
+
+
+def _before_in_sample(plan: MicrobatchPlan, module: int, sample_of: np.ndarray) -> np.ndarray:
+    """Positions of this module that the parts before each one take in its sample, int64 `[p]`."""
+    length = np.where(plan.module == module, plan.length, 0)
+    before = np.cumsum(length) - length
+    return before - before[plan.part_start[:-1]][sample_of]
 
 
 # ------------------------------------------------------------------------------------------------------------- text
 
 
-def _pack_text(plan: MicrobatchPlan, layout: Layout, share: range, reader: Reader) -> TextBatch:
-    batch = _empty_text((len(share), plan.shape[0]), layout)
+def _pack_text(plan: MicrobatchPlan, layout: Layout, share: range, reader: Reader, sent: dict[str, Sent]) -> TextBatch:
+    batch = _empty_text((len(share), plan.shape.lengths[LLM]), layout, {e: s.send for e, s in sent.items()})
     sources = reader.source_of(plan.samples)
     samples, spans = np.zeros(len(share), np.int32), np.zeros(len(share), np.int32)
     for index, sample in enumerate(plan.samples.tolist()):
@@ -143,15 +177,16 @@ def _pack_text(plan: MicrobatchPlan, layout: Layout, share: range, reader: Reade
             continue
         at = slice(plan.offset[part], plan.offset[part] + plan.length[part])
         with _naming(f"sample {reader.name(sample)}"):
-            places = [_place(plan, layout, item) for item in range(part + 1, end)]
+            places = [_place(plan, layout, item, sent) for item in range(part + 1, end)]
             _write_sample(_stretch(batch, row, at), reader.sample(sample), layout, places, spans[row])
         batch.sample[row, at], batch.source[row, at] = samples[row], sources[index]
+        batch.owner[row, at], batch.offset[row, at] = sample, np.arange(plan.length[part])
         samples[row] += 1
         spans[row] += end - part - 1
     return batch
 
 
-def _empty_text(shape: tuple[int, int], layout: Layout) -> TextBatch:
+def _empty_text(shape: tuple[int, int], layout: Layout, send: dict[str, np.ndarray]) -> TextBatch:
     def full(value: int) -> np.ndarray:
         return np.full(shape, value, np.int32)
 
@@ -166,22 +201,23 @@ def _empty_text(shape: tuple[int, int], layout: Layout) -> TextBatch:
         kind=full(0),
         sees=full(0),
         source=full(PADDING),
+        owner=full(PADDING),
+        offset=full(0),
         slots={encoder: full(PADDING) for encoder in layout.encoders},
+        send=send,
     )
 
 
 def _stretch(batch: TextBatch, row: int, at: slice) -> TextBatch:
     """Views `[n]` of the part of a row that a sample gets."""
-    views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f != "slots"}
-    return TextBatch(**views, slots={e: s[row, at] for e, s in batch.slots.items()})
+    views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f not in ("slots", "send")}
+    return TextBatch(**views, slots={e: s[row, at] for e, s in batch.slots.items()}, send={})
 
 
-def _place(plan: MicrobatchPlan, layout: Layout, part: int) -> Place:
-    module = int(plan.module[part])
-    encoder = list(layout.encoders)[module - 1]
-    group = positions_per_token(layout.encoders[encoder])
-    first = plan.row[part] * plan.shape[module] + plan.offset[part]
-    return Place(encoder, int(first) // group, int(plan.length[part]) // group)
+def _place(plan: MicrobatchPlan, layout: Layout, part: int, sent: dict[str, Sent]) -> Place:
+    encoder = list(layout.encoders)[int(plan.module[part]) - 1]
+    tokens = int(plan.length[part]) // positions_per_token(layout.encoders[encoder])
+    return Place(encoder, int(sent[encoder].slot[part]), tokens)
 
 
 def _write_sample(row: TextBatch, sample: Sample, layout: Layout, places: Sequence[Place], first_span: int) -> None:

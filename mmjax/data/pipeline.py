@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +22,29 @@ import numpy as np
 from absl import flags
 
 from mmjax.batch import Microbatch
-from mmjax.config import Config, ModelConfig
+from mmjax.config import Config, ModelConfig, NoBalance
 from mmjax.data.budget import Budget
+from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
+from mmjax.data.layout import RankLayout, make_placer
 from mmjax.data.packing import Layout, Reader, pack_microbatch
-from mmjax.data.plan import PLANNER, MicrobatchPlan, StepPlan, StepPlanner
+from mmjax.data.placement import MicrobatchPlan
+from mmjax.data.plan import PLANNER, StepPlan, StepPlanner
 from mmjax.data.sample import Sample, Source
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError
 from mmjax.planning.cost import step_needed
+
+
+class PlannedWork(NamedTuple):
+    """Who does what in one microbatch, on all ranks."""
+
+    useful: np.ndarray  # int64 [modules, rows]: positions of every row that hold something
+    lengths: np.ndarray  # int64 [modules]: of the rows
+    widths: np.ndarray  # int64 [encoders]: tokens that a rank can send to each of its peers
+    moved: np.ndarray  # int64 [encoders]: tokens that are encoded on another rank than their sample's
+    balanced: np.ndarray  # int64 [modules, ranks]: positions, alignment included
+    unbalanced: np.ndarray  # int64 [modules, ranks]: with balance `none`
 
 
 class LoadedStep(NamedTuple):
@@ -43,10 +57,7 @@ class LoadedStep(NamedTuple):
     load_seconds: np.ndarray  # float64 []: opening, decoding and packing
     needed_flops: np.ndarray  # float64 []: forward and backward of this process's rows, no padding
     tokens: np.ndarray  # int64 [modules]: LLM tokens of the whole step by modality, text first
-    useful: tuple[
-        np.ndarray, ...
-    ]  # int64 [modules, rows]: of all rows of each microbatch, positions that hold something
-    lengths: tuple[np.ndarray, ...]  # int64 [modules]: of each microbatch's rows
+    work: tuple[PlannedWork, ...]  # of each microbatch
     microbatches: tuple[Microbatch, ...]  # this process's rows
 
 
@@ -56,17 +67,17 @@ class StepLoader:
 
     config: Config
     budget: Budget
+    layout: RankLayout
     index_folder: Path
     config_folder: Path  # where a FunctionSource's code is
     ranks: range = range(1)  # whose rows are loaded here
-    of: int = 1  # ranks
     leads: bool = True  # whether this process writes down what is found out about chunks
 
     def __call__(self, step: int) -> LoadedStep:
         begin = time.perf_counter()
         plan = self.plan(int(step))
         planned = time.perf_counter()
-        batches = tuple(pack_microbatch(m, self.layout, self.reader, self.ranks, self.of) for m in plan.microbatches)
+        batches = tuple(pack_microbatch(m, self.arrays, self.reader, self.ranks) for m in plan.microbatches)
         model, frozen = self.config.model, _frozen(self.config.model)
         return LoadedStep(
             np.int64(step),
@@ -76,8 +87,7 @@ class StepLoader:
             np.float64(time.perf_counter() - planned),
             np.float64(sum(step_needed(model, b.text, b.items, frozen) for b in batches)),
             sum(self._tokens(m) for m in plan.microbatches),
-            tuple(self._useful(m) for m in plan.microbatches),
-            tuple(np.array(m.shape, np.int64) for m in plan.microbatches),
+            tuple(self._work(m) for m in plan.microbatches),
             batches,
         )
 
@@ -93,18 +103,20 @@ class StepLoader:
     def planner(self) -> StepPlanner:
         weights = [s.weight for s in self.config.data.sources.values()]
         known = json.loads(self._chunks.read_text()) if self._chunks.is_file() else [0]
-        return StepPlanner(self.index, self.config.batch, weights, self.config.seed, self.budget, known)
+        grouper = StepGrouper(self.index, self.config.batch, weights, self.config.seed, self.budget, known)
+        return StepPlanner(grouper, make_placer(grouper, self.config, self.layout))
 
     @property
     def _chunks(self) -> Path:
         """Where chunks start, as far as anybody found out: a late step is planned without replaying early ones."""
         weights = [s.weight for s in self.config.data.sources.values()]
-        key = repr((PLANNER, self.config.batch, weights, self.config.seed, self.budget))
+        grouped = replace(self.config.batch, balance=NoBalance())  # which does not change what a step has
+        key = repr((PLANNER, grouped, weights, self.config.seed, self.budget))
         return self.index_folder / f"chunks-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
     @cached_property
-    def layout(self) -> Layout:
-        return Layout.of(self.config.model, self.budget.rows)
+    def arrays(self) -> Layout:
+        return Layout.of(self.config.model)
 
     @cached_property
     def reader(self) -> Reader:
@@ -112,19 +124,26 @@ class StepLoader:
 
     def plan(self, step: int) -> StepPlan:
         """The plan alone, nothing loaded."""
-        known = len(self.planner.first_steps)
+        grouper = self.planner.grouper
+        known = len(grouper.first_steps)
         plan = self.planner.plan(step)
-        if self.leads and len(self.planner.first_steps) > known:
+        if self.leads and len(grouper.first_steps) > known:
             partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(json.dumps(self.planner.first_steps))
+            partial.write_text(json.dumps(grouper.first_steps))
             partial.rename(self._chunks)
         return plan
 
-    def _useful(self, plan: MicrobatchPlan) -> np.ndarray:
-        modules = len(self.budget.rows)
-        useful = np.zeros((modules, max(self.budget.rows)), np.int64)
+    def _work(self, plan: MicrobatchPlan) -> PlannedWork:
+        modules, ranks, rank = len(plan.rows), plan.topology.ranks, plan.rank()
+        useful = np.zeros((modules, ranks * max(plan.rows)), np.int64)
         np.add.at(useful, (plan.module, plan.row), self.index.useful(plan.samples))
-        return useful
+        balanced = np.zeros((modules, ranks), np.int64)
+        np.add.at(balanced, (plan.module, rank), plan.length)
+        away = rank != rank[plan.part_start[:-1]][plan.sample_of()]
+        moved = np.bincount(plan.module[away], plan.length[away], modules)[1:].astype(np.int64)
+        moved //= self.index.positions_per_token
+        shape = (np.array(of, np.int64) for of in plan.shape)
+        return PlannedWork(useful, *shape, moved, balanced, plan.unbalanced)
 
     def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
         per_token = np.array([1, *self.index.positions_per_token])

@@ -10,12 +10,12 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, Samples
-from mmjax.data.budget import make_budget
 from mmjax.data.embedded import Question, decode
 from mmjax.data.index import build_index
 from mmjax.data.packing import Layout, pack_microbatch
 from mmjax.data.pipeline import reader_of
-from mmjax.data.plan import StepPlanner
+from mmjax.data.placement import ONE_RANK, Topology
+from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Sample, Source, Text
 from mmjax.errors import UserError
 
@@ -65,21 +65,21 @@ class Prompts:
 class PromptLoader:
     """Packs the questions of several sources into batches of one static shape, made for all of them together."""
 
-    def __init__(self, sources: Mapping[str, QuestionSource], config: Config) -> None:
+    def __init__(self, sources: Mapping[str, QuestionSource], config: Config, topology: Topology = ONE_RANK) -> None:
         self.sources = dict(sources)
         longest = max(len(s.question(i).answer) for s in sources.values() for i in range(len(s)))
         prompts = {name: Prompts(source, longest + 1) for name, source in sources.items()}
         index = build_index(prompts, config.model.encoders)
         size = Samples(min(PROMPTS_PER_BATCH, len(index)))
-        batch = BatchConfig(size=size, rows=config.batch.rows, alignment=config.batch.alignment)
-        weights = [1.0] * len(sources)
-        budget = make_budget(index, replace(config, batch=batch, seed=0), weights)
+        batch = BatchConfig(size=size, rows=config.batch.rows, alignment=config.batch.alignment, shapes=1)
+        config = replace(config, batch=batch, seed=0)
         self._first = dict(zip(sources, index.source_start[:-1].tolist(), strict=True))
-        self._planner = StepPlanner(index, batch, weights, 0, budget)
-        if len(self._planner.oversize):
-            name = index.name(self._planner.oversize[0])
-            raise UserError(f"the question of sample {name} fits no packed row; lower batch.rows of its encoders")
-        self._layout = Layout.of(config.model, budget.rows)
+        self._planner, _ = make_planner(index, config, [1.0] * len(sources), topology)
+        if len(oversize := self._planner.grouper.oversize):
+            raise UserError(
+                f"the question of sample {index.name(oversize[0])} fits no packed row; lower batch.rows of its encoders"
+            )
+        self._layout = Layout.of(config.model)
         self._reader = reader_of(prompts, index)
 
     def batches(self, source: str, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, Microbatch]]:
@@ -88,9 +88,9 @@ class PromptLoader:
         With each, int64 `[row, sample in row]`: which sample lies there, -1 where a row holds fewer.
         """
         first = self._first[source]
-        for (plan,) in self._planner.plan_once(first + np.asarray(samples)):
+        for plan in self._planner.plan_once(first + np.asarray(samples)):
             packed = pack_microbatch(plan, self._layout, self._reader)
-            lies = np.full((self._layout.rows[0], 1 + int(packed.text.sample.max(initial=0))), -1)
+            lies = np.full((len(packed.text.sample), 1 + int(packed.text.sample.max(initial=0))), -1)
             llm = plan.part_start[:-1]
             for sample, row, at in zip(plan.samples, plan.row[llm], plan.offset[llm], strict=True):
                 lies[row, packed.text.sample[row, at]] = sample - first

@@ -75,6 +75,7 @@ class AudioEncoder(nnx.Module):
             lambda rngs: EncoderLayer(c.width, c.heads, c.mlp_width, c.norm_eps, c.attention, rngs), plan, rngs
         )
         self.head = LayerNorm(c.width, c.norm_eps)
+        self.dropout = c.dropout
         self.dtype = dtype
 
     def embedded(self, items: ItemBatch) -> Float[Array, "r m d"]:
@@ -87,6 +88,10 @@ class AudioEncoder(nnx.Module):
     def context(self, items: ItemBatch) -> Context:
         """The mask of a batch; positions are in the activations already."""
         return Context(items_mask(self.places(items)[0]))
+
+    def origin(self, items: ItemBatch) -> tuple[Int[Array, "r m"], Int[Array, "r m"]]:
+        """The sample of every position and the index of its first frame among those of the sample's clips."""
+        return items.owner[:, ::STRIDE], items.offset[:, ::STRIDE]
 
     def places(self, items: ItemBatch) -> tuple[Int[Array, "r m"], Int[Array, "r m 3"]]:
         """Item and coordinates of every output position, time in units of the stride."""

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig
 from mmjax.models.attention import MaskSpec
+from mmjax.models.dropout import ATTENTION, MLP, drop
 from mmjax.models.layer_runs import LayerRuns, Run
 from mmjax.models.layers import Context, RMSNorm, SelfAttention, SwiGLU, rotation_1d
 from mmjax.parallel.sharding import constrain
@@ -45,8 +46,8 @@ class DecoderLayer(nnx.Module):
         self.mlp = SwiGLU(c.width, c.mlp_width, rngs)
 
     def __call__(self, x: Float[Array, "r t d"], context: Context) -> Float[Array, "r t d"]:
-        x = x + self.attention(self.attention_norm(x), context)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + drop(self.attention(self.attention_norm(x), context), context.dropout, ATTENTION)
+        return x + drop(self.mlp(self.mlp_norm(x)), context.dropout, MLP)
 
 
 class DecoderHead(nnx.Module):
@@ -66,6 +67,7 @@ class Decoder(nnx.Module):
         self.head = DecoderHead(config, rngs)
         self.head_width = config.head_width
         self.rope_theta = config.rope_theta
+        self.dropout = config.dropout
         self.dtype = dtype
 
     def embedded(self, token: Int[Array, "r t"]) -> Float[Array, "r t d"]:
@@ -75,6 +77,10 @@ class Decoder(nnx.Module):
         """The mask and the rotary angles of a batch."""
         mask = MaskSpec(text.sample, text.pos, text.span, text.kind, text.sees)
         return Context(mask, rotation_1d(text.position, self.head_width, self.rope_theta))
+
+    def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:
+        """The sample of every position and its index there."""
+        return text.owner, text.offset
 
     def logits(self, x: Float[Array, "r t d"]) -> Float[Array, "r t v"]:
         """Scores of the next token, float32."""

@@ -99,8 +99,12 @@ def _born(make: Callable[[nnx.Rngs], nnx.Module], run: Run, key: Array) -> nnx.M
 def _apply(layers: nnx.Module, run: Run, x: Array, context: Context) -> Array:
     graph, params = nnx.split(layers)
     scanned = run.stop - run.start > 1
+    # Only dropout asks for a layer's number; without it the program has none.
+    numbers = None if context.dropout is None else jnp.arange(run.start, run.stop)
 
-    def layer(params: Any, x: Array, context: Context) -> Array:
+    def layer(params: Any, x: Array, context: Context, number: Array | None) -> Array:
+        if number is not None:
+            context = context._replace(dropout=context.dropout._replace(layer=number))
         return constrain(nnx.merge(graph, params)(x, context), "rows", "length", "width")
 
     if run.remat != "none":
@@ -108,8 +112,8 @@ def _apply(layers: nnx.Module, run: Run, x: Array, context: Context) -> Array:
         # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
         layer = jax.checkpoint(layer, policy=keep, prevent_cse=not scanned)
     if not scanned:
-        return layer(params, x, context)
-    return jax.lax.scan(lambda x, params: (layer(params, x, context), None), x, params)[0]
+        return layer(params, x, context, None if numbers is None else numbers[0])
+    return jax.lax.scan(lambda x, of: (layer(of[0], x, context, of[1]), None), x, (params, numbers))[0]
 
 
 def layers_one_by_one(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i: leaf[i]) -> Any:

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.models.attention import Backend, MaskSpec, attention
+from mmjax.models.dropout import ATTENTION, MLP, Dropout, drop
 from mmjax.parallel.sharding import Axes
 
 
@@ -30,6 +31,7 @@ class Context(NamedTuple):
 
     mask: MaskSpec
     rotation: Rotation | None = None
+    dropout: Dropout | None = None  # None: nothing is dropped
 
 
 class Linear(nnx.Module):
@@ -171,5 +173,5 @@ class EncoderLayer(nnx.Module):
         self.mlp = GeluMLP(width, mlp_width, width, rngs)
 
     def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
-        x = x + self.attention(self.attention_norm(x), context)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + drop(self.attention(self.attention_norm(x), context), context.dropout, ATTENTION)
+        return x + drop(self.mlp(self.mlp_norm(x)), context.dropout, MLP)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import ModelConfig
+from mmjax.models.dropout import Noise
 from mmjax.models.layer_runs import Run, plan_runs
 from mmjax.models.multimodal import MultimodalModel
 
@@ -59,24 +60,31 @@ class Model:
             names |= {f"{name}.connector"} if encoder.connector.frozen else set()
         return names
 
+    @property
+    def drops(self) -> bool:
+        """Whether training it drops anything, and so wants noise."""
+        return any(tower.dropout for tower in (self.config.llm, *self.config.encoders.values()))
+
     def init(self, key: Array) -> Params:
         """Random parameters, float32; under jit with `out_shardings` born where they belong."""
         return nnx.to_pure_dict(nnx.state(_born(self.config, self.runs, self.dtype, key)))
 
-    def logits(self, params: Params, microbatch: Microbatch) -> Float[Array, "b t v"]:
-        """Float32 logits of a microbatch."""
+    def logits(self, params: Params, microbatch: Microbatch, noise: Noise | None = None) -> Float[Array, "b t v"]:
+        """Float32 logits of a microbatch; training mode, with dropout, where there is `noise`: uint32 (seed, step)."""
         module = self.module(params)
-        return module.decode(microbatch.text, module.encode(microbatch.items))
+        return module.decode(microbatch.text, module.encode(microbatch.items, noise), noise)
 
-    def encode(self, params: Params, items: dict[str, ItemBatch]) -> dict[str, Float[Array, "r m d"]]:
-        """Every encoder's tokens for the LLM; `params` need not hold the LLM's."""
-        return self.module(params).encode(items)
+    def encode(
+        self, params: Params, items: dict[str, ItemBatch], noise: Noise | None = None
+    ) -> dict[str, Float[Array, "r m d"]]:
+        """Every encoder's tokens for the LLM; `params` need not hold the LLM's. `noise` as in `logits`."""
+        return self.module(params).encode(items, noise)
 
     def decode(
-        self, params: Params, text: TextBatch, features: dict[str, Float[Array, "r m d"]]
+        self, params: Params, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None
     ) -> Float[Array, "b t v"]:
-        """Float32 logits from encoder tokens; `params` need not hold the encoders'."""
-        return self.module(params).decode(text, features)
+        """Float32 logits from encoder tokens; `params` need not hold the encoders'. `noise` as in `logits`."""
+        return self.module(params).decode(text, features, noise)
 
     def module(self, params: Params) -> MultimodalModel:
         """The NNX module with these parameters; where some are missing, their shapes stand in, which cannot compute."""
@@ -133,8 +141,9 @@ class Stage:
         params: Params,
         inputs: dict[str, Float[Array, "r m d"]] | Float[Array, "b t w"] | None,
         batch: TextBatch | ItemBatch,
+        noise: Noise | None = None,
     ) -> Float[Array, "b l e"]:
-        """Activations, encoder tokens or logits: whatever this stage ends with."""
+        """Activations, encoder tokens or logits: whatever this stage ends with. `noise` as in `Model.logits`."""
         module = self.model.module(params)
         if self.tower == "llm":
             tower = module.llm
@@ -142,7 +151,7 @@ class Stage:
         else:
             tower = module.encoders[self.tower]
             x = tower.embedded(batch) if self.first else inputs
-        x = tower.layers(x, tower.context(batch), self.start, self.stop)
+        x = tower.layers(x, module.context(self.tower, batch, noise), self.start, self.stop)
         if not self.last:
             return x
         return tower.logits(x) if self.tower == "llm" else module.connected(self.tower, x, batch)

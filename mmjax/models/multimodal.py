@@ -11,9 +11,12 @@ from mmjax.config import ModelConfig, VisionConfig
 from mmjax.models.audio import AudioEncoder
 from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder
+from mmjax.models.dropout import Noise, tower_dropout
 from mmjax.models.layer_runs import Run
+from mmjax.models.layers import Context
 from mmjax.models.vision import VisionEncoder
-from mmjax.parallel.sharding import constrain
+from mmjax.parallel.dispatch import dispatch
+from mmjax.parallel.sharding import active, constrain
 
 
 class MultimodalModel(nnx.Module):
@@ -29,12 +32,23 @@ class MultimodalModel(nnx.Module):
         self.encoders = nnx.Dict(encoders)
         self.connectors = nnx.Dict(connectors)
 
-    def encode(self, items: dict[str, ItemBatch]) -> dict[str, Float[Array, "r m d"]]:
+    def context(self, name: str, batch: TextBatch | ItemBatch, noise: Noise | None) -> Context:
+        """What the layers of a tower ("llm", or an encoder) read; with dropout where it has a rate and there is noise.
+
+        A frozen tower drops too: freezing stops its updates, not its training mode, as in PyTorch.
+        """
+        tower = self.llm if name == "llm" else self.encoders[name]
+        context = tower.context(batch)
+        if noise is None or not tower.dropout:
+            return context
+        return context._replace(dropout=tower_dropout(noise, name, tower.dropout, *tower.origin(batch)))
+
+    def encode(self, items: dict[str, ItemBatch], noise: Noise | None = None) -> dict[str, Float[Array, "r m d"]]:
         """Every encoder's items as tokens of the LLM's width; encoders without items are left out."""
         features = {}
         for name, batch in items.items():
             encoder = self.encoders[name]
-            x = encoder.layers(encoder.embedded(batch), encoder.context(batch))
+            x = encoder.layers(encoder.embedded(batch), self.context(name, batch, noise))
             features[name] = self.connected(name, x, batch)
         return features
 
@@ -43,9 +57,11 @@ class MultimodalModel(nnx.Module):
         encoder = self.encoders[name]
         return self.connectors[name](encoder.head(x), *encoder.places(batch))
 
-    def decode(self, text: TextBatch, features: dict[str, Float[Array, "r m d"]]) -> Float[Array, "b t v"]:
+    def decode(
+        self, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None
+    ) -> Float[Array, "b t v"]:
         """Float32 logits of the next token at every position."""
-        x = self.llm.layers(self.embedded(text, features), self.llm.context(text))
+        x = self.llm.layers(self.embedded(text, features), self.context("llm", text, noise))
         return self.llm.logits(x)
 
     def embedded(self, text: TextBatch, features: dict[str, Float[Array, "r m d"]]) -> Float[Array, "b t d"]:
@@ -53,8 +69,13 @@ class MultimodalModel(nnx.Module):
         x = self.llm.embedded(text.token)
         for name, feature in features.items():
             if feature.size and name in text.slots:
-                slots = text.slots[name]
-                # Any row's tokens may be wanted by any other's, so each device holds all of them while it picks.
-                flat = constrain(feature.reshape(-1, feature.shape[-1]), None, None)
-                x = jnp.where((slots >= 0)[..., None], flat[jnp.maximum(slots, 0)].astype(x.dtype), x)
+                x = jnp.where((text.slots[name] >= 0)[..., None], _sent(feature, text, name).astype(x.dtype), x)
         return constrain(x, "rows", "length", "width")
+
+
+def _sent(feature: Float[Array, "r m d"], text: TextBatch, encoder: str) -> Float[Array, "b t d"]:
+    """An encoder's tokens where the text wants them, zeros elsewhere."""
+    send, slots, on = text.send[encoder], text.slots[encoder], active()
+    mesh, exchange = (None, "padded") if on is None else (on.mesh, on.exchange)
+    tokens, gather = feature.reshape(len(send), -1, feature.shape[-1]), slots.reshape(len(send), -1)
+    return dispatch(tokens, send, gather, mesh, exchange).reshape(*slots.shape, -1)

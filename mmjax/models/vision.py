@@ -29,6 +29,7 @@ class VisionEncoder(nnx.Module):
         self.head = LayerNorm(c.width, c.norm_eps)
         self.head_width = c.width // c.heads
         self.rope_theta = c.rope_theta
+        self.dropout = c.dropout
         self.dtype = dtype
 
     def embedded(self, items: ItemBatch) -> Float[Array, "r l d"]:
@@ -40,6 +41,10 @@ class VisionEncoder(nnx.Module):
         return Context(
             items_mask(items.item), rotation_2d(items.coordinates[..., 1:], self.head_width, self.rope_theta)
         )
+
+    def origin(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l"]]:
+        """The sample of every position and its index among those of the sample's images."""
+        return items.owner, items.offset
 
     def places(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l 3"]]:
         """Item and coordinates of every output position."""

@@ -26,6 +26,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
         raise UserError(f"mesh sizes must be at least 1, or -1 for one of them: {_spell(sizes)}")
     if sizes["context"] != 1:
         raise UserError("mesh.context must be 1: one sequence stays on one device")
+    if config.exchange == "ragged" and devices[0].platform == "cpu":
+        raise UserError("mesh.exchange=ragged: a CPU has no such collective; use mesh.exchange=padded")
     if free:
         if len(devices) % known:
             raise UserError(

@@ -7,8 +7,10 @@ MMJAX_COORDINATOR (host:port), MMJAX_PROCESSES and MMJAX_PROCESS.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -104,6 +106,17 @@ def wait_for_all(where: str) -> None:
     """Return when every process has come here."""
     if count() > 1:
         distributed.global_state.client.wait_at_barrier(f"mmjax/{where}", _TELL_SECONDS * 1000)
+
+
+def per_host() -> int:
+    """How many neighbouring processes share a host, where that is the same everywhere; else 1."""
+    if count() == 1:
+        return 1
+    client = distributed.global_state.client
+    client.key_value_set(f"mmjax/host/{index()}", socket.gethostname(), allow_overwrite=True)
+    hosts = [client.blocking_key_value_get(f"mmjax/host/{p}", _START_SECONDS * 1000) for p in range(count())]
+    together = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    return together[0] if len(set(together)) == 1 else 1
 
 
 def _meet() -> None:

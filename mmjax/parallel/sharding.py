@@ -9,9 +9,12 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax.config import Exchange
 
 Axes = tuple[str | None, ...]
 
@@ -49,17 +52,31 @@ class ShardingRules:
         return PartitionSpec(*entries)
 
 
-_active: contextvars.ContextVar[tuple[Mesh, ShardingRules] | None] = contextvars.ContextVar("active", default=None)
+class Active(NamedTuple):
+    """Where a program's activations lie, and how encoder tokens travel between its ranks."""
+
+    mesh: Mesh
+    rules: ShardingRules
+    exchange: Exchange
+
+
+_active: contextvars.ContextVar[Active | None] = contextvars.ContextVar("active", default=None)
 
 
 @contextlib.contextmanager
-def activations_on(mesh: Mesh, rules: ShardingRules) -> Iterator[None]:
-    """While tracing inside, `constrain` lays activations out on this mesh."""
-    token = _active.set((mesh, rules))
+def activations_on(mesh: Mesh, rules: ShardingRules, exchange: Exchange = "padded") -> Iterator[None]:
+    """While tracing inside, `constrain` lays activations out on this mesh, and encoder tokens travel over it."""
+    token = _active.set(Active(mesh, rules, exchange))
     try:
         yield
     finally:
         _active.reset(token)
+
+
+def active() -> Active | None:
+    """What `activations_on` says here; None for one device, or a bare call."""
+    found = _active.get()
+    return None if found is None or found.mesh.size == 1 else found
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -67,11 +84,10 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
     A dimension that does not divide stays whole, like the parameter it meets, or XLA would replicate one for the other.
     """
-    active = _active.get()
-    if active is None or active[0].size == 1:
+    found = active()
+    if found is None:
         return x
-    mesh, rules = active
-    return jax.lax.with_sharding_constraint(x, sharding(mesh, rules, x.shape, axes))
+    return jax.lax.with_sharding_constraint(x, sharding(found.mesh, found.rules, x.shape, axes))
 
 
 def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axes) -> NamedSharding:

@@ -13,9 +13,9 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.data.budget import Budget
-from mmjax.data.index import LengthIndex
-from mmjax.data.pipeline import LoadedStep
+from mmjax.data.layout import RankLayout
+from mmjax.data.pipeline import LoadedStep, StepLoader
+from mmjax.data.placement import Shape
 from mmjax.models.model import Model, module_of
 from mmjax.training.console import count, say, table
 from mmjax.training.metrics import balance_scalars
@@ -31,16 +31,9 @@ def parameters_per_module(model: Model) -> dict[str, int]:
     return sizes
 
 
-def what_will_run(
-    config: Config,
-    model: Model,
-    mesh: jax.sharding.Mesh,
-    index: LengthIndex,
-    budget: Budget,
-    oversize: int,
-    first: LoadedStep,
-) -> None:
+def what_will_run(config: Config, model: Model, mesh: jax.sharding.Mesh, loader: StepLoader, first: LoadedStep) -> None:
     """Print parameters, mesh, budgets, shapes, tokens per step, steps per epoch and the first batch."""
+    index, budget, layout = loader.index, loader.budget, loader.layout
     modules = ("llm", *config.model.encoders)
     sizes = parameters_per_module(model)
     frozen = model.frozen
@@ -55,25 +48,42 @@ def what_will_run(
         f"data   {len(index):,} samples, about {count(tokens)} LLM tokens and {per_step:g} samples a step, "
         f"{math.ceil(len(index) / per_step)} steps an epoch; {config.training.steps} steps"
     )
-    if oversize:
+    if oversize := len(loader.planner.grouper.oversize):
         say(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
     for note in budget.notes:
         say(f"       {note}")
-    grouping = config.batch.grouping.kind
     say(
-        f"rows   of each module, grouping {grouping}, {config.batch.microbatches} microbatch(es), "
-        f"{len(budget.shapes)} shape(s)"
+        f"rows   of each module, grouping {config.batch.grouping.kind}, {config.batch.microbatches} microbatch(es), "
+        f"{len(layout.shapes)} shape(s)"
     )
+    fills = balance_scalars(first, modules, layout, loader.planner.placer.flops)
     lines = [("module", "rows", "lengths", "first batch", "fill")]
-    fills = balance_scalars(first, dict(zip(modules, budget.rows, strict=True)), 1)
     for k, module in enumerate(modules):
-        lengths = sorted({shape[k] for shape in budget.shapes})
+        lengths = sorted({shape.lengths[k] for shape in layout.shapes})
         array = _main_array(first.microbatches[0], module)
         shape = "x".join(map(str, array.shape))
-        lines.append(
-            (module, str(budget.rows[k]), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}")
-        )
+        rows = layout.topology.ranks * layout.rows[k]
+        lines.append((module, str(rows), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}"))
     say(*table(lines))
+    if layout.topology.ranks > 1:
+        say(*_ranks(config, layout))
+
+
+def _ranks(config: Config, layout: RankLayout) -> list[str]:
+    """How the rows are spread over ranks, and what may travel between them."""
+    topology, budget_rows = layout.topology, config.batch.rows
+    lines = [f"ranks  {topology.ranks} in nodes of {topology.ranks_per_node}, balance {config.batch.balance.kind}"]
+    for k, encoder in enumerate(config.model.encoders):
+        widths = sorted({shape.widths[k] for shape in layout.shapes})
+        if any(widths):
+            lines[0] += f"; {encoder} sends at most {'/'.join(map(str, widths))} tokens from a rank to another"
+    for k, module in enumerate(("llm", *config.model.encoders)):
+        if budget_rows[module] % topology.ranks:
+            lines.append(
+                f"       batch.rows.{module}={budget_rows[module]} does not divide by {topology.ranks} ranks: "
+                f"{topology.ranks * layout.rows[k]} rows are computed; a multiple of {topology.ranks} fills them better"
+            )
+    return lines
 
 
 def _main_array(batch: Microbatch, module: str) -> np.ndarray:
@@ -96,21 +106,25 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
     )
 
 
-def empty_like(shapes: Sequence[tuple[int, ...]], first: Microbatch) -> list[Microbatch]:
+def empty_like(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
     """An all-padding microbatch of every shape, for compiling ahead; `first` gives dtypes and rows."""
     return [_resized(first, shape) for shape in shapes]
 
 
-def _resized(batch: Microbatch, shape: tuple[int, ...]) -> Microbatch:
+def _resized(batch: Microbatch, shape: Shape) -> Microbatch:
     def resize(x: np.ndarray, length: int) -> np.ndarray:
         return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
 
-    text = jax.tree.map(lambda x: resize(x, shape[0]), batch.text)
+    text = jax.tree.map(lambda x: resize(x, shape.lengths[0]), batch.text._replace(send={}))
+    send = {
+        e: np.zeros((*s.shape[:2], width), s.dtype)
+        for (e, s), width in zip(batch.text.send.items(), shape.widths, strict=True)
+    }
     items = {
         e: jax.tree.map(lambda x, n=n: resize(x, n), b)
-        for (e, b), n in zip(batch.items.items(), shape[1:], strict=True)
+        for (e, b), n in zip(batch.items.items(), shape.lengths[1:], strict=True)
     }
-    return Microbatch(text, items)
+    return Microbatch(text._replace(send=send), items)
 
 
 def brief(scores: dict[str, float]) -> str:

@@ -1,13 +1,19 @@
-"""Which devices a run uses, and the check that a GPU in the machine is not left idle by a missing package."""
+"""Which devices a run uses, how they are neighbours, and that no GPU is left idle by a missing package."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
 import jax
+from jax.sharding import Mesh
 
+from mmjax.config import MeshConfig
+from mmjax.data.placement import Topology
 from mmjax.errors import UserError
+from mmjax.parallel import processes
+from mmjax.parallel.mesh import held_ranks, row_ranks
 
 INSTALL_CUDA = 'pip install -e ".[cuda13]"'
 
@@ -34,3 +40,16 @@ def choose_devices(
             "train on the CPU all the same)"
         )
     return devices
+
+
+def topology_of(mesh: Mesh, config: MeshConfig) -> Topology:
+    """The ranks of a mesh and which of them are on one host; encoder outputs travel among these.
+
+    Raises UserError where `mesh.ranks_per_node` does not divide the ranks.
+    """
+    ranks, mine = row_ranks(mesh), len(held_ranks(mesh))
+    given = config.ranks_per_node
+    if given < 0 or (given and ranks % given):
+        raise UserError(f"mesh.ranks_per_node={given}: choose a divisor of the {ranks} ranks, or 0 for those of a host")
+    per_node = math.gcd(ranks, mine * processes.per_host())
+    return Topology(ranks, given or per_node, per_node)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.data.embedded import decode
+from mmjax.data.placement import Topology
 from mmjax.data.prompts import PromptLoader, QuestionSource, read_answers
 from mmjax.data.sample import Sample, Text
 from mmjax.data.sources import open_sources
@@ -48,10 +49,16 @@ class Evaluator:
     """Asks a model the questions of sources. One program, compiled once for all of them."""
 
     def __init__(
-        self, model: Model, mesh: Mesh, rules: ShardingRules, sources: Mapping[str, QuestionSource], config: Config
+        self,
+        model: Model,
+        mesh: Mesh,
+        rules: ShardingRules,
+        sources: Mapping[str, QuestionSource],
+        config: Config,
+        topology: Topology,
     ) -> None:
         self.sources = dict(sources)
-        self._loader = PromptLoader(sources, config) if sources else None
+        self._loader = PromptLoader(sources, config, topology) if sources else None
         self._mesh = mesh
 
         def answers(params: Params, batch: Microbatch) -> jax.Array:

@@ -20,12 +20,11 @@ from mmjax.data.pipeline import LoadedStep, StepLoader, steps
 from mmjax.data.plan import PLANNER
 from mmjax.errors import UserError
 from mmjax.parallel import processes
-from mmjax.parallel.mesh import row_ranks
 from mmjax.training import announce
 from mmjax.training.checkpoint import Checkpoints, DataState, newest, read_saved, restore_parameters, steps_in
 from mmjax.training.console import ProgressLine, say
 from mmjax.training.evaluation import Evaluator, exact_match
-from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars
+from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars, exchange_scalars
 from mmjax.training.optimizer import Hyperparameters, hyperparameters
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
@@ -147,12 +146,10 @@ class Session:
     def compile(self, state: TrainState, first: int) -> Accumulated:
         """Say what will run, then compile every program ahead: gradients of each shape, update, saving, answering."""
         example = self.loader(first)
-        model, budget = self.executor.model, self.loader.budget
-        oversize = len(self.loader.planner.oversize)
-        announce.what_will_run(self.config, model, self.mesh, self.loader.index, budget, oversize, example)
+        announce.what_will_run(self.config, self.executor.model, self.mesh, self.loader, example)
         began = time.monotonic()
         accumulated = self.executor.zeros()
-        shapes = announce.empty_like(budget.shapes, example.microbatches[0])
+        shapes = announce.empty_like(self.loader.layout.shapes, example.microbatches[0])
         self.executor.compile(state, accumulated, shapes, self.hyperparameters(first))
         self.checkpoints.prepare()
         if self.evaluator.sources:
@@ -245,8 +242,8 @@ class Session:
         waited = min(ready.waited, seconds)
         self._times.append((seconds, waited))
         loss, weight = report.report.loss, report.report.weight
-        modules = ("llm", *self.config.model.encoders)
-        rows = dict(zip(modules, self.loader.budget.rows, strict=True))
+        modules, layout = ("llm", *self.config.model.encoders), self.loader.layout
+        token_bytes = self.config.model.llm.width * self.executor.model.dtype.itemsize
         tokens = dict(zip(("text", *modules[1:]), ready.loaded.tokens.tolist(), strict=True))
         hyper = self.hyperparameters(step)
         names = self.config.data.sources
@@ -255,7 +252,8 @@ class Session:
             **{f"loss/{n}": float(x / w) for n, x, w in zip(names, loss, weight, strict=True) if w > 0},
             "gradient_norm": float(report.gradient_norm),
             **{f"learning_rate/{group}": float(rate) for group, (rate, _) in hyper.rates.items()},
-            **balance_scalars(ready.loaded, rows, row_ranks(self.mesh)),
+            **balance_scalars(ready.loaded, modules, layout, self.loader.planner.placer.flops),
+            **exchange_scalars(ready.loaded, modules[1:], layout.topology, token_bytes),
             "samples": len(ready.loaded.samples),
             "samples/s": len(ready.loaded.samples) / seconds,
             "tokens/s": sum(tokens.values()) / seconds,
@@ -264,7 +262,7 @@ class Session:
             "programs_compiled": self.programs.requested - self._compiled_at_start,
             "seconds/step": seconds,
             "seconds/data_wait": waited,
-            "seconds/plan": float(ready.loaded.plan_seconds),
+            "plan_ms": 1e3 * float(ready.loaded.plan_seconds),
             "seconds/load": float(ready.loaded.load_seconds),
             "data_wait_share": waited / seconds,
         }

@@ -16,7 +16,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.batch import PADDING, Microbatch
+from mmjax.batch import Microbatch
+from mmjax.config import Exchange
 from mmjax.models.model import Model, merge
 from mmjax.parallel.mesh import held_ranks, replicated, row_ranks, rows_sharding
 from mmjax.parallel.sharding import ShardingRules, activations_on
@@ -46,7 +47,16 @@ class StepReport(NamedTuple):
 class Executor:
     """Runs a model on one mesh: init, gradient and update programs with explicit shardings."""
 
-    def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh, rules: ShardingRules, sources: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        rules: ShardingRules,
+        sources: int,
+        exchange: Exchange = "padded",
+    ) -> None:
+        self.exchange = exchange
         self.model, self.optimizer, self.mesh, self.rules, self.sources = model, optimizer, mesh, rules, sources
         self.frozen = frozenset(model.frozen)
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
@@ -88,13 +98,19 @@ class Executor:
         return Accumulated(gradients, LossReport(jnp.zeros(self.sources), jnp.zeros(self.sources)))
 
     def _accumulate(
-        self, trainable: Params, frozen: Params, accumulated: Accumulated, batch: Microbatch, total_weight: jax.Array
+        self,
+        trainable: Params,
+        frozen: Params,
+        accumulated: Accumulated,
+        batch: Microbatch,
+        total_weight: jax.Array,
+        noise: jax.Array | None = None,
     ) -> Accumulated:
         def loss(trainable: Params) -> tuple[jax.Array, LossReport]:
-            logits = self.model.logits(merge(trainable, frozen), batch)
+            logits = self.model.logits(merge(trainable, frozen), batch, noise)
             return step_loss(logits, batch.text, total_weight, self.sources)
 
-        with activations_on(self.mesh, self.rules):
+        with activations_on(self.mesh, self.rules, self.exchange):
             gradients, report = jax.grad(loss, has_aux=True)(trainable)
         return jax.tree.map(jnp.add, accumulated, Accumulated(gradients, report))
 
@@ -136,17 +152,21 @@ class Executor:
         hyper: Hyperparameters,
         digest: int = 0,
         needed_flops: float = 0.0,
+        noise: np.ndarray | None = None,
     ) -> tuple[TrainState, Accumulated, StepReport]:
         """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
 
-        digest: of the step's plan. needed_flops: of this process's rows. Nothing is updated, and the step does not
-        count, where processes differ in the digest or where no token of the step has a loss weight.
+        digest: of the step's plan. needed_flops: of this process's rows. noise: uint32 (seed, step) of dropout; without
+        it nothing is dropped. Nothing is updated, and the step does not count, where processes differ in the digest or
+        where no token of the step has a loss weight.
         """
         weight = np.float32(0)
         for batch in batches:
             weight = self.weigh(weight, batch.text.weight)
         for batch in batches:
-            accumulated = self.accumulate(state.trainable, state.frozen, accumulated, batch, weight)
+            accumulated = self.accumulate(
+                state.trainable, state.frozen, accumulated, batch, weight, noise if self.model.drops else None
+            )
         return self.update(state, accumulated, hyper, weight, *self.said(digest, needed_flops))
 
     def said(self, digest: int, needed_flops: float) -> tuple[jax.Array, jax.Array]:
@@ -161,33 +181,17 @@ class Executor:
     def compile(
         self, state: TrainState, accumulated: Accumulated, batches: Sequence[Microbatch], hyper: Hyperparameters
     ) -> None:
-        """Compile the gradient program of each batch's shape and the update ahead of the first step."""
+        """Compile the gradient program of each batch's shape and the update ahead of the first step, for training."""
+        # A model that drops nothing takes no noise: there is then one program, whether a step is given any or not.
+        noise = np.zeros(2, np.uint32) if self.model.drops else None
         for batch in batches:
             put = self.put(batch)
             weight = self.weigh(self.weigh(np.float32(0), put.text.weight), put.text.weight)
-            self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight).compile()
+            self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight, noise).compile()
         self.update.lower(state, accumulated, hyper, weight, *self.said(0, 0.0)).compile()
 
 
-def pad_rows(batch: Microbatch, multiple: int) -> Microbatch:
-    """Append empty rows until every module's rows divide by `multiple`."""
-
-    def fill(name: str) -> int:
-        return PADDING if name in ("sample", "source", "slots", "item") else 0
-
-    def pad(x: np.ndarray, value: int) -> np.ndarray:
-        missing = -len(x) % multiple
-        return x if not missing else np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
-
-    text = batch.text
-    padded = {f: pad(getattr(text, f), fill(f)) for f in text._fields if f != "slots"}
-    slots = {e: pad(s, PADDING) for e, s in text.slots.items()}
-    items = {e: type(b)(**{f: pad(getattr(b, f), fill(f)) for f in b._fields}) for e, b in batch.items.items()}
-    return Microbatch(type(text)(**padded, slots=slots), items)
-
-
 def put_rows(batch: Microbatch, mesh: Mesh) -> Microbatch:
-    """A microbatch that every process has whole, on the devices of `mesh`, rows spread over its ranks."""
+    """A microbatch that every process has whole, made for the ranks of `mesh`, on its devices."""
     layout = rows_sharding(mesh)
-    put = lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__)  # noqa: E731
-    return jax.tree.map(put, pad_rows(batch, row_ranks(mesh)))
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__), batch)

@@ -3,9 +3,11 @@ from itertools import combinations_with_replacement, product
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from synthetic import corpus
 
-from mmjax.balance.place import place
+from mmjax.balance.place import to_rows
 from mmjax.balance.shapes import assign, choose_shapes
 
 
@@ -18,7 +20,13 @@ def cost_of_steps(needs: np.ndarray, shapes: np.ndarray, cost: np.ndarray) -> fl
 def steps_of_24(seed: int, steps: int = 300, wide: bool = False) -> np.ndarray:
     parts = corpus(24 * steps, seed, wide)
     rows = np.array([8, 2, 3])
-    return np.array([place(parts, np.arange(24 * i, 24 * i + 24), rows).need for i in range(steps)])
+    step = np.repeat(np.arange(steps), 24)[parts.sample()]
+    one = np.zeros(len(step), np.int64)
+    return np.array([to_rows(parts.module[of], parts.length[of], one[of], rows)[1] for of in each(step, steps)])
+
+
+def each(step: np.ndarray, steps: int) -> list[np.ndarray]:
+    return [np.flatnonzero(step == i) for i in range(steps)]
 
 
 COST = np.array([8.0, 1.0, 1.0])
@@ -73,8 +81,38 @@ def test_a_step_is_assigned_the_cheapest_shape_that_holds_it():
     assert assign(shapes[-1] + np.array([0, 1, 0]), shapes) == -1
 
 
-def test_equal_needs_make_one_shape_and_a_module_without_use_one_unit():
-    assert choose_shapes(np.array([[9, 0], [10, 0]]), np.ones(2), 8, alignment=8).tolist() == [[16, 8]]
+def test_equal_needs_make_one_shape_and_what_nobody_needs_stays_zero():
+    assert choose_shapes(np.array([[9, 0], [10, 0]]), np.ones(2), 8, alignment=8).tolist() == [[16, 0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    needs=st.lists(st.tuples(*[st.integers(0, 60)] * 3), min_size=1, max_size=25),
+    alignment=st.tuples(*[st.integers(1, 16)] * 3),
+    limit=st.integers(1, 4),
+    worth=st.sampled_from([0.0, 0.02, 0.3]),
+)
+def test_each_length_is_a_multiple_of_its_own_alignment_and_no_longer_than_somebody_needs(
+    needs, alignment, limit, worth
+):
+    needs, alignment = np.array(needs), np.array(alignment)
+    shapes = choose_shapes(needs, COST, limit, alignment, worth)
+    assert 1 <= len(shapes) <= limit
+    assert np.all(shapes % alignment == 0)
+    assert np.array_equal(shapes[-1], -(-needs.max(0) // alignment) * alignment)
+    aligned = -(-needs // alignment) * alignment
+    assert all(set(column.tolist()) <= set(of.tolist()) for column, of in zip(shapes.T, aligned.T, strict=True))
+    assert np.array_equal(shapes, choose_shapes(needs, COST, limit, alignment, worth))
+
+
+@pytest.mark.parametrize("worth", [0.002, 0.02, 0.1])
+def test_only_as_many_shapes_are_chosen_as_are_worth_it(worth):
+    needs = steps_of_24(3, wide=True)
+    every = [choose_shapes(needs, COST, limit) for limit in range(1, 9)]
+    cost = [cost_of_steps(needs, shapes, COST) for shapes in every]
+    chosen = choose_shapes(needs, COST, 8, worth=worth)
+    number = next(k for k, c in enumerate(cost) if c <= (1 + worth) * min(cost))
+    assert np.array_equal(chosen, every[number])
 
 
 def test_more_needs_than_can_be_compared_in_pairs_are_still_covered_and_quick():

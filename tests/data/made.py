@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from mmjax.balance.parts import Parts
 from mmjax.config import (
     AudioConfig,
     BatchConfig,
@@ -22,12 +24,16 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.budget import make_budget
+from mmjax.data import layout
 from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.pipeline import StepLoader
+from mmjax.data.placement import MicrobatchPlan, Shape, Topology
+from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Item, Sample, Text
 
 VOCAB = 50
+ONE_RANK = Topology()
+DRY_RUN_STEPS = 16  # enough to find shapes by, and quick
 VISION = VisionConfig(1, 16, 2, 16, patch=2, channels=1, connector=ConnectorConfig(merge=2))  # 4 x 4 pixels a token
 AUDIO = AudioConfig(1, 16, 2, 16, mels=3, sample_rate=1000, window=8, hop=4, connector=ConnectorConfig(merge=3))
 
@@ -123,14 +129,21 @@ def config(items: str = "causal", **changes: Any) -> Config:
     )
 
 
-def load(source: Made, folder: Path, rank: int = 0, of: int = 1, **changes: Any) -> StepLoader:
+def load(
+    source: Made,
+    folder: Path,
+    topology: Topology = ONE_RANK,
+    ranks: range | None = None,
+    **changes: Any,
+) -> StepLoader:
     """A loader of one source that was opened already, so that it can be asked what was read."""
     made = config(**changes)
     index = index_of(source, made)
     index.save(folder / "index")
-    loader = StepLoader(
-        made, make_budget(index, made, [1.0]), folder / "index", folder, range(rank, rank + 1), of, rank == 0
-    )
+    ranks = range(topology.ranks) if ranks is None else ranks
+    with mock.patch.object(layout, "DRY_RUN_STEPS", DRY_RUN_STEPS):
+        planner, laid_out = make_planner(index, made, [1.0], topology)
+    loader = StepLoader(made, planner.grouper.budget, laid_out, folder / "index", folder, ranks, ranks.start == 0)
     loader.__dict__["sources"] = {"made": source}  # where the loader keeps what it opened
     source.read.clear(), source.opened.clear()
     return loader
@@ -139,3 +152,16 @@ def load(source: Made, folder: Path, rank: int = 0, of: int = 1, **changes: Any)
 def index_of(source: Made, made: Config) -> LengthIndex:
     """Its length index."""
     return build_index({"made": source}, made.model.encoders)
+
+
+def plan_of(parts: Parts, row: np.ndarray, lengths: tuple[int, ...], samples: np.ndarray) -> MicrobatchPlan:
+    """One rank's plan by hand: parts one after the other in these rows, of which there are as many as they name."""
+    rows = tuple(int(row[parts.module == k].max(initial=0)) + 1 for k in range(len(lengths)))
+    offset = np.zeros(len(row), np.int64)
+    for place in set(zip(parts.module.tolist(), row.tolist(), strict=True)):
+        at = (parts.module == place[0]) & (row == place[1])
+        offset[at] = np.cumsum(parts.length[at]) - parts.length[at]
+    before = parts.totals(len(lengths)).sum(0)[:, None]
+    shape = Shape(lengths, (0,) * (len(lengths) - 1))
+    placed = (parts.module, row, offset, parts.length)
+    return MicrobatchPlan(samples, parts.sample_start, *placed, shape, rows, Topology(), before)

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made import AUDIO, VISION, VOCAB, Made, clip, config, image, index_of, load, random_samples, text
+from made import AUDIO, VISION, VOCAB, Made, clip, config, image, index_of, load, plan_of, random_samples, text
+from planned import BALANCE_KINDS, BALANCES
 
-from mmjax.batch import Microbatch, TextBatch
+from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoGrouping, Samples
 from mmjax.data.media import prepare
 from mmjax.data.packing import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_ENCODERS, Layout, pack_microbatch
 from mmjax.data.pipeline import reader_of
-from mmjax.data.plan import MicrobatchPlan
+from mmjax.data.placement import MicrobatchPlan, Topology
 from mmjax.data.sample import Facts, Item, Text
 from mmjax.errors import UserError
 
@@ -73,7 +74,7 @@ def may_see(items: str, query: dict[str, Any], key: dict[str, Any], later: bool)
 def steps_of(source: Made, items: str, folder, **changes: Any) -> list[tuple[MicrobatchPlan, Microbatch]]:
     loader = load(source, folder, items=items, **changes)
     plans = [m for step in range(8) for m in loader.plan(step).microbatches]
-    return [(m, pack_microbatch(m, loader.layout, loader.reader)) for m in plans]
+    return [(m, pack_microbatch(m, loader.arrays, loader.reader)) for m in plans]
 
 
 @pytest.mark.parametrize("items", ["causal", "bidirectional", "isolated"])
@@ -107,7 +108,7 @@ def test_every_token_stands_as_the_slow_reference_says(items, tmp_path):
         assert not text.weight[~used].any()
         assert all(np.all(slots[~used] == -1) for slots in text.slots.values())
         assert all(text.pos[row].tolist() == list(range(used.shape[1])) for row in range(len(used)))
-        assert all(a.dtype == np.int32 for name, a in text._asdict().items() if name not in ("weight", "slots"))
+        assert all(a.dtype == np.int32 for name, a in text._asdict().items() if name not in ("weight", "slots", "send"))
     assert samples_in_a_row >= 3
 
 
@@ -151,7 +152,7 @@ def test_slots_lead_every_item_token_to_its_patches_or_frames(tmp_path):
 
 def test_a_microbatch_without_samples_is_all_padding(tmp_path):
     loader = load(random_samples(20, seed=5), tmp_path, grouping=NoGrouping(), size=Samples(2), microbatches=8)
-    batches = [pack_microbatch(m, loader.layout, loader.reader) for m in loader.plan(0).microbatches]
+    batches = [pack_microbatch(m, loader.arrays, loader.reader) for m in loader.plan(0).microbatches]
     assert len(batches) == 8
     empty = [b for b in batches if np.all(b.text.sample == -1)]
     assert len(empty) == 6
@@ -161,24 +162,28 @@ def test_a_microbatch_without_samples_is_all_padding(tmp_path):
         assert all(np.all(slots == -1) for slots in batch.text.slots.values())
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_processes_hold_the_rows_of_one_process_between_them(processes, tmp_path):
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("topology", [Topology(4, 4, 4), Topology(4, 2, 2)], ids=["4", "4-by-2"])
+@pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
+def test_processes_hold_the_rows_of_one_process_between_them(processes, topology, balance, tmp_path):
     source = random_samples(40, seed=4)
-    loader = load(source, tmp_path)
-    plan = loader.plan(0).microbatches[0]
-    whole = pack_microbatch(plan, loader.layout, loader.reader, range(processes), processes)
-    ranks = [range(p, p + 1) for p in range(processes)]
-    shares = [pack_microbatch(plan, loader.layout, loader.reader, r, processes) for r in ranks]
-    for field in TextBatch._fields:
-        if field != "slots":
-            joined = np.concatenate([getattr(s.text, field) for s in shares])
-            np.testing.assert_array_equal(joined, getattr(whole.text, field), err_msg=field)
-    for encoder in ENCODERS:
-        slots = np.concatenate([s.text.slots[encoder] for s in shares])
-        np.testing.assert_array_equal(slots, whole.text.slots[encoder])
-        for field in ("values", "item", "coordinates"):
-            joined = np.concatenate([getattr(s.items[encoder], field) for s in shares])
-            np.testing.assert_array_equal(joined, getattr(whole.items[encoder], field))
+    loader = load(source, tmp_path, topology, balance=balance, grouping=NoGrouping(chunk_steps=8), size=Samples(12))
+    each = topology.ranks // processes
+    for plan in (m for step in range(3) for m in loader.plan(step).microbatches):
+        whole = pack_microbatch(plan, loader.arrays, loader.reader)
+        ranks = [range(p * each, (p + 1) * each) for p in range(processes)]
+        shares = [pack_microbatch(plan, loader.arrays, loader.reader, r) for r in ranks]
+        for field in TextBatch._fields:
+            if field not in ("slots", "send"):
+                joined = np.concatenate([getattr(s.text, field) for s in shares])
+                np.testing.assert_array_equal(joined, getattr(whole.text, field), err_msg=field)
+        for encoder in ENCODERS:
+            for tables in ("slots", "send"):
+                joined = np.concatenate([getattr(s.text, tables)[encoder] for s in shares])
+                np.testing.assert_array_equal(joined, getattr(whole.text, tables)[encoder])
+            for field in ItemBatch._fields:
+                joined = np.concatenate([getattr(s.items[encoder], field) for s in shares])
+                np.testing.assert_array_equal(joined, getattr(whole.items[encoder], field), err_msg=field)
 
 
 # ----------------------------------------------------------------------------------------------------- wrong samples
@@ -189,14 +194,9 @@ def packed(source: Made, honest: Made | None = None) -> Microbatch:
     made = config()
     index = index_of(source if honest is None else honest, made)
     parts = index.parts()
-    offset = np.zeros(len(parts.module), np.int64)
-    for module in range(3):
-        at = parts.module == module
-        offset[at] = np.cumsum(parts.length[at]) - parts.length[at]
-    shape = tuple(np.maximum(np.bincount(parts.module, parts.length, 3), 12).astype(int) // 12 * 12 + 12)
-    row = np.zeros(len(offset), np.int32)
-    plan = MicrobatchPlan(np.arange(len(index)), parts.sample_start, parts.module, row, offset, parts.length, shape)
-    return pack_microbatch(plan, Layout.of(made.model, (1, 1, 1)), reader_of({"made": source}, index))
+    lengths = tuple((np.maximum(parts.totals(3).sum(0), 12) // 12 * 12 + 12).tolist())
+    plan = plan_of(parts, np.zeros(len(parts.module), np.int32), lengths, np.arange(len(index)))
+    return pack_microbatch(plan, Layout.of(made.model), reader_of({"made": source}, index))
 
 
 RNG = np.random.default_rng(0)
@@ -282,9 +282,9 @@ def test_as_many_branches_as_the_mask_tells_apart_can_be_packed():
 def test_more_encoders_than_the_mask_tells_apart_are_refused():
     made = config()
     encoders = {f"eye{k}": VISION for k in range(MAX_ENCODERS + 1)}
-    Layout.of(replace(made.model, encoders=dict(list(encoders.items())[1:])), (1,))
+    Layout.of(replace(made.model, encoders=dict(list(encoders.items())[1:])))
     with pytest.raises(UserError, match=r"model.encoders has 12"):
-        Layout.of(replace(made.model, encoders=encoders), (1,))
+        Layout.of(replace(made.model, encoders=encoders))
 
 
 def test_an_empty_text_between_two_others_changes_nothing():

@@ -14,15 +14,16 @@ import jax
 import numpy as np
 import pytest
 from made import config, index_of, load, random_samples
+from planned import BALANCE_KINDS, BALANCES
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import NoGrouping, Samples
+from mmjax.config import NoBalance, NoGrouping, PostBalance, Samples
 from mmjax.config_files import default_config
 from mmjax.config_files import load as load_config
-from mmjax.data.budget import make_budget
 from mmjax.data.index import cached_index
-from mmjax.data.packing import rows_of
 from mmjax.data.pipeline import LoadedStep, LoadingFailed, StepLoader, steps
+from mmjax.data.placement import Topology
+from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError
 
@@ -68,7 +69,8 @@ def run_folder(folder: Path, **fault) -> StepLoader:
     opened = open_sources(made, "train", folder)["made"]
     index = index_of(opened, made)
     index.save(folder / "index")
-    return StepLoader(made, make_budget(index, made, [1.0]), folder / "index", folder)
+    planner, layout = make_planner(index, made, [1.0])
+    return StepLoader(made, planner.grouper.budget, layout, folder / "index", folder)
 
 
 def assert_same(a: LoadedStep, b: LoadedStep) -> None:
@@ -105,20 +107,23 @@ def test_nothing_decoded_is_kept(tmp_path):
     assert Counter(source.opened) == dict.fromkeys(once, 2)
 
 
-def test_each_of_two_processes_opens_only_what_its_own_rows_hold(tmp_path):
+@pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
+def test_each_of_two_processes_opens_only_what_its_own_rows_hold(balance, tmp_path):
     sources = [random_samples(60, seed=0) for _ in range(2)]
-    loaders = [load(source, tmp_path / str(p), p, 2) for p, source in enumerate(sources)]
+    two = Topology(2, 2, 2)
+    loaders = [
+        load(source, tmp_path / str(p), two, range(p, p + 1), balance=balance) for p, source in enumerate(sources)
+    ]
     whole = random_samples(60, seed=0)
-    alone = load(whole, tmp_path / "alone")
+    alone = load(whole, tmp_path / "alone", two, balance=balance)
     for step in range(8):
         loaded = [loader(step) for loader in loaders]
         assert {int(x.digest) for x in loaded} == {int(alone(step).digest)}
         (plan,) = loaders[0].plan(step).microbatches
-        sample = np.repeat(plan.samples, np.diff(plan.part_start))
-        number = np.arange(len(sample)) - np.repeat(plan.part_start[:-1], np.diff(plan.part_start)) - 1
+        sample, number, rank = plan.samples[plan.sample_of()], np.arange(len(plan.row)), plan.rank()
+        number = number - plan.part_start[plan.sample_of()] - 1
         for process, source in enumerate(sources):
-            shares = [rows_of(rows, range(process, process + 1), 2) for rows in loaders[0].budget.rows]
-            own = np.array([row in shares[m] for m, row in zip(plan.module, plan.row, strict=True)])
+            own = rank == process
             assert sorted(source.read) == sorted(sample[own & (plan.module == 0)].tolist())
             items = own & (plan.module > 0)
             assert sorted(source.opened) == sorted(zip(sample[items].tolist(), number[items].tolist(), strict=True))
@@ -126,15 +131,6 @@ def test_each_of_two_processes_opens_only_what_its_own_rows_hold(tmp_path):
         assert sorted(sources[0].read + sources[1].read) == sorted(whole.read)
         for source in (*sources, whole):
             source.read.clear(), source.opened.clear()
-
-
-def test_ranks_hold_as_many_rows_each_and_all_of_them_in_order():
-    for rows in range(1, 9):
-        for of in range(1, 6):
-            shares = [rows_of(rows, range(r, r + 1), of) for r in range(of)]
-            assert [r for share in shares for r in share][:rows] == list(range(rows))
-            assert {len(share) for share in shares} == {-(-rows // of)}
-            assert rows_of(rows, range(of), of) == range(of * -(-rows // of))
 
 
 # --------------------------------------------------------------------------------------------------- what a loader is
@@ -164,43 +160,78 @@ def test_a_loaded_step_tells_what_all_rows_hold_whichever_of_them_are_loaded(tmp
     changes = {"microbatches": 2, "size": Samples(12)}
     whole = load(random_samples(60, seed=0), tmp_path / "whole", **changes)(0)
     assert whole.needed_flops > 0
-    arrays = [(b.text.sample, *(items.item for items in b.items.values())) for b in whole.microbatches]
-    for m, modules in enumerate(arrays):
-        assert [x.shape[1] for x in modules] == whole.lengths[m].tolist()
-        for x, useful in zip(modules, whole.useful[m], strict=True):
-            assert (x >= 0).sum(1).tolist() == useful[: len(x)].tolist()
-            assert not useful[len(x) :].any()
+    assert_work_is_what_the_arrays_hold(whole)
     slots = [sum((b.text.slots[e] >= 0).sum() for b in whole.microbatches) for e in ("vision", "audio")]
     together = sum((b.text.sample >= 0).sum() for b in whole.microbatches)
     assert whole.tokens.tolist() == [together - sum(slots), *slots]
 
-    half = load(random_samples(60, seed=0), tmp_path / "half", 1, 2, **changes)(0)
-    assert half.tokens.tolist() == whole.tokens.tolist()
-    for m in range(2):
-        np.testing.assert_array_equal(half.useful[m], whole.useful[m])
+    two = Topology(2, 2, 2)
+    both = load(random_samples(60, seed=0), tmp_path / "both", two, **changes)(0)
+    half = load(random_samples(60, seed=0), tmp_path / "half", two, range(1, 2), **changes)(0)
+    assert_work_is_what_the_arrays_hold(both)
+    assert half.tokens.tolist() == both.tokens.tolist() == whole.tokens.tolist()
+    for a, b in zip(half.work, both.work, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def assert_work_is_what_the_arrays_hold(loaded: LoadedStep) -> None:
+    """Of a step of which all rows were loaded."""
+    for work, batch in zip(loaded.work, loaded.microbatches, strict=True):
+        arrays = (batch.text.sample, *(items.item for items in batch.items.values()))
+        assert [x.shape[1] for x in arrays] == work.lengths.tolist()
+        for x, useful in zip(arrays, work.useful, strict=True):
+            assert (x >= 0).sum(1).tolist() == useful[: len(x)].tolist()
+            assert not useful[len(x) :].any()
+        # With what aligns items: positions that have an owner.
+        owners = (batch.text.owner, *(items.owner for items in batch.items.values()))
+        ranks = work.balanced.shape[1]
+        for x, balanced, unbalanced in zip(owners, work.balanced, work.unbalanced, strict=True):
+            assert (x.reshape(ranks, -1) >= 0).sum(1).tolist() == balanced.tolist()
+            assert balanced.sum() == unbalanced.sum()
+        sends = batch.text.send.values()
+        assert [send.shape[2] for send in sends] == work.widths.tolist()
+        assert [(send >= 0).sum() for send in sends] == work.moved.tolist()
+
+
+@pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
+def test_the_work_of_every_rank_is_told_as_the_arrays_show_it(balance, tmp_path):
+    changes = {"grouping": NoGrouping(chunk_steps=8), "size": Samples(16), "balance": balance}
+    loader = load(random_samples(60, seed=0), tmp_path, Topology(4, 2, 2), **changes)
+    for step in range(4):
+        assert_work_is_what_the_arrays_hold(loader(step))
+
+
+def test_chunks_of_one_balance_are_known_to_all(tmp_path):
+    source = random_samples(60, seed=0)
+    first = load(source, tmp_path, balance=PostBalance())
+    first.plan(100)
+    other = load(source, tmp_path, Topology(2, 2, 2), balance=NoBalance())
+    assert other.planner.grouper.first_steps == first.planner.grouper.first_steps != [0]
 
 
 def test_where_chunks_start_is_kept_for_those_who_come_later(tmp_path):
     first = run_folder(tmp_path)
     digest = first.plan(100).digest()
     later = pickle.loads(pickle.dumps(first))
-    assert later.planner.first_steps == first.planner.first_steps
-    assert len(later.planner.first_steps) > 10
+    assert later.planner.grouper.first_steps == first.planner.grouper.first_steps
+    assert len(later.planner.grouper.first_steps) > 10
     assert later.plan(100).digest() == digest
-    assert later.planner._chunk.cache_info().misses == 1
-    other = StepLoader(config(microbatches=2), first.budget, first.index_folder, tmp_path)
-    assert other.planner.first_steps == [0]
+    assert later.planner.grouper._chunk.cache_info().misses == 1
+    other = StepLoader(config(microbatches=2), first.budget, first.layout, first.index_folder, tmp_path)
+    assert other.planner.grouper.first_steps == [0]
 
 
 def test_only_one_process_keeps_where_chunks_start(tmp_path):
-    load(random_samples(60, seed=0), tmp_path, 1, 2).plan(100)
+    load(random_samples(60, seed=0), tmp_path, Topology(2, 2, 2), range(1, 2)).plan(100)
     assert not list((tmp_path / "index").glob("chunks-*"))
 
 
 def test_loading_a_step_of_the_default_config_takes_less_than_25_ms_of_one_core(tmp_path):
     made = load_config(default_config(), ["data.sources.embedded.samples=2000"])
     index, folder = cached_index(open_sources(made, "train", tmp_path), made.model.encoders, tmp_path)
-    loader = StepLoader(made, make_budget(index, made, [1.0]), folder, tmp_path)
+    planner, layout = make_planner(index, made, [1.0])
+    loader = StepLoader(made, planner.grouper.budget, layout, folder, tmp_path)
     loader(0)
     began = time.process_time()
     for step in range(1, 21):

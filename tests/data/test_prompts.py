@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made import config, image
+from made import config, image, plan_of
 
 from mmjax.config import EmbeddedSource
 from mmjax.config_files import default_config, load
@@ -14,7 +14,6 @@ from mmjax.data.embedded import EmbeddedDataset, Question, encode
 from mmjax.data.index import build_index
 from mmjax.data.packing import Layout, pack_microbatch
 from mmjax.data.pipeline import reader_of
-from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.prompts import PROMPTS_PER_BATCH, PromptLoader, Prompts, read_answers
 from mmjax.data.sample import Facts, Item, Sample, Text
 from mmjax.errors import UserError
@@ -74,14 +73,8 @@ def alone(source: EmbeddedDataset | Prompts, sample: int):
     """One sample in a microbatch of its own."""
     index = build_index({"it": source}, CONFIG.model.encoders)
     parts = index.parts(np.array([sample]))
-    offset = np.zeros(len(parts.module), np.int64)
-    for module in range(3):
-        at = parts.module == module
-        offset[at] = np.cumsum(parts.length[at]) - parts.length[at]
-    row = np.zeros(len(offset), np.int32)
-    shape = (256, 512, 512)
-    plan = MicrobatchPlan(np.array([sample]), parts.sample_start, parts.module, row, offset, parts.length, shape)
-    return pack_microbatch(plan, Layout.of(CONFIG.model, (1, 1, 1)), reader_of({"it": source}, index))
+    plan = plan_of(parts, np.zeros(len(parts.module), np.int32), (256, 512, 512), np.array([sample]))
+    return pack_microbatch(plan, Layout.of(CONFIG.model), reader_of({"it": source}, index))
 
 
 def test_a_prompt_is_packed_as_its_sample_is_in_training_up_to_the_answer():

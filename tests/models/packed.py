@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -104,14 +105,20 @@ def positions(segment, merge=2):
     return np.array(values), np.array(valid), np.array(coordinates)
 
 
-def pack(rows, lengths, items="causal", encoders=("vision", "audio"), merge=2):
-    """A microbatch of rows of samples. `lengths`: of a row of the LLM and of each encoder, with as many rows."""
-    taken = {name: _pack_items(name, rows, lengths[name], merge) for name in encoders}
+def pack(rows, lengths, items="causal", encoders=("vision", "audio"), merge=2, owners=None):
+    """A microbatch of rows of samples. `lengths`: of a row of the LLM and of each encoder, with as many rows.
+
+    `owners`: the samples' ids, in rows as they are; by default they are counted.
+    """
+    count = itertools.count()
+    owners = [[next(count) for _ in row] for row in rows] if owners is None else owners
+    taken = {name: _pack_items(name, rows, owners, lengths[name], merge) for name in encoders}
     slot = {name: iter(slots) for name, (_, slots) in taken.items()}
     shape = (len(rows), lengths["llm"])
-    field = {name: np.zeros(shape, np.int32) for name in TextBatch._fields if name not in ("slots", "weight")}
+    field = {name: np.zeros(shape, np.int32) for name in TextBatch._fields if name not in ("slots", "send", "weight")}
     field["sample"] -= 1
     field["source"] -= 1
+    field["owner"] -= 1
     weight = np.zeros(shape, np.float32)
     slots = {name: np.full(shape, -1, np.int32) for name in encoders}
     for r, row in enumerate(rows):
@@ -135,11 +142,13 @@ def pack(rows, lengths, items="causal", encoders=("vision", "audio"), merge=2):
                 field["sees"][r, here] = 0 if items == "isolated" and not text else 7
                 field["span"][r, here] = 0 if text or items == "causal" else span
                 t += size
-            field["position"][r, start:t] = np.arange(t - start)
+            field["position"][r, start:t] = field["offset"][r, start:t] = np.arange(t - start)
+            field["owner"][r, start:t] = owners[r][number]
         assert t <= shape[1], f"row {r} needs {t} tokens"
         field["pos"][r] = np.arange(shape[1])
     text = TextBatch(**{k: jnp.asarray(v) for k, v in field.items()}, weight=jnp.asarray(weight),
-                     slots={k: jnp.asarray(v) for k, v in slots.items()})  # fmt: skip
+                     slots={k: jnp.asarray(v) for k, v in slots.items()},
+                     send={k: jnp.zeros((1, 1, 0), jnp.int32) for k in slots})  # fmt: skip
     return Microbatch(text, {name: batch for name, (batch, _) in taken.items()})
 
 
@@ -147,33 +156,39 @@ def _group(kind, merge):
     return merge**2 if kind == "vision" else 2 * merge
 
 
-def _pack_items(name, rows, length, merge):
+def _pack_items(name, rows, owners, length, merge):
     """The items of one encoder in order, in rows of `length`, and for each the flat indices of its merged tokens."""
-    packed, slots, used = [], [], length
     width = 12 if name == "vision" else 5
-    for segment in (s for row in rows for sample in row for s in sample if s.kind == name):
-        values, valid, coordinates = positions(segment, merge)
-        if used + len(values) > length:
-            packed.append((np.zeros((length, width), np.float32), np.full(length, -1), np.zeros((length, 3), int)))
-            used, count = 0, 0
-        here = slice(used, used + len(values))
-        packed[-1][0][here], packed[-1][2][here] = values, coordinates
-        packed[-1][1][here] = np.where(valid, count, -1)
-        group = _group(name, merge)
-        first = ((len(packed) - 1) * length + used) // group
-        slots.append(np.arange(first, first + len(values) // group))
-        used, count = used + len(values), count + 1
+    ids = [np.full(length, -1) for _ in range(3)]
+    empty = (np.zeros((length, width), np.float32), *ids, np.zeros((length, 3), int))
+    packed, slots, used = [], [], length
+    for sample, owner in zip(itertools.chain(*rows), itertools.chain(*owners), strict=True):
+        before = 0
+        for segment in (s for s in sample if s.kind == name):
+            values, valid, coordinates = positions(segment, merge)
+            if used + len(values) > length:
+                packed.append(tuple(x.copy() for x in empty))
+                used, count = 0, 0
+            here = slice(used, used + len(values))
+            item = np.where(valid, count, -1)
+            offset = before + np.arange(len(values))
+            for array, content in zip(packed[-1], (values, item, owner, offset, coordinates), strict=True):
+                array[here] = content
+            group = _group(name, merge)
+            first = ((len(packed) - 1) * length + used) // group
+            slots.append(np.arange(first, first + len(values) // group))
+            used, count, before = used + len(values), count + 1, before + len(values)
     assert len(packed) <= len(rows), f"{name} needs {len(packed)} rows of {length}"
-    while len(packed) < len(rows):
-        packed.append((np.zeros((length, width), np.float32), np.full(length, -1), np.zeros((length, 3), int)))
-    values, item, coordinates = (np.stack(x) for x in zip(*packed, strict=True))
-    batch = ItemBatch(jnp.asarray(values), jnp.asarray(item, jnp.int32), jnp.asarray(coordinates, jnp.int32))
+    packed += [empty] * (len(rows) - len(packed))
+    values, item, owner, offset, coordinates = (jnp.asarray(np.stack(x)) for x in zip(*packed, strict=True))
+    ints = (x.astype(jnp.int32) for x in (item, coordinates, owner, offset))
+    batch = ItemBatch(values, *ints)
     return batch, slots
 
 
-def token_losses(model, params, microbatch):
+def token_losses(model, params, microbatch, noise=None):
     """Weighted cross-entropy per token [R, T]."""
-    return losses_of_logits(model.logits(params, microbatch), microbatch.text)
+    return losses_of_logits(model.logits(params, microbatch, noise), microbatch.text)
 
 
 def losses_of_logits(logits, text):

@@ -87,6 +87,33 @@ def test_another_plan_compiles_nothing():
     assert program._cache_size() == 1
 
 
+@pytest.mark.parametrize("peers", [RANKS, 4, 1])
+def test_ranks_that_are_all_on_one_device_exchange_the_same(peers):
+    for chunk, share in ((CHUNK, 1.0), (0, 0.0)):
+        moved = some_rearrangement(3, peers, share)
+        send, gather = tables_of(moved, chunk, peers)
+        np.testing.assert_array_equal(dispatch(TOKENS, send, gather, None), moved_by_hand(moved, TOKENS))
+
+
+def test_a_ragged_exchange_is_compiled_for_gpus_with_the_sizes_that_the_tables_hold():
+    """A CPU cannot run it: what XLA is given is read, forward and backward."""
+    arrays = (TOKENS, *tables_of(some_rearrangement(0, 4), CHUNK, 4))
+    put = jax.device_put(arrays, rows_sharding(MESH))
+    program = jax.jit(jax.grad(lambda x, s, g: (dispatch(x, s, g, MESH, "ragged") ** 2).sum()))
+    text = program.trace(*put).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @ragged_all_to_all") == 2
+    assert f"tensor<{4 * CHUNK}x{HIDDEN}xf32>" in text  # all chunks, one after the other
+    sizes = [line for line in text.splitlines() if '"stablehlo.all_to_all"' in line]
+    assert sizes
+    assert all("xi32>" in line for line in sizes)  # only counts travel padded
+
+
+def test_a_mesh_of_another_number_of_ranks_is_refused():
+    send, gather = np.zeros((4, 4, 1), np.int32), np.zeros((4, CAPACITY), np.int32)
+    with pytest.raises(ValueError, match="a batch made for 4 ranks cannot run on a mesh of 8"):
+        dispatch(TOKENS[:4], send, gather, MESH)
+
+
 def test_peers_that_do_not_divide_the_ranks_are_refused():
     send, gather = np.zeros((RANKS, 3, 1), np.int32), np.zeros((RANKS, CAPACITY), np.int32)
     with pytest.raises(ValueError, match="3 ranks cannot exchange among themselves in a mesh of 8"):

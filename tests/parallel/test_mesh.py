@@ -38,6 +38,7 @@ def test_a_mesh_takes_all_devices_and_minus_one_what_the_others_leave(config, sh
         (MeshConfig(4, tensor=4), "needs 16 devices and there are 8", "set one axis to -1"),
         (MeshConfig(2, fsdp=2), "needs 4 devices and there are 8", "set one axis to -1"),
         (MeshConfig(0), "data=0", "at least 1, or -1"),
+        (MeshConfig(exchange="ragged"), "mesh.exchange=ragged: a CPU has no such", "use mesh.exchange=padded"),
         (MeshConfig(-2), "data=-2", "at least 1, or -1"),
         (MeshConfig(-1, context=2), "mesh.context must be 1", "one sequence stays on one device"),
     ],

@@ -59,12 +59,13 @@ def make_text(sample: np.ndarray, span: np.ndarray | None = None) -> TextBatch:
     span = zero if span is None else span
     pos = zero + np.arange(sample.shape[1], dtype=np.int32)
     weight = np.ones(sample.shape, np.float32)
-    return TextBatch(zero, zero, weight, pos, sample, pos, span, one, one, zero, {})
+    return TextBatch(zero, zero, weight, pos, sample, pos, span, one, one, zero, zero, pos, {}, {})
 
 
 def make_items(encoder: VisionConfig | AudioConfig, item: np.ndarray) -> ItemBatch:
     features = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
-    return ItemBatch(np.zeros((*item.shape, features), np.float32), item, np.zeros((*item.shape, 3), np.int32))
+    values, coordinates = np.zeros((*item.shape, features), np.float32), np.zeros((*item.shape, 3), np.int32)
+    return ItemBatch(values, item, coordinates, np.zeros_like(item), np.zeros_like(item))
 
 
 def make_batch(model: ModelConfig, shape: dict[str, tuple[int, int]]) -> Microbatch:
@@ -72,7 +73,8 @@ def make_batch(model: ModelConfig, shape: dict[str, tuple[int, int]]) -> Microba
     sample = np.zeros(shape["llm"], np.int32)
     text = make_text(sample, sample + 1)
     items = {e: make_items(c, np.zeros(shape[e], np.int32)) for e, c in model.encoders.items() if e in shape}
-    return Microbatch(text._replace(slots=dict.fromkeys(items, sample)), items)
+    send = dict.fromkeys(items, np.zeros((1, 1, 0), np.int32))
+    return Microbatch(text._replace(slots=dict.fromkeys(items, sample), send=send), items)
 
 
 def random_microbatch(model: ModelConfig, rng: np.random.Generator) -> Microbatch:
@@ -195,10 +197,12 @@ def test_padding_needs_nothing() -> None:
     batch = random_microbatch(model, np.random.default_rng(3))
     more = [(0, 1), (0, 12)]
     pad = lambda x, value: np.pad(x, more + [(0, 0)] * (x.ndim - 2), constant_values=value)  # noqa: E731
-    text = TextBatch(
-        **{f: pad(x, -1 if f == "sample" else 0) for f, x in batch.text._asdict().items() if f != "slots"}, slots={}
-    )
-    items = {e: ItemBatch(pad(b.values, 0), pad(b.item, -1), pad(b.coordinates, 0)) for e, b in batch.items.items()}
+    fields = {f: x for f, x in batch.text._asdict().items() if f not in ("slots", "send")}
+    text = TextBatch(**{f: pad(x, -1 if f == "sample" else 0) for f, x in fields.items()}, slots={}, send={})
+    items = {
+        e: ItemBatch(*(pad(x, -1 if f == "item" else 0) for f, x in b._asdict().items()))
+        for e, b in batch.items.items()
+    }
     assert step_needed(model, text, items, frozenset()) == step_needed(model, batch.text, batch.items, frozenset())
 
 

@@ -12,11 +12,12 @@ from mmjax.planning.pairs import allowed_pairs, item_pairs
 
 TEXT, IMAGE, CLIP = 1, 2, 4
 EVERYTHING = TEXT | IMAGE | CLIP
+BY_ENCODER = ("slots", "send")
 
 
 def random_text(rng: np.random.Generator, rows: int, length: int, items: str, branches: int = 0) -> TextBatch:
     """Rows of several samples and padding: text, images that text may interrupt, then questions blind to each other."""
-    fields = {f: np.zeros((rows, length), np.int32) for f in TextBatch._fields if f != "slots"}
+    fields = {f: np.zeros((rows, length), np.int32) for f in TextBatch._fields if f not in BY_ENCODER}
     fields["sample"] -= 1
     fields["pos"] += np.arange(length, dtype=np.int32)
     for row in range(rows):
@@ -37,7 +38,7 @@ def random_text(rng: np.random.Generator, rows: int, length: int, items: str, br
                     fields["kind"][row, where], fields["span"][row, where] = own, 0
                     fields["sees"][row, where] = EVERYTHING | own
             at, sample, span = end, sample + 1, span + 8
-    return TextBatch(**fields, slots={})
+    return TextBatch(**fields, slots={}, send={})
 
 
 def brute_force_pairs(text: TextBatch) -> list[int]:
@@ -66,7 +67,8 @@ def test_a_permutation_of_the_row_changes_no_count() -> None:
     rng = np.random.default_rng(1)
     text = random_text(rng, 3, 24, "isolated", 2)
     order = rng.permutation(24)
-    moved = TextBatch(**{f: getattr(text, f)[:, order] for f in TextBatch._fields if f != "slots"}, slots={})
+    fields = {f: getattr(text, f)[:, order] for f in TextBatch._fields if f not in BY_ENCODER}
+    moved = TextBatch(**fields, slots={}, send={})
     assert (moved.pos[0] != text.pos[0]).any()
     assert allowed_pairs(moved).tolist() == allowed_pairs(text).tolist() == brute_force_pairs(moved)
 

@@ -30,8 +30,9 @@ from tiny_run import (
 
 from mmjax.batch import Microbatch
 from mmjax.config import Muon
+from mmjax.parallel.mesh import row_ranks
 from mmjax.training.optimizer import hyperparameters
-from mmjax.training.step import Accumulated, Executor, pad_rows
+from mmjax.training.step import Accumulated, Executor
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -42,8 +43,14 @@ Steps = list[tuple[Microbatch, ...]]
 
 
 @pytest.fixture(scope="module")
-def microbatches(tmp_path_factory) -> Steps:
-    return load_steps(CONFIG, tmp_path_factory.mktemp("data"), 10)
+def loaded(tmp_path_factory) -> Callable[[int], Steps]:
+    """The first steps, in microbatches, as they are planned for so many ranks."""
+    return cache(lambda ranks: load_steps(CONFIG, tmp_path_factory.mktemp("data"), 10, ranks))
+
+
+@pytest.fixture(scope="module")
+def microbatches(loaded) -> Steps:
+    return loaded(1)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +74,16 @@ class OnMesh:
 
 
 @pytest.fixture(scope="module")
-def on(steps, parameters) -> Callable[[str], OnMesh]:
+def on(loaded, steps, parameters) -> Callable[[str], OnMesh]:
+    """One device gets the rows of all microbatches in one."""
+
     @cache
     def run(mesh: str) -> OnMesh:
         executor = make_executor(CONFIG, MESHES[mesh])
+        planned = steps if mesh == "one device" else loaded(row_ranks(executor.mesh))
         with stderr_of() as written:
-            first = gradients(executor, state_with(executor, parameters), steps[0])
-            trained = train(CONFIG, executor, state_with(executor, parameters), steps)
+            first = gradients(executor, state_with(executor, parameters), planned[0])
+            trained = train(CONFIG, executor, state_with(executor, parameters), planned)
         return OnMesh(executor, first, trained, "".join(written))
 
     return run
@@ -109,13 +119,15 @@ def test_no_array_is_replicated_to_move_it_between_shardings(on, mesh):
     assert "rematerialization" not in on(mesh).warnings
 
 
-def test_the_rows_of_this_batch_do_not_divide_by_the_ranks_and_hold_every_modality(steps):
+def test_the_rows_of_these_batches_do_not_divide_by_the_ranks_and_hold_every_modality(steps, loaded):
     rows = {name: len(items.item) for name, items in steps[0][0].items.items()} | {"llm": len(steps[0][0].text.token)}
     assert all(count % 8 for count in rows.values()), rows
     assert all((slots >= 0).any() for slots in steps[0][0].text.slots.values())
-    padded = pad_rows(steps[0][0], 8)
-    assert {len(x) % 8 for x in jax.tree.leaves(padded)} == {0}
-    assert padded.text.weight.sum() == steps[0][0].text.weight.sum()
+    for ranks in (2, 8):
+        batches = loaded(ranks)[0]
+        assert {len(x) % ranks for x in jax.tree.leaves(batches)} == {0}
+        assert weight(batches) == weight(steps[0])
+        assert all(any((b.text.slots[e] >= 0).any() for b in batches) for e in ("vision", "audio"))
 
 
 def test_four_microbatches_give_the_gradients_and_losses_of_their_rows_in_one(on, microbatches, parameters):
@@ -134,21 +146,21 @@ def test_a_microbatch_without_images_or_audio_is_only_a_part_of_its_step(on, mic
 
 
 @pytest.mark.parametrize("missing", [("vision",), ("audio",), ("vision", "audio")], ids="+".join)
-def test_a_step_without_items_trains_the_rest_on_fsdp(on, steps, parameters, missing):
-    batch = without(steps[0][0], missing)
-    assert weight([batch]) > 0
-    found = gradients(on("fsdp=8").executor, state_with(on("fsdp=8").executor, parameters), [batch])
-    assert_same(found, gradients(on("one device").executor, state_with(on("one device").executor, parameters), [batch]))
+def test_a_step_without_items_trains_the_rest_on_fsdp(on, loaded, steps, parameters, missing):
+    batches, one = [without(b, missing) for b in loaded(8)[0]], without(steps[0][0], missing)
+    assert weight([one]) == weight(batches) > 0
+    found = gradients(on("fsdp=8").executor, state_with(on("fsdp=8").executor, parameters), batches)
+    assert_same(found, gradients(on("one device").executor, state_with(on("one device").executor, parameters), [one]))
     for name, gradient in paths(found.gradients).items():
         empty = any(f"{kind}.{encoder}." in name for kind in ("encoders", "connectors") for encoder in missing)
         assert np.any(gradient) != empty, name
 
 
-def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its_norms(on, steps, parameters):
+def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its_norms(on, loaded, parameters):
     executor = on("fsdp=8").executor
-    batch = without(steps[0][0], ("vision",))
+    batches = [without(b, ("vision",)) for b in loaded(8)[0]]
     hyper = hyperparameters(CONFIG, executor.modules, 5)
-    accumulated = gradients(executor, state_with(executor, parameters), [batch])
+    accumulated = gradients(executor, state_with(executor, parameters), batches)
     accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()))
     told = np.float32(1), *executor.said(0, 0.0)
     state, _, _ = executor.update(state_with(executor, parameters), accumulated, hyper, *told)
@@ -159,11 +171,11 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
         np.testing.assert_allclose(after[name], p * kept, rtol=1e-6, err_msg=name)
 
 
-def test_ten_updates_of_muon_give_the_losses_of_one_device(on, steps, parameters):
+def test_ten_updates_of_muon_give_the_losses_of_one_device(on, loaded, steps, parameters):
     config = replace(CONFIG, optimizer=Muon())
     losses = {}
-    for mesh in ("one device", "fsdp=4 x tensor=2"):
+    for mesh, planned in (("one device", steps), ("fsdp=4 x tensor=2", loaded(4))):
         executor = make_executor(config, MESHES[mesh])
         executor.accumulate = on(mesh).executor.accumulate  # the gradient does not know the optimizer: compiled already
-        losses[mesh] = train(config, executor, state_with(executor, parameters), steps).losses
+        losses[mesh] = train(config, executor, state_with(executor, parameters), planned).losses
     np.testing.assert_allclose(losses["fsdp=4 x tensor=2"], losses["one device"], rtol=OF_TRAINING)

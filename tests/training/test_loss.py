@@ -31,6 +31,8 @@ def text() -> TextBatch:
         weight.astype(np.float32),
         *[zeros] * 6,
         source.astype(np.int32),
+        *[zeros] * 2,
+        {},
         {},
     )
 

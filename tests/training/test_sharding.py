@@ -111,7 +111,7 @@ def test_a_vocabulary_that_tensor_parallelism_does_not_divide_is_whole_and_repli
     executor = make_executor(replace(CONFIG, model=replace(model, llm=llm, encoders={})), MESHES["fsdp=4 x tensor=2"])
     assert llm.vocab % 2
     row = np.zeros((8, 16), np.int32)
-    batch = executor.put(Microbatch(TextBatch(row, row, row.astype(np.float32), *[row] * 7, {}), {}))
+    batch = executor.put(Microbatch(TextBatch(row, row, row.astype(np.float32), *[row] * 9, {}, {}), {}))
     state = executor.init(jax.random.key(0))
     with stderr_of() as written:
         executor.accumulate.lower(state.trainable, {}, executor.zeros(), batch, np.float32(1)).compile()

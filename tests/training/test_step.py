@@ -15,7 +15,7 @@ from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.state import TrainState, all_parameters
-from mmjax.training.step import Executor, pad_rows, put_rows
+from mmjax.training.step import Executor, put_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -47,12 +47,11 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
     executor = make_executor(config(), MESHES["fsdp=8"])
-    steps = load_steps(config(), tmp_path_factory.mktemp("data"), STEPS)
+    steps = load_steps(config(), tmp_path_factory.mktemp("data"), STEPS, 8)
     state = executor.init(jax.random.key(0))
     before = jax.device_get(state)
-    executor.compile(
-        state, executor.zeros(), [pad_rows(b, 8) for b in steps[0]], hyperparameters(config(), executor.modules, 0)
-    )
+    shapes = {str(jax.tree.map(np.shape, b)): b for batches in steps for b in batches}
+    executor.compile(state, executor.zeros(), [*shapes.values()], hyperparameters(config(), executor.modules, 0))
     programs = ProgramCounter()
     trained = train(config(), executor, state, steps)
     return Run(executor, steps, before, trained, programs.requested)

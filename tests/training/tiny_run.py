@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
+from mmjax.batch import PADDING, Microbatch, TextBatch
 from mmjax.config import (
     AdamW,
     AudioConfig,
@@ -32,10 +32,11 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.budget import make_budget
 from mmjax.data.embedded import ALPHABET
 from mmjax.data.index import build_index
 from mmjax.data.pipeline import StepLoader
+from mmjax.data.placement import Topology
+from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
@@ -85,12 +86,12 @@ def tiny_config(**changes: Any) -> Config:
     return replace(config, **changes)
 
 
-def load_steps(config: Config, folder: Path, steps: int) -> list[tuple[Microbatch, ...]]:
-    """The microbatches of the first steps of the config's data, by its own planner and loader."""
+def load_steps(config: Config, folder: Path, steps: int, ranks: int = 1) -> list[tuple[Microbatch, ...]]:
+    """The microbatches of the first steps of the config's data, for so many ranks, by its own planner and loader."""
     index = build_index(open_sources(config, "train", folder), config.model.encoders)
     index.save(folder / "index")
-    budget = make_budget(index, config, [1.0])
-    loader = StepLoader(config, budget, folder / "index", folder)
+    planner, layout = make_planner(index, config, [1.0], Topology(ranks, ranks, ranks))
+    loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, range(ranks))
     return [loader(step).microbatches for step in range(steps)]
 
 
@@ -155,16 +156,17 @@ def weight(batches: Sequence[Microbatch]) -> float:
 
 
 def merged(batches: Sequence[Microbatch]) -> Microbatch:
-    """Microbatches of one shape as one: rows one below the other, slots shifted to where the items went."""
+    """Microbatches of one rank and shape as one: rows one below the other, slots shifted to where the items went."""
 
     def shifted(encoder: str, m: int) -> np.ndarray:
         slots, item = batches[m].text.slots[encoder], batches[m].items[encoder].item
         return np.where(slots >= 0, slots + m * item.size // MERGE[encoder], PADDING)
 
     stack = lambda *arrays: np.concatenate(arrays)  # noqa: E731
-    text = jax.tree.map(stack, *(b.text._replace(slots={}) for b in batches))
+    text = jax.tree.map(stack, *(b.text._replace(slots={}, send={}) for b in batches))
     slots = {e: np.concatenate([shifted(e, m) for m in range(len(batches))]) for e in batches[0].items}
-    return Microbatch(text._replace(slots=slots), jax.tree.map(stack, *(b.items for b in batches)))
+    text = text._replace(slots=slots, send=batches[0].text.send)
+    return Microbatch(text, jax.tree.map(stack, *(b.items for b in batches)))
 
 
 def without(batch: Microbatch, encoders: Sequence[str]) -> Microbatch:
@@ -174,19 +176,19 @@ def without(batch: Microbatch, encoders: Sequence[str]) -> Microbatch:
     for encoder in encoders:
         for row, samples in enumerate(text.sample):
             held[row] |= np.isin(samples, samples[text.slots[encoder][row] >= 0])
-    fill = {"sample": PADDING, "source": PADDING}
+    fill = {"sample": PADDING, "source": PADDING, "owner": PADDING}
     fields = {
         f: np.where(held, fill.get(f, 0), x).astype(x.dtype)
         for f, x in text._asdict().items()
-        if f not in ("slots", "pos")
+        if f not in ("slots", "send", "pos")
     }
     slots = {e: np.where(held, PADDING, s).astype(s.dtype) for e, s in text.slots.items()}
     empty = {
-        e: ItemBatch(np.zeros_like(b.values), np.full_like(b.item, PADDING), np.zeros_like(b.coordinates))
+        e: b._replace(values=np.zeros_like(b.values), item=np.full_like(b.item, PADDING))
         for e, b in batch.items.items()
         if e in encoders
     }
-    return Microbatch(TextBatch(**fields, pos=text.pos, slots=slots), batch.items | empty)
+    return Microbatch(TextBatch(**fields, pos=text.pos, slots=slots, send=text.send), batch.items | empty)
 
 
 def paths(tree: Any) -> dict[str, Any]:

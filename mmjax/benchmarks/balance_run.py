@@ -1,0 +1,218 @@
+"""What balancing gains: real processes of one core each train the same steps with balance none, llm and post."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mmjax
+from mmjax.benchmarks import lengths
+from mmjax.benchmarks.balance_picture import Panel, draw
+from mmjax.benchmarks.balance_steps import (
+    MODEL,
+    MODES,
+    PHASES,
+    LengthSource,
+    Trial,
+    executed_flops,
+    make_trial,
+    predicted_gain,
+    scaled,
+    straggler_wait,
+    work_per_rank,
+)
+from mmjax.benchmarks.balance_worker import CORES_LEFT, Task
+from mmjax.benchmarks.measurement import Measurement
+from mmjax.data.index import LengthIndex, build_index
+from mmjax.data.pipeline import StepLoader
+from mmjax.errors import UserError
+
+KEYS = ("vision", "audio", "llm_tokens")
+LINES = 40  # of what a failed process said
+PREDICTED = ((8, 16), (64, 16))  # ranks x samples of each
+PAPER = {"gain_post_over_none": "1.4-1.9 (OrchMLLM 8.1: throughput on 2560 GPUs)"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    lengths.add_arguments(parser)
+    parser.add_argument("--scale", type=int, default=64, help="divide all lengths by this, to at least 1")
+    parser.add_argument("--per-rank", type=int, default=4, help="samples of a step for each rank")
+    parser.add_argument("--steps", type=int, default=40, help="that are measured; 0: run nothing, with --picture")
+    parser.add_argument("--processes", type=int, default=2, help="ranks, each a process on a core of its own")
+    parser.add_argument("--picture", type=Path, metavar="F.svg", help="draw each rank's work by phase, none above post")
+    parser.add_argument("--picture-ranks", type=int, default=8)
+    parser.add_argument("--picture-per-rank", type=int, default=16)
+    parser.add_argument("--picture-steps", type=int, default=50)
+
+
+def run(args: argparse.Namespace) -> Measurement:
+    """Plan, draw, run; what was run is the median of all steps, and a step takes as long as its slowest process."""
+    _check(args)
+    found = lengths.read_lengths(args.lengths, KEYS) if args.lengths else lengths.omni_corpus(args.samples, args.seed)
+    source = scaled(found, args.scale)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        index = _written(source, folder)
+        figures: dict[str, Any] = {}
+        arrays: dict[str, np.ndarray] = {}
+        if args.steps:
+            trial = make_trial(index, folder / "lengths.npz", args.processes, args.per_rank, args.seed)
+            loaders = {
+                mode: StepLoader(config, trial.budget, trial.layout, folder / "index", folder)
+                for mode, config in trial.configs.items()
+            }
+            measured = _processes(Task(loaders, args.steps), folder, args.processes)
+            figures, arrays = _figures(trial, measured, index, args.steps)
+            for ranks, per_rank in PREDICTED:
+                predicted = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)
+                figures[f"predicted_gain_{ranks}x{per_rank}"] = predicted_gain(predicted, args.steps)
+        if args.picture is not None:
+            figures |= _picture(args, index, folder)
+    return Measurement(figures, arrays, PAPER if args.steps else {})
+
+
+def _check(args: argparse.Namespace) -> None:
+    least_one = ("scale", "per_rank", "processes", "samples", "picture_ranks", "picture_per_rank", "picture_steps")
+    for option in least_one:
+        if getattr(args, option) < 1:
+            raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give at least 1")
+    if args.steps < 0 or (args.steps == 0 and args.picture is None):
+        raise UserError(f"--steps {args.steps}: give at least 1, or 0 together with --picture")
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: give at least 0")
+    if args.picture is not None and (args.picture.is_dir() or not args.picture.parent.is_dir()):
+        raise UserError(f"--picture {args.picture}: name a file in a folder that exists")
+
+
+def _written(source: LengthSource, folder: Path) -> LengthIndex:
+    """The samples and their index, where processes find them."""
+    np.savez(folder / "lengths.npz", text=source.text, vision=source.vision, audio=source.audio)
+    index = build_index({"lengths": source}, MODEL.encoders)
+    index.save(folder / "index")
+    return index
+
+
+# -------------------------------------------------------------------------------------------------------- processes
+
+
+def _processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]:
+    """Start the processes, wait for them and read what each measured."""
+    (folder / "task.pickle").write_bytes(pickle.dumps(task))
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if count > (available := len(cores) or os.cpu_count() or 1):
+        _warn(f"{count} processes share {available} cores: their times say little")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = _environment() | {"MMJAX_PROCESSES": str(count), "MMJAX_COORDINATOR": f"127.0.0.1:{port}"}
+    started = []
+    try:
+        for p in range(count):
+            core = cores[p % len(cores)] if cores else CORES_LEFT
+            command = [sys.executable, "-m", "mmjax.benchmarks.balance_worker", str(folder), str(core)]
+            with (folder / f"{p}.txt").open("w") as said:
+                own = environment | {"MMJAX_PROCESS": str(p)}
+                started.append(subprocess.Popen(command, env=own, stdout=said, stderr=subprocess.STDOUT))
+        _wait(started, folder)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [json.loads((folder / f"{p}.json").read_text()) for p in range(count)]
+
+
+def _environment() -> dict[str, str]:
+    """One core a process, for JAX and for NumPy."""
+    one_core = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    path = [str(Path(mmjax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {one_core}".strip(),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Until all have ended well. Where one fails, its last lines are said, and the command ends as it did."""
+    codes = [process.poll() for process in started]
+    while None in codes and not any(codes):
+        time.sleep(0.05)
+        codes = [process.poll() for process in started]
+    if not any(codes):
+        return
+    first = next(p for p, code in enumerate(codes) if code)
+    said = {p: (folder / f"{p}.txt").read_text(errors="replace").splitlines() for p in range(len(started))}
+    # A mistake that all processes find is said by one of them.
+    mistakes = [line for lines in (said[first], *said.values()) for line in lines if line.startswith("error: ")]
+    if codes[first] == 2 and mistakes:
+        raise UserError(mistakes[0].removeprefix("error: "))
+    ended = f"process {first} of {len(started)} ended with code {codes[first]}"
+    print(*said[first][-LINES:], ended, sep="\n", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+
+
+def _figures(
+    trial: Trial, measured: Sequence[Mapping[str, Any]], index: LengthIndex, steps: int
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What `--json` prints and what `--out` writes: seconds and operations of each step by mode, `[modes, steps]`."""
+    plans = {mode: trial.plans(mode, steps) for mode in MODES}
+    tokens = np.array([index.llm_tokens[plan.samples()].sum() for plan in plans["none"]])
+    flops = {mode: np.array(list(map(executed_flops, plans[mode]))) for mode in MODES}
+    seconds, busy = ({m: np.max([p[key][m] for p in measured], axis=0) for m in MODES} for key in ("seconds", "busy"))
+    of_position = trial.planners["none"].placer.flops
+    figures: dict[str, Any] = {}
+    for mode in MODES:
+        figures |= {
+            f"useful_tokens_per_second_{mode}": float(np.median(tokens / seconds[mode])),
+            f"step_seconds_{mode}": float(np.median(seconds[mode])),
+            f"core_seconds_{mode}": float(np.median(busy[mode])),
+            f"wait_{mode}": float(np.mean([straggler_wait(work_per_rank(p), of_position) for p in plans[mode]])),
+        }
+    for mode in ("none", "llm"):
+        figures |= {
+            f"gain_post_over_{mode}": float(np.median(seconds[mode] / seconds["post"])),
+            f"predicted_gain_post_over_{mode}": float(np.median(flops[mode] / flops["post"])),
+            f"mean_gain_post_over_{mode}": float(seconds[mode].sum() / seconds["post"].sum()),
+            f"predicted_mean_gain_post_over_{mode}": float(flops[mode].sum() / flops["post"].sum()),
+            f"core_gain_post_over_{mode}": float(np.median(busy[mode] / busy["post"])),
+        }
+    figures["shapes"] = len({m.shape for of_mode in plans.values() for plan in of_mode for m in plan.microbatches})
+    figures["programs_compiled"] = max(int(p["compiled"]) for p in measured)
+    arrays = {"seconds": seconds, "core_seconds": busy, "flops": flops}
+    return figures, {name: np.stack([of[m] for m in MODES]) for name, of in arrays.items()} | {"tokens": tokens}
+
+
+def _picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
+    """Draw, and return each panel's mean dist ratio."""
+    ranks, per_rank, steps = args.picture_ranks, args.picture_per_rank, args.picture_steps
+    trial = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)
+    flops = trial.planners["none"].placer.flops
+    work = {m: np.array([work_per_rank(plan) for plan in trial.plans(m, steps)]) for m in ("none", "post")}
+    panels = {phase: {m: Panel(w[:, k]) for m, w in work.items()} for k, phase in enumerate(PHASES)}
+    waits = {m: float(np.mean([straggler_wait(of_step, flops) for of_step in w])) for m, w in work.items()}
+    subtitle = f"{ranks} ranks, {per_rank} samples each, {steps} steps"
+    args.picture.write_text(draw(panels, waits, subtitle))
+    return {f"picture_dist_ratio_{m}_{phase}": p.dist_ratio for phase, of in panels.items() for m, p in of.items()}

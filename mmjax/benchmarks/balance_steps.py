@@ -1,0 +1,195 @@
+"""The model, the samples and the planned steps of `balance-run`: three ways to balance the same steps.
+
+Lengths of real samples are divided by `--scale`, and images, clips and tokens of these lengths are made from a sample's
+number: what a step costs depends on lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mmjax.config import (
+    AudioConfig,
+    BatchConfig,
+    Config,
+    ConnectorConfig,
+    DataConfig,
+    DecoderConfig,
+    FunctionSource,
+    LlmBalance,
+    ModelConfig,
+    NoBalance,
+    NoGrouping,
+    PostBalance,
+    Samples,
+    TrainingConfig,
+    VisionConfig,
+)
+from mmjax.data.budget import Budget, make_budget
+from mmjax.data.grouping import StepGrouper
+from mmjax.data.index import LengthIndex
+from mmjax.data.layout import RankLayout, lay_out, make_placer
+from mmjax.data.media import positions_per_token
+from mmjax.data.placement import Balance, MicrobatchPlan, Topology
+from mmjax.data.plan import StepPlan, StepPlanner
+from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.planning.cost import executed, frozen_modules
+
+MODES: dict[str, Balance] = {"none": NoBalance(), "llm": LlmBalance(), "post": PostBalance()}
+PHASES = ("llm", "vision", "audio")
+VOCAB = 256
+RANKS_PER_NODE = 8
+
+# The lengths of a step are divided, and so are its operations, but not what an update, the sum of gradients and reading
+# the weights cost. So that these do not hide the phases, only connectors are trained, as in the first stage of LLaVA,
+# and layers are narrow. The LLM and the vision encoder have as many operations each, whatever that gains.
+_TOWER = {"width": 256, "heads": 16, "mlp_width": 1024, "frozen": True}
+_CONNECTOR = ConnectorConfig(mlp_width=128)
+MODEL = ModelConfig(
+    DecoderConfig(**_TOWER, layers=80, kv_heads=16, head_width=16, vocab=VOCAB),
+    {
+        "vision": VisionConfig(**_TOWER, layers=96, patch=4, channels=1, connector=_CONNECTOR),
+        "audio": AudioConfig(**_TOWER, layers=48, mels=16, sample_rate=4000, window=64, hop=32, connector=_CONNECTOR),
+    },
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- samples
+
+
+@dataclass(frozen=True)
+class LengthSource:
+    """Samples of given lengths: at most an image and a clip, then text. int64 `[n]`: text tokens, patches, frames."""
+
+    text: np.ndarray
+    vision: np.ndarray
+    audio: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def fingerprint(self) -> str:
+        """Nothing keeps an index of these."""
+        return ""
+
+    def facts(self, index: int) -> Facts:
+        """An image is a strip of two rows of patches, so that it has as many as wanted, or one more."""
+        items: list[tuple[str, tuple[int, ...]]] = []
+        vision, audio = MODEL.encoders["vision"], MODEL.encoders["audio"]
+        if patches := int(self.vision[index]):
+            items.append(("vision", (2 * vision.patch, -(-patches // 2) * vision.patch)))
+        if frames := int(self.audio[index]):
+            items.append(("audio", (audio.window + (frames - 1) * audio.hop,)))
+        return Facts(int(self.text[index]), tuple(items))
+
+    def sample(self, index: int) -> Sample:
+        """Items first; every text token but a sample's very first is learned."""
+        count, encoders = int(self.text[index]), [encoder for encoder, _ in self.facts(index).items]
+        tokens = np.random.default_rng((index, 0)).integers(VOCAB, size=count, dtype=np.int32)
+        weights = np.ones(count, np.float32)
+        weights[0] = len(encoders) > 0
+        return Sample((*(Item(encoder, k) for k, encoder in enumerate(encoders)), Text(tokens, weights)))
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        """Noise."""
+        encoder, size = self.facts(index).items[number]
+        rng = np.random.default_rng((index, 1 + number))
+        if encoder == "vision":
+            return rng.integers(256, size=(*size, 1), dtype=np.uint8)
+        return rng.uniform(-1, 1, size).astype(np.float32)
+
+
+def scaled(found: Mapping[str, np.ndarray], scale: int) -> LengthSource:
+    """Samples with all lengths divided by `scale`, to at least 1 where there is anything; LLM tokens hold the items."""
+
+    def divided(length: np.ndarray) -> np.ndarray:
+        return np.where(length > 0, np.maximum(length // scale, 1), 0)
+
+    vision, audio, llm = (divided(found[key]) for key in ("vision", "audio", "llm_tokens"))
+    items = sum(
+        -(-length // positions_per_token(MODEL.encoders[name]))
+        for name, length in (("vision", vision), ("audio", audio))
+    )
+    return LengthSource(np.maximum(llm - items, 1), vision, audio)
+
+
+def open_lengths(file: str, split: str) -> LengthSource:
+    """The samples that were written to an `.npz` file; for `FunctionSource`."""
+    del split
+    with np.load(file) as lengths:
+        return LengthSource(**{key: lengths[key] for key in lengths.files})
+
+
+# ------------------------------------------------------------------------------------------------------------ steps
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The same steps of samples balanced in several ways, in one ladder of shapes."""
+
+    configs: dict[str, Config]  # by mode
+    planners: dict[str, StepPlanner]
+    budget: Budget
+    layout: RankLayout
+
+    def plans(self, mode: str, steps: int) -> list[StepPlan]:
+        """The first steps' plans."""
+        return [self.planners[mode].plan(step) for step in range(steps)]
+
+
+def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, seed: int) -> Trial:
+    """Steps of `per_rank` samples a rank, one row per rank and module. lengths: the file that `open_lengths` reads."""
+    config = Config(
+        name="balance-run",
+        data=DataConfig({"lengths": FunctionSource(f"{__name__}:open_lengths", {"file": str(lengths)})}, workers=0),
+        batch=BatchConfig(
+            Samples(ranks * per_rank),
+            dict.fromkeys(PHASES, ranks),
+            grouping=NoGrouping(),
+            alignment=1,  # of lengths that are divided: a real one of 64
+        ),
+        model=MODEL,
+        training=TrainingConfig(steps=1000),
+        seed=seed,
+    )
+    configs = {m: replace(config, batch=replace(config.batch, balance=balance)) for m, balance in MODES.items()}
+    budget = make_budget(index, config, [1.0])
+    grouper = StepGrouper(index, config.batch, [1.0], seed, budget)
+    per_node = next(n for n in range(min(ranks, RANKS_PER_NODE), 0, -1) if ranks % n == 0)
+    layout = lay_out(grouper, config, Topology(ranks, per_node, per_node), tuple(MODES.values()))
+    planners = {m: StepPlanner(grouper, make_placer(grouper, c, layout)) for m, c in configs.items()}
+    return Trial(configs, planners, budget, layout)
+
+
+def work_per_rank(plan: StepPlan) -> np.ndarray:
+    """Positions of each module on each rank, int64 `[modules, ranks]`: no padding of rows."""
+    first = plan.microbatches[0]
+    work = np.zeros((len(first.rows), first.topology.ranks), np.int64)
+    for m in plan.microbatches:
+        np.add.at(work, (m.module, m.rank()), m.length)
+    return work
+
+
+def straggler_wait(work: np.ndarray, flops: np.ndarray) -> float:
+    """The share of the step for which a rank waits, on average, for the fullest of each phase. flops `[modules]`."""
+    return float(1 - flops @ work.mean(1) / (flops @ work.max(1)))
+
+
+def executed_flops(plan: StepPlan) -> float:
+    """What a rank computes in a step, forward and backward, by the shapes that it runs in."""
+    return float(sum(_executed(m) for m in plan.microbatches))
+
+
+def _executed(plan: MicrobatchPlan) -> int:
+    shape = {name: (plan.rows[k], plan.shape.lengths[k]) for k, name in enumerate(PHASES)}
+    return sum(f.total for f in executed(MODEL, shape, frozen_modules(MODEL)).values())
+
+
+def predicted_gain(trial: Trial, steps: int) -> float:
+    """How many times as long a step of `none` takes as with `post`, median over steps, by executed operations."""
+    none, post = (np.array([executed_flops(p) for p in trial.plans(mode, steps)]) for mode in ("none", "post"))
+    return float(np.median(none / post))

@@ -1,0 +1,152 @@
+"""One process of `balance-run`: ``python -m mmjax.benchmarks.balance_worker FOLDER CORE``, started by the command.
+
+It trains the steps that FOLDER's `task.pickle` names in every mode, one mode after the other within each step, and
+writes how long they took to FOLDER's `<process>.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.batch import Microbatch
+from mmjax.config import Config
+from mmjax.data.pipeline import LoadedStep, StepLoader
+from mmjax.data.placement import Shape
+from mmjax.errors import run_command
+from mmjax.models.model import Model
+from mmjax.parallel import processes
+from mmjax.parallel.mesh import held_ranks, make_mesh, replicated
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.optimizer import Hyperparameters, hyperparameters, make_optimizer
+from mmjax.training.programs import ProgramCounter
+from mmjax.training.state import TrainState
+from mmjax.training.step import Accumulated, Executor
+
+CORES_LEFT = -1  # in place of a core's number: do not pin
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all processes do. loaders: by mode; they load the same samples for each step."""
+
+    loaders: dict[str, StepLoader]
+    steps: int
+
+
+class Prepared(NamedTuple):
+    """One step of one mode, on the devices."""
+
+    arrays: tuple[Microbatch, ...]
+    loaded: LoadedStep
+
+
+@dataclass
+class Trainer:
+    """An executor and the state that it trains."""
+
+    executor: Executor
+    state: TrainState
+    accumulated: Accumulated
+    hyper: Hyperparameters
+
+    def step(self, step: Prepared) -> bool:
+        """One update, done when this returns; whether all processes had planned the same."""
+        digest, flops = int(step.loaded.digest), float(step.loaded.needed_flops)
+        self.state, self.accumulated, told = self.executor.step(
+            self.state, self.accumulated, step.arrays, self.hyper, digest, flops
+        )
+        jax.block_until_ready((self.state, self.accumulated, told))
+        return bool(told.agreed)
+
+
+def main() -> None:
+    """The command line."""
+    folder, core = Path(sys.argv[1]), int(sys.argv[2])
+    if core != CORES_LEFT:
+        os.sched_setaffinity(0, {core})  # before JAX starts its threads, which inherit it
+    with processes.joined():
+        measured = measure(pickle.loads((folder / "task.pickle").read_bytes()))
+        (folder / f"{processes.index()}.json").write_text(json.dumps(measured))
+
+
+def measure(task: Task) -> dict[str, object]:
+    """Seconds of each step by mode, and how many programs were compiled while they ran."""
+    trainer = _trainer(next(iter(task.loaders.values())).config)
+    meet = _meeting(trainer.executor)
+    steps = [_prepare(task, trainer.executor, step) for step in range(task.steps)]
+    _warm_up(trainer, steps, meet)
+    programs, modes = ProgramCounter(), list(task.loaders)
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    busy: dict[str, list[float]] = {mode: [] for mode in modes}
+    for number, step in enumerate(steps):
+        # Whatever drifts meanwhile meets all modes alike.
+        for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
+            meet()
+            began, busy_before = time.perf_counter(), time.process_time()
+            agreed = trainer.step(step[mode])
+            seconds[mode].append(time.perf_counter() - began)
+            busy[mode].append(time.process_time() - busy_before)
+            if not agreed:
+                raise AssertionError(f"step {number}, mode {mode}: the processes planned different batches")
+    return {"seconds": seconds, "busy": busy, "compiled": programs.requested}
+
+
+def _trainer(config: Config) -> Trainer:
+    """All ranks are along the data axis: every process has the model whole."""
+    mesh = make_mesh(config.mesh, jax.devices())
+    model = Model.build(config.model, jnp.dtype(config.training.precision))
+    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules(), 1)
+    state = executor.init(jax.random.key(config.seed))
+    return Trainer(executor, state, executor.zeros(), hyperparameters(config, executor.modules, 0))
+
+
+def _meeting(executor: Executor) -> Callable[[], None]:
+    """A barrier: returns when all processes' devices have come to it."""
+    ones = jax.make_array_from_process_local_data(
+        executor.per_device, np.ones(len(executor.mesh.local_devices), np.float32)
+    )
+    total = jax.jit(jnp.sum, out_shardings=replicated(executor.mesh))
+    return lambda: jax.block_until_ready(total(ones))
+
+
+def _prepare(task: Task, executor: Executor, step: int) -> dict[str, Prepared]:
+    """Every mode's batches of one step, packed and put before any clock runs. Raises where they hold other samples."""
+    ranks, prepared = held_ranks(executor.mesh), {}
+    for mode, loader in task.loaders.items():
+        loaded = replace(loader, ranks=ranks)(step)
+        prepared[mode] = Prepared(tuple(executor.put(b) for b in loaded.microbatches), loaded)
+    first, *others = (np.sort(p.loaded.samples) for p in prepared.values())
+    if not all(np.array_equal(first, other) for other in others):
+        raise AssertionError(f"step {step} has different samples by mode")
+    return prepared
+
+
+def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]], meet: Callable[[], None]) -> None:
+    """Compile everything, and run a step with each shape: first runs also allocate."""
+    meet()
+    shapes: dict[Shape, tuple[Microbatch, Prepared]] = {}
+    for step in steps:
+        for prepared in step.values():
+            for work, batch in zip(prepared.loaded.work, prepared.loaded.microbatches, strict=True):
+                shape = Shape(tuple(work.lengths.tolist()), tuple(work.widths.tolist()))
+                shapes.setdefault(shape, (batch, prepared))
+    examples = list(shapes.values())
+    trainer.executor.compile(trainer.state, trainer.accumulated, [batch for batch, _ in examples], trainer.hyper)
+    for _, prepared in examples:
+        trainer.step(prepared)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

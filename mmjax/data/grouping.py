@@ -1,0 +1,136 @@
+"""Which samples form step n, in which microbatch: a pure function of (config, seed, index, step).
+
+Every process computes the same, on any devices and with any balance, and resuming needs the step number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from mmjax.balance.pack import oversize, pack
+from mmjax.balance.place import split
+from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping
+from mmjax.data.budget import Budget, isf_groups
+from mmjax.data.index import LengthIndex
+from mmjax.data.stream import Pool, chunk_samples, pools_of
+
+
+class Group(NamedTuple):
+    """The samples of one microbatch."""
+
+    samples: np.ndarray  # int64 [n]
+    row: np.ndarray | None  # int32 [p]: in which of the budget's rows each part fits; None = the grouping does not say
+
+
+class _Chunk(NamedTuple):
+    """Samples that were grouped together, one step after the other. Only what is asked for is laid out in rows."""
+
+    samples: np.ndarray  # int64 [n]
+    step_start: np.ndarray  # int64 [steps + 1]
+    part_start: np.ndarray  # int64 [n + 1]
+    row: np.ndarray | None  # int32 [p]: microbatch * rows of the module + row; None = the grouping does not say
+
+    def step(self, k: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The samples of the k-th step and their parts' rows."""
+        a, b = self.step_start[k : k + 2]
+        return self.samples[a:b], None if self.row is None else self.row[self.part_start[a] : self.part_start[b]]
+
+    def __len__(self) -> int:
+        return len(self.step_start) - 1
+
+
+@dataclass
+class StepGrouper:
+    """Groups samples into steps, chunk by chunk. What it remembers (chunks, where they start) only saves time."""
+
+    index: LengthIndex
+    batch: BatchConfig
+    weights: Sequence[float]  # of the sources
+    seed: int
+    budget: Budget
+    first_steps: list[int] = field(default_factory=lambda: [0])  # of the chunks found so far and the one after them
+
+    def __post_init__(self) -> None:
+        self.oversize = _oversize(self.index, self.batch, self.budget)
+        self._pools: list[Pool] = pools_of(self.index, self.weights, self.oversize)
+        self._chunk = lru_cache(maxsize=2)(self._plan_chunk)
+
+    def step(self, step: int) -> list[Group]:
+        """The microbatches of step `step`. Chunks whose start is not known are grouped first, one after the other."""
+        if isinstance(self.batch.grouping, NoGrouping):
+            chunk, at = divmod(step, self.batch.grouping.chunk_steps)
+        else:
+            while self.first_steps[-1] <= step:
+                self.first_steps.append(self.first_steps[-1] + len(self._chunk(len(self.first_steps) - 1)))
+            chunk = int(np.searchsorted(self.first_steps, step, side="right")) - 1
+            at = step - self.first_steps[chunk]
+        return self._microbatches(*self._chunk(chunk).step(at))
+
+    def steps_of(self, samples: np.ndarray) -> list[list[Group]]:
+        """Steps that hold exactly these samples, each once (packed; for evaluation)."""
+        chunk = self._packed(samples, PackGrouping().pool_steps)
+        return [self._microbatches(*chunk.step(k)) for k in range(len(chunk))]
+
+    def _microbatches(self, samples: np.ndarray, row: np.ndarray | None) -> list[Group]:
+        parts, count = self.index.parts(samples), self.batch.microbatches
+        if row is None:
+            microbatch = split(parts.totals(len(self.budget.rows)), count)
+            return [Group(samples[microbatch == m], None) for m in range(count)]
+        rows = np.array(self.budget.rows)[parts.module]
+        microbatch, in_microbatch = np.divmod(row, rows)
+        chosen = [np.flatnonzero(microbatch[parts.sample_start[:-1]] == m) for m in range(count)]
+        return [Group(samples[of], in_microbatch[parts.of_samples(of)].astype(np.int32)) for of in chosen]
+
+    def _plan_chunk(self, chunk: int) -> _Chunk:
+        samples_per_step, grouping = self.budget.samples_per_step, self.batch.grouping
+        size = max(1, round(grouping.chunk_steps * samples_per_step))
+        order = chunk_samples(self._pools, self.weights, size, self.seed, chunk)
+        match grouping:
+            case PackGrouping(pool_steps=pool):
+                return self._packed(order, pool)
+            case IsfGrouping(iterations=iterations):
+                return self._isf(order, iterations, np.random.default_rng((self.seed, 3, chunk)))
+            case NoGrouping():
+                start = np.arange(grouping.chunk_steps + 1) * int(samples_per_step)
+                return _Chunk(order, start, np.zeros(0, np.int64), None)
+
+    def _packed(self, order: np.ndarray, pool_steps: int) -> _Chunk:
+        parts = self.index.parts(order)
+        packing = pack(parts, np.arange(len(order)), self.budget.room(), self.batch.microbatches, pool_steps)
+        return _chunk_of(order, parts, packing.step, packing.row)
+
+    def _isf(self, order: np.ndarray, iterations: int, rng: np.random.Generator) -> _Chunk:
+        parts = self.index.parts(order)
+        grouping = isf_groups(self.index.totals[order], self.budget, iterations, rng)
+        groups, per_step = grouping.groups + grouping.leftover_groups, self.budget.rows[0] * self.batch.microbatches
+        steps = -(-groups // per_step)
+        # What is left over comes among the rest, and the last step is about as full as the others.
+        position = rng.permutation(groups)[grouping.group]
+        first = np.arange(steps + 1) * groups // steps
+        step = np.searchsorted(first, position, side="right") - 1
+        return _chunk_of(order, parts, step, np.repeat(position - first[step], np.diff(parts.sample_start)))
+
+
+def _oversize(index: LengthIndex, batch: BatchConfig, budget: Budget) -> np.ndarray:
+    """Ids of the samples that fit no budget, int64, sorted."""
+    wide = np.flatnonzero(np.any(index.totals > np.array(budget.lengths), axis=1))
+    too_wide = wide
+    if not isinstance(batch.grouping, IsfGrouping):  # whose groups fill one row of each module
+        too_wide = wide[oversize(index.parts(wide), budget.room())]
+    return np.union1d(np.flatnonzero(index.llm_tokens > budget.longest), too_wide)
+
+
+def _chunk_of(samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray) -> _Chunk:
+    by_step = np.argsort(step, kind="stable")
+    step_start = np.searchsorted(step[by_step], np.arange(step.max(initial=-1) + 2))
+    part_start = _starts(np.diff(parts.sample_start)[by_step])
+    return _Chunk(samples[by_step], step_start, part_start, row[parts.of_samples(by_step)])
+
+
+def _starts(count: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(count, dtype=np.int64)])

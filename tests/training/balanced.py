@@ -1,0 +1,122 @@
+"""Steps of any grouping and balance on any devices.
+
+Also a program, for several processes: `python balanced.py FOLDER OUT.npz CASE ...`, a case being grouping/balance.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny_run import paths, tiny_config
+
+from mmjax.config import (
+    BatchConfig,
+    Config,
+    IsfGrouping,
+    LlmBalance,
+    NoBalance,
+    NoGrouping,
+    PackGrouping,
+    PostBalance,
+    Samples,
+)
+from mmjax.data.index import build_index
+from mmjax.data.pipeline import StepLoader
+from mmjax.data.plan import make_planner
+from mmjax.data.sources import open_sources
+from mmjax.models.model import Model
+from mmjax.parallel import processes
+from mmjax.parallel.mesh import held_ranks, make_mesh, replicated
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.devices import topology_of
+from mmjax.training.optimizer import hyperparameters, make_optimizer
+from mmjax.training.step import Executor
+
+STEPS = 20
+GROUPINGS = {"none": NoGrouping(24), "isf": IsfGrouping(chunk_steps=24), "pack": PackGrouping(24)}
+BALANCES = {"none": NoBalance(), "llm": LlmBalance(), "post": PostBalance(), "apart": PostBalance("off")}
+CASES = [f"{grouping}/{balance}" for grouping in GROUPINGS for balance in BALANCES]
+
+
+def config_of(case: str) -> Config:
+    """Four samples a rank of eight, dropout in every tower."""
+    grouping, balance = case.split("/")
+    rows = {"llm": 8, "vision": 8, "audio": 8}
+    batch = BatchConfig(Samples(32), rows, 1, GROUPINGS[grouping], BALANCES[balance], shapes=2)
+    config = tiny_config(batch=batch)
+    model = config.model
+    encoders = {name: replace(encoder, layers=1, dropout=0.1) for name, encoder in model.encoders.items()}
+    return replace(config, model=replace(model, llm=replace(model.llm, layers=1, dropout=0.1), encoders=encoders))
+
+
+def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STEPS) -> dict[str, np.ndarray]:
+    """`loss` and gradients (by path) of the first step, `losses` of all, sample ids, LLM tokens that moved, widths.
+
+    `opened`: tokens of samples that this process opened.
+    """
+    config = config_of(case)
+    mesh = make_mesh(config.mesh, devices)
+    index = build_index(open_sources(config, "train", folder), config.model.encoders)
+    processes.led(lambda: index.save(folder / "index") if not (folder / "index").exists() else None)
+    planner, layout = make_planner(index, config, [1.0], topology_of(mesh, config.mesh))
+    loader = StepLoader(
+        config, planner.grouper.budget, layout, folder / "index", folder, held_ranks(mesh), processes.leads()
+    )
+    model = Model.build(config.model, jnp.float32)
+    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules(), 1)
+    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
+    loaded = [loader(step) for step in range(steps)]
+
+    noise, weight, first = np.array([config.seed, 0], np.uint32), np.float32(0), executor.zeros()
+    batches = [executor.put(b) for b in loaded[0].microbatches]
+    for batch in batches:
+        weight = executor.weigh(weight, batch.text.weight)
+    for batch in batches:
+        first = executor.accumulate(state.trainable, state.frozen, first, batch, weight, noise)
+    whole = jax.device_get(jax.jit(lambda x: x, out_shardings=replicated(mesh))(first))
+
+    losses, flops = [], []
+    for step, arrays in enumerate(loaded):
+        put = [executor.put(b) for b in arrays.microbatches]
+        hyper, noise = hyperparameters(config, executor.modules, step), np.array([config.seed, step], np.uint32)
+        told = int(arrays.digest), float(arrays.needed_flops), noise
+        state, accumulated, report = executor.step(state, accumulated, put, hyper, *told)
+        report = jax.device_get(report)
+        assert report.agreed
+        losses.append(report.report.loss.sum() / report.report.weight.sum())
+        flops.append(report.needed_flops)
+    work = [w for arrays in loaded for w in arrays.work]
+    return {
+        "loss": whole.report.loss.sum() / whole.report.weight.sum(),
+        **{f"gradient.{name}": leaf for name, leaf in paths(whole.gradients).items()},
+        "losses": np.array(losses),
+        "flops": np.array(flops),
+        "samples": np.concatenate([np.sort(arrays.samples) for arrays in loaded]),
+        "moved": np.sum([w.moved for w in work], axis=0),
+        "widths": np.max([w.widths for w in work], axis=0),
+        "opened": np.array([sum(int((b.text.sample >= 0).sum()) for a in loaded for b in a.microbatches)]),
+    }
+
+
+def main(folder: Path, out: Path, cases: Sequence[str]) -> None:
+    """Write the results of all cases; what this process alone knows goes to a file of its own."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    found, opened = {}, {}
+    for case in cases:
+        result = run(case, folder, jax.devices())
+        opened[case] = result.pop("opened")
+        found |= {f"{case}:{key}": value for key, value in result.items()}
+    np.savez(out.with_suffix(f".{processes.index()}.npz"), **opened)
+    if processes.leads():
+        np.savez(out, **found)
+
+
+if __name__ == "__main__":
+    with processes.joined():
+        main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

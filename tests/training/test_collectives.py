@@ -1,0 +1,120 @@
+"""What travels between ranks in a compiled step: one all-to-all an encoder each way, or nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import paths, tiny_config
+
+from mmjax.batch import Microbatch
+from mmjax.config import BatchConfig, Config, MeshConfig, NoBalance, NoGrouping, PostBalance, Samples
+from mmjax.data.index import build_index
+from mmjax.data.pipeline import StepLoader
+from mmjax.data.placement import Topology
+from mmjax.data.plan import make_planner
+from mmjax.data.sources import open_sources
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.optimizer import make_optimizer
+from mmjax.training.step import Executor, put_rows
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+RANKS = 8
+WIDTH = 56  # of the connectors' output and the LLM; no other size of the model, nor a part of it on a device
+MOVING = ("all-to-all", "all-gather", "collective-permute", "reduce-scatter")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One operation of a compiled program that has the connector's width."""
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]  # of its results
+    line: str
+
+
+def config(balance: NoBalance | PostBalance) -> Config:
+    """Layers recomputed in the backward pass; a width that nothing else has."""
+    rows = {"llm": RANKS, "vision": RANKS, "audio": RANKS}
+    made = tiny_config(batch=BatchConfig(Samples(32), rows, 1, NoGrouping(12), balance, shapes=1))
+    llm = replace(made.model.llm, width=WIDTH, remat="full")
+    encoders = {name: replace(encoder, remat="full") for name, encoder in made.model.encoders.items()}
+    return replace(made, model=replace(made.model, llm=llm, encoders=encoders))
+
+
+def first_batch(made: Config, folder: Path, topology: Topology) -> Microbatch:
+    index = build_index(open_sources(made, "train", folder), made.model.encoders)
+    index.save(folder / "index")
+    planner, layout = make_planner(index, made, [1.0], topology)
+    loader = StepLoader(made, planner.grouper.budget, layout, folder / "index", folder, range(topology.ranks))
+    (batch,) = loader(0).microbatches
+    return batch
+
+
+def compiled(made: Config, mesh: MeshConfig, batch: Microbatch) -> tuple[Executor, list[Collective]]:
+    model = Model.build(made.model, jnp.float32)
+    on = make_mesh(mesh, jax.devices())
+    executor = Executor(model, make_optimizer(made.optimizer, model.axes), on, ShardingRules(), 1)
+    put, zeros = put_rows(batch, on), executor.zeros()
+    lowered = executor.accumulate.lower(executor.abstract.trainable, {}, zeros, put, np.float32(1))
+    found = []
+    for line in lowered.compile().as_text().splitlines():
+        if match := re.search(rf" = (.*?) ({'|'.join(MOVING)})(?:-start)?\(", line):
+            shapes = tuple(tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", match[1]))
+            if any(WIDTH in shape for shape in shapes):
+                found.append(Collective(match[2], shapes, line))
+    return executor, found
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(8), MeshConfig(1, fsdp=8)], ids=["data=8", "fsdp=8"])
+def test_a_plan_that_must_exchange_has_one_all_to_all_forward_and_one_backward_for_each_encoder(mesh, tmp_path):
+    made = config(PostBalance(locality="off"))
+    batch = first_batch(made, tmp_path, Topology(RANKS, RANKS, RANKS))
+    assert all((send >= 0).any() for send in batch.text.send.values())
+    executor, found = compiled(made, mesh, batch)
+    exchanged = [c for c in found if c.kind == "all-to-all"]
+    assert len(exchanged) == 2 * len(made.model.encoders)
+    sent = sorted(prod(send.shape[1:]) * WIDTH for send in batch.text.send.values())
+    assert sorted(sum(map(prod, c.shapes)) for c in exchanged) == sorted(2 * sent)
+    assert_parameters_only(executor, [c for c in found if c.kind != "all-to-all"])
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(8), MeshConfig(1, fsdp=8)], ids=["data=8", "fsdp=8"])
+def test_a_plan_that_moves_nothing_has_no_collective(mesh, tmp_path):
+    made = config(NoBalance())
+    batch = first_batch(made, tmp_path, Topology(RANKS, RANKS, RANKS))
+    assert all(send.shape[-1] == 0 for send in batch.text.send.values())
+    executor, found = compiled(made, mesh, batch)
+    assert_parameters_only(executor, found)
+
+
+def test_an_exchange_stays_inside_its_node(tmp_path):
+    made = config(PostBalance())
+    batch = first_batch(made, tmp_path, Topology(RANKS, 4, 4))
+    send = {name: np.full((RANKS, 4, 8), -1, np.int32) for name in batch.text.send}
+    _, found = compiled(made, MeshConfig(8), batch._replace(text=batch.text._replace(send=send)))
+    exchanged = [c for c in found if c.kind == "all-to-all"]
+    assert len(exchanged) == 4
+    assert all("replica_groups={{0,1,2,3},{4,5,6,7}}" in c.line for c in exchanged)
+
+
+def assert_parameters_only(executor: Executor, found: list[Collective]) -> None:
+    """Nothing but parameters, or their gradients, under FSDP: on data=8 nothing at all."""
+    if executor.mesh.shape["fsdp"] == 1:
+        assert not found
+    shapes = {leaf.shape for leaf in paths(executor.abstract.trainable).values()}
+    layers = {shape[1:] for shape in shapes if len(shape) == 3}
+    allowed = {tuple(sorted(n for n in shape if n > 1)) for shape in shapes | layers}
+    allowed |= {tuple(sorted(n // 8 if i == k else n for i, n in enumerate(s))) for s in allowed for k in range(len(s))}
+    for collective in found:
+        for shape in collective.shapes:
+            assert tuple(sorted(n for n in shape if n > 1)) in allowed, collective.line

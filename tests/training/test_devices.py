@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import jax
+import pytest
+
+from mmjax.config import MeshConfig
+from mmjax.data.placement import Topology
+from mmjax.errors import UserError
+from mmjax.parallel.mesh import make_mesh
+from mmjax.training.devices import topology_of
+
+
+@pytest.mark.parametrize(
+    ("config", "topology"),
+    [
+        (MeshConfig(), Topology(8, 8, 8)),
+        (MeshConfig(2, fsdp=2, tensor=2), Topology(4, 4, 4)),
+        (MeshConfig(ranks_per_node=4), Topology(8, 4, 8)),
+        (MeshConfig(ranks_per_node=1), Topology(8, 1, 8)),
+    ],
+)
+def test_ranks_of_one_host_exchange_unless_the_config_says_how_many(config, topology):
+    assert topology_of(make_mesh(config, jax.devices()), config) == topology
+
+
+def test_ranks_that_nodes_do_not_divide_are_refused_with_the_remedy():
+    config = MeshConfig(ranks_per_node=3)
+    with pytest.raises(UserError, match=r"mesh\.ranks_per_node=3: choose a divisor of the 8 ranks"):
+        topology_of(make_mesh(config, jax.devices()), config)

@@ -1,0 +1,97 @@
+"""What a step tells of its ranks, on a step small enough to count by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mmjax.data.layout import RankLayout
+from mmjax.data.pipeline import LoadedStep, PlannedWork
+from mmjax.data.placement import Shape, Topology
+from mmjax.training.metrics import balance_scalars, exchange_scalars
+
+MODULES = ("llm", "vision", "audio")
+# Two ranks: of the LLM two rows each, of the encoders one.
+LAYOUT = RankLayout(Topology(2, 2, 1), (2, 1, 1), (Shape((10, 8, 6), (3, 0)),))
+
+
+def work(useful, balanced, unbalanced, widths=(3, 0), moved=(2, 0), lengths=(10, 8, 6)) -> PlannedWork:
+    return PlannedWork(*(np.array(a, np.int64) for a in (useful, lengths, widths, moved, balanced, unbalanced)))
+
+
+def step(*of: PlannedWork) -> LoadedStep:
+    none = np.zeros(0, np.int64)
+    seconds = np.float64(0)
+    return LoadedStep(np.int64(0), np.int64(0), none, seconds, seconds, seconds, none, of, ())
+
+
+ONE = work([[10, 5, 10, 5], [8, 4, 0, 0], [0, 0, 0, 0]], [[15, 15], [8, 4], [0, 0]], [[20, 10], [0, 12], [0, 0]])
+TWO = work([[10, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]], [[10, 0], [4, 0], [0, 0]], [[0, 10], [4, 0], [0, 0]])
+
+
+def test_rows_are_as_full_and_as_equal_as_they_are_counted():
+    scalars = balance_scalars(step(ONE), MODULES, LAYOUT, np.array([1.0, 2.0, 1.0]))
+    assert scalars["fill/llm"] == pytest.approx(30 / 40)
+    assert scalars["fill/vision"] == pytest.approx(12 / 16)
+    assert scalars["fill/audio"] == 0
+    assert scalars["pad_ratio/llm"] == pytest.approx((0 + 5 + 0 + 5) / (10 * 4))
+    assert scalars["pad_ratio/vision"] == pytest.approx(4 / 16)
+    assert scalars["pad_ratio/audio"] == 0
+    assert scalars["useful/budget"] == pytest.approx(42 / (40 + 16 + 12))
+
+
+def test_ranks_are_as_equal_as_they_are_counted_now_and_as_they_would_be_without_balance():
+    scalars = balance_scalars(step(ONE), MODULES, LAYOUT, np.array([1.0, 2.0, 1.0]))
+    assert scalars["dist_ratio/llm"] == 0
+    assert scalars["dist_ratio/vision"] == pytest.approx(4 / 16)
+    assert scalars["max_over_mean/vision"] == pytest.approx(8 / 6)
+    assert scalars["dist_ratio_before/llm"] == pytest.approx(10 / 40)
+    assert scalars["dist_ratio_before/vision"] == pytest.approx(12 / 24)
+    assert scalars["max_over_mean_before/llm"] == pytest.approx(20 / 15)
+    for suffix in ("", "_before"):
+        assert (scalars[f"dist_ratio{suffix}/audio"], scalars[f"max_over_mean{suffix}/audio"]) == (0, 1)
+    assert scalars["straggler_wait"] == pytest.approx(1 - (15 + 2 * 6) / (15 + 2 * 8))
+    assert scalars["straggler_wait_before"] == pytest.approx(1 - (15 + 2 * 6) / (20 + 2 * 12))
+
+
+def test_microbatches_of_a_step_are_counted_together():
+    scalars = balance_scalars(step(ONE, TWO), MODULES, LAYOUT, np.ones(3))
+    assert scalars["fill/llm"] == pytest.approx(40 / 80)
+    assert scalars["dist_ratio/llm"] == pytest.approx((25 - 20) / 25)
+    assert scalars["dist_ratio/vision"] == pytest.approx((12 - 8) / 12)
+    assert scalars["pad_ratio/vision"] == pytest.approx((4 / 16 + 4 / 8) / 2)
+
+
+def test_equal_ranks_leave_nobody_waiting_and_one_busy_rank_of_two_half_of_the_time():
+    equal = work([[10, 10, 10, 10], [8, 8, 0, 0], [6, 6, 0, 0]], *[[[20, 20], [8, 8], [6, 6]]] * 2)
+    scalars = balance_scalars(step(equal), MODULES, LAYOUT, np.array([3.0, 1.0, 1.0]))
+    assert scalars["straggler_wait"] == 0
+    assert all(scalars[f"fill/{module}"] == 1 for module in MODULES)
+    alone = work([[10, 0, 0, 0], [0] * 4, [0] * 4], *[[[10, 0], [0, 0], [0, 0]]] * 2)
+    assert balance_scalars(step(alone), MODULES, LAYOUT, np.ones(3))["straggler_wait"] == pytest.approx(0.5)
+
+
+def test_a_padded_exchange_sends_its_width_between_all_pairs_of_peers():
+    scalars = exchange_scalars(step(ONE, TWO), MODULES[1:], LAYOUT.topology, token_bytes=4)
+    assert scalars["all_to_all_bytes/vision"] == (3 + 3) * 2 * 1 * 4
+    assert scalars["all_to_all_useful_bytes/vision"] == (2 + 2) * 4
+    assert scalars["all_to_all_bytes/audio"] == scalars["all_to_all_useful_bytes/audio"] == 0
+    assert scalars["inter_node_share"] == 1  # a rank's one peer is on another node
+
+
+@pytest.mark.parametrize(
+    ("topology", "share"),
+    [(Topology(8, 8, 8), 0), (Topology(8, 4, 8), 0), (Topology(8, 8, 4), 4 / 7), (Topology(16, 16, 4), 12 / 15)],
+)
+def test_what_leaves_a_node_is_what_goes_to_peers_on_others(topology, share):
+    scalars = exchange_scalars(step(ONE), MODULES[1:], topology, token_bytes=1)
+    assert scalars["inter_node_share"] == pytest.approx(share)
+    assert scalars["all_to_all_bytes/vision"] == 3 * topology.ranks * (topology.peers - 1)
+
+
+def test_where_nothing_is_sent_nothing_leaves_a_node():
+    still = ONE._replace(widths=np.zeros(2, np.int64), moved=np.zeros(2, np.int64))
+    scalars = exchange_scalars(step(still), MODULES[1:], Topology(8, 8, 4), token_bytes=4)
+    assert not any(scalars.values())
+    text_alone = work([[10]], [[10]], [[10]], widths=(), moved=(), lengths=(10,))
+    assert exchange_scalars(step(text_alone), (), Topology(), 4) == {"inter_node_share": 0}
