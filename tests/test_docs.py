@@ -66,3 +66,14 @@ def test_every_file_that_a_document_names_is_there(document: str) -> None:
         assert (ROOT / document).parent.joinpath(link).exists(), f"{document} links to {link}"
     for name in re.findall(r"`((?:mmjax|tests|data|models|parallel|training|balance|configs)/[\w/]*\.?\w*)`", text):
         assert (ROOT / name).exists() or (ROOT / "mmjax" / name).exists(), f"{document} names {name}"
+
+
+def test_the_examples_in_balancing_md_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"python -m mmjax.bench (.+?)(?: +#.*)?\n", (ROOT / "docs/balancing.md").read_text())
+    assert len(commands) == 3
+    for command in commands:
+        assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err
+    assert (tmp_path / "work.svg").read_text().startswith("<svg")

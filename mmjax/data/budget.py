@@ -18,7 +18,7 @@ from mmjax.data.stream import Pool, chunk_samples, pools_of
 Lengths = tuple[int, ...]  # of every module, the LLM first
 
 TYPICAL = 1024, 65_536  # at least and at most so many samples are drawn to see what is typical of the mixture
-DRY_RUN_STEPS = 512
+DRY_RUN = 512, 1_000_000  # at most so many steps, of at most so many samples, are placed to see what they need
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
             return _isf_budget(lengths, samples, rows, batch, iterations, alignment, longest)
         case NoGrouping(chunk_steps=chunk_steps):
             samples = round(samples)
-            chunks = range(-(-DRY_RUN_STEPS // chunk_steps))
+            steps = max(1, min(DRY_RUN[0], DRY_RUN[1] // samples))
+            chunks = range(-(-steps // chunk_steps))
             order = np.concatenate([chunk_samples(pools, weights, chunk_steps * samples, seed, c) for c in chunks])
+            order = order[: steps * samples]
             needs = _needs(
                 index, [*np.split(order, range(samples, len(order), samples)), *extremes[:, None]], rows, batch
             )

@@ -19,7 +19,6 @@ from mmjax.balance.phases import (
     PhasePlan,
     place_apart,
     place_by_llm,
-    place_in_order,
     place_jointly,
     usual_widths,
     widest,
@@ -164,27 +163,32 @@ class Placer:
 
     def _balanced(self, asked: _Asked, widths: Sequence[Sequence[int]]) -> list[Placed]:
         ranks, peers = self.topology.ranks, self.topology.peers
-        in_order = self._in_order(asked)
+        in_order = self._sample_ranks(asked)
         if ranks == 1 or len(asked.parts) == 0 or isinstance(self.balance, NoBalance):
-            return [in_order]
+            return [self._in_order(asked, in_order)]
         costs = self._costs(asked)
         if isinstance(self.balance, LlmBalance):
             return [self._by(asked, place_by_llm(costs, ranks))]
         if self.balance.locality == "off":
             return [self._by(asked, place_apart(costs, ranks))]
-        start = in_order.row[asked.llm] // self.rows[LLM]
-        plans = [place_jointly(costs, ranks, peers, widths, start)]
+        plans = [place_jointly(costs, ranks, peers, widths, in_order)]
         if plans[0].width.any():  # whether what it gains is worth an exchange, the shapes say
-            plans.append(place_jointly(costs, ranks, peers, None, start))
+            plans.append(place_jointly(costs, ranks, peers, None, in_order))
         return [self._by(asked, plan) for plan in plans]
 
-    def _in_order(self, asked: _Asked) -> Placed:
-        """Samples in the rows of grouping, or in order; items on the rank of their sample."""
+    def _sample_ranks(self, asked: _Asked) -> np.ndarray:
+        """The rank of each sample if nothing is balanced, int32 `[n]`: that of its row in the LLM, or in order."""
+        n = len(asked.parts)
         if asked.row is None:
-            return self._by(asked, place_in_order(self._costs(asked), self.topology.ranks))
-        rank = self._ranks(asked, asked.row)
-        home = rank[asked.llm][asked.parts.sample()]
-        if np.array_equal(rank, home):
+            return (np.arange(n) * self.topology.ranks // max(n, 1)).astype(np.int32)
+        return asked.row[asked.llm] // np.int32(self.rows[LLM])
+
+    def _in_order(self, asked: _Asked, sample_rank: np.ndarray) -> Placed:
+        """Samples on these ranks, in the rows of grouping; items on the rank of their sample."""
+        home = sample_rank[asked.parts.sample()]
+        if asked.row is None:
+            return self._at(asked, home)
+        if np.array_equal(self._ranks(asked, asked.row), home):
             return self._in_rows(asked, asked.row)
         row = np.where(asked.parts.module == LLM, asked.row, self._at(asked, home).row)
         return self._in_rows(asked, row)
@@ -197,6 +201,8 @@ class Placer:
 
     def _at(self, asked: _Asked, rank: np.ndarray) -> Placed:
         """Parts on these ranks `[p]`, in the rows of each as evenly as longest first makes it."""
+        if max(self.rows) == 1:
+            return self._in_rows(asked, rank)
         return self._in_rows(asked, to_rows(asked.parts.module, asked.parts.length, rank, np.array(self.rows))[0])
 
     def _spread(self, asked: _Asked) -> Placed:
@@ -259,7 +265,7 @@ class Placer:
         """In every row, parts lie one after the other in the order of the samples."""
         parts = asked.parts
         before = np.zeros((len(self.rows), self.topology.ranks), np.int64)
-        np.add.at(before, (parts.module, self._ranks(asked, self._in_order(asked).row)), parts.length)
+        np.add.at(before, (parts.module, self._sample_ranks(asked)[parts.sample()]), parts.length)
         return MicrobatchPlan(
             samples,
             parts.sample_start,

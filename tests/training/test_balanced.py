@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from balanced import BALANCES, CASES, GROUPINGS, run
+from balanced import CASES, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -36,7 +36,11 @@ def assert_same(found: Result, wanted: Result) -> None:
     np.testing.assert_allclose(found["flops"], wanted["flops"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
+OF_PROCESSES = [case for case in CASES if not case.endswith("apart")] + ["none/apart"]
+QUICK = ("none/post", "none/apart", "pack/post", "isf/post")
+
+
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_loss_gradients_and_twenty_updates_with_dropout_are_those_of_one_device(on, case):
     grouping = case.split("/")[0]
     wanted = on(f"{grouping}/none", 1)
@@ -44,37 +48,28 @@ def test_loss_gradients_and_twenty_updates_with_dropout_are_those_of_one_device(
     assert not np.array_equal(wanted["losses"][1:], wanted["losses"][:-1])
 
 
-@pytest.mark.parametrize("grouping", GROUPINGS)
-def test_on_one_device_every_balance_is_the_same_to_the_last_bit(on, grouping):
-    wanted = on(f"{grouping}/none", 1)
-    for balance in BALANCES:
-        found = on(f"{grouping}/{balance}", 1)
-        assert all(np.array_equal(found[key], wanted[key]) for key in wanted), balance
-
-
 def test_phases_planned_apart_send_most_encoder_tokens_and_others_few(on):
-    moved = {case: int(on(case, 8)["moved"].sum()) for case in ("none/none", "none/llm", "none/post", "none/apart")}
-    assert moved["none/none"] == moved["none/llm"] == 0
+    moved = {case: int(on(case, 8)["moved"].sum()) for case in ("none/post", "none/apart")}
     assert moved["none/post"] < 0.5 * moved["none/apart"]
     assert on("none/apart", 8)["widths"].min() > 0
 
 
 @pytest.mark.slow
-def test_four_processes_of_two_devices_give_the_losses_and_gradients_of_one_device(on, tmp_path):
+@pytest.mark.parametrize(("count", "cases"), [(2, ["pack/post", "none/apart"]), (4, OF_PROCESSES)])
+def test_processes_give_the_losses_and_gradients_of_one_device_and_each_opens_its_part(on, tmp_path, count, cases):
     folder, out = tmp_path / "data", tmp_path / "out.npz"
     folder.mkdir()
-    cases = [case for case in CASES if not case.endswith("apart")] + ["none/apart"]
-    processes_found(folder, out, cases, 4)
+    processes_found(folder, out, cases, count)
     with np.load(out) as file:
         found = {case: {k.split(":")[1]: file[k] for k in file.files if k.startswith(f"{case}:")} for case in cases}
     for case in cases:
         assert_same(found[case], on(f"{case.split('/')[0]}/none", 1))
-    opened = [np.load(out.with_suffix(f".{p}.npz")) for p in range(4)]
+    opened = [np.load(out.with_suffix(f".{p}.npz")) for p in range(count)]
     for case in cases:
         whole = on(f"{case.split('/')[0]}/none", 1)["opened"][0]
         each = [int(o[case][0]) for o in opened]
         assert sum(each) == whole
-        assert max(each) < 0.4 * whole
+        assert max(each) < 1.5 / count * whole
 
 
 def processes_found(folder: Path, out: Path, cases: list[str], count: int) -> None:
