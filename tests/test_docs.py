@@ -72,7 +72,7 @@ def test_the_examples_in_balancing_md_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"python -m mmjax.bench (.+?)(?: +#.*)?\n", (ROOT / "docs/balancing.md").read_text())
+    commands = re.findall(r"^python -m mmjax.bench (.+?)(?: +#.*)?$", (ROOT / "docs/balancing.md").read_text(), re.M)
     assert len(commands) == 3
     for command in commands:
         assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err

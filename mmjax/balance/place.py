@@ -56,14 +56,32 @@ def _balance(share, heaviest_first, microbatches):
 
 @njit(cache=True)
 def _longest_first(module, length, group, longest_first, rows, load, row, need):
-    """Each part, longest first, to the emptiest row of its module and group; writes load, row and need."""
+    """Each part, longest first, to the emptiest row of its module and group; writes load, row and need.
+
+    The rows of a module and group are a binary heap; of equally empty ones the first goes first.
+    """
+    heap = np.empty(load.shape, np.int64)  # rows within their group
+    for k in range(len(rows)):
+        heap[k] = np.arange(load.shape[1]) % rows[k]
     for part in longest_first:
         k = module[part]
-        first = group[part] * rows[k]
-        best = first
-        for r in range(first, first + rows[k]):
-            if load[k, r] < load[k, best]:
-                best = r
-        load[k, best] += length[part]
-        row[part] = best
-        need[k] = max(need[k], load[k, best])
+        first, count = group[part] * rows[k], rows[k]
+        emptiest = heap[k, first]
+        after = load[k, first + emptiest] + length[part]
+        load[k, first + emptiest] = after
+        row[part] = first + emptiest
+        need[k] = max(need[k], after)
+        at = 0
+        while 2 * at + 1 < count:
+            child = 2 * at + 1
+            if child + 1 < count:
+                left, right = heap[k, first + child], heap[k, first + child + 1]
+                a, b = load[k, first + left], load[k, first + right]
+                child += b < a or (b == a and right < left)
+            lower = heap[k, first + child]
+            held = load[k, first + lower]
+            if after < held or (after == held and emptiest < lower):
+                break
+            heap[k, first + at] = lower
+            at = child
+        heap[k, first + at] = emptiest

@@ -58,7 +58,7 @@ class StepGrouper:
     def __post_init__(self) -> None:
         self.oversize = _oversize(self.index, self.batch, self.budget)
         self._pools: list[Pool] = pools_of(self.index, self.weights, self.oversize)
-        self._chunk = lru_cache(maxsize=2)(self._plan_chunk)
+        self._chunk = lru_cache(maxsize=2)(self._group_chunk)
 
     def step(self, step: int) -> list[Group]:
         """The microbatches of step `step`. Chunks whose start is not known are grouped first, one after the other."""
@@ -86,7 +86,7 @@ class StepGrouper:
         chosen = [np.flatnonzero(microbatch[parts.sample_start[:-1]] == m) for m in range(count)]
         return [Group(samples[of], in_microbatch[parts.of_samples(of)].astype(np.int32)) for of in chosen]
 
-    def _plan_chunk(self, chunk: int) -> _Chunk:
+    def _group_chunk(self, chunk: int) -> _Chunk:
         samples_per_step, grouping = self.budget.samples_per_step, self.batch.grouping
         size = max(1, round(grouping.chunk_steps * samples_per_step))
         order = chunk_samples(self._pools, self.weights, size, self.seed, chunk)

@@ -26,7 +26,7 @@ MAX_BRANCHES = 30 - FIRST_BRANCH_BIT
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrays:
     """What the arrays look like: the encoders in their order, and how an item's tokens attend in the LLM."""
 
     encoders: dict[str, VisionConfig | AudioConfig]
@@ -34,8 +34,8 @@ class Layout:
     vocab: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Layout:
-        """The layout of a model's batches. Raises UserError where it has more encoders than the mask can tell apart."""
+    def of(cls, model: ModelConfig) -> Arrays:
+        """The arrays of a model's batches. Raises UserError where it has more encoders than the mask can tell apart."""
         if (count := len(model.encoders)) > MAX_ENCODERS:
             raise UserError(f"model.encoders has {count}; the attention mask tells {MAX_ENCODERS} apart")
         return cls(dict(model.encoders), model.llm.items, model.llm.vocab)
@@ -68,19 +68,19 @@ class Place(NamedTuple):
     tokens: int
 
 
-def pack_microbatch(plan: MicrobatchPlan, layout: Layout, reader: Reader, ranks: range | None = None) -> Microbatch:
+def pack_microbatch(plan: MicrobatchPlan, arrays: Arrays, reader: Reader, ranks: range | None = None) -> Microbatch:
     """The rows of `plan` on these ranks (on all) as arrays.
 
     Raises UserError, naming the sample, where one can't be read, or is not what the length index promised.
     """
     ranks = range(plan.topology.ranks) if ranks is None else ranks
     shares = [range(ranks.start * rows, ranks.stop * rows) for rows in plan.rows]
-    sent = {encoder: _sent(plan, k, layout, encoder, ranks) for k, encoder in enumerate(layout.encoders, start=1)}
+    sent = {encoder: _sent(plan, k, arrays, encoder, ranks) for k, encoder in enumerate(arrays.encoders, start=1)}
     items = {
-        encoder: _pack_items(plan, k, layout, encoder, shares[k], reader)
-        for k, encoder in enumerate(layout.encoders, start=1)
+        encoder: _pack_items(plan, k, arrays, encoder, shares[k], reader)
+        for k, encoder in enumerate(arrays.encoders, start=1)
     }
-    return Microbatch(_pack_text(plan, layout, shares[0], reader, sent), items)
+    return Microbatch(_pack_text(plan, arrays, shares[0], reader, sent), items)
 
 
 class Sent(NamedTuple):
@@ -90,10 +90,10 @@ class Sent(NamedTuple):
     slot: np.ndarray  # int64 [p], of the first token of each of the encoder's items that arrive or stay here
 
 
-def _sent(plan: MicrobatchPlan, module: int, layout: Layout, encoder: str, ranks: range) -> Sent:
+def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks: range) -> Sent:
     """The all-to-all of one encoder: from where its items are encoded to the rank of their sample."""
     peers, width = plan.topology.peers, plan.shape.widths[module - 1]
-    group, length = positions_per_token(layout.encoders[encoder]), plan.shape.lengths[module]
+    group, length = positions_per_token(arrays.encoders[encoder]), plan.shape.lengths[module]
     items = np.flatnonzero(plan.module == module)
     rank, tokens = plan.rank(), plan.length[items] // group
     source, home = rank[items], rank[plan.part_start[:-1]][plan.sample_of()][items]
@@ -128,10 +128,10 @@ def _naming(what: str) -> Iterator[None]:
 
 
 def _pack_items(
-    plan: MicrobatchPlan, module: int, layout: Layout, encoder: str, share: range, reader: Reader
+    plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, share: range, reader: Reader
 ) -> ItemBatch:
     shape = (len(share), plan.shape.lengths[module])
-    values = np.zeros((*shape, layout.features(encoder)), np.float32)
+    values = np.zeros((*shape, arrays.features(encoder)), np.float32)
     item = np.full(shape, PADDING, np.int32)
     coordinates = np.zeros((*shape, 3), np.int32)
     owner, offset = np.full(shape, PADDING, np.int32), np.zeros(shape, np.int32)
@@ -143,7 +143,7 @@ def _pack_items(
         sample, number = int(plan.samples[sample_of[part]]), int(part - plan.part_start[sample_of[part]] - 1)
         row, begin, length = plan.row[part] - share.start, plan.offset[part], plan.length[part]
         with _naming(f"item {number} ({encoder}) of sample {reader.name(sample)}"):
-            value, place, valid = prepare(layout.encoders[encoder], reader.item(sample, number))
+            value, place, valid = prepare(arrays.encoders[encoder], reader.item(sample, number))
             if len(value) != length:
                 raise ValueError(f"it has {len(value)} positions where its source's facts() promised {length}")
             if not np.isfinite(value).all():
@@ -166,8 +166,8 @@ def _before_in_sample(plan: MicrobatchPlan, module: int, sample_of: np.ndarray) 
 # ------------------------------------------------------------------------------------------------------------- text
 
 
-def _pack_text(plan: MicrobatchPlan, layout: Layout, share: range, reader: Reader, sent: dict[str, Sent]) -> TextBatch:
-    batch = _empty_text((len(share), plan.shape.lengths[LLM]), layout, {e: s.send for e, s in sent.items()})
+def _pack_text(plan: MicrobatchPlan, arrays: Arrays, share: range, reader: Reader, sent: dict[str, Sent]) -> TextBatch:
+    batch = _empty_text((len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()})
     sources = reader.source_of(plan.samples)
     samples, spans = np.zeros(len(share), np.int32), np.zeros(len(share), np.int32)
     for index, sample in enumerate(plan.samples.tolist()):
@@ -177,8 +177,8 @@ def _pack_text(plan: MicrobatchPlan, layout: Layout, share: range, reader: Reade
             continue
         at = slice(plan.offset[part], plan.offset[part] + plan.length[part])
         with _naming(f"sample {reader.name(sample)}"):
-            places = [_place(plan, layout, item, sent) for item in range(part + 1, end)]
-            _write_sample(_stretch(batch, row, at), reader.sample(sample), layout, places, spans[row])
+            places = [_place(plan, arrays, item, sent) for item in range(part + 1, end)]
+            _write_sample(_stretch(batch, row, at), reader.sample(sample), arrays, places, spans[row])
         batch.sample[row, at], batch.source[row, at] = samples[row], sources[index]
         batch.owner[row, at], batch.offset[row, at] = sample, np.arange(plan.length[part])
         samples[row] += 1
@@ -186,7 +186,7 @@ def _pack_text(plan: MicrobatchPlan, layout: Layout, share: range, reader: Reade
     return batch
 
 
-def _empty_text(shape: tuple[int, int], layout: Layout, send: dict[str, np.ndarray]) -> TextBatch:
+def _empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarray]) -> TextBatch:
     def full(value: int) -> np.ndarray:
         return np.full(shape, value, np.int32)
 
@@ -203,7 +203,7 @@ def _empty_text(shape: tuple[int, int], layout: Layout, send: dict[str, np.ndarr
         source=full(PADDING),
         owner=full(PADDING),
         offset=full(0),
-        slots={encoder: full(PADDING) for encoder in layout.encoders},
+        slots={encoder: full(PADDING) for encoder in arrays.encoders},
         send=send,
     )
 
@@ -214,19 +214,19 @@ def _stretch(batch: TextBatch, row: int, at: slice) -> TextBatch:
     return TextBatch(**views, slots={e: s[row, at] for e, s in batch.slots.items()}, send={})
 
 
-def _place(plan: MicrobatchPlan, layout: Layout, part: int, sent: dict[str, Sent]) -> Place:
-    encoder = list(layout.encoders)[int(plan.module[part]) - 1]
-    tokens = int(plan.length[part]) // positions_per_token(layout.encoders[encoder])
+def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent]) -> Place:
+    encoder = list(arrays.encoders)[int(plan.module[part]) - 1]
+    tokens = int(plan.length[part]) // positions_per_token(arrays.encoders[encoder])
     return Place(encoder, int(sent[encoder].slot[part]), tokens)
 
 
-def _write_sample(row: TextBatch, sample: Sample, layout: Layout, places: Sequence[Place], first_span: int) -> None:
+def _write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequence[Place], first_span: int) -> None:
     """Write one sample into its stretch of a row (views `[n]`). ValueError where it isn't what was promised.
 
     A position goes on from where its branch is; a new branch begins where branch 0 is. A token is the target of the one
     before it in its own branch; items stand in branch 0, so an item's last token predicts the text after it there.
     """
-    lengths = _checked_lengths(sample, layout, places, len(row.token))
+    lengths = _checked_lengths(sample, arrays, places, len(row.token))
     position: dict[int, int] = {0: 0}  # that follows in each branch
     last: dict[int, int] = {}  # index of the last token of each branch
     at = 0
@@ -236,22 +236,22 @@ def _write_sample(row: TextBatch, sample: Sample, layout: Layout, places: Sequen
         here = slice(at, at + n)
         row.position[here] = np.arange(begin, begin + n)
         if isinstance(segment, Text):
-            _write_text(row, here, segment, layout, last.get(branch))
+            _write_text(row, here, segment, arrays, last.get(branch))
         else:
-            _write_item(row, here, places[segment.number], layout, first_span + segment.number + 1)
+            _write_item(row, here, places[segment.number], arrays, first_span + segment.number + 1)
         position[branch] = begin + n
         at += n
         if n:
             last[branch] = at - 1
 
 
-def _write_text(row: TextBatch, here: slice, text: Text, layout: Layout, before: int | None) -> None:
+def _write_text(row: TextBatch, here: slice, text: Text, arrays: Arrays, before: int | None) -> None:
     """Tokens, whom they see, and what they predict. `before` is the index of the token before them in their branch.
 
     Branches see branch 0 and themselves: each has a kind of its own, so the mask spec needs nothing more.
     """
     own = 1 << (FIRST_BRANCH_BIT + text.branch - 1) if text.branch else TEXT_KIND
-    row.token[here], row.kind[here], row.sees[here] = text.tokens, own, _everyone(layout) | own
+    row.token[here], row.kind[here], row.sees[here] = text.tokens, own, _everyone(arrays) | own
     predict = slice(here.start, max(here.stop - 1, here.start))
     row.target[predict], row.weight[predict] = text.tokens[1:], text.weights[1:]
     if before is not None and len(text.tokens):
@@ -260,20 +260,20 @@ def _write_text(row: TextBatch, here: slice, text: Text, layout: Layout, before:
         raise ValueError(f"the first token of branch {text.branch} has a loss weight, but none before it predicts it")
 
 
-def _write_item(row: TextBatch, here: slice, place: Place, layout: Layout, span: int) -> None:
+def _write_item(row: TextBatch, here: slice, place: Place, arrays: Arrays, span: int) -> None:
     """An item's tokens: where they come from, and how they see each other and what is before them."""
     row.slots[place.encoder][here] = np.arange(place.slot, place.slot + place.tokens)
-    row.kind[here] = layout.bit(place.encoder)
-    row.sees[here] = 0 if layout.items == "isolated" else _everyone(layout)
-    row.span[here] = 0 if layout.items == "causal" else span
+    row.kind[here] = arrays.bit(place.encoder)
+    row.sees[here] = 0 if arrays.items == "isolated" else _everyone(arrays)
+    row.span[here] = 0 if arrays.items == "causal" else span
 
 
-def _everyone(layout: Layout) -> int:
+def _everyone(arrays: Arrays) -> int:
     """The kinds of branch 0: text and all encoders."""
-    return (TEXT_KIND << 1 + len(layout.encoders)) - 1
+    return (TEXT_KIND << 1 + len(arrays.encoders)) - 1
 
 
-def _checked_lengths(sample: Sample, layout: Layout, places: Sequence[Place], promised: int) -> list[int]:
+def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], promised: int) -> list[int]:
     """Tokens of each segment. ValueError where the sample isn't what its source's facts() say, or can't be written."""
     lengths, numbers = [], []
     for segment in sample.segments:
@@ -290,8 +290,8 @@ def _checked_lengths(sample: Sample, layout: Layout, places: Sequence[Place], pr
             raise ValueError(f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}")
         if len(tokens) != len(weights):
             raise ValueError(f"a text has {len(tokens)} tokens and {len(weights)} loss weights")
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < layout.vocab):
-            raise ValueError(f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={layout.vocab} has no such")
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < arrays.vocab):
+            raise ValueError(f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={arrays.vocab} has no such")
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("a loss weight is negative, NaN or Inf")
     if sorted(numbers) != list(range(len(places))):

@@ -27,7 +27,7 @@ from mmjax.data.budget import Budget
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
 from mmjax.data.layout import RankLayout, make_placer
-from mmjax.data.packing import Layout, Reader, pack_microbatch
+from mmjax.data.packing import Arrays, Reader, pack_microbatch
 from mmjax.data.placement import MicrobatchPlan
 from mmjax.data.plan import PLANNER, StepPlan, StepPlanner
 from mmjax.data.sample import Sample, Source
@@ -115,8 +115,8 @@ class StepLoader:
         return self.index_folder / f"chunks-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
     @cached_property
-    def arrays(self) -> Layout:
-        return Layout.of(self.config.model)
+    def arrays(self) -> Arrays:
+        return Arrays.of(self.config.model)
 
     @cached_property
     def reader(self) -> Reader:

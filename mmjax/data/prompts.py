@@ -12,7 +12,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, Samples
 from mmjax.data.embedded import Question, decode
 from mmjax.data.index import build_index
-from mmjax.data.packing import Layout, pack_microbatch
+from mmjax.data.packing import Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.placement import ONE_RANK, Topology
 from mmjax.data.plan import make_planner
@@ -79,7 +79,7 @@ class PromptLoader:
             raise UserError(
                 f"the question of sample {index.name(oversize[0])} fits no packed row; lower batch.rows of its encoders"
             )
-        self._layout = Layout.of(config.model)
+        self._arrays = Arrays.of(config.model)
         self._reader = reader_of(prompts, index)
 
     def batches(self, source: str, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, Microbatch]]:
@@ -89,7 +89,7 @@ class PromptLoader:
         """
         first = self._first[source]
         for plan in self._planner.plan_once(first + np.asarray(samples)):
-            packed = pack_microbatch(plan, self._layout, self._reader)
+            packed = pack_microbatch(plan, self._arrays, self._reader)
             lies = np.full((len(packed.text.sample), 1 + int(packed.text.sample.max(initial=0))), -1)
             llm = plan.part_start[:-1]
             for sample, row, at in zip(plan.samples, plan.row[llm], plan.offset[llm], strict=True):

@@ -13,7 +13,7 @@ from planned import BALANCE_KINDS, BALANCES
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoGrouping, Samples
 from mmjax.data.media import prepare
-from mmjax.data.packing import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_ENCODERS, Layout, pack_microbatch
+from mmjax.data.packing import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_ENCODERS, Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.placement import MicrobatchPlan, Topology
 from mmjax.data.sample import Facts, Item, Text
@@ -196,7 +196,7 @@ def packed(source: Made, honest: Made | None = None) -> Microbatch:
     parts = index.parts()
     lengths = tuple((np.maximum(parts.totals(3).sum(0), 12) // 12 * 12 + 12).tolist())
     plan = plan_of(parts, np.zeros(len(parts.module), np.int32), lengths, np.arange(len(index)))
-    return pack_microbatch(plan, Layout.of(made.model), reader_of({"made": source}, index))
+    return pack_microbatch(plan, Arrays.of(made.model), reader_of({"made": source}, index))
 
 
 RNG = np.random.default_rng(0)
@@ -282,9 +282,9 @@ def test_as_many_branches_as_the_mask_tells_apart_can_be_packed():
 def test_more_encoders_than_the_mask_tells_apart_are_refused():
     made = config()
     encoders = {f"eye{k}": VISION for k in range(MAX_ENCODERS + 1)}
-    Layout.of(replace(made.model, encoders=dict(list(encoders.items())[1:])))
+    Arrays.of(replace(made.model, encoders=dict(list(encoders.items())[1:])))
     with pytest.raises(UserError, match=r"model.encoders has 12"):
-        Layout.of(replace(made.model, encoders=encoders))
+        Arrays.of(replace(made.model, encoders=encoders))
 
 
 def test_an_empty_text_between_two_others_changes_nothing():

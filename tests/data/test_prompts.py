@@ -12,7 +12,7 @@ from mmjax.config import EmbeddedSource
 from mmjax.config_files import default_config, load
 from mmjax.data.embedded import EmbeddedDataset, Question, encode
 from mmjax.data.index import build_index
-from mmjax.data.packing import Layout, pack_microbatch
+from mmjax.data.packing import Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.prompts import PROMPTS_PER_BATCH, PromptLoader, Prompts, read_answers
 from mmjax.data.sample import Facts, Item, Sample, Text
@@ -74,7 +74,7 @@ def alone(source: EmbeddedDataset | Prompts, sample: int):
     index = build_index({"it": source}, CONFIG.model.encoders)
     parts = index.parts(np.array([sample]))
     plan = plan_of(parts, np.zeros(len(parts.module), np.int32), (256, 512, 512), np.array([sample]))
-    return pack_microbatch(plan, Layout.of(CONFIG.model), reader_of({"it": source}, index))
+    return pack_microbatch(plan, Arrays.of(CONFIG.model), reader_of({"it": source}, index))
 
 
 def test_a_prompt_is_packed_as_its_sample_is_in_training_up_to_the_answer():
