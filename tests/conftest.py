@@ -1,11 +1,20 @@
 """Eight CPU devices for every test, and the shapes written in the models' annotations checked at every call."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jaxtyping
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("mmjax.models", "beartype.beartype")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """A program of the CPU takes a thousand of the 65,530 memory maps that Linux gives a process."""
+    yield
+    jax.clear_caches()
