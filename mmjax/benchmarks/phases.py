@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each way of placing samples; `bound` is the larger of the mean and the longest part of each phase."""
+    """One row for each way of placing samples; `bound` is the larger of the mean and the longest part of each phase.
+
+    `sorts`: how many times as long it takes as sorting the same lengths by index.
+    """
     check(args, "ranks", "steps", "per_rank", "scale", "samples")
     found, peers = read(args), args.ranks_per_node or args.ranks
     plans: dict[str, Callable[[Costs], PhasePlan]] = {
@@ -55,22 +58,32 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         "jointly (post)": lambda costs: place_jointly(costs, args.ranks, peers, usual_widths(costs)),
     }
     steps = [costs_of_step(found, sample, args.scale) for sample in _draw(found, args)]
+    sorting = np.median([_seconds(_sort, costs)[1] for costs in steps])
     rows = []
     for name, plan in plans.items():
         plan(steps[0])  # compiles
         over = args.ranks if plan is plans["each phase apart"] else peers
         ratios, sent, seconds = [], [], []
         for costs in steps:
-            began = time.perf_counter()
-            placed = plan(costs)
-            seconds.append(time.perf_counter() - began)
+            placed, took = _seconds(plan, costs)
+            seconds.append(took)
             ratios.append(dist_ratio(cost_per_rank(costs, placed, args.ranks).T))
             sent.append(wire(placed.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1))
-        rows.append(_row(name, np.array(ratios)) | {"wire_share": float(np.mean(sent)), "ms": 1e3 * np.median(seconds)})
-    rows.append(
-        _row("bound", np.array([_bound(costs, args.ranks) for costs in steps])) | {"wire_share": 0.0, "ms": 0.0}
-    )
+        took = np.median(seconds)
+        cost = {"wire_share": float(np.mean(sent)), "ms": 1e3 * took, "sorts": took / sorting}
+        rows.append(_row(name, np.array(ratios)) | cost)
+    bounds = np.array([_bound(costs, args.ranks) for costs in steps])
+    rows.append(_row("bound", bounds) | {"wire_share": 0.0, "ms": 0.0, "sorts": 0.0})
     return rows
+
+
+def _seconds(plan: Callable[[Costs], Any], costs: Costs) -> tuple[Any, float]:
+    began = time.perf_counter()
+    return plan(costs), time.perf_counter() - began
+
+
+def _sort(costs: Costs) -> list[np.ndarray]:
+    return [np.argsort(cost, kind="stable") for cost in costs.sample.T.astype(np.int64)]
 
 
 def check(args: argparse.Namespace, *options: str) -> None:

@@ -112,6 +112,7 @@ def main(folder: Path, out: Path, cases: Sequence[str]) -> None:
         result = run(case, folder, jax.devices())
         opened[case] = result.pop("opened")
         found |= {f"{case}:{key}": value for key, value in result.items()}
+        jax.clear_caches()
     np.savez(out.with_suffix(f".{processes.index()}.npz"), **opened)
     if processes.leads():
         np.savez(out, **found)

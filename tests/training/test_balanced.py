@@ -69,7 +69,7 @@ def test_processes_give_the_losses_and_gradients_of_one_device_and_each_opens_it
         whole = on(f"{case.split('/')[0]}/none", 1)["opened"][0]
         each = [int(o[case][0]) for o in opened]
         assert sum(each) == whole
-        assert max(each) < 1.5 / count * whole
+        assert max(each) < (1.5 / count if case.endswith("post") else 1) * whole
 
 
 def processes_found(folder: Path, out: Path, cases: list[str], count: int) -> None:
