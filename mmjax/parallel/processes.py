@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -165,8 +165,22 @@ def _watch(finished: threading.Event) -> None:
             return
         if gone := sorted(set(everyone) - set(alive)):
             if not finished.is_set():
+                _await_leavers(set(alive))
                 _end_without(f"process {gone[0]}" if len(gone) == 1 else f"processes {', '.join(map(str, gone))}")
             return
+
+
+def _await_leavers(alive: set[int]) -> None:
+    """Process 0 leaves last here too: who asks it meanwhile would take it for the one that is gone."""
+    client = distributed.global_state.client
+    with suppress(Exception):  # another may end now, for any reason
+        if not leads():
+            client.key_value_set(f"mmjax/leaving/{index()}", "")
+            return
+        deadline = time.monotonic() + _HEARTBEAT_SECONDS
+        for other in sorted(alive - {0}):
+            left = max(1, round(1000 * (deadline - time.monotonic())))
+            client.blocking_key_value_get(f"mmjax/leaving/{other}", left)
 
 
 def _end_without(who: str) -> None:
