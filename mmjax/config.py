@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Remat = Literal["none", "attention", "full"]
+# What a layer keeps between its forward and its backward pass; the rest is computed again (`models.layer_runs`).
+Remat = Literal["none", "products", "attention_mlp", "attention", "offload", "full"]
 Exchange = Literal["padded", "ragged"]
 
 

@@ -18,3 +18,11 @@ def forget_programs() -> Iterator[None]:
     """A program of the CPU takes a thousand of the 65,530 memory maps that Linux gives a process."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Without LLVM's optimizations: half the time to compile; what XLA partitions and allocates stays the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

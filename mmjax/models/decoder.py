@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import TextBatch
@@ -47,6 +48,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "r t d"], context: Context) -> Float[Array, "r t d"]:
         x = x + drop(self.attention(self.attention_norm(x), context), context.dropout, ATTENTION)
+        x = checkpoint_name(x, "mlp_input")
         return x + drop(self.mlp(self.mlp_norm(x)), context.dropout, MLP)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,16 @@ from mmjax.config import Remat
 from mmjax.models.layers import Context
 from mmjax.parallel.sharding import constrain
 
-# What the policy `attention` keeps: products with weights and the output of attention. Scores, norms and activation
-# functions, large or cheap, are computed again.
-SAVED = ("linear", "attention_output", "attention_logsumexp")
+_ATTENTION = ("attention_output", "attention_logsumexp")
+# What the policies between `none` (everything) and `full` (nothing) keep beside a layer's input, by the names that
+# layers give their values. Scores, norms and activation functions, large or cheap, are computed again by all of them.
+SAVED: dict[Remat, tuple[str, ...]] = {
+    "products": ("linear", *_ATTENTION),
+    "attention_mlp": (*_ATTENTION, "mlp_input"),
+    "attention": _ATTENTION,
+    "offload": ("linear", *_ATTENTION),
+    "full": (),
+}
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,8 @@ def plan_runs(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] =
         raise ValueError(
             f"remat names {len(policies)} layers, the tower has {layers}; give one policy, or one per layer"
         )
-    if unknown := set(policies) - {"none", "attention", "full"}:
-        raise ValueError(f"unknown remat policy {min(unknown)!r}; known: none, attention, full")
+    if unknown := set(policies) - set(get_args(Remat)):
+        raise ValueError(f"unknown remat policy {min(unknown)!r}; known: {', '.join(get_args(Remat))}")
     if outside := [cut for cut in cuts if not 0 < cut < layers]:
         raise ValueError(
             f"a cut before layer {outside[0]} does not divide {layers} layers; cuts lie in 1..{layers - 1}"
@@ -108,12 +115,22 @@ def _apply(layers: nnx.Module, run: Run, x: Array, context: Context) -> Array:
         return constrain(nnx.merge(graph, params)(x, context), "rows", "length", "width")
 
     if run.remat != "none":
-        keep = None if run.remat == "full" else jax.checkpoint_policies.save_only_these_names(*SAVED)
         # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
-        layer = jax.checkpoint(layer, policy=keep, prevent_cse=not scanned)
+        layer = jax.checkpoint(layer, policy=_policy(run.remat), prevent_cse=not scanned)
     if not scanned:
         return layer(params, x, context, None if numbers is None else numbers[0])
     return jax.lax.scan(lambda x, of: (layer(of[0], x, context, of[1]), None), x, (params, numbers))[0]
+
+
+def _policy(remat: Remat) -> Callable[..., Any]:
+    if remat == "offload":
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=(),
+            names_which_can_be_offloaded=SAVED[remat],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return jax.checkpoint_policies.save_only_these_names(*SAVED[remat])
 
 
 def layers_one_by_one(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i: leaf[i]) -> Any:

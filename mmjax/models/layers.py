@@ -174,4 +174,5 @@ class EncoderLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
         x = x + drop(self.attention(self.attention_norm(x), context), context.dropout, ATTENTION)
+        x = checkpoint_name(x, "mlp_input")
         return x + drop(self.mlp(self.mlp_norm(x)), context.dropout, MLP)

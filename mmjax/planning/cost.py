@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import DecoderConfig, ModelConfig, VisionConfig
+from mmjax.config import DecoderConfig, ModelConfig, Remat, VisionConfig
 from mmjax.planning.elementwise import connector_elementwise, layer_elementwise, tower_elementwise
 from mmjax.planning.work import CONV_STRIDE, CONV_TAPS, Encoder, Work, layer_of, merged_positions, row_work, useful_work
 
@@ -169,7 +169,7 @@ def executed(model: ModelConfig, shape: Mapping[str, tuple[int, int]], frozen: S
         backward = trainable * (p.data + p.weights) + (trainable or upstream) * (p.weights + attention)
         if module == tower:
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
-            again = _recomputed(config, work[tower])
+            again = sum(recomputed(config, work[tower], policy) for policy in policies_of(config))
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
             again = 0
@@ -197,20 +197,28 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
     return np.array(costs)
 
 
-def _recomputed(config: DecoderConfig | Encoder, work: Work) -> int:
-    """FLOPs that backward spends on the forward pass again, by the remat policy of each layer.
+def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> int:
+    """FLOPs that backward spends on one layer's forward pass again, by its remat policy.
 
-    `full` computes the layer again but for its last product, whose value no gradient needs. `attention` keeps every
-    product with weights and the output of attention. Dense attention then computes both of its products again, the
-    second because the gradient of the softmax's sum needs the output before division; blockwise keeps that sum.
+    The last product of a layer is never computed again: no gradient needs its value. The output of attention, where
+    it is kept, spares blockwise attention. Dense attention computes both of its products again, the second because
+    the gradient of the softmax's sum needs the output before division; blockwise keeps that sum.
     """
     layer = layer_of(config)
-    elementwise = layer_elementwise(config, work)[0]
-    attention = 2 * 2 * layer.queries * work.pairs
-    again = {
-        "none": 0,
-        "full": 2 * ((layer.weights - layer.width * layer.mlp) * work.positions) + attention + elementwise,
-        "attention": (0 if config.attention == "blockwise" else attention) + elementwise,
+    kept = {
+        "products": layer.weights,
+        "offload": layer.weights,
+        "attention_mlp": layer.width * (layer.queries + layer.mlp),
+        "attention": layer.width * layer.mlp,
+        "full": layer.width * layer.mlp,
     }
-    policies = (config.remat,) * config.layers if isinstance(config.remat, str) else config.remat
-    return sum(again[policy] for policy in policies)
+    if policy == "none":
+        return 0
+    spared = config.attention == "blockwise" and policy != "full"
+    attention = 0 if spared else 2 * 2 * layer.queries * work.pairs
+    return 2 * (layer.weights - kept[policy]) * work.positions + attention + layer_elementwise(config, work)[0]
+
+
+def policies_of(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:
+    """The remat policy of each layer."""
+    return (config.remat,) * config.layers if isinstance(config.remat, str) else config.remat

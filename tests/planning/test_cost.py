@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
+from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, ModelConfig, Remat, VisionConfig
 from mmjax.models import attention
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
@@ -225,18 +226,24 @@ SHAPE = {"llm": (4, 128), "vision": (2, 128), "audio": (2, 192)}
 WIDE = make_model(scale=6, layers=1)  # width 192, encoders 144; compiling takes time
 
 
+def recomputing(policy: Remat) -> ModelConfig:
+    """Every tower with this policy."""
+    encoders = {name: replace(encoder, remat=policy) for name, encoder in WIDE.encoders.items()}
+    return ModelConfig(replace(WIDE.llm, remat=policy), encoders)
+
+
 @pytest.mark.parametrize(
     ("model", "frozen"),
     [
         (WIDE, FROZEN[0]),
         (WIDE, FROZEN[1]),
         (WIDE, FROZEN[2]),
-        (
-            ModelConfig(replace(WIDE.llm, width=128, layers=3, remat=("full", "attention", "none"), vocab=512)),
-            FROZEN[0],
-        ),
+        *((recomputing(policy), frozen) for policy in get_args(Remat)[1:] for frozen in (FROZEN[0], FROZEN[2])),
     ],
-    ids=["all trainable", "frozen encoders", "frozen llm", "recomputing"],
+    ids=[
+        *("all trainable", "frozen encoders", "frozen llm"),
+        *(f"{policy}, {kind}" for policy in get_args(Remat)[1:] for kind in ("all trainable", "frozen llm")),
+    ],
 )
 def test_executed_is_within_two_percent_of_xlas_count(model: ModelConfig, frozen: frozenset[str]) -> None:
     shape = {name: SHAPE[name] for name in ("llm", *model.encoders)}
