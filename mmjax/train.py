@@ -27,6 +27,7 @@ from mmjax.training.checkpoint import Checkpoints
 from mmjax.training.console import ProgressLine, mute, say
 from mmjax.training.devices import choose_devices, topology_of
 from mmjax.training.evaluation import Evaluator, question_sources
+from mmjax.training.interrupts import kept_interrupts
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.profile import peak_of
 from mmjax.training.programs import ProgramCounter, keep_programs
@@ -78,8 +79,9 @@ def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[ja
             return session
         batches = session.batches(first)
         accumulated = session.compile(state, first)
-        with ProgressLine(first, config.training.steps) as progress:
+        with ProgressLine(first, config.training.steps) as progress, kept_interrupts() as check_interrupts:
             for step, ready in enumerate(batches, start=first):
+                check_interrupts()
                 hyper, loaded = session.hyperparameters(step), ready.loaded
                 noise = np.array([config.seed, step], np.uint32)
                 state, accumulated, report = session.executor.step(
