@@ -22,13 +22,14 @@ from mmjax.benchmarks import (
     nodewise,
     phases,
     postbalance,
+    remat,
 )
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.errors import UserError, run_command
 from mmjax.training.console import say, table
 
 # run: a list of rows, one per variant
-COMPARISONS = {"attention": attention, "compile": compile_time, "fill": fill, "phases": phases}
+COMPARISONS = {"attention": attention, "compile": compile_time, "fill": fill, "phases": phases, "remat": remat}
 # run: one Measurement
 MEASUREMENTS: dict[str, Any] = {
     "balance-run": balance_run,
@@ -80,6 +81,8 @@ def _report(measured: Measurement, as_json: bool, out: Path | None) -> None:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(of) if isinstance(of, dict) else of}" for name, of in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

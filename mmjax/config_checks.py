@@ -148,12 +148,11 @@ def _divides(where: str, whole: int, whole_name: str, part: int, part_name: str)
 
 
 def _check_data(data: DataConfig) -> None:
-    _check(bool(data.sources), "data.sources is empty; name at least one, such as data.sources.digits=embedded")
     for name, source in data.sources.items():
         _at_least(0, f"data.sources.{name}", source, ("weight",))
     weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
     _check(
-        sum(weights.values()) > 0,
+        not weights or sum(weights.values()) > 0,
         f"{', '.join(weights)} sum to zero: nothing could be drawn; give one a weight above 0",
     )
     twice = sorted({c for c in data.alphabet if data.alphabet.count(c) > 1})

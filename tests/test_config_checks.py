@@ -38,7 +38,6 @@ def message(*overrides: str) -> str:
         ("model.encoders.vision.connector.merge=0", "model.encoders.vision.connector.merge=0: must be at least 1"),
         ("model.encoders.vision.connector.position_grid=-1", "position_grid=-1: must be at least 0"),
         ("model.encoders.vision.patch=0", "model.encoders.vision.patch=0: must be at least 1"),
-        ("data.sources={}", "data.sources is empty"),
         ("data.sources.embedded.weight=-1", "data.sources.embedded.weight=-1.0: must be at least 0"),
         ("data.sources.embedded.weight=0", "data.sources.embedded.weight sum to zero"),
         ("data.sources.embedded.modalities=()", "modalities is empty"),

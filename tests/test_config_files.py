@@ -22,6 +22,7 @@ from mmjax.config_files import (
     sibling,
 )
 from mmjax.errors import UserError
+from mmjax.planning.cost import parameters
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
@@ -88,8 +89,8 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_shipped_configs_are_what_their_names_say() -> None:
-    assert set(SHIPPED) >= {"tiny_omni", "tiny_vlm", "tiny_audio", "tiny_text", "tiny_frozen"}
     assert {name: list(load(name).model.encoders) for name in SHIPPED if name != "tiny_frozen"} == {
+        **{f"omni_{size}": ["vision", "audio"] for size in ("10b", "18b", "84b")},
         "tiny_omni": ["vision", "audio"],
         "tiny_vlm": ["vision"],
         "tiny_audio": ["audio"],
@@ -98,6 +99,14 @@ def test_the_shipped_configs_are_what_their_names_say() -> None:
     frozen = load("tiny_frozen").model
     assert all(e.frozen and not e.connector.frozen for e in frozen.encoders.values())
     assert not frozen.llm.frozen
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("omni_10b", (7, 2, 0.6)), ("omni_18b", (14, 3, 0.6)), ("omni_84b", (72, 6, 6))]
+)
+def test_the_large_configs_have_the_published_parameters(name: str, billions: tuple[float, ...]) -> None:
+    counts = parameters(load(name).model)
+    assert [counts[module] / 1e9 for module in ("llm", "vision", "audio")] == pytest.approx(billions, rel=0.12)
 
 
 def test_every_config_works_from_an_installed_package(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ PHASES = ("llm_tokens", "vision", "audio")
 PER_TOKEN = 4  # patches or frames of an encoder for each token of the LLM
 
 
-def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+def add_step_arguments(parser: argparse.ArgumentParser, per_rank: int = 60) -> None:
     """The options that say what steps hold."""
     lengths.add_arguments(parser)
-    parser.add_argument("--per-rank", type=int, default=60, help="samples drawn for each rank")
+    parser.add_argument("--per-rank", type=int, default=per_rank, help="samples drawn for each rank")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: all)")
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths by this, to at least 1")
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         "each phase apart": lambda costs: place_apart(costs, args.ranks),
         "jointly (post)": lambda costs: place_jointly(costs, args.ranks, peers, usual_widths(costs)),
     }
-    steps = [costs_of_step(found, sample, args.scale) for sample in _draw(found, args)]
+    steps = [costs_of_step(found, sample, args.scale) for sample in draw(found, args)]
     sorting = np.median([_seconds(_sort, costs)[1] for costs in steps])
     rows = []
     for name, plan in plans.items():
@@ -109,7 +109,7 @@ def costs_of_step(found: Mapping[str, np.ndarray], sample: np.ndarray, scale: in
     return costs_of(length[:, LLM], owner, 1 + encoder, items, -(-items // PER_TOKEN), len(PHASES))
 
 
-def _draw(found: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[np.ndarray]:
+def draw(found: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[np.ndarray]:
     """Consecutive steps of a shuffle, of as many shuffles as they need."""
     rng, size = np.random.default_rng(args.seed), args.ranks * args.per_rank
     samples = len(found[PHASES[0]])

@@ -22,8 +22,10 @@ def open_sources(config: Config, split: Split, config_folder: Path) -> dict[str,
     """The sources of one split, by name, in the config's order.
 
     A function source is called with its arguments and the split, and must return a `Source`. Raises UserError where it
-    can't be called so, or returns something else.
+    can't be called so, or returns something else, and where there are no sources.
     """
+    if not config.data.sources:
+        raise UserError("data.sources is empty; name at least one, such as data.sources.digits=embedded")
     return {name: _open(name, source, split, config, config_folder) for name, source in config.data.sources.items()}
 
 

@@ -1,0 +1,68 @@
+"""A vision and audio LLM of 84B parameters: OrchMLLM's MLLM-84B (table 1), with Qwen2's 72B as the LLM.
+
+Look at it with ``python -m mmjax.bench remat --preset omni-84b``. It names no data: to train it, name your sources.
+"""
+
+from dataclasses import replace
+
+from mmjax.config import (
+    AdamW,
+    AudioConfig,
+    Config,
+    ConnectorConfig,
+    DecoderConfig,
+    MeshConfig,
+    ModelConfig,
+    VisionConfig,
+)
+from mmjax.config_files import sibling
+
+tiny = sibling(__file__, "tiny_omni")
+
+
+def config() -> Config:
+    base = tiny.config()
+    return replace(
+        base,
+        name="omni_84b",
+        data=replace(base.data, sources={}),
+        model=ModelConfig(
+            llm=DecoderConfig(
+                layers=80,
+                width=8192,
+                heads=64,
+                kv_heads=8,
+                head_width=128,
+                mlp_width=29_568,
+                vocab=152_064,
+                rope_theta=1e6,
+                tied=False,
+                attention="blockwise",
+            ),
+            encoders={
+                "vision": VisionConfig(
+                    layers=45,
+                    width=3200,
+                    heads=25,
+                    mlp_width=12_800,
+                    patch=14,
+                    rope_theta=1e4,
+                    connector=ConnectorConfig(merge=2, mlp_width=8192),
+                    attention="blockwise",
+                ),
+                "audio": AudioConfig(
+                    layers=48,
+                    width=3072,
+                    heads=24,
+                    mlp_width=12_288,
+                    mels=128,
+                    connector=ConnectorConfig(merge=4, mlp_width=8192),
+                    attention="blockwise",
+                ),
+            },
+        ),
+        batch=replace(base.batch, rows={"llm": 1, "vision": 1, "audio": 1}),
+        training=replace(base.training, precision="bfloat16"),
+        mesh=MeshConfig(data=-1, fsdp=256),
+        optimizer=AdamW(learning_rate=1e-5),
+    )

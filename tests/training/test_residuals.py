@@ -1,0 +1,97 @@
+"""What layers keep between their passes: as their policies say, and as the arrays of a real forward pass weigh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_run import tiny_config
+
+from mmjax.batch import ItemBatch, TextBatch
+from mmjax.models.model import Model
+from mmjax.training.residuals import Kept, kept, kept_per_layer
+
+CONFIG = tiny_config().model
+SHAPES = {"llm": (2, 64), "vision": (2, 48), "audio": (1, 96)}
+POSITIONS = {"llm": 128, "vision": 96, "audio": 48}  # the audio encoder halves its frames
+BOTH = frozenset({"weights", "inputs"})
+
+
+def with_tower(tower, backend="dense", **changes):
+    towers = {"llm": CONFIG.llm, **CONFIG.encoders}
+    towers[tower] = replace(towers[tower], attention=backend, **changes)
+    return replace(CONFIG, llm=towers.pop("llm"), encoders=towers)
+
+
+@pytest.mark.parametrize(
+    ("tower", "backend", "dtype"), [*product(SHAPES, ("dense", "blockwise"), ("float32", "bfloat16"))]
+)
+def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
+    config = CONFIG.llm if tower == "llm" else CONFIG.encoders[tower]
+    found = kept_per_layer(with_tower(tower, backend), tower, SHAPES[tower], dtype)
+    width, mlp, keys = config.width, config.mlp_width, 16 if tower == "llm" else config.width
+    size = jnp.dtype(dtype).itemsize
+    logsumexp = 4 * config.heads if backend == "blockwise" else 0
+    attention = width * size + logsumexp
+    products = (width + 2 * keys + width + (2 if tower == "llm" else 1) * mlp) * size
+    inputs = width * size
+    wanted = {
+        "full": Kept(inputs, 0),
+        "attention": Kept(inputs + attention, 0),
+        "attention_mlp": Kept(inputs + attention + inputs, 0),
+        "products": Kept(inputs + attention + products, 0),
+        "offload": Kept(inputs, attention + products),
+    }
+    of_all = {policy: Kept(*(POSITIONS[tower] * b for b in per)) for policy, per in wanted.items()}
+    assert {policy: found[policy] for policy in wanted} == of_all
+    assert found["none"].device > found["products"].device
+
+
+@pytest.mark.parametrize("tower", SHAPES)
+@pytest.mark.parametrize("wanted", [BOTH, frozenset({"inputs"}), frozenset({"weights"})], ids="+".join)
+def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(tower, wanted):
+    mix = ("full", "full", "attention", "attention_mlp", "attention_mlp", "products", "products", "products")
+    per_layer = kept_per_layer(CONFIG, tower, SHAPES[tower], jnp.float32, wanted)
+    predicted = sum(per_layer[policy].device for policy in mix)
+    measured = weighed(Model.build(with_tower(tower, layers=len(mix), remat=mix), jnp.float32), tower, wanted)
+    assert measured == pytest.approx(predicted, rel=0.02)
+
+
+def weighed(model, tower, wanted):
+    """Bytes of the arrays that a real forward pass of a tower's layers gives to its backward pass."""
+    params = model.init(jax.random.key(0))
+
+    @jax.jit
+    def forward(params, batch):
+        module = model.module(params)
+        part = module.llm if tower == "llm" else module.encoders[tower]
+        x, context = part.embedded(batch.token if tower == "llm" else batch), module.context(tower, batch, None)
+        graph, weights = nnx.split(part.layers)
+        given = {"weights": weights, "inputs": x}
+        differentiated = {name: given[name] for name in sorted(wanted)}
+        _, backward = jax.vjp(
+            lambda of: nnx.merge(graph, (given | of)["weights"])((given | of)["inputs"], context), differentiated
+        )
+        known = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
+        return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in known]
+
+    return sum(leaf.nbytes for leaf in forward(params, batch_of(tower)))
+
+
+def batch_of(tower):
+    zeros = np.zeros(SHAPES[tower], np.int32)
+    if tower == "llm":
+        fields = dict.fromkeys(TextBatch._fields, zeros)
+        return TextBatch(**fields | {"weight": zeros.astype(np.float32), "slots": {}, "send": {}})
+    features = 16 if tower == "vision" else 20
+    values = np.zeros((*zeros.shape, features), np.float32)
+    return ItemBatch(values, zeros, np.zeros((*zeros.shape, 3), np.int32), zeros, zeros)
+
+
+def test_layers_whose_gradients_nobody_wants_keep_nothing():
+    assert kept(Model.build(CONFIG, jnp.float32), "vision", SHAPES["vision"], frozenset()) == Kept(0, 0)
