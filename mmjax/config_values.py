@@ -51,7 +51,8 @@ def expected(hint: Hint) -> str:
         if origin is Literal:
             parts.append(("one of " if len(args) > 1 else "") + ", ".join(map(str, args)))
         elif origin is tuple:
-            parts.append(f"several, with commas between them, of: {expected(args[0])}")
+            each = expected(args[0])
+            parts.append("several, with commas between them" + ("" if each in parts else f", of: {each}"))
         elif origin is dict:
             parts.append(f"entries by name, each {expected(args[1])}")
         else:
