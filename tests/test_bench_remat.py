@@ -38,7 +38,10 @@ def test_what_fits_nowhere_is_said_with_what_it_would_need(capsys):
         assert row["memory"] > 8
 
 
-@pytest.mark.parametrize(("word", "said"), [("--memory=0", "--memory 0.0"), ("--shards=0", "--shards 0")])
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("--memory=0", "--memory 0.0"), ("--shards=0", "--shards 0"), ("--host-memory=-1", "--host-memory -1.0")],
+)
 def test_bad_options_are_told_in_one_line(capsys, word, said):
     ended = run(capsys, bench.main, "remat", word)
     assert ended.code == 2

@@ -53,7 +53,12 @@ class PhasePlan:
 def place_in_order(costs: Costs, ranks: int) -> PhasePlan:
     """Samples as they come, equal counts on every rank; items with their sample. What balancing is measured against."""
     _check_ranks(ranks, ranks)
-    return _at_home(costs, (np.arange(len(costs)) * ranks // max(len(costs), 1)).astype(np.int32))
+    return _at_home(costs, ranks_in_order(len(costs), ranks))
+
+
+def ranks_in_order(samples: int, ranks: int) -> np.ndarray:
+    """The rank of each sample as they come, equal counts on every rank, int32 `[n]`."""
+    return (np.arange(samples) * ranks // max(samples, 1)).astype(np.int32)
 
 
 def place_by_llm(costs: Costs, ranks: int) -> PhasePlan:

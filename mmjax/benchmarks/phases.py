@@ -51,18 +51,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     check(args, "ranks", "steps", "per_rank", "scale", "samples")
     found, peers = read(args), args.ranks_per_node or args.ranks
-    plans: dict[str, Callable[[Costs], PhasePlan]] = {
-        "in order (none)": lambda costs: place_in_order(costs, args.ranks),
-        "by LLM (llm)": lambda costs: place_by_llm(costs, args.ranks),
-        "each phase apart": lambda costs: place_apart(costs, args.ranks),
-        "jointly (post)": lambda costs: place_jointly(costs, args.ranks, peers, usual_widths(costs)),
-    }
     steps = [costs_of_step(found, sample, args.scale) for sample in draw(found, args)]
     sorting = np.median([_seconds(_sort, costs)[1] for costs in steps])
     rows = []
-    for name, plan in plans.items():
+    for name, plan in balances(args.ranks, peers).items():
         plan(steps[0])  # compiles
-        over = args.ranks if plan is plans["each phase apart"] else peers
+        over = args.ranks if name == "apart" else peers
         ratios, sent, seconds = [], [], []
         for costs in steps:
             placed, took = _seconds(plan, costs)
@@ -75,6 +69,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     bounds = np.array([_bound(costs, args.ranks) for costs in steps])
     rows.append(_row("bound", bounds) | {"wire_share": 0.0, "ms": 0.0, "sorts": 0.0})
     return rows
+
+
+def balances(ranks: int, peers: int) -> dict[str, Callable[[Costs], PhasePlan]]:
+    """Ways of placing the samples of a step, named as in `batch.balance`; "apart": each phase by itself."""
+    return {
+        "none": lambda costs: place_in_order(costs, ranks),
+        "llm": lambda costs: place_by_llm(costs, ranks),
+        "apart": lambda costs: place_apart(costs, ranks),
+        "post": lambda costs: place_jointly(costs, ranks, peers, usual_widths(costs)),
+    }
 
 
 def _seconds(plan: Callable[[Costs], Any], costs: Costs) -> tuple[Any, float]:
@@ -121,7 +125,7 @@ def draw(found: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[
 def _row(name: str, ratios: np.ndarray) -> dict[str, Any]:
     names = [phase.removesuffix("_tokens") for phase in PHASES]
     means = {f"mean_{n}": float(x) for n, x in zip(names, ratios.mean(0), strict=True)}
-    return {"placed": name} | means | {f"worst_{n}": float(x) for n, x in zip(names, ratios.max(0), strict=True)}
+    return {"balance": name} | means | {f"worst_{n}": float(x) for n, x in zip(names, ratios.max(0), strict=True)}
 
 
 def _bound(costs: Costs, ranks: int) -> np.ndarray:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from mmjax.balance.metrics import dist_ratio
 from mmjax.balance.parts import LLM
-from mmjax.balance.phase_costs import Costs
-from mmjax.balance.phases import (
-    PhasePlan,
-    cost_per_rank,
-    place_by_llm,
-    place_in_order,
-    place_jointly,
-    usual_widths,
-)
-from mmjax.benchmarks.phases import add_step_arguments, check, costs_of_step, draw, read
+from mmjax.balance.phases import cost_per_rank
+from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_of_step, draw, read
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig
 from mmjax.config_files import load
 from mmjax.errors import UserError
@@ -53,24 +45,22 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     A rank has one row of each module, as long as the fullest rank of all steps needs it. `policies`: how many layers of
     each tower have which. `recompute_share`: FLOPs computed again / all others; `all` if every layer were computed
-    again; `bound`: what no mix goes below (layers divisible). `memory`: GB of the fullest device; where nothing fits,
-    what would be needed at least. `pflops`: of the fullest rank in a step, with what it computes again.
+    again; `bound`: what no mix goes below (layers divisible; copies to the host count by their time). `memory`: GB of
+    the fullest device; where nothing fits, what would be needed at least. `pflops`: of the fullest rank in a step, with
+    what it computes again.
     """
     check(args, "ranks", "steps", "per_rank", "scale", "samples", "shards")
     for option in ("memory", "tflops", "host_gbs"):
         if not getattr(args, option) > 0:
             raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give more than 0")
+    if not args.host_memory >= 0:
+        raise UserError(f"--host-memory {args.host_memory}: give at least 0")
     model, found = load(args.preset.replace("-", "_")).model, read(args)
     steps = [costs_of_step(found, sample, args.scale) for sample in draw(found, args)]
-    peers = args.ranks_per_node or args.ranks
-    places: dict[str, Callable[[Costs], PhasePlan]] = {
-        "none": lambda costs: place_in_order(costs, args.ranks),
-        "llm": lambda costs: place_by_llm(costs, args.ranks),
-        "post": lambda costs: place_jointly(costs, args.ranks, peers, usual_widths(costs)),
-    }
+    places = balances(args.ranks, args.ranks_per_node or args.ranks)
     rows = []
-    for balance, place in places.items():
-        filled = np.array([cost_per_rank(costs, place(costs), args.ranks) for costs in steps])
+    for balance in ("none", "llm", "post"):
+        filled = np.array([cost_per_rank(costs, places[balance](costs), args.ranks) for costs in steps])
         ratios = np.mean([dist_ratio(step.T) for step in filled], axis=0)
         rows.append({"balance": balance, "dist_ratio": float(ratios[LLM])} | _row(model, filled.max((0, 1)), args))
     return rows

@@ -20,6 +20,7 @@ from mmjax.balance.phases import (
     place_apart,
     place_by_llm,
     place_jointly,
+    ranks_in_order,
     usual_widths,
     widest,
 )
@@ -178,9 +179,8 @@ class Placer:
 
     def _sample_ranks(self, asked: _Asked) -> np.ndarray:
         """The rank of each sample if nothing is balanced, int32 `[n]`: that of its row in the LLM, or in order."""
-        n = len(asked.parts)
         if asked.row is None:
-            return (np.arange(n) * self.topology.ranks // max(n, 1)).astype(np.int32)
+            return ranks_in_order(len(asked.parts), self.topology.ranks)
         return asked.row[asked.llm] // np.int32(self.rows[LLM])
 
     def _in_order(self, asked: _Asked, sample_rank: np.ndarray) -> Placed:
