@@ -227,6 +227,7 @@ class MeshConfig:
     context: int = 1
     ranks_per_node: int = 0  # that send encoder outputs to each other; 0 = those of one host
     exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
+    encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis cuts their layers too, or spreads their rows
 
 
 @dataclass(frozen=True)

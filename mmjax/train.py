@@ -21,7 +21,7 @@ from mmjax.data.sources import open_sources
 from mmjax.errors import run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
-from mmjax.parallel.mesh import check_heads, held_ranks, make_mesh
+from mmjax.parallel.mesh import check_heads, encoder_axes, held_ranks, make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.checkpoint import Checkpoints
 from mmjax.training.console import ProgressLine, mute, say
@@ -39,7 +39,7 @@ from mmjax.training.step import Executor
 def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequence[jax.Device]) -> Session:
     """Everything a run needs, in a folder that it has claimed."""
     mesh = make_mesh(config.mesh, devices)
-    check_heads(mesh, config.model)
+    check_heads(mesh, config.mesh, config.model)
     keep_programs(folder.programs)
     programs = ProgramCounter()
 
@@ -50,11 +50,12 @@ def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequ
     topology = topology_of(mesh, config.mesh)
     planner, layout = make_planner(index, config, weights, topology)
     grouper = planner.grouper
-    loader = StepLoader(config, grouper.budget, layout, index_folder, folder.path, held_ranks(mesh), processes.leads())
+    held = held_ranks(mesh), processes.leads(), held_ranks(mesh, encoder_axes(config.mesh))
+    loader = StepLoader(config, grouper.budget, layout, index_folder, folder.path, *held)
     processes.led(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
 
     model = Model.build(config.model, jnp.dtype(config.training.precision))
-    rules = ShardingRules()
+    rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)
     executor = Executor(model, optimizer, mesh, rules, len(sources), config.mesh.exchange)
     checkpoints = Checkpoints(folder.checkpoints, executor, config.training.keep)

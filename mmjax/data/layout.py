@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mmjax.balance.parts import LLM
 from mmjax.balance.phases import Aim
 from mmjax.balance.shapes import choose_shapes
 from mmjax.config import Config, NoGrouping, PostBalance
@@ -38,10 +39,16 @@ def lay_out(grouper: StepGrouper, config: Config, topology: Topology, balances: 
     """
     if isinstance(config.batch.balance, PostBalance) and config.batch.balance.locality == "off":
         topology = replace(topology, peers=topology.ranks)
-    rows = tuple(-(-count // topology.ranks) for count in grouper.budget.rows)
+    rows = tuple(_rows_of_rank(count, topology, k == LLM) for k, count in enumerate(grouper.budget.rows))
     placer = make_placer(grouper, config, RankLayout(topology, rows, ()))
     placers = [replace(placer, balance=balance) for balance in balances] or [placer]
     return RankLayout(topology, rows, _with_room_for_all(_shapes(grouper, config, placers), grouper, placer, config))
+
+
+def _rows_of_rank(count: int, topology: Topology, llm: bool) -> int:
+    """As many rows on each rank, and of an encoder on each of its ranks, as hold `count` rows together."""
+    parts = 1 if llm else topology.encoders_per_rank
+    return -(-count // (topology.ranks * parts)) * parts
 
 
 def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Placer:

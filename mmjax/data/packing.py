@@ -68,19 +68,31 @@ class Place(NamedTuple):
     tokens: int
 
 
-def pack_microbatch(plan: MicrobatchPlan, arrays: Arrays, reader: Reader, ranks: range | None = None) -> Microbatch:
-    """The rows of `plan` on these ranks (on all) as arrays.
+def pack_microbatch(
+    plan: MicrobatchPlan,
+    arrays: Arrays,
+    reader: Reader,
+    ranks: range | None = None,
+    encoder_ranks: range | None = None,
+) -> Microbatch:
+    """The rows of `plan` on these ranks (on all), of items on these encoder ranks (on those of the ranks), as arrays.
 
     Raises UserError, naming the sample, where one can't be read, or is not what the length index promised.
     """
     ranks = range(plan.topology.ranks) if ranks is None else ranks
-    shares = [range(ranks.start * rows, ranks.stop * rows) for rows in plan.rows]
+    parts = plan.topology.encoders_per_rank
+    encoder_ranks = range(ranks.start * parts, ranks.stop * parts) if encoder_ranks is None else encoder_ranks
     sent = {encoder: _sent(plan, k, arrays, encoder, ranks) for k, encoder in enumerate(arrays.encoders, start=1)}
     items = {
-        encoder: _pack_items(plan, k, arrays, encoder, shares[k], reader)
+        encoder: _pack_items(plan, k, arrays, encoder, _share(encoder_ranks, plan.rows[k] // parts), reader)
         for k, encoder in enumerate(arrays.encoders, start=1)
     }
-    return Microbatch(_pack_text(plan, arrays, shares[0], reader, sent), items)
+    return Microbatch(_pack_text(plan, arrays, _share(ranks, plan.rows[LLM]), reader, sent), items)
+
+
+def _share(ranks: range, rows: int) -> range:
+    """The rows of these ranks, where each has so many."""
+    return range(ranks.start * rows, ranks.stop * rows)
 
 
 class Sent(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from mmjax.batch import Microbatch
-from mmjax.config import Config, ModelConfig, NoBalance
+from mmjax.config import Config, NoBalance
 from mmjax.data.budget import Budget
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
@@ -33,7 +33,7 @@ from mmjax.data.plan import PLANNER, StepPlan, StepPlanner
 from mmjax.data.sample import Sample, Source
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError
-from mmjax.planning.cost import step_needed
+from mmjax.planning.cost import frozen_modules, step_needed
 
 
 class PlannedWork(NamedTuple):
@@ -43,8 +43,8 @@ class PlannedWork(NamedTuple):
     lengths: np.ndarray  # int64 [modules]: of the rows
     widths: np.ndarray  # int64 [encoders]: tokens that a rank can send to each of its peers
     moved: np.ndarray  # int64 [encoders]: tokens that are encoded on another rank than their sample's
-    balanced: np.ndarray  # int64 [modules, ranks]: positions, alignment included
-    unbalanced: np.ndarray  # int64 [modules, ranks]: with balance `none`
+    balanced: np.ndarray  # int64 [modules, encoder ranks]: as in MicrobatchPlan.work, alignment included
+    unbalanced: np.ndarray  # int64 [modules, encoder ranks]: with balance `none`
 
 
 class LoadedStep(NamedTuple):
@@ -55,7 +55,7 @@ class LoadedStep(NamedTuple):
     samples: np.ndarray  # int64 [n]
     plan_seconds: np.ndarray  # float64 []
     load_seconds: np.ndarray  # float64 []: opening, decoding and packing
-    needed_flops: np.ndarray  # float64 []: forward and backward of this process's rows, no padding
+    needed_flops: np.ndarray  # float64 []: forward and backward of this process's ranks, no padding
     tokens: np.ndarray  # int64 [modules]: LLM tokens of the whole step by modality, text first
     work: tuple[PlannedWork, ...]  # of each microbatch
     microbatches: tuple[Microbatch, ...]  # this process's rows
@@ -72,20 +72,21 @@ class StepLoader:
     config_folder: Path  # where a FunctionSource's code is
     ranks: range = range(1)  # whose rows are loaded here
     leads: bool = True  # whether this process writes down what is found out about chunks
+    encoder_ranks: range | None = None  # whose rows of items are loaded here; None = those of the ranks
 
     def __call__(self, step: int) -> LoadedStep:
         begin = time.perf_counter()
         plan = self.plan(int(step))
         planned = time.perf_counter()
-        batches = tuple(pack_microbatch(m, self.arrays, self.reader, self.ranks) for m in plan.microbatches)
-        model, frozen = self.config.model, _frozen(self.config.model)
+        held = self.ranks, self.encoder_ranks
+        batches = tuple(pack_microbatch(m, self.arrays, self.reader, *held) for m in plan.microbatches)
         return LoadedStep(
             np.int64(step),
             np.int64(plan.digest()),
             plan.samples(),
             np.float64(planned - begin),
             np.float64(time.perf_counter() - planned),
-            np.float64(sum(step_needed(model, b.text, b.items, frozen) for b in batches)),
+            np.float64(sum(map(self._needed_flops, batches))),
             sum(self._tokens(m) for m in plan.microbatches),
             tuple(self._work(m) for m in plan.microbatches),
             batches,
@@ -133,17 +134,21 @@ class StepLoader:
             partial.rename(self._chunks)
         return plan
 
+    def _needed_flops(self, batch: Microbatch) -> float:
+        """Of this process's ranks; encoder ranks of these that others hold count as much as its own."""
+        model, of_ranks = self.config.model, len(self.ranks) * self.layout.topology.encoders_per_rank
+        share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / of_ranks
+        return step_needed(model, batch.text, batch.items, frozen_modules(model), share)
+
     def _work(self, plan: MicrobatchPlan) -> PlannedWork:
         modules, ranks, rank = len(plan.rows), plan.topology.ranks, plan.rank()
         useful = np.zeros((modules, ranks * max(plan.rows)), np.int64)
         np.add.at(useful, (plan.module, plan.row), self.index.useful(plan.samples))
-        balanced = np.zeros((modules, ranks), np.int64)
-        np.add.at(balanced, (plan.module, rank), plan.length)
         away = rank != rank[plan.part_start[:-1]][plan.sample_of()]
         moved = np.bincount(plan.module[away], plan.length[away], modules)[1:].astype(np.int64)
         moved //= self.index.positions_per_token
         shape = (np.array(of, np.int64) for of in plan.shape)
-        return PlannedWork(useful, *shape, moved, balanced, plan.unbalanced)
+        return PlannedWork(useful, *shape, moved, plan.work(), plan.unbalanced)
 
     def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
         per_token = np.array([1, *self.index.positions_per_token])
@@ -173,12 +178,6 @@ def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
         return source.item(i, number)
 
     return Reader(read, item, index.source_of, index.name)
-
-
-def _frozen(model: ModelConfig) -> frozenset[str]:
-    """Names of the frozen modules."""
-    parts = {"llm": model.llm, **model.encoders, **{f"{n}.connector": e.connector for n, e in model.encoders.items()}}
-    return frozenset(name for name, part in parts.items() if part.frozen)
 
 
 # ---------------------------------------------------------------------------------------------------------- workers

@@ -37,12 +37,14 @@ Balance = PostBalance | LlmBalance | NoBalance
 class Topology:
     """ranks: how many the rows are spread over. peers: neighbours that send encoder outputs to each other.
 
-    ranks_per_node: neighbours on one host. `peers` and `ranks_per_node` divide the ranks.
+    ranks_per_node: neighbours on one host. `peers` and `ranks_per_node` divide the ranks. encoders_per_rank: over how
+    many encoder ranks an encoder's rows on a rank are spread.
     """
 
     ranks: int = 1
     peers: int = 1
     ranks_per_node: int = 1
+    encoders_per_rank: int = 1
 
 
 ONE_RANK = Topology()
@@ -68,7 +70,11 @@ class MicrobatchPlan:
     shape: Shape
     rows: Lengths  # of each module on one rank
     topology: Topology
-    unbalanced: np.ndarray  # int64 [modules, ranks]: positions that each rank would have with balance `none`
+    unbalanced: np.ndarray  # int64 [modules, encoder ranks]: as `work` would be with balance `none`
+
+    def work(self) -> np.ndarray:
+        """Positions of each rank, int64 `[modules, encoder ranks]`; the LLM's stand at all encoder ranks of a rank."""
+        return _work(self.module, self.row, self.length, self.rows, self.topology)
 
     def rank(self) -> np.ndarray:
         """Where each part is processed, int32 `[p]`."""
@@ -264,8 +270,9 @@ class Placer:
     def _plan(self, samples: np.ndarray, asked: _Asked, placed: Placed, shape: Shape) -> MicrobatchPlan:
         """In every row, parts lie one after the other in the order of the samples."""
         parts = asked.parts
-        before = np.zeros((len(self.rows), self.topology.ranks), np.int64)
-        np.add.at(before, (parts.module, self._sample_ranks(asked)[parts.sample()]), parts.length)
+        home = self._sample_ranks(asked)[parts.sample()]
+        one_each = self.topology.encoders_per_rank == 1
+        before = home * np.array(self.rows)[parts.module] if one_each else self._at(asked, home).row
         return MicrobatchPlan(
             samples,
             parts.sample_start,
@@ -276,8 +283,17 @@ class Placer:
             shape,
             self.rows,
             self.topology,
-            before,
+            _work(parts.module, before, parts.length, self.rows, self.topology),
         )
+
+
+def _work(module: np.ndarray, row: np.ndarray, length: np.ndarray, rows: Lengths, topology: Topology) -> np.ndarray:
+    """As in `MicrobatchPlan.work`, of parts in these rows."""
+    each, llm = topology.encoders_per_rank, module == LLM
+    work = np.zeros((len(rows), topology.ranks * each), np.int64)
+    np.add.at(work, (module[~llm], row[~llm] // (np.array(rows) // each)[module[~llm]]), length[~llm])
+    work[LLM] = np.repeat(np.bincount(row[llm] // rows[LLM], length[llm], topology.ranks).astype(np.int64), each)
+    return work
 
 
 def _offsets(row: np.ndarray, length: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from mmjax.config import ModelConfig
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_runs import Run, plan_runs
 from mmjax.models.multimodal import MultimodalModel
+from mmjax.parallel.sharding import encoding
 
 Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
 
@@ -146,15 +147,14 @@ class Stage:
         """Activations, encoder tokens or logits: whatever this stage ends with. `noise` as in `Model.logits`."""
         module = self.model.module(params)
         if self.tower == "llm":
-            tower = module.llm
             x = module.embedded(batch, inputs) if self.first else inputs
-        else:
-            tower = module.encoders[self.tower]
+            x = module.llm.layers(x, module.context("llm", batch, noise), self.start, self.stop)
+            return module.llm.logits(x) if self.last else x
+        tower = module.encoders[self.tower]
+        with encoding():
             x = tower.embedded(batch) if self.first else inputs
-        x = tower.layers(x, module.context(self.tower, batch, noise), self.start, self.stop)
-        if not self.last:
-            return x
-        return tower.logits(x) if self.tower == "llm" else module.connected(self.tower, x, batch)
+            x = tower.layers(x, module.context(self.tower, batch, noise), self.start, self.stop)
+            return module.connected(self.tower, x, batch) if self.last else x
 
 
 def module_of(path: tuple[str, ...]) -> str:

@@ -16,7 +16,7 @@ from mmjax.models.layer_runs import Run
 from mmjax.models.layers import Context
 from mmjax.models.vision import VisionEncoder
 from mmjax.parallel.dispatch import dispatch
-from mmjax.parallel.sharding import active, constrain
+from mmjax.parallel.sharding import active, constrain, encoding
 
 
 class MultimodalModel(nnx.Module):
@@ -48,8 +48,10 @@ class MultimodalModel(nnx.Module):
         features = {}
         for name, batch in items.items():
             encoder = self.encoders[name]
-            x = encoder.layers(encoder.embedded(batch), self.context(name, batch, noise))
-            features[name] = self.connected(name, x, batch)
+            with encoding():
+                x = encoder.layers(encoder.embedded(batch), self.context(name, batch, noise))
+                x = self.connected(name, x, batch)
+            features[name] = constrain(x, "rows", "length", "width")
         return features
 
     def connected(self, name: str, x: Float[Array, "r l w"], batch: ItemBatch) -> Float[Array, "r m d"]:

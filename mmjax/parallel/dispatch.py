@@ -15,9 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import Exchange
-from mmjax.parallel.mesh import row_ranks
-
-ROWS = ("data", "fsdp")  # the mesh axes whose product is the ranks
+from mmjax.parallel.mesh import RANKS, row_ranks
 
 
 def dispatch(
@@ -41,7 +39,7 @@ def dispatch(
         return _on_one_device(tokens, send, gather)
     if ranks != row_ranks(mesh):
         raise ValueError(f"a batch made for {ranks} ranks cannot run on a mesh of {row_ranks(mesh)}")
-    over = PartitionSpec(ROWS)
+    over = PartitionSpec(RANKS)
     part = partial(_exchange, groups=_groups(ranks, peers), exchange=exchange)
     return jax.shard_map(part, mesh=mesh, in_specs=over, out_specs=over, check_vma=False)(tokens, send, gather)
 
@@ -60,21 +58,21 @@ def _exchange(
         if exchange == "ragged":
             received = _ragged(chunks, (send >= 0).sum(1, dtype=jnp.int32), groups)
         else:
-            received = jax.lax.all_to_all(chunks, ROWS, 0, 0, axis_index_groups=groups)
+            received = jax.lax.all_to_all(chunks, RANKS, 0, 0, axis_index_groups=groups)
         own = jnp.concatenate([received.reshape(-1, own.shape[-1]), own])
     return _pick(own, gather)[None]
 
 
 def _ragged(chunks: jax.Array, sizes: jax.Array, groups: list[list[int]] | None) -> jax.Array:
     """The first `sizes` `[peers]` tokens of every chunk `[peers, chunk, width]`, where a padded exchange puts them."""
-    arriving = jax.lax.all_to_all(sizes, ROWS, 0, 0, axis_index_groups=groups, tiled=True)
+    arriving = jax.lax.all_to_all(sizes, RANKS, 0, 0, axis_index_groups=groups, tiled=True)
 
     def send(chunks: jax.Array, sizes: jax.Array, arriving: jax.Array) -> jax.Array:
         peers, chunk, width = chunks.shape
         begins = jnp.arange(peers, dtype=jnp.int32) * chunk
-        mine = jnp.full(peers, jax.lax.axis_index(ROWS) % peers * chunk, jnp.int32)
+        mine = jnp.full(peers, jax.lax.axis_index(RANKS) % peers * chunk, jnp.int32)
         flat = chunks.reshape(peers * chunk, width)
-        options = {"axis_name": ROWS, "axis_index_groups": groups}
+        options = {"axis_name": RANKS, "axis_index_groups": groups}
         found = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), begins, sizes, mine, arriving, **options)
         return found.reshape(chunks.shape)
 

@@ -13,6 +13,7 @@ from mmjax.config import MeshConfig, ModelConfig
 from mmjax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor", "context")
+RANKS = ("data", "fsdp")  # whose product is the ranks: the rows of a batch are spread over these
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -44,29 +45,40 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def check_heads(mesh: Mesh, model: ModelConfig) -> None:
+def check_heads(mesh: Mesh, config: MeshConfig, model: ModelConfig) -> None:
     """Raises UserError where tensor parallelism would cut a head."""
     tensor = mesh.shape["tensor"]
-    heads = {"model.llm.heads": model.llm.heads, "model.llm.kv_heads": model.llm.kv_heads}
-    heads |= {f"model.encoders.{name}.heads": encoder.heads for name, encoder in model.encoders.items()}
-    for key, count in heads.items():
-        if count % tensor:
-            raise UserError(f"mesh.tensor={tensor} does not divide {key}={count}; use a divisor of it")
+    for key in ("heads", "kv_heads"):
+        if (count := getattr(model.llm, key)) % tensor:
+            raise UserError(f"mesh.tensor={tensor} does not divide model.llm.{key}={count}; use a divisor of it")
+    for name, encoder in model.encoders.items():
+        if encoder.heads % tensor and config.encoders == "tensor":
+            raise UserError(
+                f"mesh.tensor={tensor} does not divide model.encoders.{name}.heads={encoder.heads}; use a divisor of "
+                "it, or mesh.encoders=data, which cuts no encoder"
+            )
 
 
 def _spell(sizes: dict[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def row_ranks(mesh: Mesh) -> int:
-    """How many ranks the rows of a batch are spread over."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+def row_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> int:
+    """How many ranks the rows of a batch are spread over, where they lie on these axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def held_ranks(mesh: Mesh) -> range:
-    """The ranks whose rows this process's devices hold. Raises UserError where these are not neighbours."""
-    layout = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    held = layout.addressable_devices_indices_map((row_ranks(mesh),)).values()
+def encoder_axes(config: MeshConfig) -> tuple[str, ...]:
+    """The axes that the rows of encoders are spread over."""
+    return (*RANKS, "tensor") if config.encoders == "data" else RANKS
+
+
+def held_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
+    """The ranks whose rows, spread over `axes`, this process's devices hold.
+
+    Raises UserError where these are not neighbours.
+    """
+    held = rows_sharding(mesh, axes).addressable_devices_indices_map((row_ranks(mesh, axes),)).values()
     ranks = sorted({at.start or 0 for (at,) in held})
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
         raise UserError(
@@ -81,6 +93,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """The leading dimension over the ranks."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+def rows_sharding(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> NamedSharding:
+    """The leading dimension over the ranks, or over these axes."""
+    return NamedSharding(mesh, PartitionSpec(axes))

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.config import Exchange
+from mmjax.config import Exchange, MeshConfig
+from mmjax.parallel.mesh import RANKS, encoder_axes
 
 Axes = tuple[str | None, ...]
 
@@ -24,10 +25,12 @@ class ShardingRules:
     """Mesh axes of every logical axis.
 
     FSDP shards parameters along `embed` and gathers them where they are used; tensor parallelism shards `heads`,
-    `mlp` and `vocab`, so activations are whole along `width` between layers.
+    `mlp` and `vocab`, so activations are whole along `width` between layers. While encoders run (`encoding`), `rows`
+    are `item_rows`: where these lie on `tensor` too, encoders are not cut but gathered, as under FSDP.
     """
 
-    rows: tuple[str, ...] = ("data", "fsdp")
+    rows: tuple[str, ...] = RANKS
+    item_rows: tuple[str, ...] = RANKS
     length: tuple[str, ...] = ("context",)
     width: tuple[str, ...] = ()
     embed: tuple[str, ...] = ("fsdp",)
@@ -35,6 +38,11 @@ class ShardingRules:
     kv_heads: tuple[str, ...] = ("tensor",)
     mlp: tuple[str, ...] = ("tensor",)
     vocab: tuple[str, ...] = ("tensor",)
+
+    @classmethod
+    def of(cls, config: MeshConfig) -> ShardingRules:
+        """The rules that a config asks for."""
+        return cls(item_rows=encoder_axes(config))
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The partition spec of these logical axes. Raises ValueError for an unknown or a clashing axis."""
@@ -71,6 +79,17 @@ def activations_on(mesh: Mesh, rules: ShardingRules, exchange: Exchange = "padde
         yield
     finally:
         _active.reset(token)
+
+
+@contextlib.contextmanager
+def encoding() -> Iterator[None]:
+    """While tracing inside, `rows` are those of encoders."""
+    found = _active.get()
+    if found is None:
+        yield
+    else:
+        with activations_on(found.mesh, replace(found.rules, rows=found.rules.item_rows), found.exchange):
+            yield
 
 
 def active() -> Active | None:

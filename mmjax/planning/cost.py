@@ -75,9 +75,15 @@ def needed(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> di
     return flops
 
 
-def step_needed(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str]) -> float:
-    """Needed FLOPs of a microbatch, forward and backward over all modules, from its (NumPy) arrays."""
-    return float(sum(f.total for f in needed(model, useful_work(model, text, items), frozen).values()))
+def step_needed(
+    model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str], share: float = 1.0
+) -> float:
+    """Needed FLOPs of a microbatch, forward and backward over all modules, from its (NumPy) arrays.
+
+    share: of the text's items that `items` are; the others are taken to cost as much.
+    """
+    found = needed(model, useful_work(model, text, items), frozen)
+    return float(sum(f.total / (1 if module == "llm" else share) for module, f in found.items()))
 
 
 def mfu(needed_flops: float, seconds: float, peak: float) -> float:

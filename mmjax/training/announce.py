@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from mmjax.balance.parts import LLM
 from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.data.layout import RankLayout
@@ -65,7 +66,7 @@ def what_will_run(config: Config, model: Model, mesh: jax.sharding.Mesh, loader:
         rows = layout.topology.ranks * layout.rows[k]
         lines.append((module, str(rows), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}"))
     say(*table(lines))
-    if layout.topology.ranks > 1:
+    if layout.topology.ranks * layout.topology.encoders_per_rank > 1:
         say(*_ranks(config, layout))
 
 
@@ -73,15 +74,18 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
     """How the rows are spread over ranks, and what may travel between them."""
     topology, budget_rows = layout.topology, config.batch.rows
     lines = [f"ranks  {topology.ranks} in nodes of {topology.ranks_per_node}, balance {config.batch.balance.kind}"]
+    if topology.encoders_per_rank > 1:
+        lines[0] += f"; {topology.encoders_per_rank} encoder ranks each"
     for k, encoder in enumerate(config.model.encoders):
         widths = sorted({shape.widths[k] for shape in layout.shapes})
         if any(widths):
             lines[0] += f"; {encoder} sends at most {'/'.join(map(str, widths))} tokens from a rank to another"
     for k, module in enumerate(("llm", *config.model.encoders)):
-        if budget_rows[module] % topology.ranks:
+        ranks = topology.ranks * (1 if k == LLM else topology.encoders_per_rank)
+        if budget_rows[module] % ranks:
             lines.append(
-                f"       batch.rows.{module}={budget_rows[module]} does not divide by {topology.ranks} ranks: "
-                f"{topology.ranks * layout.rows[k]} rows are computed; a multiple of {topology.ranks} fills them better"
+                f"       batch.rows.{module}={budget_rows[module]} does not divide by {ranks} ranks: "
+                f"{topology.ranks * layout.rows[k]} rows are computed; a multiple of {ranks} fills them better"
             )
     return lines
 

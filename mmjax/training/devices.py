@@ -52,4 +52,4 @@ def topology_of(mesh: Mesh, config: MeshConfig) -> Topology:
     if given < 0 or (given and ranks % given):
         raise UserError(f"mesh.ranks_per_node={given}: choose a divisor of the {ranks} ranks, or 0 for those of a host")
     per_node = math.gcd(ranks, mine * processes.per_host())
-    return Topology(ranks, given or per_node, per_node)
+    return Topology(ranks, given or per_node, per_node, mesh.shape["tensor"] if config.encoders == "data" else 1)

@@ -59,7 +59,7 @@ class Evaluator:
     ) -> None:
         self.sources = dict(sources)
         self._loader = PromptLoader(sources, config, topology) if sources else None
-        self._mesh = mesh
+        self._mesh, self._rules = mesh, rules
 
         def answers(params: Params, batch: Microbatch) -> jax.Array:
             with activations_on(mesh, rules):
@@ -71,7 +71,8 @@ class Evaluator:
         """The answers to these samples' questions, in their order."""
         said: dict[int, str] = {}
         for lies, batch in self._loader.batches(source, samples):
-            said |= read_answers(np.asarray(self._answers(params, put_rows(batch, self._mesh))), batch, lies)
+            tokens = self._answers(params, put_rows(batch, self._mesh, self._rules))
+            said |= read_answers(np.asarray(tokens), batch, lies)
         questions = [self.sources[source].question(i) for i in samples]
         return [
             Answered(q.family, q.task, readable(q.prompt), q.answer, said[i], q.needs)

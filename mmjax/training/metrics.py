@@ -12,6 +12,7 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from mmjax.balance.metrics import dist_ratio, pad_ratio
+from mmjax.balance.parts import LLM
 from mmjax.data.layout import RankLayout
 from mmjax.data.pipeline import LoadedStep
 from mmjax.data.placement import Topology
@@ -27,6 +28,8 @@ def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayo
     on average, for the fullest one of each phase. flops: float64 `[modules]`, of a position; they weigh the phases.
     """
     ranks, scalars = layout.topology.ranks, Scalars()
+    # All devices of a rank share its part of the LLM, and each encoder rank has a part for itself.
+    weights = np.where(np.arange(len(modules)) == LLM, flops / layout.topology.encoders_per_rank, flops)
     useful = budget = 0
     for k, module in enumerate(modules):
         rows = ranks * layout.rows[k]
@@ -41,7 +44,7 @@ def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayo
             some = by_rank[k].any()
             scalars[f"dist_ratio{suffix}/{module}"] = float(dist_ratio(by_rank[k])) if some else 0.0
             scalars[f"max_over_mean{suffix}/{module}"] = float(by_rank[k].max() / by_rank[k].mean()) if some else 1.0
-        scalars[f"straggler_wait{suffix}"] = float(1 - flops @ by_rank.mean(1) / (flops @ by_rank.max(1)))
+        scalars[f"straggler_wait{suffix}"] = float(1 - weights @ by_rank.mean(1) / (weights @ by_rank.max(1)))
     return scalars | {"useful/budget": useful / budget}
 
 

@@ -6,7 +6,7 @@ microbatches of a step may differ in shape and their number compiles nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,13 +136,13 @@ class Executor:
 
     def put(self, batch: Microbatch) -> Microbatch:
         """Bring a packed microbatch to the devices: the rows of this process's ranks, as many for each rank."""
-        ranks, of = held_ranks(self.mesh), row_ranks(self.mesh)
-        layout = rows_sharding(self.mesh)
 
-        def put(x: np.ndarray) -> jax.Array:
-            return jax.make_array_from_process_local_data(layout, x, (len(x) * of // len(ranks), *x.shape[1:]))
+        def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
+            of, held = row_ranks(self.mesh, axes), len(held_ranks(self.mesh, axes))
+            shape = (len(x) * of // held, *x.shape[1:])
+            return jax.make_array_from_process_local_data(rows_sharding(self.mesh, axes), x, shape)
 
-        return jax.tree.map(put, batch)
+        return _put(batch, put, self.rules)
 
     def step(
         self,
@@ -156,9 +156,9 @@ class Executor:
     ) -> tuple[TrainState, Accumulated, StepReport]:
         """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
 
-        digest: of the step's plan. needed_flops: of this process's rows. noise: uint32 (seed, step) of dropout; without
-        it nothing is dropped. Nothing is updated, and the step does not count, where processes differ in the digest or
-        where no token of the step has a loss weight.
+        digest: of the step's plan. needed_flops: of this process's ranks. noise: uint32 (seed, step) of dropout;
+        without it nothing is dropped. Nothing is updated, and the step does not count, where processes differ in the
+        digest or where no token of the step has a loss weight.
         """
         weight = np.float32(0)
         for batch in batches:
@@ -191,7 +191,18 @@ class Executor:
         self.update.lower(state, accumulated, hyper, weight, *self.said(0, 0.0)).compile()
 
 
-def put_rows(batch: Microbatch, mesh: Mesh) -> Microbatch:
+def put_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
     """A microbatch that every process has whole, made for the ranks of `mesh`, on its devices."""
-    layout = rows_sharding(mesh)
-    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__), batch)
+
+    def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, rows_sharding(mesh, axes), x.__getitem__)
+
+    return _put(batch, put, rules)
+
+
+def _put(
+    batch: Microbatch, put: Callable[[np.ndarray, tuple[str, ...]], jax.Array], rules: ShardingRules
+) -> Microbatch:
+    """Every array put on the axes that its rows are spread over."""
+    text = jax.tree.map(lambda x: put(x, rules.rows), batch.text)
+    return Microbatch(text, jax.tree.map(lambda x: put(x, rules.item_rows), batch.items))

@@ -134,6 +134,7 @@ def load(
     folder: Path,
     topology: Topology = ONE_RANK,
     ranks: range | None = None,
+    encoder_ranks: range | None = None,
     **changes: Any,
 ) -> StepLoader:
     """A loader of one source that was opened already, so that it can be asked what was read."""
@@ -143,7 +144,8 @@ def load(
     ranks = range(topology.ranks) if ranks is None else ranks
     with mock.patch.object(layout, "DRY_RUN_STEPS", DRY_RUN_STEPS):
         planner, laid_out = make_planner(index, made, [1.0], topology)
-    loader = StepLoader(made, planner.grouper.budget, laid_out, folder / "index", folder, ranks, ranks.start == 0)
+    held = ranks, ranks.start == 0, encoder_ranks
+    loader = StepLoader(made, planner.grouper.budget, laid_out, folder / "index", folder, *held)
     loader.__dict__["sources"] = {"made": source}  # where the loader keeps what it opened
     source.read.clear(), source.opened.clear()
     return loader

@@ -23,8 +23,15 @@ GROUPINGS = [PackGrouping(chunk_steps=12), IsfGrouping(chunk_steps=12), NoGroupi
 KINDS = [g.kind for g in GROUPINGS]
 BALANCES = [NoBalance(), LlmBalance(), PostBalance(), PostBalance(locality="off")]
 BALANCE_KINDS = ["none", "llm", "post", "post-apart"]
-TOPOLOGIES = [ONE_RANK, Topology(2, 2, 2), Topology(8, 8, 8), Topology(8, 4, 4), Topology(8, 1, 1)]
-SPREAD = ["1", "2", "8", "8-by-4", "8-by-1"]
+TOPOLOGIES = [
+    ONE_RANK,
+    Topology(2, 2, 2),
+    Topology(8, 8, 8),
+    Topology(8, 4, 4),
+    Topology(8, 1, 1),
+    Topology(4, 4, 4, 2),
+]
+SPREAD = ["1", "2", "8", "8-by-4", "8-by-1", "4-with-8-encoder-ranks"]
 
 
 @cache

@@ -24,7 +24,9 @@ def test_shapes_are_few_and_the_steps_that_they_were_found_by_need_no_more_micro
     for microbatches in (1, 3):
         planned, layout = one_of_all(grouping, balance, topology, microbatches)
         assert 1 <= len(layout.shapes) <= 8 + (layout.topology.peers > 1)
-        assert layout.rows == tuple(-(-rows // topology.ranks) for rows in planned.grouper.budget.rows)
+        parts = np.array([1, topology.encoders_per_rank, topology.encoders_per_rank])
+        needed = -(-np.array(planned.grouper.budget.rows) // (topology.ranks * parts))
+        assert layout.rows == tuple(needed * parts)
         for shape in layout.shapes:
             assert all(length % 12 == 0 for length in shape.lengths), "a row ends where no token does"
             assert all(width % 4 == 0 for width in shape.widths)
@@ -78,6 +80,19 @@ def test_rows_that_do_not_divide_by_the_ranks_leave_no_rank_without_items_under_
             np.add.at(by_rank, (m.module, m.rank()), m.length)
             assert np.all(by_rank.max(1) < 1.3 * by_rank.mean(1))
             assert np.all(by_rank.sum(1) > 0.7 * 4 * np.multiply(layout.rows, m.shape.lengths))
+
+
+def test_an_encoders_rows_are_equally_full_on_all_encoder_ranks_under_post():
+    changes = {"grouping": NoGrouping(chunk_steps=12), "size": Samples(96), "rows": ROWS}
+    planned, layout = laid_out(balance=PostBalance(), topology=Topology(2, 2, 2, 2), **changes)
+    assert layout.rows == (4, 4, 4)
+    for step in range(DRY_RUN_STEPS):
+        for m in planned.plan(step).microbatches:
+            work = m.work()
+            assert work.shape == (3, 4)
+            assert np.all(work.max(1) < 1.15 * work.mean(1))
+            assert work[0, 0] == work[0, 1]
+            assert work[1].sum() == m.length[m.module == 1].sum()
 
 
 def test_without_grouping_eight_shapes_waste_less_than_one():

@@ -133,6 +133,29 @@ def test_each_of_two_processes_opens_only_what_its_own_rows_hold(balance, tmp_pa
             source.read.clear(), source.opened.clear()
 
 
+def test_processes_that_share_a_rank_open_each_the_items_of_its_own_encoder_rank(tmp_path):
+    sources = [random_samples(60, seed=0) for _ in range(2)]
+    shared, whole = Topology(1, 1, 1, 2), random_samples(60, seed=0)
+    loaders = [
+        load(source, tmp_path / str(p), shared, range(1), range(p, p + 1), size=Samples(16))
+        for p, source in enumerate(sources)
+    ]
+    alone = load(whole, tmp_path / "alone", shared, size=Samples(16))
+    for step in range(4):
+        halves, all_of_it = [loader(step) for loader in loaders], alone(step)
+        assert all(sorted(source.read) == sorted(whole.read) for source in sources)
+        assert all(0 < len(source.opened) < len(whole.opened) for source in sources)
+        assert sorted(sources[0].opened + sources[1].opened) == sorted(whole.opened)
+        for a, b, both in zip(*(x.microbatches for x in (*halves, all_of_it)), strict=True):
+            jax.tree.map(np.testing.assert_array_equal, a.text, both.text)
+            joined = jax.tree.map(lambda x, y: np.concatenate([x, y]), a.items, b.items)
+            jax.tree.map(np.testing.assert_array_equal, joined, both.items)
+        # Each counts for the whole rank: together they are the rank twice.
+        assert sum(half.needed_flops for half in halves) == pytest.approx(2 * all_of_it.needed_flops)
+        for source in (*sources, whole):
+            source.read.clear(), source.opened.clear()
+
+
 # --------------------------------------------------------------------------------------------------- what a loader is
 
 
@@ -185,19 +208,21 @@ def assert_work_is_what_the_arrays_hold(loaded: LoadedStep) -> None:
             assert not useful[len(x) :].any()
         # With what aligns items: positions that have an owner.
         owners = (batch.text.owner, *(items.owner for items in batch.items.values()))
-        ranks = work.balanced.shape[1]
-        for x, balanced, unbalanced in zip(owners, work.balanced, work.unbalanced, strict=True):
-            assert (x.reshape(ranks, -1) >= 0).sum(1).tolist() == balanced.tolist()
-            assert balanced.sum() == unbalanced.sum()
         sends = batch.text.send.values()
+        ranks, encoder_ranks = len(next(iter(sends))), work.balanced.shape[1]
+        for k, x in enumerate(owners):
+            held = (x.reshape(encoder_ranks if k else ranks, -1) >= 0).sum(1)
+            assert (held if k else np.repeat(held, encoder_ranks // ranks)).tolist() == work.balanced[k].tolist()
+            assert work.balanced[k].sum() == work.unbalanced[k].sum()
         assert [send.shape[2] for send in sends] == work.widths.tolist()
         assert [(send >= 0).sum() for send in sends] == work.moved.tolist()
 
 
+@pytest.mark.parametrize("topology", [Topology(4, 2, 2), Topology(2, 2, 2, 2)], ids=["4", "2-with-4-encoder-ranks"])
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
-def test_the_work_of_every_rank_is_told_as_the_arrays_show_it(balance, tmp_path):
+def test_the_work_of_every_rank_is_told_as_the_arrays_show_it(balance, topology, tmp_path):
     changes = {"grouping": NoGrouping(chunk_steps=8), "size": Samples(16), "balance": balance}
-    loader = load(random_samples(60, seed=0), tmp_path, Topology(4, 2, 2), **changes)
+    loader = load(random_samples(60, seed=0), tmp_path, topology, **changes)
     for step in range(4):
         assert_work_is_what_the_arrays_hold(loader(step))
 

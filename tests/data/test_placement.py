@@ -46,7 +46,9 @@ def check(m: MicrobatchPlan, index: LengthIndex, shapes: tuple[Shape, ...]) -> N
     order = np.lexsort((m.offset, m.row, m.module))
     follows = (np.diff(m.module[order]) == 0) & (np.diff(m.row[order]) == 0)
     assert np.all((m.offset + m.length)[order][:-1][follows] <= m.offset[order][1:][follows]), "parts overlap"
-    assert m.unbalanced.sum(1).tolist() == parts.totals(len(m.rows)).sum(0).tolist()
+    each = np.array([m.topology.encoders_per_rank] + [1] * (len(m.rows) - 1))  # the LLM's part stands at each of them
+    for work in (m.work(), m.unbalanced):
+        assert work.sum(1).tolist() == (each * parts.totals(len(m.rows)).sum(0)).tolist()
     rank, home = m.rank(), m.rank()[m.part_start[:-1]][m.sample_of()]
     assert np.array_equal(rank // m.topology.peers, home // m.topology.peers), "an item leaves its sample's peers"
     tokens = m.length // np.array([1, *index.positions_per_token])[m.module]

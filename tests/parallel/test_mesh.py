@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from mmjax.config import DecoderConfig, MeshConfig, ModelConfig, VisionConfig
 from mmjax.errors import UserError
-from mmjax.parallel.mesh import check_heads, make_mesh, replicated, row_ranks, rows_sharding
+from mmjax.parallel.mesh import RANKS, check_heads, encoder_axes, make_mesh, replicated, row_ranks, rows_sharding
 
 LLM = DecoderConfig(layers=1, width=32, heads=8, kv_heads=2, head_width=4, mlp_width=48, vocab=9)
 VISION = VisionConfig(layers=1, width=32, heads=4, mlp_width=48, patch=4)
@@ -63,17 +63,29 @@ def test_tensor_parallelism_that_cuts_a_head_is_refused_with_the_key(llm, vision
     mesh = make_mesh(MeshConfig(tensor=2), jax.devices())
     model = ModelConfig(llm, {"eyes": vision})
     if key is None:
-        check_heads(mesh, model)
+        check_heads(mesh, MeshConfig(), model)
         return
     with pytest.raises(UserError, match=r"mesh\.tensor=2 does not divide") as raised:
-        check_heads(mesh, model)
+        check_heads(mesh, MeshConfig(), model)
     assert key in str(raised.value)
     assert "use a divisor" in str(raised.value)
+
+
+def test_encoders_whose_rows_lie_on_the_tensor_axis_may_have_any_number_of_heads():
+    mesh = make_mesh(MeshConfig(tensor=2), jax.devices())
+    model = ModelConfig(LLM, {"eyes": replace(VISION, heads=1)})
+    check_heads(mesh, MeshConfig(encoders="data"), model)
+    with pytest.raises(UserError, match=r"heads=1; use a divisor of it, or mesh\.encoders=data"):
+        check_heads(mesh, MeshConfig(), model)
 
 
 def test_rows_are_spread_over_data_and_fsdp_and_whole_over_tensor():
     mesh = make_mesh(MeshConfig(2, fsdp=2, tensor=2), jax.devices())
     assert row_ranks(mesh) == 4
     assert rows_sharding(mesh).shard_shape((8, 5)) == (2, 5)
+    axes = encoder_axes(MeshConfig(encoders="data"))
+    assert row_ranks(mesh, axes) == 8
+    assert rows_sharding(mesh, axes).shard_shape((8, 5)) == (1, 5)
+    assert encoder_axes(MeshConfig()) == RANKS
     assert replicated(mesh).spec == PartitionSpec()
     assert replicated(mesh).shard_shape((8, 5)) == (8, 5)

@@ -1,6 +1,7 @@
 """Steps of any grouping and balance on any devices.
 
-Also a program, for several processes: `python balanced.py FOLDER OUT.npz CASE ...`, a case being grouping/balance.
+Also a program, for several processes: `python balanced.py FOLDER OUT.npz CASE ...`, a case being grouping/balance or
+grouping/balance/mesh.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mmjax.config import (
     Config,
     IsfGrouping,
     LlmBalance,
+    MeshConfig,
     NoBalance,
     NoGrouping,
     PackGrouping,
@@ -32,7 +34,7 @@ from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel import processes
-from mmjax.parallel.mesh import held_ranks, make_mesh, replicated
+from mmjax.parallel.mesh import encoder_axes, held_ranks, make_mesh, replicated
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.devices import topology_of
 from mmjax.training.optimizer import hyperparameters, make_optimizer
@@ -42,14 +44,15 @@ STEPS = 20
 GROUPINGS = {"none": NoGrouping(24), "isf": IsfGrouping(chunk_steps=24), "pack": PackGrouping(24)}
 BALANCES = {"none": NoBalance(), "llm": LlmBalance(), "post": PostBalance(), "apart": PostBalance("off")}
 CASES = [f"{grouping}/{balance}" for grouping in GROUPINGS for balance in BALANCES]
+MESHES = {"data": MeshConfig(), "tensor as data": MeshConfig(tensor=2, encoders="data")}
 
 
 def config_of(case: str) -> Config:
     """Four samples a rank of eight, dropout in every tower."""
-    grouping, balance = case.split("/")
+    grouping, balance, *mesh = case.split("/")
     rows = {"llm": 8, "vision": 8, "audio": 8}
     batch = BatchConfig(Samples(32), rows, 1, GROUPINGS[grouping], BALANCES[balance], shapes=2)
-    config = tiny_config(batch=batch)
+    config = tiny_config(batch=batch, mesh=MESHES[mesh[0] if mesh else "data"])
     model = config.model
     encoders = {name: replace(encoder, layers=1, dropout=0.1) for name, encoder in model.encoders.items()}
     return replace(config, model=replace(model, llm=replace(model.llm, layers=1, dropout=0.1), encoders=encoders))
@@ -58,18 +61,17 @@ def config_of(case: str) -> Config:
 def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STEPS) -> dict[str, np.ndarray]:
     """`loss` and gradients (by path) of the first step, `losses` of all, sample ids, LLM tokens that moved, widths.
 
-    `opened`: tokens of samples that this process opened.
+    `opened`, `opened_items`: tokens of samples, and positions of items, that this process opened.
     """
     config = config_of(case)
     mesh = make_mesh(config.mesh, devices)
     index = build_index(open_sources(config, "train", folder), config.model.encoders)
     processes.led(lambda: index.save(folder / "index") if not (folder / "index").exists() else None)
     planner, layout = make_planner(index, config, [1.0], topology_of(mesh, config.mesh))
-    loader = StepLoader(
-        config, planner.grouper.budget, layout, folder / "index", folder, held_ranks(mesh), processes.leads()
-    )
+    held = held_ranks(mesh), processes.leads(), held_ranks(mesh, encoder_axes(config.mesh))
+    loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, *held)
     model = Model.build(config.model, jnp.float32)
-    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules(), 1)
+    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules.of(config.mesh), 1)
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     loaded = [loader(step) for step in range(steps)]
 
@@ -101,6 +103,9 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
         "moved": np.sum([w.moved for w in work], axis=0),
         "widths": np.max([w.widths for w in work], axis=0),
         "opened": np.array([sum(int((b.text.sample >= 0).sum()) for a in loaded for b in a.microbatches)]),
+        "opened_items": np.array(
+            [sum(int((i.item >= 0).sum()) for a in loaded for b in a.microbatches for i in b.items.values())]
+        ),
     }
 
 
@@ -110,7 +115,7 @@ def main(folder: Path, out: Path, cases: Sequence[str]) -> None:
     found, opened = {}, {}
     for case in cases:
         result = run(case, folder, jax.devices())
-        opened[case] = result.pop("opened")
+        opened |= {f"{case}:{key}": result.pop(key) for key in ("opened", "opened_items")}
         found |= {f"{case}:{key}": value for key, value in result.items()}
         jax.clear_caches()
     np.savez(out.with_suffix(f".{processes.index()}.npz"), **opened)

@@ -37,10 +37,11 @@ def assert_same(found: Result, wanted: Result) -> None:
 
 
 OF_PROCESSES = [case for case in CASES if not case.endswith("apart")] + ["none/apart"]
-QUICK = ("none/post", "none/apart", "pack/post", "isf/post")
+QUICK = ("none/post", "none/apart", "pack/post", "isf/post", "none/post/tensor as data")
+ALL = [*CASES, "none/post/tensor as data", "pack/apart/tensor as data"]
 
 
-@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in ALL])
 def test_loss_gradients_and_twenty_updates_with_dropout_are_those_of_one_device(on, case):
     grouping = case.split("/")[0]
     wanted = on(f"{grouping}/none", 1)
@@ -59,24 +60,37 @@ def test_phases_planned_apart_send_most_encoder_tokens_and_others_few(on):
 def test_processes_give_the_losses_and_gradients_of_one_device_and_each_opens_its_part(on, tmp_path, count, cases):
     folder, out = tmp_path / "data", tmp_path / "out.npz"
     folder.mkdir()
-    processes_found(folder, out, cases, count)
-    with np.load(out) as file:
-        found = {case: {k.split(":")[1]: file[k] for k in file.files if k.startswith(f"{case}:")} for case in cases}
+    found, opened = processes_found(folder, out, cases, count, 8 // count)
     for case in cases:
-        assert_same(found[case], on(f"{case.split('/')[0]}/none", 1))
-    opened = [np.load(out.with_suffix(f".{p}.npz")) for p in range(count)]
-    for case in cases:
-        whole = on(f"{case.split('/')[0]}/none", 1)["opened"][0]
-        each = [int(o[case][0]) for o in opened]
-        assert sum(each) == whole
-        assert max(each) < (1.5 / count if case.endswith("post") else 1) * whole
+        wanted = on(f"{case.split('/')[0]}/none", 1)
+        assert_same(found[case], wanted)
+        for what in ("opened", "opened_items"):
+            each = [int(o[f"{case}:{what}"][0]) for o in opened]
+            assert sum(each) == wanted[what][0]
+            assert max(each) < (1.5 / count if case.endswith("post") else 1) * wanted[what][0]
 
 
-def processes_found(folder: Path, out: Path, cases: list[str], count: int) -> None:
+@pytest.mark.slow
+def test_processes_that_share_a_rank_give_those_of_one_device_and_open_each_its_part_of_the_items(on, tmp_path):
+    """Two ranks of two devices, every device a process, with the tensor axis as data for encoders."""
+    case, wanted = "none/post/tensor as data", on("none/none", 1)
+    (tmp_path / "data").mkdir()
+    found, opened = processes_found(tmp_path / "data", tmp_path / "out.npz", [case], 4, 1)
+    assert_same(found[case], wanted)
+    texts, items = ([int(o[f"{case}:{what}"][0]) for o in opened] for what in ("opened", "opened_items"))
+    assert sum(texts) == 2 * wanted["opened"][0]
+    assert sum(items) == wanted["opened_items"][0]
+    assert max(items) < 1.5 / 4 * sum(items)
+
+
+def processes_found(
+    folder: Path, out: Path, cases: list[str], count: int, devices: int
+) -> tuple[dict[str, Result], list[Result]]:
+    """By case what all found together, and what each process opened."""
     port = 23_000 + os.getpid() % 20_000
     program = Path(__file__).with_name("balanced.py")
     root = Path(__file__).parents[2]
-    shared = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root), "JAX_NUM_CPU_DEVICES": str(8 // count)}
+    shared = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root), "JAX_NUM_CPU_DEVICES": str(devices)}
     started = [
         subprocess.Popen(
             [sys.executable, str(program), str(folder), str(out), *cases],
@@ -90,3 +104,6 @@ def processes_found(folder: Path, out: Path, cases: list[str], count: int) -> No
         for p in range(count)
     ]
     assert [p.wait(1200) for p in started] == [0] * count
+    with np.load(out) as file:
+        found = {case: {k.split(":")[1]: file[k] for k in file.files if k.startswith(f"{case}:")} for case in cases}
+    return found, [dict(np.load(out.with_suffix(f".{p}.npz"))) for p in range(count)]

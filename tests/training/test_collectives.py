@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import paths, tiny_config
+from tiny_run import MERGE, paths, tiny_config
 
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, MeshConfig, NoBalance, NoGrouping, PostBalance, Samples
@@ -23,6 +24,8 @@ from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
+from mmjax.planning.work import CONV_STRIDE
+from mmjax.training.devices import topology_of
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.step import Executor, put_rows
 
@@ -35,7 +38,7 @@ MOVING = ("all-to-all", "all-gather", "collective-permute", "reduce-scatter")
 
 @dataclass(frozen=True)
 class Collective:
-    """One operation of a compiled program that has the connector's width."""
+    """One operation of a compiled program that carries some width."""
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]  # of its results
@@ -60,17 +63,20 @@ def first_batch(made: Config, folder: Path, topology: Topology) -> Microbatch:
     return batch
 
 
-def compiled(made: Config, mesh: MeshConfig, batch: Microbatch) -> tuple[Executor, list[Collective]]:
+def compiled(
+    made: Config, mesh: MeshConfig, batch: Microbatch, width: int = WIDTH, kinds: Sequence[str] = MOVING
+) -> tuple[Executor, list[Collective]]:
+    """The programs, and of the one that accumulates gradients the collectives of these kinds that carry this width."""
     model = Model.build(made.model, jnp.float32)
     on = make_mesh(mesh, jax.devices())
-    executor = Executor(model, make_optimizer(made.optimizer, model.axes), on, ShardingRules(), 1)
-    put, zeros = put_rows(batch, on), executor.zeros()
+    executor = Executor(model, make_optimizer(made.optimizer, model.axes), on, ShardingRules.of(mesh), 1)
+    put, zeros = put_rows(batch, on, executor.rules), executor.zeros()
     lowered = executor.accumulate.lower(executor.abstract.trainable, {}, zeros, put, np.float32(1))
     found = []
     for line in lowered.compile().as_text().splitlines():
-        if match := re.search(rf" = (.*?) ({'|'.join(MOVING)})(?:-start)?\(", line):
+        if match := re.search(rf" = (.*?) ({'|'.join(kinds)})(?:-start)?\(", line):
             shapes = tuple(tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", match[1]))
-            if any(WIDTH in shape for shape in shapes):
+            if any(width in shape for shape in shapes):
                 found.append(Collective(match[2], shapes, line))
     return executor, found
 
@@ -105,6 +111,27 @@ def test_an_exchange_stays_inside_its_node(tmp_path):
     exchanged = [c for c in found if c.kind == "all-to-all"]
     assert len(exchanged) == 4
     assert all("replica_groups={{0,1,2,3},{4,5,6,7}}" in c.line for c in exchanged)
+
+
+ENCODER_WIDTH = 40  # no other size either
+
+
+@pytest.mark.parametrize("encoders", ["data", "tensor"])
+def test_encoders_spread_over_the_tensor_axis_send_no_activations_but_their_tokens(encoders, tmp_path):
+    mesh = MeshConfig(2, fsdp=2, tensor=2, encoders=encoders)
+    made = config(NoBalance())
+    narrow = {name: replace(encoder, width=ENCODER_WIDTH) for name, encoder in made.model.encoders.items()}
+    made = replace(made, model=replace(made.model, encoders=narrow))
+    batch = first_batch(made, tmp_path, topology_of(make_mesh(mesh, jax.devices()), mesh))
+    lengths = {name: items.item.shape[1] for name, items in batch.items.items()}
+    inside = {lengths["vision"], lengths["audio"], lengths["audio"] // CONV_STRIDE}
+    _, found = compiled(made, mesh, batch, ENCODER_WIDTH, (*MOVING, "all-reduce"))
+    activations = [c for c in found if any(inside.intersection(shape) for shape in c.shapes)]
+    assert found
+    assert bool(activations) == (encoders == "tensor")
+    _, found = compiled(made, mesh, batch, kinds=["all-gather"])
+    tokens = sorted((2, length // MERGE[name], WIDTH) for name, length in lengths.items())
+    assert sorted(shape for c in found for shape in c.shapes) == (tokens if encoders == "data" else [])
 
 
 def assert_parameters_only(executor: Executor, found: list[Collective]) -> None:

@@ -30,7 +30,8 @@ from tiny_run import (
 
 from mmjax.batch import Microbatch
 from mmjax.config import Muon
-from mmjax.parallel.mesh import row_ranks
+from mmjax.data.placement import ONE_RANK, Topology
+from mmjax.training.devices import topology_of
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.step import Accumulated, Executor
 
@@ -43,14 +44,14 @@ Steps = list[tuple[Microbatch, ...]]
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory) -> Callable[[int], Steps]:
-    """The first steps, in microbatches, as they are planned for so many ranks."""
-    return cache(lambda ranks: load_steps(CONFIG, tmp_path_factory.mktemp("data"), 10, ranks))
+def loaded(tmp_path_factory) -> Callable[[Topology], Steps]:
+    """The first steps, in microbatches, as they are planned for these ranks."""
+    return cache(lambda topology: load_steps(CONFIG, tmp_path_factory.mktemp("data"), 10, topology))
 
 
 @pytest.fixture(scope="module")
 def microbatches(loaded) -> Steps:
-    return loaded(1)
+    return loaded(ONE_RANK)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def on(loaded, steps, parameters) -> Callable[[str], OnMesh]:
     @cache
     def run(mesh: str) -> OnMesh:
         executor = make_executor(CONFIG, MESHES[mesh])
-        planned = steps if mesh == "one device" else loaded(row_ranks(executor.mesh))
+        planned = steps if mesh == "one device" else loaded(topology_of(executor.mesh, MESHES[mesh]))
         with stderr_of() as written:
             first = gradients(executor, state_with(executor, parameters), planned[0])
             trained = train(CONFIG, executor, state_with(executor, parameters), planned)
@@ -124,7 +125,7 @@ def test_the_rows_of_these_batches_do_not_divide_by_the_ranks_and_hold_every_mod
     assert all(count % 8 for count in rows.values()), rows
     assert all((slots >= 0).any() for slots in steps[0][0].text.slots.values())
     for ranks in (2, 8):
-        batches = loaded(ranks)[0]
+        batches = loaded(Topology(ranks, ranks, ranks))[0]
         assert {len(x) % ranks for x in jax.tree.leaves(batches)} == {0}
         assert weight(batches) == weight(steps[0])
         assert all(any((b.text.slots[e] >= 0).any() for b in batches) for e in ("vision", "audio"))
@@ -147,7 +148,7 @@ def test_a_microbatch_without_images_or_audio_is_only_a_part_of_its_step(on, mic
 
 @pytest.mark.parametrize("missing", [("vision",), ("audio",), ("vision", "audio")], ids="+".join)
 def test_a_step_without_items_trains_the_rest_on_fsdp(on, loaded, steps, parameters, missing):
-    batches, one = [without(b, missing) for b in loaded(8)[0]], without(steps[0][0], missing)
+    batches, one = [without(b, missing) for b in loaded(Topology(8, 8, 8))[0]], without(steps[0][0], missing)
     assert weight([one]) == weight(batches) > 0
     found = gradients(on("fsdp=8").executor, state_with(on("fsdp=8").executor, parameters), batches)
     assert_same(found, gradients(on("one device").executor, state_with(on("one device").executor, parameters), [one]))
@@ -158,7 +159,7 @@ def test_a_step_without_items_trains_the_rest_on_fsdp(on, loaded, steps, paramet
 
 def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its_norms(on, loaded, parameters):
     executor = on("fsdp=8").executor
-    batches = [without(b, ("vision",)) for b in loaded(8)[0]]
+    batches = [without(b, ("vision",)) for b in loaded(Topology(8, 8, 8))[0]]
     hyper = hyperparameters(CONFIG, executor.modules, 5)
     accumulated = gradients(executor, state_with(executor, parameters), batches)
     accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()))
@@ -174,7 +175,7 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
 def test_ten_updates_of_muon_give_the_losses_of_one_device(on, loaded, steps, parameters):
     config = replace(CONFIG, optimizer=Muon())
     losses = {}
-    for mesh, planned in (("one device", steps), ("fsdp=4 x tensor=2", loaded(4))):
+    for mesh, planned in (("one device", steps), ("fsdp=4 x tensor=2", loaded(Topology(4, 4, 4)))):
         executor = make_executor(config, MESHES[mesh])
         executor.accumulate = on(mesh).executor.accumulate  # the gradient does not know the optimizer: compiled already
         losses[mesh] = train(config, executor, state_with(executor, parameters), planned).losses

@@ -12,6 +12,7 @@ from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_con
 
 from mmjax.batch import Microbatch
 from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
+from mmjax.data.placement import Topology
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.state import TrainState, all_parameters
@@ -47,7 +48,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
     executor = make_executor(config(), MESHES["fsdp=8"])
-    steps = load_steps(config(), tmp_path_factory.mktemp("data"), STEPS, 8)
+    steps = load_steps(config(), tmp_path_factory.mktemp("data"), STEPS, Topology(8, 8, 8))
     state = executor.init(jax.random.key(0))
     before = jax.device_get(state)
     shapes = {str(jax.tree.map(np.shape, b)): b for batches in steps for b in batches}
@@ -94,7 +95,7 @@ def test_what_is_not_frozen_around_it_learns(run):
 def test_another_learning_rate_decay_clip_or_seed_compiles_nothing(run):
     executor = run.executor
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
-    batches = [put_rows(b, executor.mesh) for b in run.steps[0]]
+    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
     programs = ProgramCounter()
     for n in range(3):
         own = {"vision.connector": Rates(0.1 * n, 0.01 * n)}
@@ -118,7 +119,7 @@ def test_programs_compiled_ahead_are_all_that_training_runs(run):
 def test_a_step_leaves_the_accumulated_gradients_and_report_at_zero(run):
     executor = run.executor
     hyper = hyperparameters(config(), executor.modules, 0)
-    batches = [put_rows(b, executor.mesh) for b in run.steps[0]]
+    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
     state = executor.init(jax.random.key(0))
     _, accumulated, told = executor.step(state, executor.zeros(), batches, hyper)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(accumulated))
@@ -130,7 +131,7 @@ def test_a_step_in_which_no_token_has_a_loss_weight_updates_nothing_and_says_so(
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     before = jax.device_get(state)
     hyper = hyperparameters(config(), executor.modules, 0)
-    batches = [put_rows(b, executor.mesh) for b in run.steps[0]]
+    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
     silent = [b._replace(text=b.text._replace(weight=jnp.zeros_like(b.text.weight))) for b in batches]
     state, accumulated, told = executor.step(state, accumulated, silent, hyper)
     assert float(told.report.weight.sum()) == 0
@@ -146,7 +147,7 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
     before = jax.device_get(state)
     hyper = hyperparameters(config(), executor.modules, 0)
     for batch in run.steps[0]:
-        batch = put_rows(batch, executor.mesh)
+        batch = put_rows(batch, executor.mesh, executor.rules)
         accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, np.float32(1))
     digests, flops = (np.asarray(x).copy() for x in executor.said(123 << 31 | 5, 8.0))
     for half in range(2):

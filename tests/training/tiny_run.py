@@ -35,7 +35,7 @@ from mmjax.config import (
 from mmjax.data.embedded import ALPHABET
 from mmjax.data.index import build_index
 from mmjax.data.pipeline import StepLoader
-from mmjax.data.placement import Topology
+from mmjax.data.placement import ONE_RANK, Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
@@ -54,6 +54,8 @@ MESHES = {
     "fsdp=8": MeshConfig(1, fsdp=8),
     "fsdp=4 x tensor=2": MeshConfig(1, fsdp=4, tensor=2),
     "data=2 x fsdp=2 x tensor=2": MeshConfig(2, fsdp=2, tensor=2),
+    "fsdp=4 x tensor=2, encoders=data": MeshConfig(1, fsdp=4, tensor=2, encoders="data"),
+    "data=2 x fsdp=2 x tensor=2, encoders=data": MeshConfig(2, fsdp=2, tensor=2, encoders="data"),
 }
 
 
@@ -86,12 +88,12 @@ def tiny_config(**changes: Any) -> Config:
     return replace(config, **changes)
 
 
-def load_steps(config: Config, folder: Path, steps: int, ranks: int = 1) -> list[tuple[Microbatch, ...]]:
-    """The microbatches of the first steps of the config's data, for so many ranks, by its own planner and loader."""
+def load_steps(config: Config, folder: Path, steps: int, topology: Topology = ONE_RANK) -> list[tuple[Microbatch, ...]]:
+    """The microbatches of the first steps of the config's data, for these ranks, by its own planner and loader."""
     index = build_index(open_sources(config, "train", folder), config.model.encoders)
     index.save(folder / "index")
-    planner, layout = make_planner(index, config, [1.0], Topology(ranks, ranks, ranks))
-    loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, range(ranks))
+    planner, layout = make_planner(index, config, [1.0], topology)
+    loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, range(topology.ranks))
     return [loader(step).microbatches for step in range(steps)]
 
 
@@ -100,7 +102,8 @@ def make_executor(config: Config, mesh: MeshConfig) -> Executor:
     count = mesh.data * mesh.fsdp * mesh.tensor
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     optimizer = make_optimizer(config.optimizer, model.axes)
-    return Executor(model, optimizer, make_mesh(mesh, jax.devices()[:count]), ShardingRules(), len(config.data.sources))
+    on, rules = make_mesh(mesh, jax.devices()[:count]), ShardingRules.of(mesh)
+    return Executor(model, optimizer, on, rules, len(config.data.sources))
 
 
 def scattered(executor: Executor, seed: int = 0) -> Any:
@@ -122,7 +125,7 @@ def gradients(executor: Executor, state: TrainState, batches: Sequence[Microbatc
     accumulated, total = executor.zeros(), np.float32(weight(batches))
     for batch in batches:
         accumulated = executor.accumulate(
-            state.trainable, state.frozen, accumulated, put_rows(batch, executor.mesh), total
+            state.trainable, state.frozen, accumulated, put_rows(batch, executor.mesh, executor.rules), total
         )
     return jax.device_get(accumulated)
 
@@ -141,7 +144,7 @@ def train(config: Config, executor: Executor, state: TrainState, steps: Sequence
     accumulated = executor.zeros()
     losses, norms = [], []
     for n, batches in enumerate(steps):
-        put = [put_rows(b, executor.mesh) for b in batches]
+        put = [put_rows(b, executor.mesh, executor.rules) for b in batches]
         hyper = hyperparameters(config, executor.modules, n)
         state, accumulated, told = executor.step(state, accumulated, put, hyper)
         told = jax.device_get(told)
