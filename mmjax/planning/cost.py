@@ -8,9 +8,8 @@ work as XLA counts it. Both come module by module: "llm", "<encoder>" and "<enco
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Set
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -97,30 +96,6 @@ def frozen_modules(model: ModelConfig) -> frozenset[str]:
     for name, encoder in model.encoders.items():
         parts |= {name: encoder.frozen, f"{name}.connector": encoder.connector.frozen}
     return frozenset(module for module, frozen in parts.items() if frozen)
-
-
-# FLOP/s of dense matrix products, (bfloat16, float32); the first pattern found in JAX's `device_kind` counts.
-# float32 is what JAX runs by default: TF32 on these GPUs, one bfloat16 pass on TPUs. Sources, halved where they give
-# only the rate with 2:4 sparsity: NVIDIA's A100, A800, A40, H100 and H200 datasheets and the H100 architecture white
-# paper (nvidia.com/data-center); cloud.google.com/tpu/docs/v5e and /v5p.
-PEAK_FLOPS = (
-    (r"\bMIG\b", None),  # a slice of a GPU
-    (r"\bA100\b|\bA800\b", (312e12, 156e12)),
-    (r"\bA40\b", (149.7e12, 74.8e12)),
-    (r"\bH100 PCIe\b", (756.5e12, 378e12)),
-    (r"\b(H100|H200) NVL\b", (835.5e12, 417.5e12)),
-    (r"\b(H100|H200)\b", (989.4e12, 494.7e12)),
-    (r"\bTPU v5( lite|e)", (197e12, 197e12)),
-    (r"\bTPU v5(p|$)", (459e12, 459e12)),
-)
-
-
-def peak_flops(device_kind: str, precision: Literal["bfloat16", "float32"]) -> float | None:
-    """FLOP/s of one device at its datasheet's best, by JAX's `device_kind`; None where we know no number."""
-    for pattern, peaks in PEAK_FLOPS:
-        if re.search(pattern, device_kind):
-            return None if peaks is None else peaks[precision == "float32"]
-    return None
 
 
 def _gradients(module: str, model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> tuple[bool, bool]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from mmjax.planning.cost import peak_flops
+from mmjax.planning.clusters import device_of
 
 
-def peak_of(devices: Sequence[jax.Device], precision: str) -> float:
+def peak_of(devices: Sequence[jax.Device], precision: Literal["bfloat16", "float32"]) -> float:
     """FLOP/s of all `devices` together: the datasheet's where we have it, else measured on one of them.
 
     The devices of one CPU share its cores, so they count once.
     """
-    known = peak_flops(devices[0].device_kind, precision)
+    known = device_of(devices[0].device_kind)
     if known is not None:
-        return known * len(devices)
+        return known.peak(precision) * len(devices)
     return measured_peak(devices[0]) * (1 if devices[0].platform == "cpu" else len(devices))
 
 

@@ -25,7 +25,6 @@ from mmjax.planning.cost import (
     mfu,
     needed,
     parameters,
-    peak_flops,
     relative_cost,
     step_needed,
 )
@@ -323,29 +322,6 @@ def test_counting_a_microbatch_in_the_loader_takes_under_a_millisecond() -> None
         step_needed(model, text, items, frozenset())
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 1e-3, f"{min(seconds) * 1e3:.2f} ms"
-
-
-@pytest.mark.parametrize(
-    ("kind", "bfloat16", "float32"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312e12, 156e12),
-        ("NVIDIA A800-SXM4-80GB", 312e12, 156e12),
-        ("NVIDIA A40", 149.7e12, 74.8e12),
-        ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
-        ("NVIDIA H100 PCIe", 756.5e12, 378e12),
-        ("NVIDIA H200", 989.4e12, 494.7e12),
-        ("TPU v5 lite", 197e12, 197e12),
-        ("TPU v5p", 459e12, 459e12),
-        ("TPU v5", 459e12, 459e12),
-        ("NVIDIA RTX A4000", None, None),
-        ("NVIDIA H200 MIG 1g.18gb", None, None),
-        ("cpu", None, None),
-    ],
-)
-def test_peak_is_known_for_the_devices_of_the_table_only(
-    kind: str, bfloat16: float | None, float32: float | None
-) -> None:
-    assert (peak_flops(kind, "bfloat16"), peak_flops(kind, "float32")) == (bfloat16, float32)
 
 
 def test_mfu_is_needed_over_possible() -> None:
