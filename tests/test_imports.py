@@ -36,7 +36,17 @@ RULES = {
     "config_checks": May(("mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset()),
     "config_files": May(("mmjax.config", "mmjax.config_checks", "mmjax.config_values", "mmjax.errors"), frozenset()),
     "balance": May(("mmjax.balance",), NUMERIC),
-    "planning": May(("mmjax.planning", "mmjax.balance", "mmjax.config", "mmjax.batch"), NUMERIC),
+    "planning": May(
+        (
+            "mmjax.planning",
+            "mmjax.balance",
+            "mmjax.config",
+            "mmjax.config_values",
+            "mmjax.batch",
+            "mmjax.errors",
+        ),
+        NUMERIC,
+    ),
     "data": May((*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"), NUMERIC | {"grain", "absl"}),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
