@@ -19,6 +19,7 @@ from mmjax.benchmarks import (
     dispatch,
     fill,
     grouping,
+    memory,
     nodewise,
     phases,
     postbalance,
@@ -29,7 +30,14 @@ from mmjax.errors import UserError, run_command
 from mmjax.training.console import say, table
 
 # run: a list of rows, one per variant
-COMPARISONS = {"attention": attention, "compile": compile_time, "fill": fill, "phases": phases, "remat": remat}
+COMPARISONS: dict[str, Any] = {
+    "attention": attention,
+    "compile": compile_time,
+    "fill": fill,
+    "memory": memory,
+    "phases": phases,
+    "remat": remat,
+}
 # run: one Measurement
 MEASUREMENTS: dict[str, Any] = {
     "balance-run": balance_run,

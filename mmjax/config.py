@@ -11,6 +11,7 @@ from typing import Literal
 
 # What a layer keeps between its forward and its backward pass; the rest is computed again (`models.layer_runs`).
 Remat = Literal["none", "products", "attention_mlp", "attention", "offload", "full"]
+Auto = Literal["auto"]  # what the memory allows, decided before step 0 (`planning.fit`)
 Exchange = Literal["padded", "ragged"]
 
 
@@ -150,7 +151,7 @@ class DecoderConfig:
     tied: bool = True
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
     attention: Literal["dense", "blockwise"] = "dense"
-    remat: Remat | tuple[Remat, ...] = "none"  # of every layer, or one per layer
+    remat: Remat | Auto | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
 
@@ -179,7 +180,7 @@ class VisionConfig:
     norm_eps: float = 1e-6
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"
-    remat: Remat | tuple[Remat, ...] = "none"
+    remat: Remat | Auto | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
     kind: Literal["vision"] = "vision"
@@ -200,7 +201,7 @@ class AudioConfig:
     norm_eps: float = 1e-5
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"
-    remat: Remat | tuple[Remat, ...] = "none"
+    remat: Remat | Auto | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
     kind: Literal["audio"] = "audio"
@@ -228,6 +229,8 @@ class MeshConfig:
     ranks_per_node: int = 0  # that send encoder outputs to each other; 0 = those of one host
     exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
     encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis cuts their layers too, or spreads their rows
+    memory: float = 0.0  # GB of a device that may be used; 0 = what it has
+    host_memory: float = 0.0  # GB of its host that a device may offload activations to
 
 
 @dataclass(frozen=True)

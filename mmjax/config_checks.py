@@ -34,6 +34,7 @@ def validate(config: Config) -> None:
         if isinstance(source, EmbeddedSource):
             _check_embedded(f"data.sources.{name}", source, config)
     _check_batch(config.batch, config.model)
+    _at_least(0, "mesh", config.mesh, ("memory", "host_memory"))
     _check_training(config)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from mmjax.config import Config
 from mmjax.config_files import default_config, describe, find, load
 from mmjax.data.index import cached_index
+from mmjax.data.layout import RankLayout
 from mmjax.data.pipeline import StepLoader
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
@@ -27,6 +28,7 @@ from mmjax.training.checkpoint import Checkpoints
 from mmjax.training.console import ProgressLine, mute, say
 from mmjax.training.devices import choose_devices, topology_of
 from mmjax.training.evaluation import Evaluator, question_sources
+from mmjax.training.fitting import fit_on_mesh
 from mmjax.training.interrupts import kept_interrupts
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.profile import peak_of
@@ -54,7 +56,11 @@ def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequ
     loader = StepLoader(config, grouper.budget, layout, index_folder, folder.path, *held)
     processes.led(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
 
-    model = Model.build(config.model, jnp.dtype(config.training.precision))
+    def layouts(other: Config) -> RankLayout:
+        return layout if other == config else make_planner(index, other, weights, topology)[1]
+
+    fitted = fit_on_mesh(config, mesh, layouts)
+    model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision))
     rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)
     executor = Executor(model, optimizer, mesh, rules, len(sources), config.mesh.exchange)
@@ -62,7 +68,7 @@ def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequ
     questions = question_sources(config, ("validation", "test"), folder.path)
     evaluator = Evaluator(model, mesh, rules, questions, config, topology)
     peak = peak_of(devices, config.training.precision)
-    return Session(config, folder, resumed, mesh, executor, loader, checkpoints, evaluator, programs, peak)
+    return Session(config, folder, resumed, mesh, executor, loader, checkpoints, evaluator, programs, peak, fitted)
 
 
 def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[jax.Device] | None = None) -> Session:

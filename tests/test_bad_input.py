@@ -68,6 +68,13 @@ FAULTS = {
     ),
     "a source that is not there": (["data.sources.few.function=config:fwe"], "data.sources.few.function", "fwe"),
     "a run to start from that is not there": (["init_from=runs/nothing"], "init_from=runs/nothing", "no run"),
+    "a device with too little memory": (
+        ["mesh.memory=0.0001"],
+        "the run needs",
+        "do not make it fit; use more devices",
+    ),
+    "a device with memory for more shards": (["mesh.memory=0.0006"], "the run needs", "fits, with"),
+    "memory below zero": (["mesh.memory=-1"], "mesh.memory=-1.0", "at least 0"),
     "a device that is not there": (["device=tpu"], "device=tpu", "device=auto"),
 }
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import ModelConfig
+from mmjax.config import Auto, ModelConfig, Remat
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_runs import Run, plan_runs
 from mmjax.models.multimodal import MultimodalModel
@@ -45,7 +45,7 @@ class Model:
         towers = {"llm": config.llm, **config.encoders}
         if unknown := set(cuts or {}) - set(towers):
             raise ValueError(f"cuts for {min(unknown)!r}, which is no tower; there are {', '.join(towers)}")
-        runs = {name: plan_runs(c.layers, c.remat, (cuts or {}).get(name, ())) for name, c in towers.items()}
+        runs = {name: plan_runs(c.layers, _decided(c.remat), (cuts or {}).get(name, ())) for name, c in towers.items()}
         dtype = jnp.dtype(dtype)
         born = partial(_born, config, runs, dtype)
         graph, state = nnx.split(nnx.eval_shape(born, jax.random.key(0)))
@@ -198,6 +198,11 @@ def merge(first: Params, second: Params) -> Params:
 
 def _born(config: ModelConfig, runs: dict[str, tuple[Run, ...]], dtype: Any, key: Array) -> MultimodalModel:
     return MultimodalModel(config, runs, dtype, nnx.Rngs(params=key))
+
+
+def _decided(remat: Remat | Auto | tuple[Remat, ...]) -> Remat | tuple[Remat, ...]:
+    """What nobody has decided computes nothing again."""
+    return "none" if remat == "auto" else remat
 
 
 def _nested(flat: dict[tuple[str, ...], Any]) -> Params:

@@ -68,7 +68,7 @@ def needed(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> di
     """
     flops = {}
     for module, p in _products(model, work).items():
-        trainable, upstream = _gradients(module, model, work, frozen)
+        trainable, upstream = _gradients(module, model, _running(work), frozen)
         backward = trainable * (p.data + p.weights) + (trainable or upstream) * (p.weights + 2 * p.attention)
         flops[module] = Flops(2 * (p.data + p.weights + p.attention), 2 * backward)
     return flops
@@ -98,13 +98,24 @@ def frozen_modules(model: ModelConfig) -> frozenset[str]:
     return frozenset(module for module, frozen in parts.items() if frozen)
 
 
-def _gradients(module: str, model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> tuple[bool, bool]:
+def wanted_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
+    """Which gradients the backward pass of a tower's layers computes: of their "weights", of their "inputs"."""
+    trainable, upstream = _gradients(tower, model, frozenset(model.encoders), frozen)
+    return frozenset({"weights"} if trainable else ()) | frozenset({"inputs"} if trainable or upstream else ())
+
+
+def _running(work: Mapping[str, Work]) -> Set[str]:
+    """The encoders that have items."""
+    return {name for name, w in work.items() if name != "llm" and w.inputs}
+
+
+def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[str]) -> tuple[bool, bool]:
     """Whether a module is trainable, and whether anything that feeds it is."""
     tower = module.removesuffix(".connector")
     before = set() if module == tower else {tower}
     if module == "llm":
-        running = [name for name in model.encoders if name in work and work[name].inputs]
-        before = {*running, *(f"{name}.connector" for name in running)}
+        encoders = [name for name in model.encoders if name in running]
+        before = {*encoders, *(f"{name}.connector" for name in encoders)}
     return module not in frozen, bool(before - frozen)
 
 
@@ -142,7 +153,7 @@ def executed(model: ModelConfig, shape: Mapping[str, tuple[int, int]], frozen: S
     work = row_work(model, shape)
     flops = {}
     for module, p in _products(model, work).items():
-        trainable, upstream = _gradients(module, model, work, frozen)
+        trainable, upstream = _gradients(module, model, _running(work), frozen)
         tower = module.removesuffix(".connector")
         config = model.llm if module == "llm" else model.encoders[tower]
         # Blockwise attention keeps no scores: a fifth product in its backward pass computes them again.
@@ -201,5 +212,7 @@ def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> in
 
 
 def policies_of(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:
-    """The remat policy of each layer."""
-    return (config.remat,) * config.layers if isinstance(config.remat, str) else config.remat
+    """The remat policy of each layer; where none is decided yet, none."""
+    if isinstance(config.remat, tuple):
+        return config.remat
+    return ("none" if config.remat == "auto" else config.remat,) * config.layers

@@ -1,36 +1,122 @@
-"""What a device holds beside the activations that layers keep."""
+"""What a device holds beside the activations that layers keep.
+
+A model of what XLA's allocation comes to, to a few percent where it was compiled for a GPU (docs/planning.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 
-from mmjax.config import ModelConfig
+from mmjax.config import AdamW, AudioConfig, DecoderConfig, ModelConfig, Muon, VisionConfig
 from mmjax.planning.cost import parameters
-from mmjax.planning.work import layer_of
+from mmjax.planning.work import Encoder, layer_of, merged_positions, row_work
 
-MASTER = 4  # bytes: parameters, the sum of gradients, and each of the optimizer's two moments are float32
+MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's moments are float32
+LOADED = 2  # steps whose batches lie on the devices: the one that runs and the next
+TEXT_FIELDS, ITEM_FIELDS = 12, 6  # four-byte numbers of a position beside slots, and beside its values
+# Of what a layer without remat keeps: what lives at once while one layer's backward pass runs. Fitted to XLA.
+ALIVE = 0.8
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Devices that share a model. shards: of its parameters (ZeRO-3 times tensor parallelism).
+
+    llm, encoders: parts into which tensor parallelism cuts a layer's heads and MLP.
+    """
+
+    shards: int = 1
+    llm: int = 1
+    encoders: int = 1
+
+    def parts(self, tower: str) -> int:
+        """Into which a tower's layers are cut."""
+        return self.llm if tower == "llm" else self.encoders
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """One microbatch on one device. shape: as in `row_work`; widths: of every encoder, to each of `peers`."""
+
+    shape: Mapping[str, tuple[int, int]]
+    widths: Mapping[str, int]
+    peers: int = 1
+    microbatches: int = 1
 
 
 def fixed_bytes(
-    model: ModelConfig, tokens: Mapping[str, int], frozen: Set[str], shards: int, activation: int
+    model: ModelConfig,
+    batch: OnDevice,
+    layers: Mapping[str, float],
+    frozen: Set[str],
+    spread: Spread,
+    activation: int,
+    optimizer: AdamW | Muon,
 ) -> dict[str, float]:
-    """Bytes on one device by kind, for parameters sharded over `shards` devices (ZeRO-3) and AdamW.
+    """Bytes on one device by kind, whatever the layers' remat policies.
 
-    tokens: positions of "llm" and tokens that each encoder gives to it, of one microbatch on this device. activation:
-    bytes of an activation, and of a frozen parameter. `gathered` is what is whole for a moment: the weights of two
-    layers and a float32 gradient of one, or as much of an output table. `logits` are float32, with their gradient;
-    `features` are encoder tokens as they are made and as they arrive.
+    layers: what one layer of each tower that has a backward pass keeps without remat, cut. activation: bytes of an
+    activation, and of a frozen parameter. `copies` are trainable weights in the precision of the computation and a
+    microbatch's own gradients, sharded like the parameters; `tokens` what encoders give, as it is made and as it
+    arrives, with what connectors keep. The largest of the moments that no other kind covers is `moment`: the loss,
+    whose logits and their gradient are float32, or the backward pass of a layer, with weights gathered for it.
     """
-    counts = parameters(model)
-    whole, trainable = sum(counts.values()), sum(n for module, n in counts.items() if module not in frozen)
-    layer = max(layer_of(config).parameters for config in (model.llm, *model.encoders.values()))
-    table = model.llm.vocab * model.llm.width
-    received = sum(n for name, n in tokens.items() if name != "llm")
+    counts, work = parameters(model), row_work(model, batch.shape)
+    trainable = sum(n for module, n in counts.items() if module not in frozen)
+    cast = 0 if activation == MASTER else activation
     return {
-        "parameters": (MASTER * trainable + activation * (whole - trainable)) / shards,
-        "gradients": MASTER * trainable / shards,
-        "optimizer": 2 * MASTER * trainable / shards,
-        "gathered": max((2 * activation + MASTER) * layer, (activation + MASTER) * table) if shards > 1 else 0,
-        "logits": 2 * 4 * tokens["llm"] * model.llm.vocab,
-        "features": 2 * activation * received * model.llm.width,
+        "parameters": (MASTER * trainable + activation * (sum(counts.values()) - trainable)) / spread.shards,
+        "gradients": MASTER * trainable / spread.shards,
+        "optimizer": MASTER * _moments(model, trainable, frozen, optimizer) / spread.shards,
+        "copies": (MASTER + cast) * trainable / spread.shards,
+        "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
+        "tokens": sum(
+            w.tokens * _per_token(model, model.encoders[name]) * activation for name, w in work.items() if name != "llm"
+        ),
+        "exchange": sum(2 * batch.peers * n * model.llm.width * activation for n in batch.widths.values()),
+        "moment": max(
+            _loss(model, work["llm"].positions, spread, activation),
+            max((_layer(model, name, none, spread, activation) for name, none in layers.items()), default=0.0),
+        ),
     }
+
+
+def _moments(model: ModelConfig, trainable: int, frozen: Set[str], optimizer: AdamW | Muon) -> int:
+    """Numbers that the optimizer keeps: two for each parameter, of a matrix under Muon one."""
+    if isinstance(optimizer, AdamW):
+        return 2 * trainable
+    matrices = {name: c.layers * layer_of(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
+    for name, encoder in model.encoders.items():
+        ends = merged_positions(encoder) * encoder.width + model.llm.width
+        matrices[f"{name}.connector"] = encoder.connector.mlp_width * ends
+    return 2 * trainable - sum(n for module, n in matrices.items() if module not in frozen)
+
+
+def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
+    rows, length = batch.shape["llm"]
+    total = 4 * rows * length * (TEXT_FIELDS + len(model.encoders))
+    for name, encoder in model.encoders.items():
+        rows, length = batch.shape[name]
+        values = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
+        total += 4 * (rows * length * (values + ITEM_FIELDS) + batch.peers * batch.widths[name])
+    return total
+
+
+def _per_token(model: ModelConfig, encoder: Encoder) -> int:
+    """Numbers: an encoder token twice, the connector's input, and what is between its two products."""
+    return 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
+
+
+def _loss(model: ModelConfig, positions: int, spread: Spread, activation: int) -> float:
+    """float32 logits with their gradient, and the table that they are made with, gathered."""
+    vocab = model.llm.vocab / spread.llm
+    return 2 * MASTER * positions * vocab + (activation * model.llm.width * vocab if spread.shards > 1 else 0)
+
+
+def _layer(model: ModelConfig, tower: str, none: float, spread: Spread, activation: int) -> float:
+    """One layer's backward pass, its largest matrix gathered with a float32 gradient."""
+    config: DecoderConfig | VisionConfig | AudioConfig = model.llm if tower == "llm" else model.encoders[tower]
+    layer = layer_of(config)
+    largest = layer.width * max(layer.mlp, layer.queries) / spread.parts(tower)
+    return ALIVE * none + ((activation + MASTER) * largest if spread.shards > 1 else 0)

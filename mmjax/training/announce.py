@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from mmjax.data.layout import RankLayout
 from mmjax.data.pipeline import LoadedStep, StepLoader
 from mmjax.data.placement import Shape
 from mmjax.models.model import Model, module_of
-from mmjax.training.console import count, say, table
+from mmjax.planning.fit import Fit
+from mmjax.training.console import count, say, size, table
 from mmjax.training.metrics import balance_scalars
 from mmjax.training.optimizer import key_names
 
@@ -87,6 +89,19 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
                 f"       batch.rows.{module}={budget_rows[module]} does not divide by {ranks} ranks: "
                 f"{topology.ranks * layout.rows[k]} rows are computed; a multiple of {ranks} fills them better"
             )
+    return lines
+
+
+def how_it_fits(fitted: Fit) -> list[str]:
+    """What a device will hold, and what its layers compute again."""
+    kinds = {**fitted.fixed, "activations": sum(fitted.activations.values())}
+    spelled = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.device)
+    of = "" if math.isinf(fitted.room.device) else f" of {size(fitted.room.device)}"
+    lines = [f"memory {size(fitted.device)}{of} a device: {spelled}"]
+    for tower, own in fitted.policies.items():
+        if set(own) != {"none"}:
+            mix = ", ".join(f"{n} {policy}" for policy, n in Counter(own).items())
+            lines.append(f"       remat of {tower}: {mix}")
     return lines
 
 

@@ -47,6 +47,11 @@ def count(n: float) -> str:
     return f"{n:.3g}"
 
 
+def size(n: float) -> str:
+    """Bytes: 1234567 as 1.2 MB."""
+    return f"{n / 1e9:.1f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
+
+
 class ProgressLine:
     """A bar on a terminal; a plain line every ten seconds elsewhere."""
 

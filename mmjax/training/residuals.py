@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,16 @@ import numpy as np
 from flax import nnx
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import ModelConfig, Remat, VisionConfig
+from mmjax.config import AudioConfig, ModelConfig, Remat, VisionConfig
 from mmjax.models.model import Model
+from mmjax.planning.activations import Kept, named_saves
+from mmjax.planning.work import CONV_STRIDE, layer_of
+
+EVERYTHING = frozenset({"weights", "inputs"})
+MANY = 997  # layers of a tower that is traced, never run: no other dimension has this size
 
 
-class Kept(NamedTuple):
-    """Bytes between the passes of one microbatch."""
-
-    device: int
-    host: int  # offloaded
-
-
-def kept(model: Model, tower: str, shape: tuple[int, int], wanted: Set[str] = frozenset({"weights", "inputs"})) -> Kept:
+def kept(model: Model, tower: str, shape: tuple[int, int], wanted: Set[str] = EVERYTHING) -> Kept:
     """What all layers of a tower ("llm", or an encoder) keep under their remat policies; `shape`: rows, row length.
 
     `wanted` says which gradients backward computes: those of the layers' "weights", those of their "inputs" for what
@@ -31,8 +29,16 @@ def kept(model: Model, tower: str, shape: tuple[int, int], wanted: Set[str] = fr
     device): what lies between layers, and what they keep inside. Parameters are not, nor the masks and rotary angles
     that all layers share.
     """
+    found = _residuals(model, tower, shape, wanted)
+    return Kept(*(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for leaves in found))
+
+
+def _residuals(
+    model: Model, tower: str, shape: tuple[int, int], wanted: Set[str]
+) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+    """As counted by `kept`: on the device, on the host."""
     if not wanted:
-        return Kept(0, 0)
+        return [], []
 
     def residuals(params: Any, batch: TextBatch | ItemBatch) -> tuple[list[Any], list[Any]]:
         """(on the device, on the host)."""
@@ -53,32 +59,43 @@ def kept(model: Model, tower: str, shape: tuple[int, int], wanted: Set[str] = fr
         offloaded = [leaf.aval.memory_space == jax.memory.Space.Host for leaf in own]
         return tuple([x for x, there in zip(own, offloaded, strict=True) if there == on_host] for on_host in (0, 1))
 
-    found = jax.eval_shape(residuals, model.abstract, _batch(model.config, tower, shape))
-    return Kept(*(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for leaves in found))
+    return jax.eval_shape(residuals, model.abstract, batch_of_tower(model.config, tower, shape))
 
 
 def kept_per_layer(
-    config: ModelConfig,
-    tower: str,
-    shape: tuple[int, int],
-    dtype: Any,
-    wanted: Set[str] = frozenset({"weights", "inputs"}),
+    config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, wanted: Set[str] = EVERYTHING
 ) -> dict[Remat, Kept]:
-    """What each layer more of a tower keeps under every policy; arguments as in `kept`."""
+    """What one layer of a tower keeps under every policy; arguments as in `kept`.
 
-    def of(remat: Remat, layers: int) -> Kept:
-        if tower == "llm":
-            alone = ModelConfig(replace(config.llm, layers=layers, remat=remat))
-        else:
-            encoder = replace(config.encoders[tower], layers=layers, remat=remat)
-            alone = ModelConfig(replace(config.llm, layers=1), {tower: encoder})
-        return kept(Model.build(alone, dtype), tower, shape, wanted)
+    Of `none` this is traced. Copies of the weights in the precision of the computation are left out: they are as many
+    as the parameters, and lie where these do.
+    """
+    part = config.llm if tower == "llm" else config.encoders[tower]
+    (rows, length), size = shape, jnp.dtype(dtype).itemsize
+    positions = rows * (length // CONV_STRIDE if isinstance(part, AudioConfig) else length)
+    found: dict[Remat, Kept] = {"none": _kept_by_layer(config, tower, shape, dtype, wanted)}
+    for policy in [p for p in get_args(Remat) if p != "none"]:
+        device, host = named_saves(part, policy, size, "weights" in wanted) if wanted else Kept(0)
+        found[policy] = Kept(positions * device, positions * host)
+    return found
 
-    # Two and three layers are scanned, and what all layers share cancels.
-    return {r: Kept(*(b - a for a, b in zip(of(r, 2), of(r, 3), strict=True))) for r in get_args(Remat)}
+
+def _kept_by_layer(config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, wanted: Set[str]) -> Kept:
+    """What each of many layers keeps with nothing computed again: the stacked residuals."""
+    if tower == "llm":
+        alone = ModelConfig(replace(config.llm, layers=MANY, remat="none"))
+    else:
+        alone = ModelConfig(
+            replace(config.llm, layers=1), {tower: replace(config.encoders[tower], layers=MANY, remat="none")}
+        )
+    part = alone.llm if tower == "llm" else alone.encoders[tower]
+    stacked = [x for x in _residuals(Model.build(alone, dtype), tower, shape, wanted)[0] if x.shape[:1] == (MANY,)]
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in stacked) // MANY
+    copies = layer_of(part).weights * jnp.dtype(dtype).itemsize if wanted and dtype != jnp.float32 else 0
+    return Kept(held - copies)
 
 
-def _batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:
+def batch_of_tower(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:
     """The shapes of what a tower reads."""
 
     def array(*more: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:

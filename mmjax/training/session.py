@@ -20,12 +20,14 @@ from mmjax.data.pipeline import LoadedStep, StepLoader, steps
 from mmjax.data.plan import PLANNER
 from mmjax.errors import UserError
 from mmjax.parallel import processes
+from mmjax.planning.fit import Fit
 from mmjax.training import announce
 from mmjax.training.checkpoint import Checkpoints, DataState, newest, read_saved, restore_parameters, steps_in
-from mmjax.training.console import ProgressLine, say
+from mmjax.training.console import ProgressLine, say, size
 from mmjax.training.evaluation import Evaluator, exact_match
 from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars, exchange_scalars
 from mmjax.training.optimizer import Hyperparameters, hyperparameters
+from mmjax.training.profile import memory_used
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
@@ -66,6 +68,7 @@ class Session:
     evaluator: Evaluator
     programs: ProgramCounter
     peak: float  # FLOP/s of all devices together
+    fitted: Fit
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
@@ -147,6 +150,7 @@ class Session:
         """Say what will run, then compile every program ahead: gradients of each shape, update, saving, answering."""
         example = self.loader(first)
         announce.what_will_run(self.config, self.executor.model, self.mesh, self.loader, example)
+        say(*announce.how_it_fits(self.fitted))
         began = time.monotonic()
         accumulated = self.executor.zeros()
         shapes = announce.empty_like(self.loader.layout.shapes, example.microbatches[0])
@@ -201,6 +205,8 @@ class Session:
             self._stop_at_bad_numbers(step, ready)
         if len(self._times) == SETTLED:
             typical = float(np.median([t - w for t, w in self._times]))
+            if (used := memory_used(self.mesh)) is not None:
+                say(f"memory {size(used)} of a device used so far, {size(self.fitted.device)} predicted")
             load = float(ready.loaded.load_seconds)  # the first steps' includes opening everything
             say(announce.loader_verdict(load, self.config.data.workers, typical))
 

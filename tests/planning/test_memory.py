@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mmjax.config import AdamW, MeshConfig
+from mmjax.config import AdamW, Config, MeshConfig, Muon
 from mmjax.config_files import load
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.memory import fixed_bytes
+from mmjax.planning.memory import OnDevice, Spread, fixed_bytes
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.step import Executor
 
-TOKENS = {"llm": 64, "vision": 16, "audio": 8}
+BATCH = OnDevice({"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}, {"vision": 8, "audio": 0}, peers=4)
+ALONE = Spread()
+NONE = dict.fromkeys(("llm", "vision", "audio"), 0.0)
 
 
 def on_first_device(tree) -> int:
@@ -23,27 +27,50 @@ def on_first_device(tree) -> int:
     return sum(s.data.nbytes for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == first)
 
 
+def held(config: Config, spread: Spread = ALONE, activation: int = 4, batch: OnDevice = BATCH) -> dict[str, float]:
+    frozen = Model.build(config.model, jnp.float32).frozen
+    return fixed_bytes(config.model, batch, NONE, frozen, spread, activation, config.optimizer)
+
+
 @pytest.mark.parametrize("name", ["tiny_omni", "tiny_frozen"])
-def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name):
-    config = load(name)
+@pytest.mark.parametrize("optimizer", [AdamW(), Muon()], ids=["adamw", "muon"])
+def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name, optimizer):
+    config = replace(load(name), optimizer=optimizer)
     mesh = make_mesh(MeshConfig(1, fsdp=8), jax.devices()[:8])
     model = Model.build(config.model, jnp.float32)
-    executor = Executor(model, make_optimizer(AdamW(), model.axes), mesh, ShardingRules(), 1)
+    executor = Executor(model, make_optimizer(optimizer, model.axes), mesh, ShardingRules(), 1)
     state, sums = executor.init(jax.random.key(0)), executor.zeros()
-    predicted = fixed_bytes(config.model, TOKENS, model.frozen, 8, 4)
+    predicted = held(config, Spread(8))
     # Biases and scales stay whole, which widths of hundreds still show.
     assert on_first_device((state.trainable, state.frozen)) == pytest.approx(predicted["parameters"], rel=0.1)
     assert on_first_device(sums.gradients) == pytest.approx(predicted["gradients"], rel=0.1)
     assert on_first_device(state.optimizer) == pytest.approx(predicted["optimizer"], rel=0.1)
 
 
-def test_one_device_gathers_nothing_and_frozen_modules_have_no_moments():
-    model = load("tiny_omni").model
-    alone = fixed_bytes(model, TOKENS, frozenset(), 1, 4)
-    assert alone["gathered"] == 0
-    assert alone["optimizer"] == 2 * alone["gradients"] == 2 * alone["parameters"]
-    frozen = fixed_bytes(model, TOKENS, frozenset({"llm"}), 1, 4)
-    assert frozen["optimizer"] < 0.9 * alone["optimizer"]
-    assert frozen["parameters"] == alone["parameters"]
-    assert alone["logits"] == 64 * model.llm.vocab * 8
-    assert alone["features"] == 24 * model.llm.width * 8
+def test_what_is_frozen_has_no_gradients_and_moments_and_lies_in_the_precision_of_the_computation():
+    config = replace(load("tiny_omni"), optimizer=AdamW())
+    frozen = replace(config, model=replace(config.model, llm=replace(config.model.llm, frozen=True)))
+    whole, part = held(config, activation=2), held(frozen, activation=2)
+    for kind in ("gradients", "optimizer", "copies"):
+        assert part[kind] < 0.9 * whole[kind]
+    assert whole["optimizer"] == 2 * whole["gradients"] == 2 * whole["parameters"]
+    llm = whole["gradients"] - part["gradients"]
+    assert part["parameters"] == whole["parameters"] - llm / 2
+
+
+def test_the_moment_of_the_loss_is_logits_and_their_gradient_and_on_many_devices_the_gathered_table():
+    config = load("tiny_omni")
+    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=4096)))
+    alone, shared = held(config), held(config, Spread(8))
+    assert alone["moment"] == 64 * config.model.llm.vocab * 8
+    assert shared["moment"] == alone["moment"] + 4 * config.model.llm.vocab * config.model.llm.width
+    assert held(config, Spread(8, llm=2))["moment"] == shared["moment"] / 2
+
+
+def test_an_exchange_has_room_for_what_is_sent_and_what_arrives_and_two_steps_batches_lie_on_the_device():
+    config = load("tiny_omni")
+    found = held(config)
+    assert found["exchange"] == 2 * 4 * 8 * config.model.llm.width * 4
+    assert held(config, batch=replace(BATCH, microbatches=3))["batch"] == 3 * found["batch"]
+    text = 4 * 64 * (12 + 2)
+    assert found["batch"] > 2 * text

@@ -14,7 +14,8 @@ from tiny_run import tiny_config
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.models.model import Model
-from mmjax.training.residuals import Kept, kept, kept_per_layer
+from mmjax.planning.activations import Kept
+from mmjax.training.residuals import kept, kept_per_layer
 
 CONFIG = tiny_config().model
 SHAPES = {"llm": (2, 64), "vision": (2, 48), "audio": (1, 96)}
@@ -52,13 +53,13 @@ def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
     assert found["none"].device > found["products"].device
 
 
-@pytest.mark.parametrize("tower", SHAPES)
+@pytest.mark.parametrize(("tower", "backend"), [*product(SHAPES, ("dense", "blockwise"))])
 @pytest.mark.parametrize("wanted", [BOTH, frozenset({"inputs"}), frozenset({"weights"})], ids="+".join)
-def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(tower, wanted):
+def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(tower, backend, wanted):
     mix = ("full", "full", "attention", "attention_mlp", "attention_mlp", "products", "products", "products")
-    per_layer = kept_per_layer(CONFIG, tower, SHAPES[tower], jnp.float32, wanted)
+    per_layer = kept_per_layer(with_tower(tower, backend), tower, SHAPES[tower], jnp.float32, wanted)
     predicted = sum(per_layer[policy].device for policy in mix)
-    measured = weighed(Model.build(with_tower(tower, layers=len(mix), remat=mix), jnp.float32), tower, wanted)
+    measured = weighed(Model.build(with_tower(tower, backend, layers=len(mix), remat=mix), jnp.float32), tower, wanted)
     assert measured == pytest.approx(predicted, rel=0.02)
 
 

@@ -1,0 +1,96 @@
+"""Predicted against compiled: the memory of the real train step on absent H100s, for several models and remat mixes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from mmjax.config import (
+    AdamW,
+    AudioConfig,
+    Config,
+    ConnectorConfig,
+    DecoderConfig,
+    MeshConfig,
+    ModelConfig,
+    VisionConfig,
+)
+from mmjax.config_files import load
+from mmjax.planning.fit import Rates, Room, fit
+from mmjax.planning.memory import OnDevice
+from mmjax.training.absent_devices import absent_h100, compiled_bytes
+from mmjax.training.fitting import ACTIVATION, spread_of
+from mmjax.training.residuals import kept_per_layer
+
+GB = 1e9
+DEVICES = 8
+MIXES = (
+    {"llm": "full", "vision": "full", "audio": "full"},
+    {"llm": "products", "vision": "attention", "audio": "none"},
+)
+RATES = Rates(1.0, 1.0, 1.0)  # nothing is chosen here
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--model", choices=sorted(MODELS), action="append", help="default: all")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each model and mix: `predicted` and `compiled` GB of a device, and `off`, by which part they differ.
+
+    Models of one to two billion parameters in bfloat16, sharded over 8 devices, with one row of each module on each.
+    """
+    devices, rows = absent_h100(DEVICES), []
+    for name in args.model or sorted(MODELS):
+        model, lengths = MODELS[name]
+        for mix in (FULL, MIXED):
+            found = _compare(_config(model, {k: v for k, v in mix.items() if k in lengths}), lengths, devices)
+            remat = "/".join(mix[tower] for tower in lengths)
+            rows.append({"model": name, "remat": remat} | found)
+    return rows
+
+
+def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dict[str, float]:
+    model = config.model
+    shape = {name: (1, length) for name, length in lengths.items()}
+    batch = OnDevice(shape, dict.fromkeys(model.encoders, 64), DEVICES)
+    kept = {name: kept_per_layer(model, name, shape[name], config.training.precision) for name in shape}
+    spread = spread_of(config.mesh, {"fsdp": DEVICES, "tensor": 1})
+    activation = ACTIVATION[config.training.precision]
+    predicted = fit(model, [batch], [kept], spread, activation, config.optimizer, RATES, Room(0)).device
+    compiled = compiled_bytes(config, batch, devices)
+    return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
+
+
+def _config(model: ModelConfig, mix: dict[str, Any]) -> Config:
+    encoders = {name: replace(encoder, remat=mix[name]) for name, encoder in model.encoders.items()}
+    model = replace(model, llm=replace(model.llm, remat=mix["llm"]), encoders=encoders)
+    base = load("tiny_omni")
+    return replace(
+        base,
+        model=model,
+        mesh=MeshConfig(1, fsdp=DEVICES),
+        optimizer=AdamW(),
+        training=replace(base.training, precision="bfloat16"),
+    )
+
+
+def _llm(layers: int) -> DecoderConfig:
+    return DecoderConfig(layers, 2048, 16, 4, 128, 8192, 65_536, tied=False, attention="blockwise")
+
+
+def _vision(layers: int) -> VisionConfig:
+    return VisionConfig(layers, 1024, 16, 4096, 14, connector=ConnectorConfig(mlp_width=2048), attention="blockwise")
+
+
+AUDIO = AudioConfig(12, 768, 12, 3072, connector=ConnectorConfig(merge=4, mlp_width=2048), attention="blockwise")
+MODELS = {
+    "llm-heavy": (ModelConfig(_llm(24), {"vision": _vision(12)}), {"llm": 8192, "vision": 4096}),
+    "vit-heavy": (ModelConfig(_llm(4), {"vision": _vision(48)}), {"llm": 4096, "vision": 16_384}),
+    "omni": (
+        ModelConfig(_llm(16), {"vision": _vision(24), "audio": AUDIO}),
+        {"llm": 8192, "vision": 8192, "audio": 4096},
+    ),
+}

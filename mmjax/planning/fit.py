@@ -1,0 +1,155 @@
+"""Whether a run fits the memory of its devices, and which layers must compute again what for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat
+from mmjax.planning.activations import Kept, cut
+from mmjax.planning.cost import frozen_modules, policies_of, recomputed
+from mmjax.planning.memory import OnDevice, Spread, fixed_bytes
+from mmjax.planning.remat import Option, Options, choose, least_seconds
+from mmjax.planning.work import Encoder, Work, row_work
+
+KeptOfTowers = Mapping[str, Mapping[Remat, Kept]]  # what one layer of each tower keeps, by policy
+
+
+class Rates(NamedTuple):
+    """What a device reaches."""
+
+    flops: float  # per second, of products
+    memory: float  # bytes per second
+    host: float  # bytes per second, each way
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is for a run: bytes of a device, and of its host for what it offloads."""
+
+    device: float
+    host: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a run fills a device. policies: of every layer of each tower, the ones that were given included."""
+
+    policies: dict[str, tuple[Remat, ...]]
+    fixed: dict[str, float]  # bytes by kind, of the fullest shape
+    activations: dict[str, float]  # bytes by tower, of the fullest shape
+    seconds: float  # to compute again, of all shapes on average
+    least: float  # the same if layers could be divided: what no mix goes below
+    room: Room
+
+    @property
+    def device(self) -> float:
+        """Bytes in all."""
+        return sum(self.fixed.values()) + sum(self.activations.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for it. Where there is not, every layer that may choose keeps least."""
+        return self.device <= self.room.device
+
+    def applied(self, model: ModelConfig) -> ModelConfig:
+        """The model with these policies."""
+        encoders = {name: replace(e, remat=_short(self.policies[name])) for name, e in model.encoders.items()}
+        return replace(model, llm=replace(model.llm, remat=_short(self.policies["llm"])), encoders=encoders)
+
+
+def fit(
+    model: ModelConfig,
+    shapes: Sequence[OnDevice],
+    kept: Sequence[KeptOfTowers],
+    spread: Spread,
+    activation: int,
+    optimizer: AdamW | Muon,
+    rates: Rates,
+    room: Room,
+) -> Fit:
+    """The policies that compute least again in this room; exact, over all compiled shapes at once.
+
+    kept: of each shape, uncut. activation: bytes of an activation. Towers whose `remat` is not "auto" keep theirs.
+    """
+    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
+    works = [row_work(model, shape.shape) for shape in shapes]
+    cuts = [
+        {
+            name: {p: cut(k, towers[name], w[name].positions, activation, spread.parts(name)) for p, k in own.items()}
+            for name, own in of.items()
+        }
+        for of, w in zip(kept, works, strict=True)
+    ]
+    frozen = frozen_modules(model)
+    fixed = [
+        fixed_bytes(model, s, {t: own["none"].device for t, own in c.items()}, frozen, spread, activation, optimizer)
+        for s, c in zip(shapes, cuts, strict=True)
+    ]
+    options = {
+        name: _options(config, [w[name] for w in works], [c[name] for c in cuts], rates, spread.parts(name))
+        for name, config in towers.items()
+    }
+    given = {name: policies_of(config) for name, config in towers.items() if config.remat != "auto"}
+    free = {name: config.layers for name, config in towers.items() if name not in given}
+    rooms = [room.device - sum(f.values()) - _bytes(given, options, s, "device") for s, f in enumerate(fixed)]
+    hosts = [room.host - _bytes(given, options, s, "host") for s in range(len(shapes))]
+    own = {name: options[name] for name in free}
+    chosen, least = choose(free, own, rooms, hosts), least_seconds(free, own, rooms, hosts)
+    if chosen is None:
+        chosen = {name: (_leanest(options[name]),) * layers for name, layers in free.items()}
+    policies = {name: (given | chosen)[name] for name in towers}
+    fullest = int(np.argmax([sum(f.values()) + _bytes(policies, options, s, "device") for s, f in enumerate(fixed)]))
+    return Fit(
+        policies,
+        fixed[fullest],
+        {name: _bytes({name: policies[name]}, options, fullest, "device") for name in towers},
+        _seconds(policies, options),
+        _seconds(given, options) + (np.inf if least is None else least),
+        room,
+    )
+
+
+def _options(
+    config: DecoderConfig | Encoder,
+    works: Sequence[Work],
+    kept: Sequence[Mapping[Remat, Kept]],
+    rates: Rates,
+    parts: int,
+) -> Options:
+    """Of one layer on one device. What is not kept is written and read once more than with `none`."""
+
+    def seconds(policy: Remat, work: Work, of: Mapping[Remat, Kept]) -> float:
+        moved = 2 * (of["none"].device - of[policy].device - of[policy].host)
+        again = recomputed(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
+        return again + 2 * of[policy].host / rates.host
+
+    return {
+        policy: Option(
+            tuple(of[policy].device for of in kept),
+            tuple(of[policy].host for of in kept),
+            float(np.mean([seconds(policy, work, of) for work, of in zip(works, kept, strict=True)])),
+        )
+        for policy in kept[0]
+    }
+
+
+def _bytes(policies: Mapping[str, Sequence[Remat]], options: Mapping[str, Options], shape: int, where: str) -> float:
+    return float(sum(getattr(options[name][p], where)[shape] for name, own in policies.items() for p in own))
+
+
+def _seconds(policies: Mapping[str, Sequence[Remat]], options: Mapping[str, Options]) -> float:
+    return float(sum(options[name][policy].seconds for name, own in policies.items() for policy in own))
+
+
+def _leanest(options: Options) -> Remat:
+    """What keeps least without a host."""
+    return min((p for p in options if not np.any(options[p].host)), key=lambda p: np.sum(options[p].device))
+
+
+def _short(policies: tuple[Remat, ...]) -> Remat | tuple[Remat, ...]:
+    """One policy where all layers have the same."""
+    return policies[0] if len(set(policies)) == 1 else policies

@@ -1,0 +1,138 @@
+"""How a run will fill its devices, before anything is compiled: what layers keep, traced, for `planning.fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mmjax.config import Config, MeshConfig, ModelConfig, Remat, Samples
+from mmjax.data.layout import RankLayout
+from mmjax.errors import UserError
+from mmjax.parallel import processes
+from mmjax.planning.activations import Kept
+from mmjax.planning.cost import frozen_modules, wanted_gradients
+from mmjax.planning.fit import Fit, KeptOfTowers, Rates, Room, fit
+from mmjax.planning.memory import OnDevice, Spread
+from mmjax.training.console import size
+from mmjax.training.profile import rates_of
+from mmjax.training.residuals import kept_per_layer
+
+GB = 1e9
+ALLOCATED = 0.97  # of what an allocator may give out: the rest is lost between the pieces
+MOST_HALVINGS = 4  # of a microbatch, in search of a run that fits
+ACTIVATION = {"float32": 4, "bfloat16": 2}  # bytes
+
+
+Layouts = Callable[[Config], RankLayout]  # of a config with other microbatches
+
+
+def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts) -> Fit:
+    """The fit of a run on these devices; the same in every process.
+
+    Raises UserError where no choice of remat policies makes it fit, with the nearest run that does.
+    """
+    device, sizes = mesh.devices.flat[0], dict(mesh.shape)
+    found = processes.led(lambda: [room_of(config.mesh, device), *rates_of(device, config.training.precision)])
+    rates, room = Rates(*found[1:]), Room(np.inf if found[0] is None else found[0], config.mesh.host_memory * GB)
+    fitted = fit_of(config, sizes, layouts(config), rates, room)
+    if not fitted.fits:
+        raise UserError(f"{too_large(fitted)}; {nearest(config, sizes, layouts, rates, room)}")
+    return fitted
+
+
+def fit_of(config: Config, mesh: Mapping[str, int], layout: RankLayout, rates: Rates, room: Room) -> Fit:
+    """The fit of a run whose mesh axes have these sizes."""
+    model, topology = config.model, layout.topology
+    spread = spread_of(config.mesh, mesh)
+    frozen, names = frozen_modules(model), ("llm", *model.encoders)
+    rows = [n if name == "llm" else n // topology.encoders_per_rank for name, n in zip(names, layout.rows, strict=True)]
+    shapes = [
+        OnDevice(
+            {name: (rows[k], shape.lengths[k]) for k, name in enumerate(names)},
+            dict(zip(model.encoders, shape.widths, strict=True)),
+            topology.peers,
+            config.batch.microbatches,
+        )
+        for shape in layout.shapes
+    ]
+    kept: list[dict[str, Mapping[Remat, Kept]]] = [{} for _ in shapes]
+    for k, name in enumerate(names):
+        lengths = [shape.lengths[k] for shape in layout.shapes]
+        wanted = wanted_gradients(name, model, frozen)
+        found = kept_at_lengths(model, name, rows[k], lengths, config.training.precision, wanted)
+        for of, own in zip(kept, found, strict=True):
+            of[name] = own
+    activation = ACTIVATION[config.training.precision]
+    return fit(model, shapes, kept, spread, activation, config.optimizer, rates, room)
+
+
+def spread_of(config: MeshConfig, mesh: Mapping[str, int]) -> Spread:
+    """How a model's arrays are spread over a mesh whose axes have these sizes."""
+    tensor = mesh["tensor"]
+    return Spread(mesh["fsdp"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
+
+
+def kept_at_lengths(
+    model: ModelConfig, tower: str, rows: int, lengths: Sequence[int], precision: str, wanted: Set[str]
+) -> list[KeptOfTowers]:
+    """As `kept_per_layer`, for rows of each of these lengths, of which only the shortest and the longest are traced.
+
+    What is kept of a row is linear in its length but for dense attention's scores, which are quadratic.
+    """
+    short, long = min(lengths), max(lengths)
+    traced = {n: kept_per_layer(model, tower, (rows, n), precision, wanted) for n in {short, long}}
+
+    def at(policy: Remat, length: int) -> Kept:
+        a, b = (np.array(traced[n][policy]) / n for n in (short, long))
+        per_position = a if short == long else a + (b - a) * (length - short) / (long - short)
+        return Kept(*(per_position * length).tolist())
+
+    return [{policy: at(policy, n) for policy in traced[short]} for n in lengths]
+
+
+def room_of(config: MeshConfig, device: jax.Device) -> float | None:
+    """Bytes that a device has for a run: what the config says, else what its allocator may give out; None: no limit."""
+    if config.memory:
+        return config.memory * GB
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else ALLOCATED * limit
+
+
+def too_large(fitted: Fit) -> str:
+    """That a run does not fit, in numbers."""
+    kinds = sorted((fitted.fixed | {f"activations of {t}": n for t, n in fitted.activations.items()}).items())
+    largest = sorted(kinds, key=lambda pair: -pair[1])[:4]
+    spelled = ", ".join(f"{kind} {size(n)}" for kind, n in largest)
+    return (
+        f"the run needs {size(fitted.device)} of each device and there are {size(fitted.room.device)}, with as much "
+        f"computed again as can be ({spelled})"
+    )
+
+
+def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, rates: Rates, room: Room) -> str:
+    """The settings that make a run fit and change it least: parameters on more devices first, then microbatches."""
+    ranks = mesh["data"] * mesh["fsdp"]
+    shards = [n for n in range(mesh["fsdp"], ranks + 1) if ranks % n == 0]
+    given, update = config.batch.microbatches, config.batch.size
+    most = (
+        max(given, update.count // ranks) if isinstance(update, Samples) else np.inf
+    )  # a rank has at least one sample
+    tried = [n for n in (given * 2**k for k in range(MOST_HALVINGS + 1)) if n <= most]
+    for microbatches in tried:
+        changed = replace(config, batch=replace(config.batch, microbatches=microbatches))
+        layout = layouts(changed)
+        for fsdp in shards:
+            found = fit_of(changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, rates, room)
+            if found.fits:
+                settings = [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []
+                if microbatches != given:
+                    settings.append(f"batch.microbatches={microbatches}")
+                return f"{' '.join(settings)} fits, with {size(found.device)}"
+    return (
+        f"mesh.fsdp={ranks} and batch.microbatches={tried[-1]} do not make it fit; "
+        "use more devices, mesh.tensor, or a smaller model"
+    )

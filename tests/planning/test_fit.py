@@ -1,0 +1,116 @@
+"""A run that fits computes as little again as it can; one that does not is told with what it needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mmjax.config import AdamW, ModelConfig
+from mmjax.config_files import load
+from mmjax.planning.activations import Kept
+from mmjax.planning.fit import Fit, Rates, Room, fit
+from mmjax.planning.memory import OnDevice, Spread
+from mmjax.planning.work import row_work
+
+MODEL = load("omni_10b").model
+RATES = Rates(600e12, 2.7e12, 50e9)
+ONE_NODE = Spread(64)
+SHAPES = [
+    {"llm": (1, 4096), "vision": (1, 8192), "audio": (1, 4096)},
+    {"llm": (1, 8192), "vision": (1, 2048), "audio": (1, 8192)},
+]
+
+
+def layer(policy_bytes: dict[str, float], positions: int, host: float = 0) -> dict[str, Kept]:
+    kept = {policy: Kept(n * positions) for policy, n in policy_bytes.items()}
+    return kept | {"offload": Kept(kept["full"].device, host * positions)}
+
+
+def kept_of(model: ModelConfig, shape: dict) -> dict[str, dict[str, Kept]]:
+    """By position of a layer, of no real model: what is chosen must hold for any."""
+    widths = {"llm": model.llm.width, **{name: e.width for name, e in model.encoders.items()}}
+    per = {"none": 120, "products": 40, "attention_mlp": 6, "attention": 4, "full": 2}
+    return {
+        name: layer({p: n * widths[name] for p, n in per.items()}, work.positions, 30 * widths[name])
+        for name, work in row_work(model, shape).items()
+    }
+
+
+def fitted(gigabytes: float, shapes=SHAPES, model: ModelConfig = MODEL, host: float = 0, spread=ONE_NODE) -> Fit:
+    batches = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in shapes]
+    kept = [kept_of(model, shape) for shape in shapes]
+    return fit(model, batches, kept, spread, 2, AdamW(), RATES, Room(gigabytes * 1e9, host * 1e9))
+
+
+def test_with_room_for_everything_nothing_is_computed_again():
+    found = fitted(np.inf)
+    assert found.fits
+    assert {policy for own in found.policies.values() for policy in own} == {"none"}
+    assert found.seconds == found.least == 0
+
+
+def test_less_memory_is_never_exceeded_and_costs_more_time():
+    needed = fitted(np.inf).device / 1e9
+    seconds = []
+    for share in (0.9, 0.6, 0.4, 0.3):
+        found = fitted(share * needed)
+        assert found.fits
+        assert found.device <= share * needed * 1e9
+        assert found.least <= found.seconds <= 1.1 * found.least
+        seconds.append(found.seconds)
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
+
+
+def test_every_shape_fits_not_only_the_fullest():
+    needed = fitted(np.inf).device / 1e9
+    together = fitted(0.4 * needed)
+    for shape in SHAPES:
+        alone = fitted(0.4 * needed, [shape], together.applied(MODEL))
+        assert alone.policies == together.policies
+        assert alone.fits
+
+
+def test_given_policies_are_kept_and_the_others_chosen_around_them():
+    model = replace(MODEL, llm=replace(MODEL.llm, remat="none"))
+    found = fitted(0.5 * fitted(np.inf).device / 1e9, model=model)
+    assert set(found.policies["llm"]) == {"none"}
+    assert "none" not in found.policies["vision"]
+
+
+def test_what_does_not_fit_keeps_least_and_says_how_much_that_is():
+    found = fitted(1)
+    assert not found.fits
+    assert found.device > 1e9
+    assert {policy for own in found.policies.values() for policy in own} == {"full"}
+    assert found.least == np.inf
+
+
+def test_activations_go_to_the_host_only_where_it_has_room_and_links_are_fast():
+    tight = 0.3 * fitted(np.inf).device / 1e9
+    slow = fitted(tight, host=1000)
+    assert "offload" not in Counter(p for own in slow.policies.values() for p in own)
+    shapes = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
+    kept = [kept_of(MODEL, shape) for shape in SHAPES]
+    fast = Rates(600e12, 2.7e12, 5e12)
+    for host, used in ((1000, True), (0, False)):
+        found = fit(MODEL, shapes, kept, Spread(64), 2, AdamW(), fast, Room(tight * 1e9, host * 1e9))
+        assert ("offload" in {p for own in found.policies.values() for p in own}) == used
+
+
+def test_tensor_parallelism_cuts_what_is_kept_inside_a_layer_but_not_between_layers():
+    whole, halved = (fitted(np.inf, SHAPES[:1], spread=spread) for spread in (ONE_NODE, Spread(64, llm=2)))
+    assert halved.activations["vision"] == whole.activations["vision"]
+    between = 2 / 120
+    assert halved.activations["llm"] == pytest.approx((between + (1 - between) / 2) * whole.activations["llm"])
+
+
+def test_the_policies_of_a_fit_become_the_models():
+    found = fitted(0.4 * fitted(np.inf).device / 1e9)
+    model = found.applied(MODEL)
+    assert {"llm": model.llm.remat, **{n: e.remat for n, e in model.encoders.items()}} == {
+        name: own[0] if len(set(own)) == 1 else own for name, own in found.policies.items()
+    }

@@ -1,0 +1,120 @@
+"""A run is fitted to its devices before anything is compiled, and refused with what would fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import tiny_config
+
+from mmjax.config import Config, MeshConfig
+from mmjax.config_files import edit
+from mmjax.data.index import build_index
+from mmjax.data.layout import RankLayout
+from mmjax.data.placement import Topology
+from mmjax.data.plan import make_planner
+from mmjax.data.sources import open_sources
+from mmjax.planning.fit import Fit, Rates, Room
+from mmjax.planning.memory import Spread
+from mmjax.training.fitting import fit_of, kept_at_lengths, nearest, room_of, spread_of, too_large
+from mmjax.training.residuals import EVERYTHING, kept_per_layer
+
+RATES = Rates(1e11, 1e10, 1e9)
+MESH = {"data": 4, "fsdp": 1, "tensor": 1, "context": 1}
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    index = build_index(open_sources(tiny_config(), "train", folder), tiny_config().model.encoders)
+
+    @cache
+    def layout(microbatches: int) -> RankLayout:
+        made = tiny_config()
+        made = replace(made, batch=replace(made.batch, microbatches=microbatches))
+        return make_planner(index, made, [1.0], Topology(4, 4, 4))[1]
+
+    return lambda config: layout(config.batch.microbatches)
+
+
+def fitted(layouts, gigabytes: float, config: Config | None = None, **mesh: int) -> Fit:
+    config = tiny_config() if config is None else config
+    return fit_of(config, MESH | mesh, layouts(config), RATES, Room(gigabytes * 1e9))
+
+
+@pytest.mark.parametrize("attention", ["dense", "blockwise"])
+@pytest.mark.parametrize("tower", ["llm", "vision", "audio"])
+def test_what_rows_of_any_length_keep_is_found_from_the_shortest_and_the_longest(tower, attention):
+    model = tiny_config().model
+    towers = {"llm": replace(model.llm, attention=attention)}
+    towers |= {name: replace(e, attention=attention) for name, e in model.encoders.items()}
+    model = replace(model, llm=towers.pop("llm"), encoders=towers)
+    lengths = [1024, 3072, 2048]
+    for length, found in zip(lengths, kept_at_lengths(model, tower, 2, lengths, "bfloat16", EVERYTHING), strict=True):
+        for policy, kept in kept_per_layer(model, tower, (2, length), jnp.bfloat16).items():
+            np.testing.assert_allclose(found[policy], kept, rtol=0.01)
+
+
+def test_layers_of_frozen_towers_before_which_nothing_trains_keep_nothing(layouts):
+    made = tiny_config()
+    encoders = {name: replace(e, frozen=True) for name, e in made.model.encoders.items()}
+    found = fitted(layouts, np.inf, replace(made, model=replace(made.model, encoders=encoders)))
+    assert found.activations["vision"] == found.activations["audio"] == 0 < found.activations["llm"]
+
+
+def test_more_shards_and_more_microbatches_need_less(layouts):
+    whole = fitted(layouts, np.inf)
+    assert fitted(layouts, np.inf, fsdp=4, data=1).device < whole.device
+    made = tiny_config()
+    smaller = fitted(layouts, np.inf, replace(made, batch=replace(made.batch, microbatches=16)))
+    assert sum(smaller.activations.values()) < sum(whole.activations.values())
+
+
+def test_a_memory_between_is_filled_with_a_mix_of_policies(layouts):
+    most = fitted(layouts, np.inf)
+    least = fitted(layouts, 1e-9)
+    room = (most.device + least.device) / 2e9
+    found = fitted(layouts, room)
+    assert found.fits
+    assert 0.8 * room * 1e9 < found.device <= room * 1e9
+    assert {p for own in found.policies.values() for p in own} != {"none"}
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
+def test_the_nearest_run_that_fits_does_fit(layouts, share):
+    least = fitted(layouts, 1e-9)
+    assert not least.fits
+    room = Room(share * least.device)
+    said = nearest(tiny_config(), MESH, layouts, RATES, room)
+    settings = re.findall(r"((?:mesh|batch)\.\w+=\d+)", said)
+    assert settings
+    assert "fits, with" in said
+    changed = edit(tiny_config(), settings)
+    sizes = MESH | ({"fsdp": changed.mesh.fsdp, "data": changed.mesh.data} if changed.mesh != MeshConfig() else {})
+    assert fit_of(changed, sizes, layouts(changed), RATES, room).fits
+
+
+def test_what_can_never_fit_is_said(layouts):
+    said = nearest(tiny_config(), MESH, layouts, RATES, Room(1000.0))
+    assert "do not make it fit; use more devices, mesh.tensor, or a smaller model" in said
+    assert re.search(r"the run needs \d+\.\d MB of each device and there are 0\.0 MB", too_large(fitted(layouts, 1e-6)))
+
+
+def test_tensor_parallelism_cuts_encoders_only_where_they_lie_on_its_axis():
+    sizes = {"data": 1, "fsdp": 4, "tensor": 2}
+    assert spread_of(MeshConfig(), sizes) == Spread(8, 2, 2)
+    assert spread_of(MeshConfig(encoders="data"), sizes) == Spread(8, 2, 1)
+
+
+def test_the_room_is_what_the_config_says_or_what_the_device_may_give_out():
+    class Device:
+        def __init__(self, stats):
+            self.memory_stats = lambda: stats
+
+    assert room_of(MeshConfig(memory=40.0), Device(None)) == 40e9
+    assert room_of(MeshConfig(), Device({"bytes_limit": 100})) == 97
+    assert room_of(MeshConfig(), Device(None)) is None
