@@ -11,7 +11,8 @@ from typing import Literal
 
 # What a layer keeps between its forward and its backward pass; the rest is computed again (`models.layer_runs`).
 Remat = Literal["none", "products", "attention_mlp", "attention", "offload", "full"]
-Auto = Literal["auto"]  # what the memory allows, decided before step 0 (`planning.fit`)
+# Of a tower: one for all its layers, or what the memory allows, decided before step 0 (`planning.fit`).
+TowerRemat = Literal["auto", "none", "products", "attention_mlp", "attention", "offload", "full"]
 Exchange = Literal["padded", "ragged"]
 
 
@@ -151,7 +152,7 @@ class DecoderConfig:
     tied: bool = True
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
     attention: Literal["dense", "blockwise"] = "dense"
-    remat: Remat | Auto | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
+    remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
 
@@ -180,7 +181,7 @@ class VisionConfig:
     norm_eps: float = 1e-6
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"
-    remat: Remat | Auto | tuple[Remat, ...] = "auto"
+    remat: TowerRemat | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
     kind: Literal["vision"] = "vision"
@@ -201,7 +202,7 @@ class AudioConfig:
     norm_eps: float = 1e-5
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"
-    remat: Remat | Auto | tuple[Remat, ...] = "auto"
+    remat: TowerRemat | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
     kind: Literal["audio"] = "audio"

@@ -213,7 +213,7 @@ def test_differences_are_lines_of_old_and_new() -> None:
     assert differences(a, b) == [
         "batch.grouping: pack -> isf",
         "batch.grouping.pool_steps: 4 -> absent",
-        "model.llm.remat: none -> none,none,full",
+        "model.llm.remat: auto -> none,none,full",
         f"training.steps: {STEPS} -> 100",
         "batch.grouping.iterations: absent -> 10",
     ]

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import Auto, ModelConfig, Remat
+from mmjax.config import ModelConfig, Remat, TowerRemat
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_runs import Run, plan_runs
 from mmjax.models.multimodal import MultimodalModel
@@ -200,7 +200,7 @@ def _born(config: ModelConfig, runs: dict[str, tuple[Run, ...]], dtype: Any, key
     return MultimodalModel(config, runs, dtype, nnx.Rngs(params=key))
 
 
-def _decided(remat: Remat | Auto | tuple[Remat, ...]) -> Remat | tuple[Remat, ...]:
+def _decided(remat: TowerRemat | tuple[Remat, ...]) -> Remat | tuple[Remat, ...]:
     """What nobody has decided computes nothing again."""
     return "none" if remat == "auto" else remat
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal
 
 import jax
@@ -46,6 +47,7 @@ def measured_bandwidth(device: jax.Device, size: int = 2**25, repeats: int = 3) 
     return 2 * size / _best_seconds(jax.jit(lambda x: x + 1), x, repeats)
 
 
+@cache
 def measured_peak(device: jax.Device, size: int = 1024, repeats: int = 5) -> float:
     """FLOP/s of the best of a few float32 `size`-cubed matrix products: the peak of a device that no table names."""
     a = jax.device_put(jnp.ones((size, size), jnp.float32), device)
