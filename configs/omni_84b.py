@@ -1,6 +1,6 @@
 """A vision and audio LLM of 84B parameters: OrchMLLM's MLLM-84B (table 1), with Qwen2's 72B as the LLM.
 
-Look at it with ``python -m mmjax.bench remat --preset omni-84b``. It names no data: to train it, name your sources.
+Look at it with ``python -m mmjax.plan omni_84b cluster=h100x320x8``. It names no data: to train it, name your sources.
 """
 
 from dataclasses import replace
@@ -8,11 +8,14 @@ from dataclasses import replace
 from mmjax.config import (
     AdamW,
     AudioConfig,
+    BatchConfig,
     Config,
     ConnectorConfig,
     DecoderConfig,
     MeshConfig,
     ModelConfig,
+    NoGrouping,
+    Samples,
     VisionConfig,
 )
 from mmjax.config_files import sibling
@@ -61,7 +64,9 @@ def config() -> Config:
                 ),
             },
         ),
-        batch=replace(base.batch, rows={"llm": 1, "vision": 1, "audio": 1}),
+        batch=BatchConfig(  # 8 samples and one row of each module on each of 2,560 devices
+            Samples(20_480), {"llm": 2560, "vision": 2560, "audio": 2560}, grouping=NoGrouping(chunk_steps=8)
+        ),
         training=replace(base.training, precision="bfloat16"),
         mesh=MeshConfig(data=-1, fsdp=256),
         optimizer=AdamW(learning_rate=1e-5),

@@ -41,7 +41,7 @@ from mmjax.training.step import Executor
 def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequence[jax.Device]) -> Session:
     """Everything a run needs, in a folder that it has claimed."""
     mesh = make_mesh(config.mesh, devices)
-    check_heads(mesh, config.mesh, config.model)
+    check_heads(mesh.shape, config.mesh, config.model)
     keep_programs(folder.programs)
     programs = ProgramCounter()
 

@@ -17,7 +17,8 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config_files import load
-from mmjax.planning.fit import Rates, Room, fit
+from mmjax.planning.clusters import Rates
+from mmjax.planning.fit import Room, fit
 from mmjax.planning.memory import OnDevice
 from mmjax.training.absent_devices import absent_h100, compiled_bytes
 from mmjax.training.fitting import ACTIVATION, spread_of

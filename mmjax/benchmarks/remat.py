@@ -15,8 +15,9 @@ from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_o
 from mmjax.config import AdamW, AudioConfig, ModelConfig, Remat
 from mmjax.config_files import load
 from mmjax.errors import UserError
+from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import executed, frozen_modules, recomputed
-from mmjax.planning.fit import Rates, Room, fit
+from mmjax.planning.fit import Room, fit
 from mmjax.planning.memory import OnDevice, Spread
 from mmjax.planning.work import CONV_STRIDE, merged_positions, row_work
 from mmjax.training.residuals import kept_per_layer

@@ -32,17 +32,26 @@ class RankLayout:
     shapes: tuple[Shape, ...]  # compiled ahead, the cheapest first; the last holds every sample alone
 
 
-def lay_out(grouper: StepGrouper, config: Config, topology: Topology, balances: Sequence[Balance] = ()) -> RankLayout:
+def lay_out(
+    grouper: StepGrouper,
+    config: Config,
+    topology: Topology,
+    balances: Sequence[Balance] = (),
+    most: int | None = None,
+) -> RankLayout:
     """Choose row lengths and exchange widths for these ranks, by how the first steps would be placed.
 
-    balances: to be compared in the same shapes, which serve the steps of them all; default: the config's alone.
+    balances: to be compared in the same shapes, which serve the steps of them all; default: the config's alone. most:
+    of these steps, for a look; a run needs shapes that later steps fit too.
     """
     if isinstance(config.batch.balance, PostBalance) and config.batch.balance.locality == "off":
         topology = replace(topology, peers=topology.ranks)
     rows = tuple(_rows_of_rank(count, topology, k == LLM) for k, count in enumerate(grouper.budget.rows))
     placer = make_placer(grouper, config, RankLayout(topology, rows, ()))
     placers = [replace(placer, balance=balance) for balance in balances] or [placer]
-    return RankLayout(topology, rows, _with_room_for_all(_shapes(grouper, config, placers), grouper, placer, config))
+    return RankLayout(
+        topology, rows, _with_room_for_all(_shapes(grouper, config, placers, most), grouper, placer, config)
+    )
 
 
 def _rows_of_rank(count: int, topology: Topology, llm: bool) -> int:
@@ -74,7 +83,7 @@ def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.nd
     return np.concatenate([price, np.full(len(rows) - 1, width)])
 
 
-def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer]) -> tuple[Shape, ...]:
+def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], most: int | None) -> tuple[Shape, ...]:
     """For the microbatches of the first steps, placed by each of these; all of them fit the last one."""
     budget, placer, fixed = grouper.budget, placers[0], not isinstance(config.batch.grouping, NoGrouping)
     modules, lengths = len(placer.rows), np.array(budget.lengths)
@@ -82,7 +91,7 @@ def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer]) -> 
         return (Shape(budget.lengths, (0,) * (modules - 1)),)
     filled = np.array(placer.rows) * placer.topology.ranks == budget.rows
     least = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter
-    groups, found = _dry_run(grouper, config), []
+    groups, found = _dry_run(grouper, config, most), []
     # Rows as long as grouping filled them may take a wide exchange, or leave others half empty: the cheaper is chosen.
     for limit in (lengths, None) if fixed else (None,):
         needs = np.stack([p.needs(group, limit) for group in groups for p in placers])
@@ -94,12 +103,12 @@ def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer]) -> 
     return tuple(Shape(tuple(s[:modules]), tuple(s[modules:])) for s in min(found)[1])
 
 
-def _dry_run(grouper: StepGrouper, config: Config) -> Sequence[Group]:
+def _dry_run(grouper: StepGrouper, config: Config, most: int | None) -> Sequence[Group]:
     """The microbatches of the first steps: not of more than a chunk, where finding the next one takes long."""
     some = int(np.clip(DRY_RUN_SAMPLES / grouper.budget.samples_per_step, 16, DRY_RUN_STEPS))
     grouping = config.batch.grouping
     steps = some if isinstance(grouping, NoGrouping) else min(some, max(16, grouping.chunk_steps // 2))
-    return [group for step in range(steps) for group in grouper.step(step)]
+    return [group for step in range(min(steps, most or steps)) for group in grouper.step(step)]
 
 
 def _with_room_for_all(

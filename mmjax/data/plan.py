@@ -66,12 +66,14 @@ def make_planner(
     weights: Sequence[float],
     topology: Topology = ONE_RANK,
     budget: Budget | None = None,
+    most: int | None = None,
 ) -> tuple[StepPlanner, RankLayout]:
     """The planner of a mixture of sources on these ranks, and the layout that it plans for.
 
-    budget: that of the run, default: made from the index and the config. Raises UserError like `make_budget`.
+    budget: that of the run, default: made from the index and the config. most: as in `lay_out`. Raises UserError like
+    `make_budget`.
     """
     budget = make_budget(index, config, weights) if budget is None else budget
     grouper = StepGrouper(index, config.batch, weights, config.seed, budget)
-    layout = lay_out(grouper, config, topology)
+    layout = lay_out(grouper, config, topology, most=most)
     return StepPlanner(grouper, make_placer(grouper, config, layout)), layout

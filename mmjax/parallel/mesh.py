@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -18,6 +18,14 @@ RANKS = ("data", "fsdp")  # whose product is the ranks: the rows of a batch are 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
     """A mesh over all of `devices`. Raises UserError where the axes' sizes do not multiply to their number."""
+    if config.exchange == "ragged" and devices[0].platform == "cpu":
+        raise UserError("mesh.exchange=ragged: a CPU has no such collective; use mesh.exchange=padded")
+    shape = tuple(mesh_sizes(config, len(devices)).values())
+    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """How many devices along each axis. Raises UserError where these do not multiply to their number."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
@@ -27,27 +35,24 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
         raise UserError(f"mesh sizes must be at least 1, or -1 for one of them: {_spell(sizes)}")
     if sizes["context"] != 1:
         raise UserError("mesh.context must be 1: one sequence stays on one device")
-    if config.exchange == "ragged" and devices[0].platform == "cpu":
-        raise UserError("mesh.exchange=ragged: a CPU has no such collective; use mesh.exchange=padded")
     if free:
-        if len(devices) % known:
+        if devices % known:
             raise UserError(
                 f"mesh.{free[0]}=-1 takes what the other axes leave, but {known} ({_spell(sizes)}) does not divide the "
-                f"{len(devices)} devices; use sizes whose product does"
+                f"{devices} devices; use sizes whose product does"
             )
-        sizes[free[0]] = len(devices) // known
-    if math.prod(sizes.values()) != len(devices):
+        sizes[free[0]] = devices // known
+    if math.prod(sizes.values()) != devices:
         raise UserError(
-            f"the mesh {_spell(sizes)} needs {math.prod(sizes.values())} devices and there are {len(devices)}; "
+            f"the mesh {_spell(sizes)} needs {math.prod(sizes.values())} devices and there are {devices}; "
             "set one axis to -1 to take what is there"
         )
-    shape = tuple(sizes.values())
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return sizes
 
 
-def check_heads(mesh: Mesh, config: MeshConfig, model: ModelConfig) -> None:
+def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig) -> None:
     """Raises UserError where tensor parallelism would cut a head."""
-    tensor = mesh.shape["tensor"]
+    tensor = sizes["tensor"]
     for key in ("heads", "kv_heads"):
         if (count := getattr(model.llm, key)) % tensor:
             raise UserError(f"mesh.tensor={tensor} does not divide model.llm.{key}={count}; use a divisor of it")

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
 
 GIB = 2**30
+
+
+class Rates(NamedTuple):
+    """What a device reaches."""
+
+    flops: float  # per second, of products
+    memory: float  # bytes per second
+    host: float  # bytes per second, each way
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,10 @@ class Device:
     def peak(self, precision: Literal["bfloat16", "float32"]) -> float:
         """FLOP/s at its data sheet's best."""
         return self.float32 if precision == "float32" else self.bfloat16
+
+    def rates(self, precision: Literal["bfloat16", "float32"]) -> Rates:
+        """What a training step is taken to reach."""
+        return Rates(REACHED * self.peak(precision), REACHED_MOVING * self.bandwidth, REACHED_MOVING * self.host)
 
 
 # Data sheets, halved where they give only the rate with 2:4 sparsity or the sum of both directions: NVIDIA's A40, A100,

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat
 from mmjax.planning.activations import Kept, cut
+from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import frozen_modules, policies_of, recomputed
 from mmjax.planning.memory import OnDevice, Spread, fixed_bytes
 from mmjax.planning.remat import Option, Options, choose, least_seconds
 from mmjax.planning.work import Encoder, Work, row_work
 
 KeptOfTowers = Mapping[str, Mapping[Remat, Kept]]  # what one layer of each tower keeps, by policy
-
-
-class Rates(NamedTuple):
-    """What a device reaches."""
-
-    flops: float  # per second, of products
-    memory: float  # bytes per second
-    host: float  # bytes per second, each way
 
 
 @dataclass(frozen=True)
@@ -41,6 +33,7 @@ class Fit:
     policies: dict[str, tuple[Remat, ...]]
     fixed: dict[str, float]  # bytes by kind, of the fullest shape
     activations: dict[str, float]  # bytes by tower, of the fullest shape
+    unsaved: dict[str, float]  # bytes by tower: of one position of one layer, uncut, without remat
     seconds: float  # to compute again, of all shapes on average
     least: float  # the same if layers could be divided: what no mix goes below
     room: Room
@@ -107,6 +100,7 @@ def fit(
         policies,
         fixed[fullest],
         {name: _bytes({name: policies[name]}, options, fullest, "device") for name in towers},
+        {name: kept[fullest][name]["none"].device / works[fullest][name].positions for name in towers},
         _seconds(policies, options),
         _seconds(given, options) + (np.inf if least is None else least),
         room,

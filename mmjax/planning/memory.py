@@ -68,7 +68,7 @@ def fixed_bytes(
     return {
         "parameters": (MASTER * trainable + activation * (sum(counts.values()) - trainable)) / spread.shards,
         "gradients": MASTER * trainable / spread.shards,
-        "optimizer": MASTER * _moments(model, trainable, frozen, optimizer) / spread.shards,
+        "optimizer": MASTER * moments(model, trainable, frozen, optimizer) / spread.shards,
         "copies": (MASTER + cast) * trainable / spread.shards,
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
         "tokens": sum(
@@ -82,7 +82,7 @@ def fixed_bytes(
     }
 
 
-def _moments(model: ModelConfig, trainable: int, frozen: Set[str], optimizer: AdamW | Muon) -> int:
+def moments(model: ModelConfig, trainable: int, frozen: Set[str], optimizer: AdamW | Muon) -> int:
     """Numbers that the optimizer keeps: two for each parameter, of a matrix under Muon one."""
     if isinstance(optimizer, AdamW):
         return 2 * trainable

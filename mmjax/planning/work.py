@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.planning.pairs import allowed_pairs, item_pairs
@@ -69,6 +71,23 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
         groups = placed.reshape(rows, placed.shape[1] // group, group).max(-1, initial=-1)
         inputs, positions, tokens = (int((x >= 0).sum()) for x in (batch.item, placed, groups))
         work[name] = Work(positions, int(item_pairs(placed).sum()), inputs, tokens)
+    return work
+
+
+def length_work(
+    model: ModelConfig, llm: np.ndarray, encoder: np.ndarray, useful: np.ndarray, tokens: np.ndarray
+) -> dict[str, Work]:
+    """What samples of these lengths hold, by tower: each causal in the LLM, items attending to themselves.
+
+    llm: int `[n]`, tokens of each sample. Of every item, int `[p]`: number of its encoder, patches or frames, tokens.
+    """
+    length = llm.astype(np.int64)
+    work = {"llm": Work(int(length.sum()), int((length * (length + 1) // 2).sum()))}
+    for k, (name, config) in enumerate(model.encoders.items()):
+        inputs = useful[encoder == k].astype(np.int64)
+        positions = inputs // CONV_STRIDE if isinstance(config, AudioConfig) else inputs
+        counted = int(positions.sum()), int((positions**2).sum()), int(inputs.sum()), int(tokens[encoder == k].sum())
+        work[name] = Work(*counted)
     return work
 
 

@@ -2,32 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mmjax.config import Config, MeshConfig, ModelConfig, Remat, Samples
+from mmjax.config import Config, MeshConfig, Remat, Samples
 from mmjax.data.layout import RankLayout
+from mmjax.data.placement import Shape
 from mmjax.errors import UserError
 from mmjax.parallel import processes
 from mmjax.planning.activations import Kept
+from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import frozen_modules, wanted_gradients
-from mmjax.planning.fit import Fit, KeptOfTowers, Rates, Room, fit
+from mmjax.planning.fit import Fit, Room, fit
 from mmjax.planning.memory import OnDevice, Spread
 from mmjax.training.console import size
 from mmjax.training.profile import rates_of
 from mmjax.training.residuals import kept_per_layer
 
 GB = 1e9
+LINEAR = 4096  # positions of a row: long enough that no block of attention is half empty
 ALLOCATED = 0.97  # of what an allocator may give out: the rest is lost between the pieces
 MOST_HALVINGS = 4  # of a microbatch, in search of a run that fits
 ACTIVATION = {"float32": 4, "bfloat16": 2}  # bytes
 
 
 Layouts = Callable[[Config], RankLayout]  # of a config with other microbatches
+
+
+@dataclass
+class Tracer:
+    """What layers of a model keep, each traced once."""
+
+    config: Config
+    _traced: dict[tuple[str, int, int], Mapping[Remat, Kept]] = field(default_factory=dict)
+
+    def kept(self, tower: str, rows: int, lengths: Sequence[int]) -> list[Mapping[Remat, Kept]]:
+        """What a layer keeps by policy, for rows of each of these lengths.
+
+        That of a row is linear in its length, but for the scores of dense attention, which are quadratic: lengths
+        between the shortest and the longest are not traced, and with blockwise attention one is enough.
+        """
+        part = self.config.model.llm if tower == "llm" else self.config.model.encoders[tower]
+        short, long = (LINEAR, LINEAR) if part.attention == "blockwise" else (min(lengths), max(lengths))
+        found = {n: self._at(tower, rows, n) for n in {short, long}}
+
+        def at(policy: Remat, length: int) -> Kept:
+            a, b = (np.array(found[n][policy]) / n for n in (short, long))
+            per_position = a if short == long else a + (b - a) * (length - short) / (long - short)
+            return Kept(*(per_position * length).tolist())
+
+        return [{policy: at(policy, n) for policy in found[short]} for n in lengths]
+
+    def _at(self, tower: str, rows: int, length: int) -> Mapping[Remat, Kept]:
+        model, key = self.config.model, (tower, rows, length)
+        if key not in self._traced:
+            wanted = wanted_gradients(tower, model, frozen_modules(model))
+            self._traced[key] = kept_per_layer(model, tower, (rows, length), self.config.training.precision, wanted)
+        return self._traced[key]
 
 
 def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts) -> Fit:
@@ -38,60 +73,43 @@ def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts) -> Fit:
     device, sizes = mesh.devices.flat[0], dict(mesh.shape)
     found = processes.led(lambda: [room_of(config.mesh, device), *rates_of(device, config.training.precision)])
     rates, room = Rates(*found[1:]), Room(np.inf if found[0] is None else found[0], config.mesh.host_memory * GB)
-    fitted = fit_of(config, sizes, layouts(config), rates, room)
+    tracer = Tracer(config)
+    fitted = fit_of(config, sizes, layouts(config), rates, room, tracer)
     if not fitted.fits:
-        raise UserError(f"{too_large(fitted)}; {nearest(config, sizes, layouts, rates, room)}")
+        raise UserError(f"{too_large(fitted)}; {nearest(config, sizes, layouts, rates, room, tracer)}")
     return fitted
 
 
-def fit_of(config: Config, mesh: Mapping[str, int], layout: RankLayout, rates: Rates, room: Room) -> Fit:
-    """The fit of a run whose mesh axes have these sizes."""
-    model, topology = config.model, layout.topology
-    spread = spread_of(config.mesh, mesh)
-    frozen, names = frozen_modules(model), ("llm", *model.encoders)
-    rows = [n if name == "llm" else n // topology.encoders_per_rank for name, n in zip(names, layout.rows, strict=True)]
-    shapes = [
-        OnDevice(
-            {name: (rows[k], shape.lengths[k]) for k, name in enumerate(names)},
-            dict(zip(model.encoders, shape.widths, strict=True)),
-            topology.peers,
-            config.batch.microbatches,
-        )
-        for shape in layout.shapes
-    ]
+def fit_of(
+    config: Config, mesh: Mapping[str, int], layout: RankLayout, rates: Rates, room: Room, tracer: Tracer
+) -> Fit:
+    """The fit of a run whose mesh axes have these sizes. The tracer is of the same model."""
+    shapes = [on_device(config, layout, shape) for shape in layout.shapes]
     kept: list[dict[str, Mapping[Remat, Kept]]] = [{} for _ in shapes]
-    for k, name in enumerate(names):
-        lengths = [shape.lengths[k] for shape in layout.shapes]
-        wanted = wanted_gradients(name, model, frozen)
-        found = kept_at_lengths(model, name, rows[k], lengths, config.training.precision, wanted)
-        for of, own in zip(kept, found, strict=True):
+    for name in ("llm", *config.model.encoders):
+        rows, lengths = shapes[0].shape[name][0], [shape.shape[name][1] for shape in shapes]
+        for of, own in zip(kept, tracer.kept(name, rows, lengths), strict=True):
             of[name] = own
-    activation = ACTIVATION[config.training.precision]
-    return fit(model, shapes, kept, spread, activation, config.optimizer, rates, room)
+    spread, activation = spread_of(config.mesh, mesh), ACTIVATION[config.training.precision]
+    return fit(config.model, shapes, kept, spread, activation, config.optimizer, rates, room)
+
+
+def on_device(config: Config, layout: RankLayout, shape: Shape) -> OnDevice:
+    """A microbatch of this shape on each device."""
+    names, parts = ("llm", *config.model.encoders), layout.topology.encoders_per_rank
+    rows = [n if name == "llm" else n // parts for name, n in zip(names, layout.rows, strict=True)]
+    return OnDevice(
+        {name: (rows[k], shape.lengths[k]) for k, name in enumerate(names)},
+        dict(zip(config.model.encoders, shape.widths, strict=True)),
+        layout.topology.peers,
+        config.batch.microbatches,
+    )
 
 
 def spread_of(config: MeshConfig, mesh: Mapping[str, int]) -> Spread:
     """How a model's arrays are spread over a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
     return Spread(mesh["fsdp"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
-
-
-def kept_at_lengths(
-    model: ModelConfig, tower: str, rows: int, lengths: Sequence[int], precision: str, wanted: Set[str]
-) -> list[KeptOfTowers]:
-    """As `kept_per_layer`, for rows of each of these lengths, of which only the shortest and the longest are traced.
-
-    What is kept of a row is linear in its length but for dense attention's scores, which are quadratic.
-    """
-    short, long = min(lengths), max(lengths)
-    traced = {n: kept_per_layer(model, tower, (rows, n), precision, wanted) for n in {short, long}}
-
-    def at(policy: Remat, length: int) -> Kept:
-        a, b = (np.array(traced[n][policy]) / n for n in (short, long))
-        per_position = a if short == long else a + (b - a) * (length - short) / (long - short)
-        return Kept(*(per_position * length).tolist())
-
-    return [{policy: at(policy, n) for policy in traced[short]} for n in lengths]
 
 
 def room_of(config: MeshConfig, device: jax.Device) -> float | None:
@@ -113,7 +131,7 @@ def too_large(fitted: Fit) -> str:
     )
 
 
-def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, rates: Rates, room: Room) -> str:
+def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, rates: Rates, room: Room, tracer: Tracer) -> str:
     """The settings that make a run fit and change it least: parameters on more devices first, then microbatches."""
     ranks = mesh["data"] * mesh["fsdp"]
     shards = [n for n in range(mesh["fsdp"], ranks + 1) if ranks % n == 0]
@@ -126,7 +144,7 @@ def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, rates: Ra
         changed = replace(config, batch=replace(config.batch, microbatches=microbatches))
         layout = layouts(changed)
         for fsdp in shards:
-            found = fit_of(changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, rates, room)
+            found = fit_of(changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, rates, room, tracer)
             if found.fits:
                 settings = [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []
                 if microbatches != given:

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mmjax.planning.clusters import REACHED, REACHED_MOVING, device_of
-from mmjax.planning.fit import Rates
+from mmjax.planning.clusters import Rates, device_of
 
 
 def peak_of(devices: Sequence[jax.Device], precision: Literal["bfloat16", "float32"]) -> float:
@@ -38,7 +37,7 @@ def rates_of(device: jax.Device, precision: Literal["bfloat16", "float32"]) -> R
     if known is None:
         moving = measured_bandwidth(device)
         return Rates(measured_peak(device), moving, moving)
-    return Rates(REACHED * known.peak(precision), REACHED_MOVING * known.bandwidth, REACHED_MOVING * known.host)
+    return known.rates(precision)
 
 
 def measured_bandwidth(device: jax.Device, size: int = 2**25, repeats: int = 3) -> float:

@@ -63,10 +63,10 @@ def test_tensor_parallelism_that_cuts_a_head_is_refused_with_the_key(llm, vision
     mesh = make_mesh(MeshConfig(tensor=2), jax.devices())
     model = ModelConfig(llm, {"eyes": vision})
     if key is None:
-        check_heads(mesh, MeshConfig(), model)
+        check_heads(mesh.shape, MeshConfig(), model)
         return
     with pytest.raises(UserError, match=r"mesh\.tensor=2 does not divide") as raised:
-        check_heads(mesh, MeshConfig(), model)
+        check_heads(mesh.shape, MeshConfig(), model)
     assert key in str(raised.value)
     assert "use a divisor" in str(raised.value)
 
@@ -74,9 +74,9 @@ def test_tensor_parallelism_that_cuts_a_head_is_refused_with_the_key(llm, vision
 def test_encoders_whose_rows_lie_on_the_tensor_axis_may_have_any_number_of_heads():
     mesh = make_mesh(MeshConfig(tensor=2), jax.devices())
     model = ModelConfig(LLM, {"eyes": replace(VISION, heads=1)})
-    check_heads(mesh, MeshConfig(encoders="data"), model)
+    check_heads(mesh.shape, MeshConfig(encoders="data"), model)
     with pytest.raises(UserError, match=r"heads=1; use a divisor of it, or mesh\.encoders=data"):
-        check_heads(mesh, MeshConfig(), model)
+        check_heads(mesh.shape, MeshConfig(), model)
 
 
 def test_rows_are_spread_over_data_and_fsdp_and_whole_over_tensor():

@@ -11,7 +11,8 @@ import pytest
 from mmjax.config import AdamW, ModelConfig
 from mmjax.config_files import load
 from mmjax.planning.activations import Kept
-from mmjax.planning.fit import Fit, Rates, Room, fit
+from mmjax.planning.clusters import Rates
+from mmjax.planning.fit import Fit, Room, fit
 from mmjax.planning.memory import OnDevice, Spread
 from mmjax.planning.work import row_work
 

@@ -18,10 +18,11 @@ from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
-from mmjax.planning.fit import Fit, Rates, Room
+from mmjax.planning.clusters import Rates
+from mmjax.planning.fit import Fit, Room
 from mmjax.planning.memory import Spread
-from mmjax.training.fitting import fit_of, kept_at_lengths, nearest, room_of, spread_of, too_large
-from mmjax.training.residuals import EVERYTHING, kept_per_layer
+from mmjax.training.fitting import Tracer, fit_of, nearest, room_of, spread_of, too_large
+from mmjax.training.residuals import kept_per_layer
 
 RATES = Rates(1e11, 1e10, 1e9)
 MESH = {"data": 4, "fsdp": 1, "tensor": 1, "context": 1}
@@ -43,19 +44,19 @@ def layouts(tmp_path_factory):
 
 def fitted(layouts, gigabytes: float, config: Config | None = None, **mesh: int) -> Fit:
     config = tiny_config() if config is None else config
-    return fit_of(config, MESH | mesh, layouts(config), RATES, Room(gigabytes * 1e9))
+    return fit_of(config, MESH | mesh, layouts(config), RATES, Room(gigabytes * 1e9), Tracer(config))
 
 
 @pytest.mark.parametrize("attention", ["dense", "blockwise"])
 @pytest.mark.parametrize("tower", ["llm", "vision", "audio"])
 def test_what_rows_of_any_length_keep_is_found_from_the_shortest_and_the_longest(tower, attention):
-    model = tiny_config().model
-    towers = {"llm": replace(model.llm, attention=attention)}
-    towers |= {name: replace(e, attention=attention) for name, e in model.encoders.items()}
-    model = replace(model, llm=towers.pop("llm"), encoders=towers)
+    made = tiny_config()
+    towers = {"llm": replace(made.model.llm, attention=attention)}
+    towers |= {name: replace(e, attention=attention) for name, e in made.model.encoders.items()}
+    made = replace(made, model=replace(made.model, llm=towers.pop("llm"), encoders=towers))
     lengths = [1024, 3072, 2048]
-    for length, found in zip(lengths, kept_at_lengths(model, tower, 2, lengths, "bfloat16", EVERYTHING), strict=True):
-        for policy, kept in kept_per_layer(model, tower, (2, length), jnp.bfloat16).items():
+    for length, found in zip(lengths, Tracer(made).kept(tower, 2, lengths), strict=True):
+        for policy, kept in kept_per_layer(made.model, tower, (2, length), jnp.float32).items():
             np.testing.assert_allclose(found[policy], kept, rtol=0.01)
 
 
@@ -89,17 +90,17 @@ def test_the_nearest_run_that_fits_does_fit(layouts, share):
     least = fitted(layouts, 1e-9)
     assert not least.fits
     room = Room(share * least.device)
-    said = nearest(tiny_config(), MESH, layouts, RATES, room)
+    said = nearest(tiny_config(), MESH, layouts, RATES, room, Tracer(tiny_config()))
     settings = re.findall(r"((?:mesh|batch)\.\w+=\d+)", said)
     assert settings
     assert "fits, with" in said
     changed = edit(tiny_config(), settings)
     sizes = MESH | ({"fsdp": changed.mesh.fsdp, "data": changed.mesh.data} if changed.mesh != MeshConfig() else {})
-    assert fit_of(changed, sizes, layouts(changed), RATES, room).fits
+    assert fit_of(changed, sizes, layouts(changed), RATES, room, Tracer(changed)).fits
 
 
 def test_what_can_never_fit_is_said(layouts):
-    said = nearest(tiny_config(), MESH, layouts, RATES, Room(1000.0))
+    said = nearest(tiny_config(), MESH, layouts, RATES, Room(1000.0), Tracer(tiny_config()))
     assert "do not make it fit; use more devices, mesh.tensor, or a smaller model" in said
     assert re.search(r"the run needs \d+\.\d MB of each device and there are 0\.0 MB", too_large(fitted(layouts, 1e-6)))
 

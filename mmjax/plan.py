@@ -1,0 +1,222 @@
+"""See what a run will do, without its hardware: ``python -m mmjax.plan CONFIG cluster=h100x8x8 [a.b=value ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mmjax.benchmarks.lengths import omni_corpus, read_lengths
+from mmjax.config import Config
+from mmjax.config_files import default_config, find, load
+from mmjax.data.index import LengthIndex, build_index, index_of_lengths
+from mmjax.data.sources import open_sources
+from mmjax.errors import UserError, run_command
+from mmjax.planning.clusters import cluster_of
+from mmjax.planning.cost import parameters
+from mmjax.training.announce import how_it_fits
+from mmjax.training.console import count, say, size, table
+from mmjax.training.fitting import too_large
+from mmjax.training.outlook import Outlook, Way, look_ahead
+
+MADE = 200_000  # samples of the made lengths that stand in for data that a config does not name
+OWN = ("cluster", "price")  # words that are the command's, not the config's
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m mmjax.plan", description=__doc__, allow_abbrev=False)
+    words = "a config's file or name (default: tiny_omni); cluster=DEVICExNODESxCOUNT; price=N, of a device for an hour"
+    parser.add_argument("words", nargs="*", metavar="CONFIG | cluster=h100x8x8 | price=2.5 | a.b=value", help=words)
+    parser.add_argument(
+        "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="of samples, in place of the config's data"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    own = dict(word.split("=", 1) for word in args.words if word.split("=", 1)[0] in OWN and "=" in word)
+    given = [word for word in args.words if word.split("=", 1)[0] not in OWN]
+    named = next((word for word in given if "=" not in word), "")
+    config = load(find(named) if named else default_config(), [word for word in given if word is not named])
+    if "cluster" not in own:
+        raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100")
+    cluster, price = cluster_of(own["cluster"]), _price(own.get("price"))
+    index, weights, told = _lengths(config, args.lengths)
+    outlook = look_ahead(config, cluster, index, weights)
+    if args.json:
+        say(json.dumps(as_numbers(outlook, price)))
+        return
+    say(*report(outlook, price, told))
+
+
+def _price(word: str | None) -> float | None:
+    if word is None:
+        return None
+    try:
+        price = float(word)
+    except ValueError:
+        price = -1.0
+    if not price >= 0:
+        raise UserError(f"price={word}: give what a device costs for an hour, as a number")
+    return price
+
+
+def _lengths(config: Config, files: Sequence[Path]) -> tuple[LengthIndex, list[float], str]:
+    """The index of a run's samples, its sources' weights, and what is to be told of it."""
+    encoders = config.model.encoders
+    if config.data.sources and not files:
+        with tempfile.TemporaryDirectory() as nowhere:
+            index = build_index(open_sources(config, "train", Path(nowhere)), encoders)
+        return index, [s.weight for s in config.data.sources.values()], f"{len(index):,} samples"
+    keys = ("llm_tokens", *encoders)
+    if files:
+        return index_of_lengths(read_lengths(files, keys), encoders), [1.0], f"lengths of {', '.join(map(str, files))}"
+    made = omni_corpus(MADE, config.seed)
+    if missing := [key for key in keys if key not in made]:
+        raise UserError(
+            f"the config names no data and there are no made lengths for {missing[0]!r}; give your own with --lengths"
+        )
+    return index_of_lengths(made, encoders), [1.0], "the config names no data: lengths made from a seed"
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+def report(outlook: Outlook, price: float | None, told: str) -> list[str]:
+    """What a person reads."""
+    config, way = outlook.config, outlook.chosen
+    counts = parameters(config.model)
+    axes = " x ".join(f"{axis} {n}" for axis, n in outlook.mesh.items() if n > 1) or "one device"
+    lines = [
+        f"plan   {config.name}: {count(sum(counts.values()))} parameters, {config.training.precision}, on "
+        f"{outlook.cluster.devices} x {outlook.cluster.device.name} ({axes})",
+        f"data   {told}; {outlook.samples:,.0f} samples and {count(outlook.tokens)} LLM tokens a step",
+        *table(_modules(outlook)),
+    ]
+    if not way.fitted.fits:
+        lines.append(f"DOES NOT FIT: {too_large(way.fitted)}")
+    lines += how_it_fits(way.fitted)
+    lines += [f"step   {_seconds(way.time.total)}, MFU {outlook.mfu(way):.1%}: {_parts(way)}"]
+    lines += table(_balances(outlook))
+    lines += _to_the_end(outlook, price)
+    return lines + [f"limits {line}" for line in limits(outlook)]
+
+
+def _modules(outlook: Outlook) -> list[tuple[str, ...]]:
+    way, config = outlook.chosen, outlook.config
+    rows = [("module", "parameters", "rows a rank", "lengths", "fill", "computed again")]
+    counts = parameters(config.model)
+    for k, name in enumerate(("llm", *config.model.encoders)):
+        lengths = sorted({shape.lengths[k] for shape in way.layout.shapes})
+        kept = sum(policy == "none" for policy in way.fitted.policies[name])
+        layers = len(way.fitted.policies[name])
+        again = f"in {layers - kept} of {layers} layers" if kept < layers else "nothing"
+        numbers = count(counts[name]), str(way.layout.rows[k]), "/".join(map(str, lengths)), f"{way.fill[name]:.2f}"
+        rows.append((name, *numbers, again))
+    return rows
+
+
+def _parts(way: Way) -> str:
+    spelled = [f"{name} {_seconds(seconds)}" for name, seconds in asdict(way.time).items() if seconds > 0]
+    return ", ".join(spelled)
+
+
+def _balances(outlook: Outlook) -> list[tuple[str, ...]]:
+    rows = [("balance", *(f"dist ratio {name}" for name in outlook.chosen.dist_ratio), "fill LLM", "step", "MFU")]
+    for kind, way in outlook.ways.items():
+        ratios = [f"{ratio:.3f}" for ratio in way.dist_ratio.values()]
+        rows.append((kind, *ratios, f"{way.fill['llm']:.2f}", _seconds(way.time.total), f"{outlook.mfu(way):.1%}"))
+    return rows
+
+
+def _to_the_end(outlook: Outlook, price: float | None) -> list[str]:
+    config, hours = outlook.config, outlook.hours
+    spent = hours * outlook.cluster.devices
+    cost = "" if price is None else f", {price * spent:,.0f} at {price:g} an hour"
+    saved = checkpoint_bytes(outlook)
+    free = shutil.disk_usage(_existing(Path(config.run or "runs"))).free
+    verdict = "" if config.training.keep * saved < free else ": TOO LITTLE HERE"
+    return [
+        f"run    {config.training.steps:,} steps take {hours:,.1f} hours, {spent:,.0f} device hours{cost}",
+        f"saves  {size(saved)} x {config.training.keep} kept; {size(free)} are free where this plan was made{verdict}",
+    ]
+
+
+def checkpoint_bytes(outlook: Outlook) -> float:
+    """Of one checkpoint: parameters, frozen ones included, and the optimizer's moments."""
+    fixed, shards = outlook.chosen.fitted.fixed, outlook.mesh["fsdp"] * outlook.mesh["tensor"]
+    return shards * (fixed["parameters"] + fixed["optimizer"])
+
+
+def _existing(folder: Path) -> Path:
+    return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+
+
+def limits(outlook: Outlook) -> list[str]:
+    """What holds the run back, and what would help."""
+    way, time = outlook.chosen, outlook.chosen.time
+    found = []
+    if not way.fitted.fits:
+        found.append("memory: shard over more devices (mesh.fsdp), use more batch.microbatches, or a smaller model")
+    if time.shards > time.compute + time.recompute:
+        found.append("gathering parameters takes longer than computing: more samples a step, or a smaller mesh.fsdp")
+    if time.recompute > 0.05 * time.total:
+        found.append(
+            f"{time.recompute / time.total:.0%} of the step is computing again: a larger mesh.fsdp leaves room"
+        )
+    worst = max(way.dist_ratio, key=lambda name: way.dist_ratio[name])
+    if way.dist_ratio[worst] > 0.05:
+        found.append(f"ranks are uneven in {worst} ({way.dist_ratio[worst]:.2f}): more samples a step")
+    emptiest = min(way.fill, key=lambda name: way.fill[name])
+    if way.fill[emptiest] < 0.85:
+        rows, ranks = outlook.config.batch.rows[emptiest], way.layout.topology.ranks
+        remedy = "use more samples a step" if rows % ranks == 0 else f"make batch.rows.{emptiest} a multiple of {ranks}"
+        found.append(f"rows of {emptiest} are {way.fill[emptiest]:.0%} full: {remedy}, or more batch.shapes")
+    return found or ["nothing stands out: the devices compute most of the time"]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def as_numbers(outlook: Outlook, price: float | None) -> dict[str, Any]:
+    """The same for programs."""
+    spent = outlook.hours * outlook.cluster.devices
+    ways = {
+        kind: {
+            "dist_ratio": way.dist_ratio,
+            "fill": way.fill,
+            "seconds": asdict(way.time) | {"total": way.time.total},
+            "mfu": outlook.mfu(way),
+            "fits": way.fitted.fits,
+            "memory": way.fitted.device,
+        }
+        for kind, way in outlook.ways.items()
+    }
+    return {
+        "config": outlook.config.name,
+        "cluster": str(outlook.cluster),
+        "mesh": outlook.mesh,
+        "parameters": parameters(outlook.config.model),
+        "samples": outlook.samples,
+        "tokens": outlook.tokens,
+        "memory": outlook.chosen.fitted.fixed | {"activations": outlook.chosen.fitted.activations},
+        "room": outlook.chosen.fitted.room.device,
+        "remat": outlook.chosen.fitted.policies,
+        "balance": outlook.config.batch.balance.kind,
+        "ways": ways,
+        "hours": outlook.hours,
+        "device_hours": spent,
+        "cost": None if price is None else price * spent,
+        "checkpoint": checkpoint_bytes(outlook),
+        "limits": limits(outlook),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,147 @@
+"""What a run will do on a cluster that is not at hand: memory, time and balance, planned from its samples' lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mmjax.balance.metrics import dist_ratio
+from mmjax.config import Config, LlmBalance, MeshConfig, NoBalance
+from mmjax.data.budget import make_budget
+from mmjax.data.index import LengthIndex
+from mmjax.data.layout import RankLayout
+from mmjax.data.placement import Balance, Topology
+from mmjax.data.plan import StepPlan, make_planner
+from mmjax.errors import UserError
+from mmjax.parallel.mesh import check_heads, mesh_sizes
+from mmjax.planning.clusters import USABLE, Cluster
+from mmjax.planning.cost import frozen_modules, needed
+from mmjax.planning.fit import Fit, Room
+from mmjax.planning.times import Machine, StepTime, step_time
+from mmjax.planning.work import length_work
+from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, on_device, spread_of
+
+SAMPLES = 50_000  # of about so many, in 2 to 32 steps, it is seen what a step is like
+DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
+
+
+@dataclass(frozen=True)
+class Way:
+    """The run with one way of balancing. dist_ratio, fill: by module, mean over steps."""
+
+    layout: RankLayout
+    fitted: Fit
+    time: StepTime  # mean over steps
+    dist_ratio: dict[str, float]
+    fill: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A run on a cluster. ways: by kind of `batch.balance`; all have the same samples in every step."""
+
+    config: Config
+    cluster: Cluster
+    mesh: dict[str, int]
+    ways: dict[str, Way]
+    samples: float  # of a step
+    tokens: float  # of the LLM, of a step
+    needed: float  # FLOPs of a step, over all devices
+
+    @property
+    def chosen(self) -> Way:
+        """As the config balances."""
+        return self.ways[self.config.batch.balance.kind]
+
+    def mfu(self, way: Way) -> float:
+        """Model FLOPs utilisation."""
+        peak = self.cluster.device.peak(self.config.training.precision) * self.cluster.devices
+        return self.needed / (way.time.total * peak)
+
+    @property
+    def hours(self) -> float:
+        """To the end of the run."""
+        return self.config.training.steps * self.chosen.time.total / 3600
+
+
+def look_ahead(config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float]) -> Outlook:
+    """The outlook of a run whose samples have the lengths of this index.
+
+    Raises UserError where the mesh does not go with the cluster, or the batch with the data.
+    """
+    mesh = mesh_sizes(config.mesh, cluster.devices)
+    check_heads(mesh, config.mesh, config.model)
+    topology = topology_on(cluster, config.mesh, mesh)
+    tracer = Tracer(config)
+    budget = make_budget(index, config, weights)
+    balances: dict[str, Balance] = {b.kind: b for b in (NoBalance(), LlmBalance(), config.batch.balance)}
+    ways: dict[str, Way] = {}
+    for kind, balance in balances.items():
+        changed = replace(config, batch=replace(config.batch, balance=balance))
+        size = budget.samples_per_step
+        planner, layout = make_planner(index, changed, weights, topology, budget, max(2, int(DRY_RUN / size)))
+        steps = int(np.clip(SAMPLES / size, 2, 32))
+        plans = [planner.plan(step) for step in range(steps)]
+        ways[kind] = _way(changed, cluster, mesh, layout, plans, index, tracer)
+    samples = np.concatenate([plan.samples() for plan in plans])
+    items = _items(index, samples)
+    of_items = (of[items] for of in (index.item_encoder, index.item_useful, index.item_tokens))
+    work = length_work(config.model, index.llm_tokens[samples], *of_items)
+    flops = sum(f.total for f in needed(config.model, work, frozen_modules(config.model)).values())
+    tokens = float(index.llm_tokens[samples].sum())
+    return Outlook(config, cluster, mesh, ways, len(samples) / steps, tokens / steps, flops / steps)
+
+
+def topology_on(cluster: Cluster, config: MeshConfig, mesh: Mapping[str, int]) -> Topology:
+    """The ranks of a mesh on a cluster, and which of them are on one node."""
+    ranks, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
+    if config.ranks_per_node and ranks % config.ranks_per_node:
+        raise UserError(f"mesh.ranks_per_node={config.ranks_per_node}: choose a divisor of the {ranks} ranks, or 0")
+    per_node = math.gcd(ranks, max(1, cluster.per_node // tensor))
+    together = config.ranks_per_node or per_node
+    return Topology(ranks, together, per_node, tensor if config.encoders == "data" else 1)
+
+
+def _way(
+    config: Config,
+    cluster: Cluster,
+    mesh: dict[str, int],
+    layout: RankLayout,
+    plans: Sequence[StepPlan],
+    index: LengthIndex,
+    tracer: Tracer,
+) -> Way:
+    precision, device = config.training.precision, cluster.device
+    room = Room(config.mesh.memory * GB or USABLE * device.memory, config.mesh.host_memory * GB)
+    fitted = fit_of(config, mesh, layout, device.rates(precision), room, tracer)
+    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), precision, ACTIVATION[precision])
+    model = fitted.applied(config.model)
+    microbatches = [m for plan in plans for m in plan.microbatches]
+    batches = [on_device(config, layout, m.shape) for m in microbatches]
+    time = step_time(model, batches, fitted.unsaved, machine, config.optimizer).over(len(plans))
+    names = ("llm", *config.model.encoders)
+    ratios = np.mean([_dist_ratio(plan) for plan in plans], axis=0)
+    useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
+    room_of_rows = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
+    return Way(
+        layout,
+        fitted,
+        time,
+        dict(zip(names, ratios.tolist(), strict=True)),
+        dict(zip(names, (useful / room_of_rows).tolist(), strict=True)),
+    )
+
+
+def _dist_ratio(plan: StepPlan) -> np.ndarray:
+    work = sum(m.work() for m in plan.microbatches)
+    return np.array([dist_ratio(of) if of.any() else 0.0 for of in work])
+
+
+def _items(index: LengthIndex, samples: np.ndarray) -> np.ndarray:
+    """The items of these samples, as indices into the index's arrays."""
+    start, count = index.item_start[samples], np.diff(index.item_start)[samples]
+    first = np.cumsum(count) - count
+    return np.arange(count.sum()) + np.repeat(start - first, count)

@@ -1,0 +1,84 @@
+"""Seconds of a step follow from operations, bytes and links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mmjax.config import AdamW
+from mmjax.config_files import load
+from mmjax.planning.clusters import REACHED, REACHED_MOVING, Cluster, cluster_of
+from mmjax.planning.cost import executed, parameters
+from mmjax.planning.memory import OnDevice, Spread
+from mmjax.planning.times import Machine, StepTime, step_time
+
+MODEL = replace(load("omni_10b").model, encoders={})
+BATCH = OnDevice({"llm": (1, 4096)}, {})
+UNSAVED = {"llm": 0.0}
+
+
+def machine(name: str, **mesh: int) -> Machine:
+    cluster: Cluster = cluster_of(name)
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1} | mesh
+    return Machine(cluster, sizes, Spread(sizes["fsdp"] * sizes["tensor"], sizes["tensor"]), "bfloat16", 2)
+
+
+def seconds(on: Machine, model=MODEL, batches=(BATCH,), unsaved=UNSAVED) -> StepTime:
+    return step_time(model, batches, unsaved, on, AdamW())
+
+
+def test_one_device_computes_and_updates_and_waits_for_nobody():
+    found = seconds(machine("h100"))
+    flops = sum(f.total for f in executed(MODEL, BATCH.shape, frozenset()).values())
+    assert found.compute == pytest.approx(flops / (REACHED * 989.4e12))
+    assert found.shards == found.tensor == found.exchange == found.recompute == 0
+    whole = sum(parameters(MODEL).values())
+    assert found.update == pytest.approx(2 * 16 * whole / (REACHED_MOVING * 3.35e12))
+    assert found.total == pytest.approx(found.compute + found.update)
+
+
+def test_what_is_computed_again_takes_the_time_of_its_operations():
+    again = seconds(machine("h100"), replace(MODEL, llm=replace(MODEL.llm, remat="full")))
+    once = seconds(machine("h100"))
+    assert again.compute == once.compute
+    assert 0.15 < again.recompute / once.compute < 0.4
+
+
+def test_activations_that_are_kept_move_through_memory():
+    moved = seconds(machine("h100"), unsaved={"llm": 1e5})
+    layers = MODEL.llm.layers
+    extra = 3 * layers * 4096 * 1e5 / (REACHED_MOVING * 3.35e12)
+    assert moved.compute - seconds(machine("h100")).compute == pytest.approx(extra)
+
+
+def test_gathering_between_nodes_is_slower_than_inside_one_and_hidden_behind_computing():
+    inside, between = seconds(machine("h100x8", fsdp=8)), seconds(machine("h100x8x1", fsdp=8))
+    assert between.shards > 5 * inside.shards > 0
+    assert inside.total == pytest.approx(max(inside.compute, inside.shards) + inside.update)
+    whole = sum(parameters(MODEL).values())
+    size = (2 * 2 + 4) * whole  # bfloat16 forward and backward, float32 gradients
+    assert inside.shards == pytest.approx(size * 7 / 8 / (REACHED_MOVING * 450e9))
+    assert between.shards == pytest.approx(size * 7 / 8 / (REACHED_MOVING * 50e9))
+
+
+def test_all_devices_of_a_node_share_its_adapters():
+    alone, eight = seconds(machine("h100x8x1", fsdp=8)), seconds(machine("h100x8x8", fsdp=64))
+    assert eight.shards == pytest.approx(alone.shards / 8)
+
+
+def test_tensor_parallelism_halves_the_operations_and_costs_all_reduces():
+    whole, halved = seconds(machine("h100")), seconds(machine("h100x2", tensor=2))
+    assert halved.compute == pytest.approx(whole.compute / 2)
+    layers, width = MODEL.llm.layers, MODEL.llm.width
+    assert halved.tensor == pytest.approx(4 * layers * 4096 * width * 2 / (REACHED_MOVING * 450e9))
+    assert halved.update == pytest.approx(whole.update / 2)
+
+
+def test_microbatches_add_up_and_the_update_comes_once():
+    one, three = seconds(machine("h100x8", fsdp=8)), seconds(machine("h100x8", fsdp=8), batches=(BATCH,) * 3)
+    assert three.compute == pytest.approx(3 * one.compute)
+    assert three.shards == pytest.approx(3 * one.shards)
+    assert three.update == one.update
+    mean = three.over(3)
+    assert (mean.compute, mean.update) == (pytest.approx(one.compute), one.update)

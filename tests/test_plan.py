@@ -1,0 +1,119 @@
+"""`python -m mmjax.plan`: what a run will do on a cluster that is not at hand, as a user reads it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import run
+
+from mmjax import plan
+
+
+def told(capsys, *words: str) -> str:
+    ended = run(capsys, plan.main, *words)
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+def numbers(capsys, *words: str) -> dict:
+    return json.loads(told(capsys, *words, "--json"))
+
+
+SMALL = (
+    "tiny_omni",
+    "cluster=a100x2x4",
+    "batch.grouping=none",
+    "batch.size.count=64",
+    "data.sources.embedded.samples=600",
+)
+
+
+@pytest.fixture(scope="module")
+def small() -> dict:
+    """The default data on 8 absent A100s."""
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(plan, "say", lambda *lines: said.extend(lines))
+        plan.main([*SMALL, "price=2", "--json"])
+    return json.loads(said[0])
+
+
+def test_the_report_tells_memory_time_balance_and_cost(capsys):
+    out = told(capsys, *SMALL, "price=2.5", "training.steps=1000000")
+    for text in (
+        "plan   tiny_omni: 1.27M parameters, float32, on 8 x a100 (data 8)",
+        "data   600 samples; 64 samples and ",
+        "of 73.6 GB a device: parameters 5.1 MB",
+        "step   ",
+        "MFU",
+        "  none  ",
+        "  llm   ",
+        "  post  ",
+        "run    1,000,000 steps take ",
+        " at 2.5 an hour",
+        "kept; ",
+        "limits ",
+    ):
+        assert text in out, out
+
+
+def test_its_numbers_agree_with_each_other(small):
+    chosen = small["ways"]["post"]
+    seconds = chosen["seconds"]
+    parts = max(seconds["compute"] + seconds["recompute"], seconds["shards"])
+    assert seconds["total"] == pytest.approx(parts + seconds["tensor"] + seconds["exchange"] + seconds["update"])
+    assert small["hours"] == pytest.approx(1550 * seconds["total"] / 3600)
+    assert small["device_hours"] == pytest.approx(8 * small["hours"])
+    assert small["cost"] == pytest.approx(2 * small["device_hours"])
+    fixed = {kind: n for kind, n in small["memory"].items() if kind != "activations"}
+    assert chosen["memory"] == pytest.approx(sum(fixed.values()) + sum(small["memory"]["activations"].values()))
+    assert chosen["fits"]
+    assert chosen["memory"] < small["room"] == pytest.approx(0.92 * 80e9)
+    assert small["checkpoint"] == pytest.approx(fixed["parameters"] + fixed["optimizer"])
+    assert 0 < chosen["mfu"] < 1
+
+
+def test_balancing_makes_ranks_more_equal_and_steps_no_longer(small):
+    none, post = small["ways"]["none"], small["ways"]["post"]
+    assert all(post["dist_ratio"][module] < none["dist_ratio"][module] for module in post["dist_ratio"])
+    assert post["seconds"]["compute"] < none["seconds"]["compute"]
+
+
+def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
+    small = ("omni_84b", "batch.size.count=512", "batch.rows.llm=64", "batch.rows.vision=64", "batch.rows.audio=64")
+    found = numbers(capsys, *small, "cluster=h100x8x8", "mesh.fsdp=64")
+    assert sum(found["parameters"].values()) == pytest.approx(84e9, rel=0.01)
+    assert found["checkpoint"] == pytest.approx(12 * 84e9, rel=0.01)
+    assert found["ways"]["post"]["memory"] > 0.4 * found["room"]
+    tight = told(capsys, *small, "cluster=h100x8x8", "mesh.fsdp=8")
+    assert "DOES NOT FIT: the run needs " in tight
+    assert "limits memory: shard over more devices" in tight
+
+
+def test_more_shards_need_less_memory_and_tensor_parallelism_costs_all_reduces(capsys, small):
+    sharded = numbers(capsys, *SMALL, "mesh.fsdp=8")
+    assert sharded["memory"]["optimizer"] == pytest.approx(small["memory"]["optimizer"] / 8)
+    assert sharded["checkpoint"] == pytest.approx(small["checkpoint"])
+    cut = numbers(capsys, *SMALL, "mesh.tensor=2", "mesh.encoders=data")
+    assert cut["ways"]["post"]["seconds"]["tensor"] > 0 == small["ways"]["post"]["seconds"]["tensor"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("tiny_omni",), "say on which cluster: cluster=h100x8x8"),
+        (("tiny_omni", "cluster=h10x8"), "did you mean 'h100'?"),
+        (("tiny_omni", "cluster=h100x8", "price=dear"), "price=dear: give what a device costs"),
+        (("tiny_omni", "cluster=h100x8", "mesh.fsdp=3"), "does not divide the 8 devices"),
+        (("tiny_omni", "cluster=h100x8", "mesh.tensor=8"), "mesh.tensor=8 does not divide model.llm.heads"),
+        (("tiny_omni", "cluster=h100x8", "mesh.ranks_per_node=3"), "mesh.ranks_per_node=3: choose a divisor"),
+        (("tiny_onmi", "cluster=h100x8"), "tiny_omni"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_one_line(capsys, words, expected):
+    ended = run(capsys, plan.main, *words)
+    assert ended.code == 2
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1
+    assert expected in ended.err
