@@ -12,10 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mmjax.benchmarks.lengths import omni_corpus, read_lengths
 from mmjax.config import Config
 from mmjax.config_files import default_config, find, load
-from mmjax.data.index import LengthIndex, build_index, index_of_lengths
+from mmjax.data.index import LengthIndex, build_index
+from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError, run_command
 from mmjax.planning.clusters import cluster_of

@@ -8,8 +8,8 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.benchmarks.lengths import omni_corpus
 from mmjax.data import layout
+from mmjax.data.lengths import omni_corpus
 
 
 def rows(capsys, *words: str) -> list[dict]:

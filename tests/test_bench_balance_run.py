@@ -18,8 +18,8 @@ from mmjax.benchmarks.balance_steps import (
     straggler_wait,
     work_per_rank,
 )
-from mmjax.benchmarks.lengths import omni_corpus
 from mmjax.data.index import build_index
+from mmjax.data.lengths import omni_corpus
 from mmjax.data.media import prepare
 
 

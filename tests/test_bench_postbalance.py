@@ -8,7 +8,7 @@ from commands import run
 
 from mmjax import bench
 from mmjax.balance.postbalance import rank_costs
-from mmjax.benchmarks.lengths import omni_corpus
+from mmjax.data.lengths import omni_corpus
 
 SMALL = ("--ranks=16", "--per-rank=30", "--seed=3")
 

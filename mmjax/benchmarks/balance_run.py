@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import mmjax
-from mmjax.benchmarks import lengths
+from mmjax.benchmarks import length_options
 from mmjax.benchmarks.balance_picture import Panel, draw
 from mmjax.benchmarks.balance_steps import (
     MODEL,
@@ -36,6 +36,7 @@ from mmjax.benchmarks.balance_steps import (
 from mmjax.benchmarks.balance_worker import CORES_LEFT, Task
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.data.index import LengthIndex, build_index
+from mmjax.data.lengths import omni_corpus, read_lengths
 from mmjax.data.pipeline import StepLoader
 from mmjax.errors import UserError
 
@@ -47,7 +48,7 @@ PAPER = {"gain_post_over_none": "1.4-1.9 (OrchMLLM 8.1: throughput on 2560 GPUs)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    lengths.add_arguments(parser)
+    length_options.add_arguments(parser)
     parser.add_argument("--scale", type=int, default=64, help="divide all lengths by this, to at least 1")
     parser.add_argument("--per-rank", type=int, default=4, help="samples of a step for each rank")
     parser.add_argument("--steps", type=int, default=40, help="that are measured; 0: run nothing, with --picture")
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Measurement:
     """Plan, draw, run; what was run is the median of all steps, and a step takes as long as its slowest process."""
     _check(args)
-    found = lengths.read_lengths(args.lengths, KEYS) if args.lengths else lengths.omni_corpus(args.samples, args.seed)
+    found = read_lengths(args.lengths, KEYS) if args.lengths else omni_corpus(args.samples, args.seed)
     source = scaled(found, args.scale)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

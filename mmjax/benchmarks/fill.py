@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.metrics import dist_ratio, fill
-from mmjax.benchmarks import lengths
 from mmjax.benchmarks.phases import PER_TOKEN, check
 from mmjax.config import (
     BatchConfig,
@@ -28,6 +27,7 @@ from mmjax.config import (
 )
 from mmjax.config_files import default_config, find, load
 from mmjax.data.index import LengthIndex, build_index
+from mmjax.data.lengths import read_lengths
 from mmjax.data.placement import MicrobatchPlan, Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
@@ -102,7 +102,7 @@ def _of_sources(config: Config) -> tuple[LengthIndex, list[float]]:
 
 def _of_lengths(config: Config, files: Sequence[Path], scale: int) -> tuple[LengthIndex, list[float]]:
     """All samples of these files as one source, with one item for each encoder that has a length."""
-    found = lengths.read_lengths(files, ("llm_tokens", *config.model.encoders))
+    found = read_lengths(files, ("llm_tokens", *config.model.encoders))
     llm, *of_encoders = (np.where(n > 0, np.maximum(n // scale, 1), 0) for n in found.values())
     useful = np.stack(of_encoders, axis=1)
     sample, encoder = np.nonzero(useful)

@@ -14,8 +14,9 @@ from mmjax.balance.grouping_baselines import device_groups, length_groups, rando
 from mmjax.balance.isf import Iteration, choose_bounds, group_leftovers, isf
 from mmjax.balance.pack import choose_row_maximum, pack_rows
 from mmjax.balance.rows_bound import rows_lower_bound
-from mmjax.benchmarks import lengths as length_files
+from mmjax.benchmarks import length_options
 from mmjax.benchmarks.measurement import Measurement, median_seconds
+from mmjax.data.lengths import read_lengths, visual_corpus
 from mmjax.errors import UserError
 
 BUDGETED = ("isf", "pack")
@@ -47,7 +48,7 @@ class Rows:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    length_files.add_arguments(parser)
+    length_options.add_arguments(parser)
     parser.add_argument("--method", choices=("random", "length", "device", *BUDGETED), default="pack")
     for name, default in (("items", 9), ("tokens", 4096)):
         text = f"budget of a row in isf and pack; auto: chosen from the data (default: {default})"
@@ -63,9 +64,9 @@ def run(args: argparse.Namespace) -> Measurement:
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
     if args.lengths:
-        data = length_files.read_lengths(args.lengths, ("vision_items", "llm_tokens"), optional=("source",))
+        data = read_lengths(args.lengths, ("vision_items", "llm_tokens"), optional=("source",))
     else:
-        data = length_files.visual_corpus(args.samples, args.seed)
+        data = visual_corpus(args.samples, args.seed)
     lengths = np.stack([data["llm_tokens"], data["vision_items"]], axis=1)
     if lengths[:, 0].min() < 1:
         raise UserError(f"sample {int(lengths[:, 0].argmin())} has no llm_tokens; every sample needs at least 1")

@@ -12,15 +12,15 @@ from mmjax.balance.nodewise import balance_nodewise, largest_cost, traffic_bound
 from mmjax.balance.nodewise_ilp import permute_batches
 from mmjax.balance.postbalance import balance_packed
 from mmjax.balance.rearrangement import inter_node, rearrange, volume
-from mmjax.benchmarks import lengths
+from mmjax.benchmarks import length_options
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    lengths.add_arguments(parser)
-    lengths.add_step_arguments(parser, ranks=512)
+    length_options.add_arguments(parser)
+    length_options.add_step_arguments(parser, ranks=512)
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--method", choices=("ilp", "best"), default="best")
     parser.add_argument("--tolerance", type=float, default=0.002, help="of method best: largest cost over mean, less 1")
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Measurement:
     """Draw the samples of one step, balance its items with and without regard to nodes, and compare what travels."""
-    sample, source, drawn = lengths.draw_step(args)
+    sample, source, drawn = length_options.draw_step(args)
     _check(args)
     present = drawn > 0
     length, start = drawn[present], source[present]

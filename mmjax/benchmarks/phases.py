@@ -22,7 +22,8 @@ from mmjax.balance.phases import (
     usual_widths,
     wire,
 )
-from mmjax.benchmarks import lengths
+from mmjax.benchmarks import length_options
+from mmjax.data.lengths import omni_corpus, read_lengths
 from mmjax.errors import UserError
 
 PHASES = ("llm_tokens", "vision", "audio")
@@ -31,7 +32,7 @@ PER_TOKEN = 4  # patches or frames of an encoder for each token of the LLM
 
 def add_step_arguments(parser: argparse.ArgumentParser, per_rank: int = 60) -> None:
     """The options that say what steps hold."""
-    lengths.add_arguments(parser)
+    length_options.add_arguments(parser)
     parser.add_argument("--per-rank", type=int, default=per_rank, help="samples drawn for each rank")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: all)")
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths by this, to at least 1")
@@ -101,7 +102,7 @@ def check(args: argparse.Namespace, *options: str) -> None:
 
 def read(args: argparse.Namespace) -> Mapping[str, np.ndarray]:
     """The lengths that the options ask for."""
-    return lengths.read_lengths(args.lengths, PHASES) if args.lengths else lengths.omni_corpus(args.samples, args.seed)
+    return read_lengths(args.lengths, PHASES) if args.lengths else omni_corpus(args.samples, args.seed)
 
 
 def costs_of_step(found: Mapping[str, np.ndarray], sample: np.ndarray, scale: int) -> Costs:

@@ -17,7 +17,7 @@ from mmjax.balance.postbalance import (
     rank_costs,
 )
 from mmjax.balance.postbalance_paper import paper_conv, paper_packed, paper_padded, paper_quadratic
-from mmjax.benchmarks import lengths
+from mmjax.benchmarks import length_options
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 
@@ -26,8 +26,8 @@ LAM = 1e-4  # per token: attention costs as much as the rest at 10,000 tokens
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    lengths.add_arguments(parser)
-    lengths.add_step_arguments(parser, ranks=512)
+    length_options.add_arguments(parser)
+    length_options.add_step_arguments(parser, ranks=512)
     parser.add_argument("--cost", choices=("packed", "padded", "quadratic", "conv"), default="packed")
     parser.add_argument("--method", choices=("paper", "best"), default="best")
     parser.add_argument("--equal-counts", action="store_true", help="as many items on every rank, give or take one")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Measurement:
     """Draw the samples of one step, balance the phase's items, and compare with the samples as they were drawn."""
     _check(args)
-    sample, source, drawn = lengths.draw_step(args)
+    sample, source, drawn = length_options.draw_step(args)
     present = drawn > 0
     length = drawn[present]
 

@@ -21,7 +21,6 @@ from mmjax.config import AudioConfig, VisionConfig
 from mmjax.data.media import item_size, positions_per_token
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
-from mmjax.planning.work import CONV_STRIDE
 
 Encoders = Mapping[str, VisionConfig | AudioConfig]
 
@@ -154,34 +153,6 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
         item_tokens=items[:, 2],
         item_useful=items[:, 3],
         positions_per_token=np.array([positions_per_token(e) for e in encoders.values()], np.int32),
-    )
-
-
-def index_of_lengths(lengths: Mapping[str, np.ndarray], encoders: Encoders) -> LengthIndex:
-    """The index of samples of which only lengths are known: `llm_tokens`, and of every encoder by name, int `[n]`.
-
-    An encoder's lengths count positions in its layers; where there are any, they are one item, which is rounded up to
-    whole tokens. The rest of a sample's LLM tokens is text.
-    """
-    llm = np.asarray(lengths["llm_tokens"], np.int64)
-    per_token = np.array([positions_per_token(encoder) for encoder in encoders.values()], np.int64)
-    stride = np.array([CONV_STRIDE if isinstance(e, AudioConfig) else 1 for e in encoders.values()], np.int64)
-    useful = np.stack([np.asarray(lengths[name], np.int64) for name in encoders], axis=1) * stride
-    sample, encoder = np.nonzero(useful)
-    tokens = -(-useful // per_token)
-    llm = np.maximum(llm, tokens.sum(1) + 1)  # at least one token of text
-    of_items = useful[sample, encoder], tokens[sample, encoder]
-    return LengthIndex(
-        source_name=np.array(["lengths"]),
-        source_start=np.array([0, len(llm)]),
-        text_tokens=(llm - tokens.sum(1)).astype(np.int32),
-        totals=np.concatenate([llm[:, None], tokens * per_token], axis=1).astype(np.int32),
-        item_start=np.concatenate([[0], np.cumsum((useful > 0).sum(1))]),
-        item_encoder=encoder.astype(np.int32),
-        item_positions=(of_items[1] * per_token[encoder]).astype(np.int32),
-        item_useful=of_items[0].astype(np.int32),
-        item_tokens=of_items[1].astype(np.int32),
-        positions_per_token=per_token.astype(np.int32),
     )
 
 

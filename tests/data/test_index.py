@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from made import AUDIO, VISION, Made, config, image, index_of, random_samples, random_texts, text
 
-from mmjax.data.index import LengthIndex, build_index, cached_index, index_of_lengths
-from mmjax.data.media import positions_per_token, prepare
+from mmjax.data.index import LengthIndex, build_index, cached_index
+from mmjax.data.media import prepare
 from mmjax.data.sample import Facts, Item
 from mmjax.errors import UserError
 
@@ -124,20 +124,3 @@ def test_an_image_alone_is_a_sample():
     assert index.llm_tokens.tolist() == [2]
     assert index.item_positions.tolist() == [8]
     assert index.item_useful.tolist() == [6]
-
-
-def test_an_index_of_lengths_holds_whole_tokens_of_items_and_the_rest_as_text():
-    lengths = {"llm_tokens": np.array([50, 20, 3]), "vision": np.array([10, 0, 40]), "audio": np.array([0, 7, 0])}
-    index = index_of_lengths(lengths, ENCODERS)
-    per_token = index.positions_per_token
-    assert per_token.tolist() == [positions_per_token(e) for e in ENCODERS.values()]
-    assert index.item_encoder.tolist() == [0, 1, 0]
-    assert index.item_useful.tolist() == [10, 14, 40]  # the audio encoder's layers see every second frame
-    of_item = per_token[[0, 1, 0]]
-    assert index.item_positions.tolist() == [-(-n // p) * p for n, p in zip([10, 14, 40], of_item, strict=True)]
-    tokens = index.item_positions // of_item
-    assert index.item_tokens.tolist() == tokens.tolist()
-    assert index.llm_tokens.tolist()[:2] == [50, 20]
-    assert index.llm_tokens[2] == max(3, tokens[2] + 1), "a sample has some text"
-    assert (index.text_tokens + np.array([tokens[0], tokens[1], tokens[2]])).tolist() == index.llm_tokens.tolist()
-    assert index.totals[:, 1].tolist() == [index.item_positions[0], 0, index.item_positions[2]]

@@ -1,4 +1,4 @@
-"""Lengths of samples for the benchmarks of `balance`: read from an `.npz` file, or made from a seed.
+"""Lengths of samples whose data is not at hand: read from an `.npz` file, or made from a seed.
 
 Keys of a file: `vision_items, llm_tokens`, with `source` where samples come from several; or
 `vision, audio, text, llm_tokens`. Each is an integer array `[samples]`.
@@ -6,48 +6,16 @@ Keys of a file: `vision_items, llm_tokens`, with `source` where samples come fro
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from mmjax.config import AudioConfig
+from mmjax.data.index import Encoders, LengthIndex
+from mmjax.data.media import positions_per_token
 from mmjax.errors import UserError
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say which lengths."""
-    parser.add_argument(
-        "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="default: made from --seed"
-    )
-    parser.add_argument("--samples", type=int, default=200_000, help="how many to make, without --lengths")
-    parser.add_argument("--seed", type=int, default=0)
-
-
-def add_step_arguments(parser: argparse.ArgumentParser, ranks: int) -> None:
-    """The options that say which samples a step holds, and which phase of it is balanced."""
-    parser.add_argument("--phase", choices=("llm_tokens", "vision", "audio"), default="llm_tokens")
-    parser.add_argument("--ranks", type=int, default=ranks)
-    parser.add_argument("--per-rank", type=int, default=60, help="samples drawn for each rank")
-
-
-def draw_step(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Samples drawn for one step, int64 `[n]`, the rank that each is drawn for, and its length in the phase.
-
-    A sample is drawn twice only where there are too few. A length of 0: it takes no part in the phase.
-    """
-    for option in ("ranks", "per_rank", "samples"):
-        if getattr(args, option) < 1:
-            raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give at least 1")
-    if args.seed < 0:
-        raise UserError(f"--seed {args.seed}: give at least 0")
-    found = read_lengths(args.lengths, (args.phase,)) if args.lengths else omni_corpus(args.samples, args.seed)
-    available, count = len(found[args.phase]), args.ranks * args.per_rank
-    sample = np.random.default_rng(args.seed).choice(available, count, replace=count > available)
-    length = found[args.phase][sample]
-    if not length.any():
-        raise UserError(f"--phase {args.phase}: no drawn sample takes part in it; draw more with --per-rank")
-    return sample, np.repeat(np.arange(args.ranks, dtype=np.int32), args.per_rank), length
+from mmjax.planning.work import CONV_STRIDE
 
 
 def read_lengths(files: Sequence[Path], keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
@@ -103,3 +71,31 @@ def omni_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     text = np.clip(rng.lognormal(4.9, 0.9, samples), 10, 3000)
     lengths = {"vision": vision, "audio": audio, "text": text, "llm_tokens": text + vision / 4 + audio / 4}
     return {key: value.astype(np.int64) for key, value in lengths.items()}
+
+
+def index_of_lengths(lengths: Mapping[str, np.ndarray], encoders: Encoders) -> LengthIndex:
+    """The index of samples of which only lengths are known: `llm_tokens`, and of every encoder by name, int `[n]`.
+
+    An encoder's lengths count positions in its layers; where there are any, they are one item, which is rounded up to
+    whole tokens. The rest of a sample's LLM tokens is text.
+    """
+    llm = np.asarray(lengths["llm_tokens"], np.int64)
+    per_token = np.array([positions_per_token(encoder) for encoder in encoders.values()], np.int64)
+    stride = np.array([CONV_STRIDE if isinstance(e, AudioConfig) else 1 for e in encoders.values()], np.int64)
+    useful = np.stack([np.asarray(lengths[name], np.int64) for name in encoders], axis=1) * stride
+    sample, encoder = np.nonzero(useful)
+    tokens = -(-useful // per_token)
+    llm = np.maximum(llm, tokens.sum(1) + 1)  # at least one token of text
+    of_items = useful[sample, encoder], tokens[sample, encoder]
+    return LengthIndex(
+        source_name=np.array(["lengths"]),
+        source_start=np.array([0, len(llm)]),
+        text_tokens=(llm - tokens.sum(1)).astype(np.int32),
+        totals=np.concatenate([llm[:, None], tokens * per_token], axis=1).astype(np.int32),
+        item_start=np.concatenate([[0], np.cumsum((useful > 0).sum(1))]),
+        item_encoder=encoder.astype(np.int32),
+        item_positions=(of_items[1] * per_token[encoder]).astype(np.int32),
+        item_useful=of_items[0].astype(np.int32),
+        item_tokens=of_items[1].astype(np.int32),
+        positions_per_token=per_token.astype(np.int32),
+    )
