@@ -26,7 +26,7 @@ from mmjax.parallel.mesh import check_heads, encoder_axes, held_ranks, make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.checkpoint import Checkpoints
 from mmjax.training.console import ProgressLine, mute, say
-from mmjax.training.devices import choose_devices, topology_of
+from mmjax.training.devices import choose_devices, topology_of, use_most_memory
 from mmjax.training.evaluation import Evaluator, question_sources
 from mmjax.training.fitting import fit_on_mesh
 from mmjax.training.interrupts import kept_interrupts
@@ -145,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not processes.leads():
         mute()
+    use_most_memory()
     with processes.joined():
         train(config, path, "overwrite" if args.overwrite else args.resume or "new")
 

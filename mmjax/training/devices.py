@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -14,8 +15,14 @@ from mmjax.data.placement import Topology
 from mmjax.errors import UserError
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import held_ranks, row_ranks
+from mmjax.planning.clusters import USABLE
 
 INSTALL_CUDA = 'pip install -e ".[cuda13]"'
+
+
+def use_most_memory() -> None:
+    """Let JAX's allocator have as much of a GPU as plans count on, where nobody said how much; before JAX starts."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(USABLE))
 
 
 def choose_devices(

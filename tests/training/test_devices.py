@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import jax
 import pytest
 
@@ -7,7 +9,7 @@ from mmjax.config import MeshConfig
 from mmjax.data.placement import Topology
 from mmjax.errors import UserError
 from mmjax.parallel.mesh import make_mesh
-from mmjax.training.devices import topology_of
+from mmjax.training.devices import topology_of, use_most_memory
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,12 @@ def test_ranks_that_nodes_do_not_divide_are_refused_with_the_remedy():
     config = MeshConfig(ranks_per_node=3)
     with pytest.raises(UserError, match=r"mesh\.ranks_per_node=3: choose a divisor of the 8 ranks"):
         topology_of(make_mesh(config, jax.devices()), config)
+
+
+@pytest.mark.parametrize(("said", "used"), [(None, "0.92"), ("0.5", "0.5")])
+def test_most_of_a_gpus_memory_is_used_unless_somebody_said_how_much(said, used, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", said or "")
+    if said is None:
+        monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    use_most_memory()
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == used
