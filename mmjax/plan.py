@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.config import Config
-from mmjax.config_files import default_config, find, load
+from mmjax.config_files import default_config, find, keep, load
 from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError, run_command
 from mmjax.planning.clusters import cluster_of
 from mmjax.planning.cost import parameters
+from mmjax.planning.plan_file import plan_text
 from mmjax.training.announce import how_it_fits
 from mmjax.training.console import count, say, size, table
 from mmjax.training.fitting import too_large
@@ -37,21 +38,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="of samples, in place of the config's data"
     )
+    parser.add_argument(
+        "--out", type=Path, metavar="plan.json", help="write a plan that mmjax.train takes as plan=plan.json"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
     own = dict(word.split("=", 1) for word in args.words if word.split("=", 1)[0] in OWN and "=" in word)
     given = [word for word in args.words if word.split("=", 1)[0] not in OWN]
     named = next((word for word in given if "=" not in word), "")
-    config = load(find(named) if named else default_config(), [word for word in given if word is not named])
+    path = find(named) if named else default_config()
+    config = load(path, [word for word in given if word is not named])
     if "cluster" not in own:
         raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100")
     cluster, price = cluster_of(own["cluster"]), _price(own.get("price"))
-    index, weights, told = _lengths(config, args.lengths)
+    index, weights, told = _lengths(config, path, args.lengths)
     outlook = look_ahead(config, cluster, index, weights)
-    if args.json:
-        say(json.dumps(as_numbers(outlook, price)))
-        return
-    say(*report(outlook, price, told))
+    say(*([json.dumps(as_numbers(outlook, price))] if args.json else report(outlook, price, told)))
+    if args.out is not None:
+        _write(outlook, args.out)
+
+
+def _write(outlook: Outlook, path: Path) -> None:
+    way = outlook.chosen
+    if not way.fitted.fits:
+        raise UserError(f"--out {path}: nothing is written, for the run does not fit; see what limits it")
+    expected = {"seconds": way.time.total, "mfu": outlook.mfu(way), "memory": way.fitted.device}
+    policies = way.fitted.policies
+    text = plan_text(outlook.config, str(outlook.cluster), outlook.mesh, policies, expected)
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}; name a file in a folder that exists") from None
 
 
 def _price(word: str | None) -> float | None:
@@ -66,12 +83,13 @@ def _price(word: str | None) -> float | None:
     return price
 
 
-def _lengths(config: Config, files: Sequence[Path]) -> tuple[LengthIndex, list[float], str]:
+def _lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[LengthIndex, list[float], str]:
     """The index of a run's samples, its sources' weights, and what is to be told of it."""
     encoders = config.model.encoders
     if config.data.sources and not files:
-        with tempfile.TemporaryDirectory() as nowhere:
-            index = build_index(open_sources(config, "train", Path(nowhere)), encoders)
+        with tempfile.TemporaryDirectory() as folder:
+            keep(path, Path(folder))  # a source's own function is looked up beside a copy of its config
+            index = build_index(open_sources(config, "train", Path(folder)), encoders)
         return index, [s.weight for s in config.data.sources.values()], f"{len(index):,} samples"
     keys = ("llm_tokens", *encoders)
     if files:

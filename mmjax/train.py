@@ -19,11 +19,12 @@ from mmjax.data.layout import RankLayout
 from mmjax.data.pipeline import StepLoader
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
-from mmjax.errors import run_command
+from mmjax.errors import UserError, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import check_heads, encoder_axes, held_ranks, make_mesh
 from mmjax.parallel.sharding import ShardingRules
+from mmjax.planning.plan_file import plan_changes
 from mmjax.training.checkpoint import Checkpoints
 from mmjax.training.console import ProgressLine, mute, say
 from mmjax.training.devices import choose_devices, topology_of, use_most_memory
@@ -121,7 +122,17 @@ def claim_together(config: Config, source: Path, mode: Mode) -> Iterator[tuple[R
         yield run_folder(config), processes.led(lambda: None)
 
 
-WORDS = "a config's file or name (default: tiny_omni), and changes to it"
+def _planned(path: Path, changes: Sequence[str], plan: str) -> Config:
+    """The config with the changes of a plan's file, if there is one, and then these."""
+    if not plan:
+        return load(path, changes)
+    name, planned = plan_changes(Path(plan))
+    if name != (own := load(path, changes).name):
+        raise UserError(f"plan={plan} was made for {name}, not for {own}; make one for it with mmjax.plan --out")
+    return load(path, [*planned, *changes])
+
+
+WORDS = "a config's file or name (default: tiny_omni), and changes to it; plan=FILE takes those of mmjax.plan --out"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -137,9 +148,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     # `--resume` takes a value behind `=` only: the word after it is the config.
     given = ["--resume=resume" if word == "--resume" else word for word in (sys.argv[1:] if argv is None else argv)]
     args = parser.parse_intermixed_args(given)
-    named = next((word for word in args.words if "=" not in word), "")
+    plan = next((word.removeprefix("plan=") for word in args.words if word.startswith("plan=")), "")
+    words = [word for word in args.words if not word.startswith("plan=")]
+    named = next((word for word in words if "=" not in word), "")
     path = find(named) if named else default_config()
-    config = load(path, [word for word in args.words if word is not named])
+    config = _planned(path, [word for word in words if word is not named], plan)
     if args.show:
         say(describe(config))
         return

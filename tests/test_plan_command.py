@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from commands import run
+from commands import TINY, run
 
-from mmjax import plan
+from mmjax import plan, train
 
 
 def told(capsys, *words: str) -> str:
@@ -117,3 +117,31 @@ def test_what_cannot_be_planned_is_told_in_one_line(capsys, words, expected):
     assert ended.err.startswith("error: ")
     assert ended.err.count("\n") == 1
     assert expected in ended.err
+
+
+def test_a_plan_that_is_written_and_edited_is_what_training_runs_by(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    told(capsys, TINY, "cluster=a100x8", "--out", str(path))
+    found = json.loads(path.read_text())
+    assert found["cluster"] == "a100x1x8"
+    assert found["settings"]["mesh.data"] == 8
+    found["settings"] |= {"mesh.data": 4, "mesh.fsdp": 2, "model.llm.remat": [[1, "full"], [1, "products"]]}
+    path.write_text(json.dumps(found))
+    words = ("training.steps=2", "training.evaluate_every=0", f"run={tmp_path / 'run'}", f"plan={path}")
+    ended = run(capsys, train.main, TINY, *words)
+    assert ended.code == 0, ended.err
+    assert "on     8 x cpu (data 4 x fsdp 2)" in ended.out
+    assert "remat of llm: 1 full, 1 products" in ended.out
+
+
+def test_a_plan_for_another_config_or_that_does_not_fit_is_refused(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    told(capsys, TINY, "cluster=a100x8", "--out", str(path))
+    other = run(capsys, train.main, "tiny_omni", f"plan={path}", f"run={tmp_path / 'run'}")
+    assert other.code == 2
+    assert "was made for tiny, not for tiny_omni" in other.err
+    assert not (tmp_path / "run").exists()
+    tight = run(capsys, plan.main, TINY, "cluster=a100x8", "mesh.memory=0.0001", "--out", str(tmp_path / "tight.json"))
+    assert tight.code == 2
+    assert "nothing is written, for the run does not fit" in tight.err
+    assert not (tmp_path / "tight.json").exists()

@@ -76,7 +76,8 @@ def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts) -> Fit:
     tracer = Tracer(config)
     fitted = fit_of(config, sizes, layouts(config), rates, room, tracer)
     if not fitted.fits:
-        raise UserError(f"{too_large(fitted)}; {nearest(config, sizes, layouts, rates, room, tracer)}")
+        smaller = nearest(config, sizes, layouts, rates, room, tracer)
+        raise UserError(f"{too_large(fitted)}; {smaller}", everywhere=True)
     return fitted
 
 

@@ -1,0 +1,90 @@
+"""Plans as files: settings that a person can read and edit, beside what they were expected to come to.
+
+    {"config": "omni_84b", "cluster": "h100x320x8",
+     "settings": {"mesh.fsdp": 256, "model.llm.remat": [[11, "full"], [69, "products"]], ...},
+     "expected": {"seconds": 3.76, ...}}
+
+Only `settings` is read again: as changes to the config, which may name `mesh.*`, `remat`, `batch.balance` and
+`batch.microbatches`. A tower's remat is written as runs of layers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_args
+
+from mmjax.config import Config, PostBalance, Remat
+from mmjax.config_values import did_you_mean
+from mmjax.errors import UserError
+
+KEYS = ("config", "cluster", "settings", "expected")
+SETTINGS = r"mesh\.(data|fsdp|tensor)|model\.(llm|encoders\.\w+)\.remat|batch\.(balance|balance\.locality|microbatches)"
+
+
+def plan_text(
+    config: Config,
+    cluster: str,
+    mesh: Mapping[str, int],
+    policies: Mapping[str, Sequence[Remat]],
+    expected: Mapping[str, Any],
+) -> str:
+    """The file of a plan for this mesh with these policies."""
+    settings: dict[str, Any] = {f"mesh.{axis}": mesh[axis] for axis in ("data", "fsdp", "tensor")}
+    settings["batch.microbatches"] = config.batch.microbatches
+    settings["batch.balance"] = config.batch.balance.kind
+    if isinstance(config.batch.balance, PostBalance):
+        settings["batch.balance.locality"] = config.batch.balance.locality
+    for tower, own in policies.items():
+        where = "llm" if tower == "llm" else f"encoders.{tower}"
+        settings[f"model.{where}.remat"] = [[len(list(run)), policy] for policy, run in groupby(own)]
+    lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in settings.items()]
+    head = f'{{"config": {json.dumps(config.name)}, "cluster": {json.dumps(cluster)},\n  "settings": {{\n'
+    return head + ",\n".join(lines) + '\n  },\n  "expected": ' + json.dumps(dict(expected)) + "}\n"
+
+
+def plan_changes(path: Path) -> tuple[str, list[str]]:
+    """The config's name and the changes to it, `a.b=value`, of a plan's file.
+
+    Raises UserError, naming the file and the place, for what is no plan.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"plan={path}: no readable plan ({error}); make one with python -m mmjax.plan --out") from None
+    if not isinstance(found, dict) or not isinstance(found.get("settings"), dict):
+        raise UserError(
+            f'plan={path}: a plan is a JSON object with "settings"; make one with python -m mmjax.plan --out'
+        )
+    if unknown := [key for key in found if key not in KEYS]:
+        raise UserError(f"plan={path}: {unknown[0]!r} is no part of a plan{did_you_mean(unknown[0], KEYS)}")
+    return str(found.get("config", "")), [_change(path, key, value) for key, value in found["settings"].items()]
+
+
+def _change(path: Path, key: str, value: Any) -> str:
+    if not re.fullmatch(SETTINGS, key):
+        raise UserError(
+            f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp and .tensor, a tower's remat, "
+            "batch.balance and batch.microbatches"
+        )
+    if key.endswith(".remat") and isinstance(value, list):
+        return f"{key}=({','.join(_layers(path, key, value))})"
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise UserError(f"plan={path}: settings.{key} is {json.dumps(value)}; give a number or a word")
+    return f"{key}={value}"
+
+
+def _layers(path: Path, key: str, runs: list[Any]) -> list[str]:
+    layers: list[str] = []
+    for run in runs:
+        well_formed = isinstance(run, list) and len(run) == 2 and isinstance(run[0], int) and run[1] in get_args(Remat)
+        if not well_formed or run[0] < 1:
+            raise UserError(
+                f"plan={path}: settings.{key} has {json.dumps(run)}; give runs of layers as [COUNT, POLICY], a policy "
+                f"being one of {', '.join(get_args(Remat))}"
+            )
+        layers += [run[1]] * run[0]
+    return layers
