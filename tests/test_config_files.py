@@ -91,6 +91,7 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path) -> None:
 def test_the_shipped_configs_are_what_their_names_say() -> None:
     assert {name: list(load(name).model.encoders) for name in SHIPPED if name != "tiny_frozen"} == {
         **{f"omni_{size}": ["vision", "audio"] for size in ("10b", "18b", "84b")},
+        "internvl_26b": ["vision"],
         "tiny_omni": ["vision", "audio"],
         "tiny_vlm": ["vision"],
         "tiny_audio": ["audio"],
@@ -102,11 +103,18 @@ def test_the_shipped_configs_are_what_their_names_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("omni_10b", (7, 2, 0.6)), ("omni_18b", (14, 3, 0.6)), ("omni_84b", (72, 6, 6))]
+    ("name", "billions"),
+    [
+        ("omni_10b", (7, 2, 0.6)),
+        ("omni_18b", (14, 3, 0.6)),
+        ("omni_84b", (72, 6, 6)),
+        ("internvl_26b", (20, 6)),
+    ],
 )
 def test_the_large_configs_have_the_published_parameters(name: str, billions: tuple[float, ...]) -> None:
-    counts = parameters(load(name).model)
-    assert [counts[module] / 1e9 for module in ("llm", "vision", "audio")] == pytest.approx(billions, rel=0.12)
+    model = load(name).model
+    counts = parameters(model)
+    assert [counts[module] / 1e9 for module in ("llm", *model.encoders)] == pytest.approx(billions, rel=0.12)
 
 
 def test_every_config_works_from_an_installed_package(tmp_path: Path) -> None:
