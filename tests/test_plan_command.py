@@ -91,6 +91,13 @@ def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
     assert "limits memory: shard over more devices" in tight
 
 
+def test_all_ways_of_balancing_are_compared_whichever_the_config_takes(capsys, small):
+    none = numbers(capsys, *SMALL, "batch.balance=none")
+    assert none["balance"] == "none"
+    assert none["ways"].keys() == small["ways"].keys() == {"none", "llm", "post"}
+    assert none["ways"]["post"]["dist_ratio"] == small["ways"]["post"]["dist_ratio"]
+
+
 def test_more_shards_need_less_memory_and_tensor_parallelism_costs_all_reduces(capsys, small):
     sharded = numbers(capsys, *SMALL, "mesh.fsdp=8")
     assert sharded["memory"]["optimizer"] == pytest.approx(small["memory"]["optimizer"] / 8)

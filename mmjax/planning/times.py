@@ -79,12 +79,13 @@ def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float
         c.layers * work[name].positions * unsaved[name] / machine.spread.parts(name) for name, c in towers.items()
     )
     sent = sum(batch.peers * n for n in batch.widths.values()) * model.llm.width * machine.activation
+    in_node = batch.peers * machine.mesh["tensor"] <= machine.cluster.per_node
     return StepTime(
         compute=once + PASSES * moved / rates.memory,
         recompute=again - once,
         shards=_shards(model, machine, frozen),
         tensor=sum(_tensor(c, work[name].positions, machine.spread.parts(name), machine) for name, c in towers.items()),
-        exchange=2 * sent / (REACHED_MOVING * device.link),
+        exchange=2 * sent / (REACHED_MOVING * (device.link if in_node else device.network)),
         update=0.0,
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmjax.balance.metrics import dist_ratio
-from mmjax.config import Config, LlmBalance, MeshConfig, NoBalance
+from mmjax.config import Config, LlmBalance, MeshConfig, NoBalance, PostBalance
 from mmjax.data.budget import make_budget
 from mmjax.data.index import LengthIndex
 from mmjax.data.layout import RankLayout
@@ -77,7 +77,8 @@ def look_ahead(config: Config, cluster: Cluster, index: LengthIndex, weights: Se
     topology = topology_on(cluster, config.mesh, mesh)
     tracer = Tracer(config)
     budget = make_budget(index, config, weights)
-    balances: dict[str, Balance] = {b.kind: b for b in (NoBalance(), LlmBalance(), config.batch.balance)}
+    compared: tuple[Balance, ...] = (NoBalance(), LlmBalance(), PostBalance(), config.batch.balance)
+    balances = {balance.kind: balance for balance in compared}  # the config's own, in place of another of its kind
     ways: dict[str, Way] = {}
     for kind, balance in balances.items():
         changed = replace(config, batch=replace(config.batch, balance=balance))

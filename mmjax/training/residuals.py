@@ -21,54 +21,16 @@ EVERYTHING = frozenset({"weights", "inputs"})
 MANY = 997  # layers of a tower that is traced, never run: no other dimension has this size
 
 
-def kept(model: Model, tower: str, shape: tuple[int, int], wanted: Set[str] = EVERYTHING) -> Kept:
-    """What all layers of a tower ("llm", or an encoder) keep under their remat policies; `shape`: rows, row length.
+def kept_per_layer(
+    config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, wanted: Set[str] = EVERYTHING
+) -> dict[Remat, Kept]:
+    """What one layer of a tower ("llm", or an encoder) keeps under every policy; `shape`: rows, row length.
 
     `wanted` says which gradients backward computes: those of the layers' "weights", those of their "inputs" for what
     stands before them. Counted are the residuals of JAX's vector-Jacobian product (OmniBal, A.1.1, measures them on a
     device): what lies between layers, and what they keep inside. Parameters are not, nor the masks and rotary angles
-    that all layers share.
-    """
-    found = _residuals(model, tower, shape, wanted)
-    return Kept(*(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for leaves in found))
-
-
-def _residuals(
-    model: Model, tower: str, shape: tuple[int, int], wanted: Set[str]
-) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """As counted by `kept`: on the device, on the host."""
-    if not wanted:
-        return [], []
-
-    def residuals(params: Any, batch: TextBatch | ItemBatch) -> tuple[list[Any], list[Any]]:
-        """(on the device, on the host)."""
-        module = model.module(params)
-        part = module.llm if tower == "llm" else module.encoders[tower]
-        x = part.embedded(batch.token if isinstance(batch, TextBatch) else batch)
-        context = module.context(tower, batch, None)
-        graph, weights = nnx.split(part.layers)
-        values = {"weights": weights, "inputs": x}
-
-        def layers(differentiated: dict[str, Any]) -> Any:
-            of = values | differentiated
-            return nnx.merge(graph, of["weights"])(of["inputs"], context)
-
-        _, backward = jax.vjp(layers, {name: values[name] for name in wanted})
-        shared = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
-        own = [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in shared]
-        offloaded = [leaf.aval.memory_space == jax.memory.Space.Host for leaf in own]
-        return tuple([x for x, there in zip(own, offloaded, strict=True) if there == on_host] for on_host in (0, 1))
-
-    return jax.eval_shape(residuals, model.abstract, batch_of_tower(model.config, tower, shape))
-
-
-def kept_per_layer(
-    config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, wanted: Set[str] = EVERYTHING
-) -> dict[Remat, Kept]:
-    """What one layer of a tower keeps under every policy; arguments as in `kept`.
-
-    Of `none` this is traced. Copies of the weights in the precision of the computation are left out: they are as many
-    as the parameters, and lie where these do.
+    that all layers share. Of `none` this is traced; copies of the weights in the precision of the computation are left
+    out: they are as many as the parameters, and lie where these do.
     """
     part = config.llm if tower == "llm" else config.encoders[tower]
     (rows, length), size = shape, jnp.dtype(dtype).itemsize
@@ -82,6 +44,8 @@ def kept_per_layer(
 
 def _kept_by_layer(config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, wanted: Set[str]) -> Kept:
     """What each of many layers keeps with nothing computed again: the stacked residuals."""
+    if not wanted:
+        return Kept(0)
     if tower == "llm":
         alone = ModelConfig(replace(config.llm, layers=MANY, remat="none"))
     else:
@@ -89,10 +53,32 @@ def _kept_by_layer(config: ModelConfig, tower: str, shape: tuple[int, int], dtyp
             replace(config.llm, layers=1), {tower: replace(config.encoders[tower], layers=MANY, remat="none")}
         )
     part = alone.llm if tower == "llm" else alone.encoders[tower]
-    stacked = [x for x in _residuals(Model.build(alone, dtype), tower, shape, wanted)[0] if x.shape[:1] == (MANY,)]
+    stacked = [x for x in _residuals(Model.build(alone, dtype), tower, shape, wanted) if x.shape[:1] == (MANY,)]
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in stacked) // MANY
-    copies = layer_of(part).weights * jnp.dtype(dtype).itemsize if wanted and dtype != jnp.float32 else 0
+    copies = layer_of(part).weights * jnp.dtype(dtype).itemsize if dtype != jnp.float32 else 0
     return Kept(held - copies)
+
+
+def _residuals(model: Model, tower: str, shape: tuple[int, int], wanted: Set[str]) -> list[jax.ShapeDtypeStruct]:
+    """Of the layers of a tower, without parameters and what all layers share."""
+
+    def residuals(params: Any, batch: TextBatch | ItemBatch) -> list[Any]:
+        module = model.module(params)
+        part = module.llm if tower == "llm" else module.encoders[tower]
+        x = part.embedded(batch.token if isinstance(batch, TextBatch) else batch)
+        context = module.context(tower, batch, None)
+        graph, weights = nnx.split(part.layers)
+        values = {"weights": weights, "inputs": x}
+
+        def layers(differentiated: dict[str, Any]) -> Any:
+            of = values | differentiated
+            return nnx.merge(graph, of["weights"])(of["inputs"], context)
+
+        _, backward = jax.vjp(layers, {name: values[name] for name in wanted})
+        shared = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
+        return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in shared]
+
+    return jax.eval_shape(residuals, model.abstract, batch_of_tower(model.config, tower, shape))
 
 
 def batch_of_tower(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:

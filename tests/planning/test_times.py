@@ -82,3 +82,13 @@ def test_microbatches_add_up_and_the_update_comes_once():
     assert three.update == one.update
     mean = three.over(3)
     assert (mean.compute, mean.update) == (pytest.approx(one.compute), one.update)
+
+
+def test_encoder_tokens_travel_over_the_links_of_a_node_or_where_peers_are_on_several_over_the_network():
+    model = load("omni_10b").model
+    batch = OnDevice({"llm": (1, 4096), "vision": (1, 4096), "audio": (1, 4096)}, {"vision": 10, "audio": 0}, 8)
+    unsaved = dict.fromkeys(batch.shape, 0.0)
+    inside, between = (seconds(machine(name, data=8), model, (batch,), unsaved) for name in ("h100x8", "h100x2x4"))
+    sent = 2 * 8 * 10 * model.llm.width * 2
+    assert inside.exchange == pytest.approx(sent / (REACHED_MOVING * 450e9))
+    assert between.exchange == pytest.approx(sent / (REACHED_MOVING * 50e9))
