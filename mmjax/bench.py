@@ -23,6 +23,7 @@ from mmjax.benchmarks import (
     nodewise,
     phases,
     postbalance,
+    recompute,
     remat,
 )
 from mmjax.benchmarks.measurement import Measurement
@@ -36,6 +37,7 @@ COMPARISONS: dict[str, Any] = {
     "fill": fill,
     "memory": memory,
     "phases": phases,
+    "recompute": recompute,
     "remat": remat,
 }
 # run: one Measurement

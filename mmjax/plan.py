@@ -1,4 +1,7 @@
-"""See what a run will do, without its hardware: ``python -m mmjax.plan CONFIG cluster=h100x8x8 [a.b=value ...]``."""
+"""See what a run will do, without its hardware: ``python -m mmjax.plan CONFIG cluster=h100x8x8 [a.b=value ...]``.
+
+``cluster=here`` is this machine; with ``--profile``, the layers' times are measured on it.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,29 @@ from mmjax.training.announce import how_it_fits
 from mmjax.training.console import count, say, size, table
 from mmjax.training.fitting import too_large
 from mmjax.training.outlook import Outlook, Way, look_ahead
+from mmjax.training.profile import cluster_here
 
 MADE = 200_000  # samples of the made lengths that stand in for data that a config does not name
+HERE = "here"  # in place of a cluster's name
 OWN = ("cluster", "price")  # words that are the command's, not the config's
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.plan", description=__doc__, allow_abbrev=False)
-    words = "a config's file or name (default: tiny_omni); cluster=DEVICExNODESxCOUNT; price=N, of a device for an hour"
+    words = (
+        "a config's file or name (default: tiny_omni); cluster=DEVICExNODESxCOUNT, or here: this machine; price=N, of "
+        "a device for an hour"
+    )
     parser.add_argument("words", nargs="*", metavar="CONFIG | cluster=h100x8x8 | price=2.5 | a.b=value", help=words)
     parser.add_argument(
         "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="of samples, in place of the config's data"
     )
     parser.add_argument(
         "--out", type=Path, metavar="plan.json", help="write a plan that mmjax.train takes as plan=plan.json"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="time layers on this machine (cluster=here); kept for the next time"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
@@ -49,10 +60,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = find(named) if named else default_config()
     config = load(path, [word for word in given if word is not named])
     if "cluster" not in own:
-        raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100")
-    cluster, price = cluster_of(own["cluster"]), _price(own.get("price"))
+        raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine")
+    here, price = own["cluster"] == HERE, _price(own.get("price"))
+    if args.profile and not here:
+        raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={own['cluster']}")
+    cluster = cluster_here() if here else cluster_of(own["cluster"])
     index, weights, told = _lengths(config, path, args.lengths)
-    outlook = look_ahead(config, cluster, index, weights)
+    outlook = look_ahead(config, cluster, index, weights, here, args.profile)
     say(*([json.dumps(as_numbers(outlook, price))] if args.json else report(outlook, price, told)))
     if args.out is not None:
         _write(outlook, args.out)
@@ -140,7 +154,7 @@ def _modules(outlook: Outlook) -> list[tuple[str, ...]]:
 
 
 def _parts(way: Way) -> str:
-    spelled = [f"{name} {_seconds(seconds)}" for name, seconds in asdict(way.time).items() if seconds > 0]
+    spelled = [f"{name} {_seconds(seconds)}" for name, seconds in asdict(way.time).items() if seconds]
     return ", ".join(spelled)
 
 
@@ -160,7 +174,7 @@ def _to_the_end(outlook: Outlook, price: float | None) -> list[str]:
     free = shutil.disk_usage(_existing(Path(config.run or "runs"))).free
     verdict = "" if config.training.keep * saved < free else ": TOO LITTLE HERE"
     return [
-        f"run    {config.training.steps:,} steps take {hours:,.1f} hours, {spent:,.0f} device hours{cost}",
+        f"run    {config.training.steps:,} steps take {_duration(hours)}, {spent:,.1f} device hours{cost}",
         f"saves  {size(saved)} x {config.training.keep} kept; {size(free)} are free where this plan was made{verdict}",
     ]
 
@@ -198,8 +212,12 @@ def limits(outlook: Outlook) -> list[str]:
     return found or ["nothing stands out: the devices compute most of the time"]
 
 
+def _duration(hours: float) -> str:
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+
+
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def as_numbers(outlook: Outlook, price: float | None) -> dict[str, Any]:

@@ -39,7 +39,9 @@ from mmjax.training.session import Session
 from mmjax.training.step import Executor
 
 
-def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequence[jax.Device]) -> Session:
+def open_session(
+    config: Config, folder: RunFolder, resumed: bool, devices: Sequence[jax.Device], profile: bool = False
+) -> Session:
     """Everything a run needs, in a folder that it has claimed."""
     mesh = make_mesh(config.mesh, devices)
     check_heads(mesh.shape, config.mesh, config.model)
@@ -60,7 +62,7 @@ def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequ
     def layouts(other: Config) -> RankLayout:
         return layout if other == config else make_planner(index, other, weights, topology)[1]
 
-    fitted = fit_on_mesh(config, mesh, layouts)
+    fitted = fit_on_mesh(config, mesh, layouts, profile)
     model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision))
     rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)
@@ -72,15 +74,21 @@ def open_session(config: Config, folder: RunFolder, resumed: bool, devices: Sequ
     return Session(config, folder, resumed, mesh, executor, loader, checkpoints, evaluator, programs, peak, fitted)
 
 
-def train(config: Config, source: Path, mode: Mode = "new", devices: Sequence[jax.Device] | None = None) -> Session:
+def train(
+    config: Config,
+    source: Path,
+    mode: Mode = "new",
+    devices: Sequence[jax.Device] | None = None,
+    profile: bool = False,
+) -> Session:
     """Train as the config says.
 
     `source` is the config's file, of which the run keeps a copy; `devices` are by default all of the kind that the
-    config names.
+    config names. profile: time layers on them before `remat=auto` is decided.
     """
     devices = choose_devices(config.device) if devices is None else devices
     with claim_together(config, source, mode) as (folder, resumed):
-        session = open_session(config, folder, resumed, devices)
+        session = open_session(config, folder, resumed, devices, profile)
         state, first = session.start()
     with closing(session):
         if session.complete(first):
@@ -140,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mmjax.train", description=__doc__, allow_abbrev=False)
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=WORDS)
     parser.add_argument("--show", action="store_true", help="print the whole config and stop")
+    parser.add_argument("--profile", action="store_true", help="time layers here first; kept for the next time")
     started = parser.add_mutually_exclusive_group()
     started.add_argument(
         "--resume", nargs="?", const="resume", choices=("resume", "auto"), help="continue the run (auto: or start it)"
@@ -160,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         mute()
     use_most_memory()
     with processes.joined():
-        train(config, path, "overwrite" if args.overwrite else args.resume or "new")
+        train(config, path, "overwrite" if args.overwrite else args.resume or "new", profile=args.profile)
 
 
 if __name__ == "__main__":

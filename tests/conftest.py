@@ -20,6 +20,14 @@ def forget_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a user's own runs have measured changes nothing that a test sees."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
     """Without LLVM's optimizations: half the time to compile; what XLA partitions and allocates stays the same."""

@@ -18,6 +18,16 @@ def rows(capsys, *words: str) -> list[dict]:
     return json.loads(ended.out)
 
 
+def test_recompute_predicts_every_mix_from_layers_timed_alone(capsys):
+    found = {r["remat"]: r for r in rows(capsys, "recompute", "--width=256", "--layers=2", "--length=64")}
+    assert {"none", "full", "products", "auto"} < set(found)
+    assert found["none"]["gained"] == 1
+    assert found["full"]["gained"] == 0
+    assert min(r["measured"] for r in found.values()) == 0
+    room = (found["none"]["activations"] + found["full"]["activations"]) / 2
+    assert found["auto"]["activations"] <= room * (1 + 1e-6)
+
+
 def test_fill_compares_groupings_on_the_same_data(capsys):
     found = {
         r["grouping"]: r for r in rows(capsys, "fill", "--seeds=1", "--steps=64", "data.sources.embedded.samples=4000")

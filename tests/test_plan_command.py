@@ -74,6 +74,27 @@ def test_its_numbers_agree_with_each_other(small):
     assert 0 < chosen["mfu"] < 1
 
 
+def test_on_this_machine_layers_are_measured_once_and_the_report_goes_by_them(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = (TINY, "cluster=here")
+    counted = numbers(capsys, *here)
+    ended = run(capsys, plan.main, *here, "--profile", "--json")
+    assert "timing layers of llm" in ended.err
+    measured = json.loads(ended.out)
+    assert measured["cluster"] == "cpux1x8"
+    times = [of["ways"]["post"]["seconds"]["compute"] for of in (counted, measured)]
+    assert times[0] != times[1]
+    again = run(capsys, plan.main, *here, "--json")
+    assert "timing" not in again.err
+    assert json.loads(again.out)["ways"] == measured["ways"]
+
+
+def test_layers_are_measured_only_on_this_machine(capsys):
+    ended = run(capsys, plan.main, *SMALL, "--profile")
+    assert ended.code == 2
+    assert "say cluster=here" in ended.err
+
+
 def test_balancing_makes_ranks_more_equal_and_steps_no_longer(small):
     none, post = small["ways"]["none"], small["ways"]["post"]
     assert all(post["dist_ratio"][module] < none["dist_ratio"][module] for module in post["dist_ratio"])

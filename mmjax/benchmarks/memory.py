@@ -19,6 +19,7 @@ from mmjax.config import (
 from mmjax.config_files import load
 from mmjax.planning.clusters import Rates
 from mmjax.planning.fit import Room, fit
+from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import OnDevice
 from mmjax.training.absent_devices import absent_h100, compiled_bytes
 from mmjax.training.fitting import ACTIVATION, spread_of
@@ -30,7 +31,7 @@ MIXES = (
     {"llm": "full", "vision": "full", "audio": "full"},
     {"llm": "products", "vision": "attention", "audio": "none"},
 )
-RATES = Rates(1.0, 1.0, 1.0)  # nothing is chosen here
+SPEED = Speed(Rates(1.0, 1.0, 1.0))  # nothing is chosen here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +61,7 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     kept = {name: kept_per_layer(model, name, shape[name], config.training.precision) for name in shape}
     spread = spread_of(config.mesh, {"fsdp": DEVICES, "tensor": 1})
     activation = ACTIVATION[config.training.precision]
-    predicted = fit(model, [batch], [kept], spread, activation, config.optimizer, RATES, Room(0)).device
+    predicted = fit(model, [batch], [kept], spread, activation, config.optimizer, SPEED, Room(0)).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
 

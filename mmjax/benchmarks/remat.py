@@ -18,6 +18,7 @@ from mmjax.errors import UserError
 from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import executed, frozen_modules, recomputed
 from mmjax.planning.fit import Room, fit
+from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import OnDevice, Spread
 from mmjax.planning.work import CONV_STRIDE, merged_positions, row_work
 from mmjax.training.residuals import kept_per_layer
@@ -73,10 +74,10 @@ def _row(model: ModelConfig, longest: np.ndarray, args: argparse.Namespace) -> d
     work, frozen = row_work(model, shape), frozen_modules(model)
     towers = {"llm": model.llm, **model.encoders}
     kept = {name: kept_per_layer(model, name, shape[name], PRECISION) for name in towers}
-    rates = Rates(args.tflops * 1e12, args.memory_gbs * GB, args.host_gbs * GB)
+    speed = Speed(Rates(args.tflops * 1e12, args.memory_gbs * GB, args.host_gbs * GB))
     room = Room(args.memory * GB, args.host_memory * GB)
     batch = OnDevice(shape, dict.fromkeys(model.encoders, 0))
-    found = fit(model, [batch], [kept], Spread(args.shards), ACTIVATION, AdamW(), rates, room)
+    found = fit(model, [batch], [kept], Spread(args.shards), ACTIVATION, AdamW(), speed, room)
     everything = sum(f.total for f in executed(model, shape, frozen).values())
 
     def again(name: str, policy: Remat) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat
 from mmjax.planning.activations import Kept, cut
-from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import frozen_modules, policies_of, recomputed
+from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import OnDevice, Spread, fixed_bytes
 from mmjax.planning.remat import Option, Options, choose, least_seconds
 from mmjax.planning.work import Encoder, Work, row_work
@@ -34,7 +34,7 @@ class Fit:
     fixed: dict[str, float]  # bytes by kind, of the fullest shape
     activations: dict[str, float]  # bytes by tower, of the fullest shape
     unsaved: dict[str, float]  # bytes by tower: of one position of one layer, uncut, without remat
-    seconds: float  # to compute again, of all shapes on average
+    seconds: float  # longer than with nothing computed again, of all shapes on average
     least: float  # the same if layers could be divided: what no mix goes below
     room: Room
 
@@ -61,7 +61,7 @@ def fit(
     spread: Spread,
     activation: int,
     optimizer: AdamW | Muon,
-    rates: Rates,
+    speed: Speed,
     room: Room,
 ) -> Fit:
     """The policies that compute least again in this room; exact, over all compiled shapes at once.
@@ -82,9 +82,23 @@ def fit(
         fixed_bytes(model, s, {t: own["none"].device for t, own in c.items()}, frozen, spread, activation, optimizer)
         for s, c in zip(shapes, cuts, strict=True)
     ]
-    options = {
-        name: _options(config, [w[name] for w in works], [c[name] for c in cuts], rates, spread.parts(name))
+    again = {
+        name: [
+            _again(config, w[name], c[name], speed, speed.layer(name, s.shape[name]), spread.parts(name))
+            for s, w, c in zip(shapes, works, cuts, strict=True)
+        ]
         for name, config in towers.items()
+    }
+    options = {
+        name: {
+            policy: Option(
+                tuple(c[name][policy].device for c in cuts),
+                tuple(c[name][policy].host for c in cuts),
+                float(np.mean([of[policy] for of in again[name]])),
+            )
+            for policy in cuts[0][name]
+        }
+        for name in towers
     }
     given = {name: policies_of(config) for name, config in towers.items() if config.remat != "auto"}
     free = {name: config.layers for name, config in towers.items() if name not in given}
@@ -107,28 +121,27 @@ def fit(
     )
 
 
-def _options(
+def _again(
     config: DecoderConfig | Encoder,
-    works: Sequence[Work],
-    kept: Sequence[Mapping[Remat, Kept]],
-    rates: Rates,
+    work: Work,
+    kept: Mapping[Remat, Kept],
+    speed: Speed,
+    measured: Mapping[str, float] | None,
     parts: int,
-) -> Options:
-    """Of one layer on one device. What is not kept is written and read once more than with `none`."""
+) -> dict[Remat, float]:
+    """Seconds that one layer takes longer on one device with a policy than with `none`.
 
-    def seconds(policy: Remat, work: Work, of: Mapping[Remat, Kept]) -> float:
-        moved = 2 * (of["none"].device - of[policy].device - of[policy].host)
-        again = recomputed(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
-        return again + 2 * of[policy].host / rates.host
+    Where it was not measured, what is not kept is computed, written and read once more. Measured, a policy may take
+    less time than `none`: saving costs time too.
+    """
 
-    return {
-        policy: Option(
-            tuple(of[policy].device for of in kept),
-            tuple(of[policy].host for of in kept),
-            float(np.mean([seconds(policy, work, of) for work, of in zip(works, kept, strict=True)])),
-        )
-        for policy in kept[0]
-    }
+    def counted(policy: Remat) -> float:
+        moved = 2 * (kept["none"].device - kept[policy].device - kept[policy].host)
+        again = recomputed(config, work, policy) / parts / speed.rates.flops + max(moved, 0) / speed.rates.memory
+        return again + 2 * kept[policy].host / speed.rates.host
+
+    known = {} if measured is None else {p: (measured[p] - measured["none"]) / parts for p in kept if p in measured}
+    return {policy: known[policy] if policy in known else counted(policy) for policy in kept}
 
 
 def _bytes(policies: Mapping[str, Sequence[Remat]], options: Mapping[str, Options], shape: int, where: str) -> float:

@@ -16,7 +16,7 @@ class Option(NamedTuple):
 
     device: float | tuple[float, ...]  # bytes kept
     host: float | tuple[float, ...]  # bytes offloaded
-    seconds: float  # to compute again, or to bring back, what is not kept
+    seconds: float  # to compute again, or to bring back, what is not kept; below 0 where that is faster
 
 
 Options = Mapping[Remat, Option]
@@ -71,7 +71,7 @@ def _solve(
         return [], np.zeros(0)
     costs = np.array([np.hstack(options[tower][policy]) for tower, policy in choices], float)
     limits = np.hstack([device, host])
-    unit = np.maximum(costs.max(0), 1e-300)  # the solver's tolerances are absolute
+    unit = np.maximum(np.abs(costs).max(0), 1e-300)  # the solver's tolerances are absolute
     of_tower = np.array([[tower == name for tower, _ in choices] for name in layers], float)
     counts = np.array(list(layers.values()), float)
     solved = milp(

@@ -1,13 +1,15 @@
-"""How long a step takes on a named cluster: from operations, bytes and links, nothing measured."""
+"""How long a step takes on a cluster: from operations, bytes and links, and layers' times where they were measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon
 from mmjax.planning.clusters import REACHED_MOVING, Cluster
 from mmjax.planning.cost import executed, frozen_modules, parameters, policies_of
+from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import MASTER, OnDevice, Spread, moments
 from mmjax.planning.work import Encoder, row_work
 
@@ -19,7 +21,7 @@ class StepTime:
     """Seconds of one update on every device, by what they go to."""
 
     compute: float  # forward and backward
-    recompute: float
+    recompute: float  # more than with everything kept
     shards: float  # gathering parameters and scattering gradients, behind computing as far as that lasts
     tensor: float  # all-reduces of tensor parallelism
     exchange: float  # of encoder tokens
@@ -43,7 +45,7 @@ class Machine:
     cluster: Cluster
     mesh: Mapping[str, int]
     spread: Spread
-    precision: str
+    speed: Speed
     activation: int
 
 
@@ -56,7 +58,8 @@ def step_time(
 ) -> StepTime:
     """All of these microbatches, and one update.
 
-    unsaved: bytes that one position of one layer of each tower would keep without remat.
+    unsaved: bytes that one position of one layer of each tower would keep without remat. `recompute` is what the
+    layers' policies add to keeping everything; measured, it may be below 0.
     """
     times = [_microbatch(model, batch, unsaved, machine) for batch in microbatches]
     summed = {f.name: sum(getattr(t, f.name) for t in times) for f in fields(StepTime)}
@@ -64,30 +67,44 @@ def step_time(
     trainable = sum(n for module, n in counts.items() if module not in frozen)
     # Parameters, gradients and moments are read, and all but the gradients written; these are cleared.
     held = MASTER * (2 * trainable + moments(model, trainable, frozen, optimizer)) / machine.spread.shards
-    return StepTime(**summed | {"update": 2 * held / machine.cluster.device.rates(machine.precision).memory})
+    return StepTime(**summed | {"update": 2 * held / machine.speed.rates.memory})
 
 
 def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float], machine: Machine) -> StepTime:
     device, frozen = machine.cluster.device, frozen_modules(model)
-    encoders = {name: replace(e, remat="none") for name, e in model.encoders.items()}
-    plain = replace(model, llm=replace(model.llm, remat="none"), encoders=encoders)
-    rates = device.rates(machine.precision)
-    once, again = (_flops(m, batch, frozen, machine) / rates.flops for m in (plain, model))
+    towers, rates = {"llm": model.llm, **model.encoders}, machine.speed.rates
+    measured = {name: machine.speed.layer(name, batch.shape[name]) for name in towers}
+    known = {name: of for name, of in measured.items() if of is not None}
+    counted = _changed(model, {name: {"layers": 0, "remat": "none"} for name in known})
+    plain = _changed(counted, {name: {"remat": "none"} for name in towers})
+    once, all_of_it = (_flops(m, batch, frozen, machine) / rates.flops for m in (plain, counted))
     work = row_work(model, batch.shape)
-    towers = {"llm": model.llm, **model.encoders}
     moved = sum(
-        c.layers * work[name].positions * unsaved[name] / machine.spread.parts(name) for name, c in towers.items()
+        c.layers * work[name].positions * unsaved[name] / machine.spread.parts(name)
+        for name, c in towers.items()
+        if name not in known
     )
+    again = all_of_it - once
+    for name, of in known.items():
+        policies, parts = policies_of(towers[name]), machine.spread.parts(name)
+        once += len(policies) * of["none"] / parts
+        again += sum(of[policy] - of["none"] for policy in policies) / parts
     sent = sum(batch.peers * n for n in batch.widths.values()) * model.llm.width * machine.activation
     in_node = batch.peers * machine.mesh["tensor"] <= machine.cluster.per_node
     return StepTime(
         compute=once + PASSES * moved / rates.memory,
-        recompute=again - once,
+        recompute=again,
         shards=_shards(model, machine, frozen),
         tensor=sum(_tensor(c, work[name].positions, machine.spread.parts(name), machine) for name, c in towers.items()),
         exchange=2 * sent / (REACHED_MOVING * (device.link if in_node else device.network)),
         update=0.0,
     )
+
+
+def _changed(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
+    """The model with these changes to its towers."""
+    encoders = {name: replace(e, **towers.get(name, {})) for name, e in model.encoders.items()}
+    return replace(model, llm=replace(model.llm, **towers.get("llm", {})), encoders=encoders)
 
 
 def _flops(model: ModelConfig, batch: OnDevice, frozen: Set[str], machine: Machine) -> float:

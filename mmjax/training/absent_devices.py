@@ -23,8 +23,8 @@ from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.memory import LOADED, OnDevice
+from mmjax.training.layers_alone import batch_of_tower
 from mmjax.training.optimizer import make_optimizer
-from mmjax.training.residuals import batch_of_tower
 from mmjax.training.step import Accumulated, Executor
 
 WHEELS = "jax_cuda13_plugin"

@@ -16,6 +16,11 @@ PLAIN_EVERY_SECONDS = 10.0
 _muted = False
 
 
+def note(line: str) -> None:
+    """A line beside the output, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def mute() -> None:
     """Say nothing from now on: another process speaks for all."""
     global _muted

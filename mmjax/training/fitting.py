@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +19,11 @@ from mmjax.planning.activations import Kept
 from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import frozen_modules, wanted_gradients
 from mmjax.planning.fit import Fit, Room, fit
+from mmjax.planning.layer_times import LayerTimes, Speed
 from mmjax.planning.memory import OnDevice, Spread
 from mmjax.training.console import size
-from mmjax.training.profile import rates_of
+from mmjax.training.layer_profile import layer_times
+from mmjax.training.profile import described
 from mmjax.training.residuals import kept_per_layer
 
 GB = 1e9
@@ -65,24 +68,46 @@ class Tracer:
         return self._traced[key]
 
 
-def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts) -> Fit:
-    """The fit of a run on these devices; the same in every process.
+def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts, profile: bool = False) -> Fit:
+    """The fit of a run on these devices; the same in every process. profile: measure layers that never were.
 
     Raises UserError where no choice of remat policies makes it fit, with the nearest run that does.
     """
     device, sizes = mesh.devices.flat[0], dict(mesh.shape)
-    found = processes.led(lambda: [room_of(config.mesh, device), *rates_of(device, config.training.precision)])
-    rates, room = Rates(*found[1:]), Room(np.inf if found[0] is None else found[0], config.mesh.host_memory * GB)
+    layout = layouts(config)
+    limit = processes.led(lambda: room_of(config.mesh, device))
+    room = Room(np.inf if limit is None else limit, config.mesh.host_memory * GB)
+    speed = speed_of(config, [layout], device, profile)
     tracer = Tracer(config)
-    fitted = fit_of(config, sizes, layouts(config), rates, room, tracer)
+    fitted = fit_of(config, sizes, layout, speed, room, tracer)
     if not fitted.fits:
-        smaller = nearest(config, sizes, layouts, rates, room, tracer)
+        smaller = nearest(config, sizes, layouts, speed, room, tracer)
         raise UserError(f"{too_large(fitted)}; {smaller}", everywhere=True)
     return fitted
 
 
+def speed_of(config: Config, layouts: Sequence[RankLayout], device: jax.Device, profile: bool) -> Speed:
+    """How fast a device like this one is with the shapes of these layouts; the same in every process.
+
+    Process 0 reads what was measured, or measures it now.
+    """
+
+    def find() -> list[Any]:
+        shapes = [on_device(config, layout, shape).shape for layout in layouts for shape in layout.shapes]
+        rows = {name: (n, [shape[name][1] for shape in shapes]) for name, (n, _) in shapes[0].items()}
+        return [described(device).rates(config.training.precision), layer_times(config, rows, device, profile)]
+
+    rates, measured = processes.led(find)
+    # What was told to other processes went through JSON, where keys are words.
+    times = {
+        tower: LayerTimes(rows, {int(n): of for n, of in seconds.items()})
+        for tower, (rows, seconds) in measured.items()
+    }
+    return Speed(Rates(*rates), times)
+
+
 def fit_of(
-    config: Config, mesh: Mapping[str, int], layout: RankLayout, rates: Rates, room: Room, tracer: Tracer
+    config: Config, mesh: Mapping[str, int], layout: RankLayout, speed: Speed, room: Room, tracer: Tracer
 ) -> Fit:
     """The fit of a run whose mesh axes have these sizes. The tracer is of the same model."""
     shapes = [on_device(config, layout, shape) for shape in layout.shapes]
@@ -92,7 +117,7 @@ def fit_of(
         for of, own in zip(kept, tracer.kept(name, rows, lengths), strict=True):
             of[name] = own
     spread, activation = spread_of(config.mesh, mesh), ACTIVATION[config.training.precision]
-    return fit(config.model, shapes, kept, spread, activation, config.optimizer, rates, room)
+    return fit(config.model, shapes, kept, spread, activation, config.optimizer, speed, room)
 
 
 def on_device(config: Config, layout: RankLayout, shape: Shape) -> OnDevice:
@@ -132,7 +157,7 @@ def too_large(fitted: Fit) -> str:
     )
 
 
-def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, rates: Rates, room: Room, tracer: Tracer) -> str:
+def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, room: Room, tracer: Tracer) -> str:
     """The settings that make a run fit and change it least: parameters on more devices first, then microbatches."""
     ranks = mesh["data"] * mesh["fsdp"]
     shards = [n for n in range(mesh["fsdp"], ranks + 1) if ranks % n == 0]
@@ -145,7 +170,7 @@ def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, rates: Ra
         changed = replace(config, batch=replace(config.batch, microbatches=microbatches))
         layout = layouts(changed)
         for fsdp in shards:
-            found = fit_of(changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, rates, room, tracer)
+            found = fit_of(changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, speed, room, tracer)
             if found.fits:
                 settings = [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []
                 if microbatches != given:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 
 from mmjax.balance.metrics import dist_ratio
@@ -20,9 +21,10 @@ from mmjax.parallel.mesh import check_heads, mesh_sizes
 from mmjax.planning.clusters import USABLE, Cluster
 from mmjax.planning.cost import frozen_modules, needed
 from mmjax.planning.fit import Fit, Room
+from mmjax.planning.layer_times import Speed
 from mmjax.planning.times import Machine, StepTime, step_time
 from mmjax.planning.work import length_work
-from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, on_device, spread_of
+from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, on_device, speed_of, spread_of
 
 SAMPLES = 50_000  # of about so many, in 2 to 32 steps, it is seen what a step is like
 DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
@@ -67,8 +69,17 @@ class Outlook:
         return self.config.training.steps * self.chosen.time.total / 3600
 
 
-def look_ahead(config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float]) -> Outlook:
+def look_ahead(
+    config: Config,
+    cluster: Cluster,
+    index: LengthIndex,
+    weights: Sequence[float],
+    here: bool = False,
+    profile: bool = False,
+) -> Outlook:
     """The outlook of a run whose samples have the lengths of this index.
+
+    here: the cluster is this machine, whose layers may have been measured; profile: measure those that never were.
 
     Raises UserError where the mesh does not go with the cluster, or the batch with the data.
     """
@@ -79,14 +90,18 @@ def look_ahead(config: Config, cluster: Cluster, index: LengthIndex, weights: Se
     budget = make_budget(index, config, weights)
     compared: tuple[Balance, ...] = (NoBalance(), LlmBalance(), PostBalance(), config.batch.balance)
     balances = {balance.kind: balance for balance in compared}  # the config's own, in place of another of its kind
+    dry_run = max(2, int(DRY_RUN / budget.samples_per_step))
+    steps = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
+    changed = {k: replace(config, batch=replace(config.batch, balance=balance)) for k, balance in balances.items()}
+    planned = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in changed.items()}
+    speed = Speed(cluster.device.rates(config.training.precision))
+    if here:
+        layouts = [layout for _, layout in planned.values()]
+        speed = speed_of(config, layouts, jax.devices()[0], profile)
     ways: dict[str, Way] = {}
-    for kind, balance in balances.items():
-        changed = replace(config, batch=replace(config.batch, balance=balance))
-        size = budget.samples_per_step
-        planner, layout = make_planner(index, changed, weights, topology, budget, max(2, int(DRY_RUN / size)))
-        steps = int(np.clip(SAMPLES / size, 2, 32))
+    for kind, (planner, layout) in planned.items():
         plans = [planner.plan(step) for step in range(steps)]
-        ways[kind] = _way(changed, cluster, mesh, layout, plans, index, tracer)
+        ways[kind] = _way(changed[kind], cluster, mesh, layout, plans, index, tracer, speed)
     samples = np.concatenate([plan.samples() for plan in plans])
     items = _items(index, samples)
     of_items = (of[items] for of in (index.item_encoder, index.item_useful, index.item_tokens))
@@ -114,11 +129,12 @@ def _way(
     plans: Sequence[StepPlan],
     index: LengthIndex,
     tracer: Tracer,
+    speed: Speed,
 ) -> Way:
     precision, device = config.training.precision, cluster.device
     room = Room(config.mesh.memory * GB or USABLE * device.memory, config.mesh.host_memory * GB)
-    fitted = fit_of(config, mesh, layout, device.rates(precision), room, tracer)
-    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), precision, ACTIVATION[precision])
+    fitted = fit_of(config, mesh, layout, speed, room, tracer)
+    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), speed, ACTIVATION[precision])
     model = fitted.applied(config.model)
     microbatches = [m for plan in plans for m in plan.microbatches]
     batches = [on_device(config, layout, m.shape) for m in microbatches]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,18 +12,33 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mmjax.planning.clusters import Rates, device_of
+from mmjax.planning.clusters import Cluster, Device, device_of
+
+
+def described(device: jax.Device) -> Device:
+    """A device as data sheets describe it, or as it was measured: the CPU and what no table names.
+
+    The devices of one CPU share its cores, its memory and the bandwidth of that.
+    """
+    known = device_of(device.device_kind)
+    if known is not None:
+        return known
+    sharing = jax.local_device_count() if device.platform == "cpu" else 1
+    peak, moving = measured_peak(device) / sharing, measured_bandwidth(device) / sharing
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharing
+    memory = (device.memory_stats() or {}).get("bytes_limit", host)
+    return Device(device.platform, device.device_kind, peak, peak, memory, moving, moving, moving, moving)
+
+
+def cluster_here() -> Cluster:
+    """The devices that JAX finds on this machine."""
+    devices = jax.devices()
+    return Cluster(described(devices[0]), 1, len(devices))
 
 
 def peak_of(devices: Sequence[jax.Device], precision: Literal["bfloat16", "float32"]) -> float:
-    """FLOP/s of all `devices` together: the datasheet's where we have it, else measured on one of them.
-
-    The devices of one CPU share its cores, so they count once.
-    """
-    known = device_of(devices[0].device_kind)
-    if known is not None:
-        return known.peak(precision) * len(devices)
-    return measured_peak(devices[0]) * (1 if devices[0].platform == "cpu" else len(devices))
+    """FLOP/s of all `devices` together at their best."""
+    return described(devices[0]).peak(precision) * len(devices)
 
 
 def memory_used(mesh: Mesh) -> int | None:
@@ -31,15 +47,7 @@ def memory_used(mesh: Mesh) -> int | None:
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
-def rates_of(device: jax.Device, precision: Literal["bfloat16", "float32"]) -> Rates:
-    """What a device reaches: of its data sheet where we have it, else measured."""
-    known = device_of(device.device_kind)
-    if known is None:
-        moving = measured_bandwidth(device)
-        return Rates(measured_peak(device), moving, moving)
-    return known.rates(precision)
-
-
+@cache
 def measured_bandwidth(device: jax.Device, size: int = 2**25, repeats: int = 3) -> float:
     """Bytes per second, read and written, of the best of a few passes over `size` bytes."""
     x = jax.device_put(jnp.ones(size // 4, jnp.float32), device)

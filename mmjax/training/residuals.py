@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import replace
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import AudioConfig, ModelConfig, Remat, VisionConfig
+from mmjax.config import AudioConfig, ModelConfig, Remat
 from mmjax.models.model import Model
 from mmjax.planning.activations import Kept, named_saves
 from mmjax.planning.work import CONV_STRIDE, layer_of
+from mmjax.training.layers_alone import backward_of, batch_of_tower, tower_alone, tower_inputs
 
 EVERYTHING = frozenset({"weights", "inputs"})
 MANY = 997  # layers of a tower that is traced, never run: no other dimension has this size
@@ -46,12 +44,7 @@ def _kept_by_layer(config: ModelConfig, tower: str, shape: tuple[int, int], dtyp
     """What each of many layers keeps with nothing computed again: the stacked residuals."""
     if not wanted:
         return Kept(0)
-    if tower == "llm":
-        alone = ModelConfig(replace(config.llm, layers=MANY, remat="none"))
-    else:
-        alone = ModelConfig(
-            replace(config.llm, layers=1), {tower: replace(config.encoders[tower], layers=MANY, remat="none")}
-        )
+    alone = tower_alone(config, tower, MANY, "none")
     part = alone.llm if tower == "llm" else alone.encoders[tower]
     stacked = [x for x in _residuals(Model.build(alone, dtype), tower, shape, wanted) if x.shape[:1] == (MANY,)]
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in stacked) // MANY
@@ -63,33 +56,9 @@ def _residuals(model: Model, tower: str, shape: tuple[int, int], wanted: Set[str
     """Of the layers of a tower, without parameters and what all layers share."""
 
     def residuals(params: Any, batch: TextBatch | ItemBatch) -> list[Any]:
-        module = model.module(params)
-        part = module.llm if tower == "llm" else module.encoders[tower]
-        x = part.embedded(batch.token if isinstance(batch, TextBatch) else batch)
-        context = module.context(tower, batch, None)
-        graph, weights = nnx.split(part.layers)
-        values = {"weights": weights, "inputs": x}
-
-        def layers(differentiated: dict[str, Any]) -> Any:
-            of = values | differentiated
-            return nnx.merge(graph, of["weights"])(of["inputs"], context)
-
-        _, backward = jax.vjp(layers, {name: values[name] for name in wanted})
+        weights, x, context = tower_inputs(model, tower, params, batch)
+        _, backward = backward_of(model, tower, weights, x, context, wanted)
         shared = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
         return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in shared]
 
     return jax.eval_shape(residuals, model.abstract, batch_of_tower(model.config, tower, shape))
-
-
-def batch_of_tower(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:
-    """The shapes of what a tower reads."""
-
-    def array(*more: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*shape, *more), jnp.dtype(dtype))
-
-    if tower == "llm":
-        fields = dict.fromkeys(TextBatch._fields, array())
-        return TextBatch(**fields | {"weight": array(dtype=np.float32), "slots": {}, "send": {}})
-    encoder = config.encoders[tower]
-    features = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
-    return ItemBatch(array(features, dtype=np.float32), array(), array(3), array(), array())

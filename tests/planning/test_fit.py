@@ -13,11 +13,12 @@ from mmjax.config_files import load
 from mmjax.planning.activations import Kept
 from mmjax.planning.clusters import Rates
 from mmjax.planning.fit import Fit, Room, fit
+from mmjax.planning.layer_times import LayerTimes, Speed
 from mmjax.planning.memory import OnDevice, Spread
 from mmjax.planning.work import row_work
 
 MODEL = load("omni_10b").model
-RATES = Rates(600e12, 2.7e12, 50e9)
+SPEED = Speed(Rates(600e12, 2.7e12, 50e9))
 ONE_NODE = Spread(64)
 SHAPES = [
     {"llm": (1, 4096), "vision": (1, 8192), "audio": (1, 4096)},
@@ -43,7 +44,7 @@ def kept_of(model: ModelConfig, shape: dict) -> dict[str, dict[str, Kept]]:
 def fitted(gigabytes: float, shapes=SHAPES, model: ModelConfig = MODEL, host: float = 0, spread=ONE_NODE) -> Fit:
     batches = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in shapes]
     kept = [kept_of(model, shape) for shape in shapes]
-    return fit(model, batches, kept, spread, 2, AdamW(), RATES, Room(gigabytes * 1e9, host * 1e9))
+    return fit(model, batches, kept, spread, 2, AdamW(), SPEED, Room(gigabytes * 1e9, host * 1e9))
 
 
 def test_with_room_for_everything_nothing_is_computed_again():
@@ -96,10 +97,30 @@ def test_activations_go_to_the_host_only_where_it_has_room_and_links_are_fast():
     assert "offload" not in Counter(p for own in slow.policies.values() for p in own)
     shapes = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
     kept = [kept_of(MODEL, shape) for shape in SHAPES]
-    fast = Rates(600e12, 2.7e12, 5e12)
+    fast = Speed(Rates(600e12, 2.7e12, 5e12))
     for host, used in ((1000, True), (0, False)):
         found = fit(MODEL, shapes, kept, Spread(64), 2, AdamW(), fast, Room(tight * 1e9, host * 1e9))
         assert ("offload" in {p for own in found.policies.values() for p in own}) == used
+
+
+def test_measured_times_decide_where_there_are_any():
+    measured = {"none": 3.0, "products": 2.5, "attention_mlp": 3.5, "attention": 3.6, "full": 4.0}
+    speed = Speed(SPEED.rates, {"vision": LayerTimes(1, {1024: measured})})
+    shapes = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
+    kept = [kept_of(MODEL, shape) for shape in SHAPES]
+
+    def found(gigabytes: float) -> Fit:
+        return fit(MODEL, shapes, kept, ONE_NODE, 2, AdamW(), speed, Room(gigabytes * 1e9))
+
+    rich = found(np.inf)
+    assert set(rich.policies["vision"]) == {"products"}
+    assert set(rich.policies["llm"]) == {"none"}
+    length = np.mean([shape["vision"][1] for shape in SHAPES])
+    rows = SHAPES[0]["vision"][0]
+    assert rich.seconds == pytest.approx(-0.5 * rows * length / 1024 * MODEL.encoders["vision"].layers)
+    tight = found(0.3 * rich.device / 1e9)
+    assert tight.fits
+    assert tight.least <= tight.seconds
 
 
 def test_tensor_parallelism_cuts_what_is_kept_inside_a_layer_but_not_between_layers():

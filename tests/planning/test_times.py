@@ -10,6 +10,7 @@ from mmjax.config import AdamW
 from mmjax.config_files import load
 from mmjax.planning.clusters import REACHED, REACHED_MOVING, Cluster, cluster_of
 from mmjax.planning.cost import executed, parameters
+from mmjax.planning.layer_times import LayerTimes, Speed
 from mmjax.planning.memory import OnDevice, Spread
 from mmjax.planning.times import Machine, StepTime, step_time
 
@@ -21,7 +22,13 @@ UNSAVED = {"llm": 0.0}
 def machine(name: str, **mesh: int) -> Machine:
     cluster: Cluster = cluster_of(name)
     sizes = {"data": 1, "fsdp": 1, "tensor": 1} | mesh
-    return Machine(cluster, sizes, Spread(sizes["fsdp"] * sizes["tensor"], sizes["tensor"]), "bfloat16", 2)
+    return Machine(
+        cluster,
+        sizes,
+        Spread(sizes["fsdp"] * sizes["tensor"], sizes["tensor"]),
+        Speed(cluster.device.rates("bfloat16")),
+        2,
+    )
 
 
 def seconds(on: Machine, model=MODEL, batches=(BATCH,), unsaved=UNSAVED) -> StepTime:
@@ -43,6 +50,19 @@ def test_what_is_computed_again_takes_the_time_of_its_operations():
     once = seconds(machine("h100"))
     assert again.compute == once.compute
     assert 0.15 < again.recompute / once.compute < 0.4
+
+
+def test_measured_layers_take_their_measured_time_and_the_rest_is_counted():
+    on = machine("h100")
+    measured = LayerTimes(1, {4096: {"none": 0.02, "full": 0.025, "products": 0.018}})
+    known = replace(on, speed=Speed(on.speed.rates, {"llm": measured}))
+    model = replace(MODEL, llm=replace(MODEL.llm, remat=("full",) * 20 + ("products",) * (MODEL.llm.layers - 20)))
+    found = seconds(known, model, unsaved={"llm": 1e5})
+    rest = sum(
+        f.total for f in executed(replace(MODEL, llm=replace(MODEL.llm, layers=0)), BATCH.shape, frozenset()).values()
+    )
+    assert found.compute == pytest.approx(0.02 * MODEL.llm.layers + rest / on.speed.rates.flops)
+    assert found.recompute == pytest.approx(20 * 0.005 - 0.002 * (MODEL.llm.layers - 20))
 
 
 def test_activations_that_are_kept_move_through_memory():

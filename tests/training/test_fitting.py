@@ -20,11 +20,12 @@ from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
 from mmjax.planning.clusters import Rates
 from mmjax.planning.fit import Fit, Room
+from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import Spread
 from mmjax.training.fitting import Tracer, fit_of, nearest, room_of, spread_of, too_large
 from mmjax.training.residuals import kept_per_layer
 
-RATES = Rates(1e11, 1e10, 1e9)
+SPEED = Speed(Rates(1e11, 1e10, 1e9))
 MESH = {"data": 4, "fsdp": 1, "tensor": 1, "context": 1}
 
 
@@ -44,7 +45,7 @@ def layouts(tmp_path_factory):
 
 def fitted(layouts, gigabytes: float, config: Config | None = None, **mesh: int) -> Fit:
     config = tiny_config() if config is None else config
-    return fit_of(config, MESH | mesh, layouts(config), RATES, Room(gigabytes * 1e9), Tracer(config))
+    return fit_of(config, MESH | mesh, layouts(config), SPEED, Room(gigabytes * 1e9), Tracer(config))
 
 
 @pytest.mark.parametrize("attention", ["dense", "blockwise"])
@@ -90,17 +91,17 @@ def test_the_nearest_run_that_fits_does_fit(layouts, share):
     least = fitted(layouts, 1e-9)
     assert not least.fits
     room = Room(share * least.device)
-    said = nearest(tiny_config(), MESH, layouts, RATES, room, Tracer(tiny_config()))
+    said = nearest(tiny_config(), MESH, layouts, SPEED, room, Tracer(tiny_config()))
     settings = re.findall(r"((?:mesh|batch)\.\w+=\d+)", said)
     assert settings
     assert "fits, with" in said
     changed = edit(tiny_config(), settings)
     sizes = MESH | ({"fsdp": changed.mesh.fsdp, "data": changed.mesh.data} if changed.mesh != MeshConfig() else {})
-    assert fit_of(changed, sizes, layouts(changed), RATES, room, Tracer(changed)).fits
+    assert fit_of(changed, sizes, layouts(changed), SPEED, room, Tracer(changed)).fits
 
 
 def test_what_can_never_fit_is_said(layouts):
-    said = nearest(tiny_config(), MESH, layouts, RATES, Room(1000.0), Tracer(tiny_config()))
+    said = nearest(tiny_config(), MESH, layouts, SPEED, Room(1000.0), Tracer(tiny_config()))
     assert "do not make it fit; use more devices, mesh.tensor, or a smaller model" in said
     assert re.search(r"the run needs \d+\.\d MB of each device and there are 0\.0 MB", too_large(fitted(layouts, 1e-6)))
 

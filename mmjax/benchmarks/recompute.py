@@ -1,0 +1,140 @@
+"""What computing again costs: predicted from layers' measured times, and measured in whole steps on this device."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.batch import Microbatch
+from mmjax.config import Config, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, Remat, VisionConfig
+from mmjax.config_files import load
+from mmjax.errors import UserError
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.planning.fit import Fit, Room, fit
+from mmjax.planning.layer_times import LayerTimes, Speed
+from mmjax.planning.memory import OnDevice, Spread
+from mmjax.training.fitting import ACTIVATION
+from mmjax.training.layer_profile import fastest, time_layer
+from mmjax.training.layers_alone import batch_of_tower
+from mmjax.training.optimizer import make_optimizer
+from mmjax.training.profile import described
+from mmjax.training.residuals import kept_per_layer
+from mmjax.training.step import Executor
+
+GB = 1e9
+AUTO = "auto"
+MIXES: dict[str, tuple[Remat, Remat]] = {  # of the LLM's layers and of the encoder's
+    "none": ("none", "none"),
+    "full": ("full", "full"),
+    "products": ("products", "products"),
+    "attention_mlp": ("attention_mlp", "attention_mlp"),
+    "products/full": ("products", "full"),
+    "full/products": ("full", "products"),
+}
+TOKENS = 64  # that the encoder gives to the text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--width", type=int, default=1536, help="of the LLM; the encoder has half of it")
+    parser.add_argument("--layers", type=int, default=4, help="of each tower")
+    parser.add_argument("--length", type=int, default=256, help="positions of the row of each tower")
+    parser.add_argument("--room", type=float, default=0.5, help="for activations in `auto`: 0 is full's, 1 is none's")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each mix of remat policies, and `auto` with the memory for activations cut to `--room`.
+
+    `activations`: GB that it keeps. `step`: seconds of a step's forward and backward pass, the least of several in
+    which all mixes took turns. `measured`: how much longer than that of the fastest mix; `predicted`: the same from
+    layers that were timed alone. `off`: by which part they differ. `gained`: the time saved against `full`, by what
+    `none` saves.
+    """
+    if args.width % 256 or min(args.width, args.layers, args.length) < 1 or args.length % 8:
+        raise UserError("--width must be a multiple of 256, --length of 8, and --layers at least 1")
+    if not 0 <= args.room <= 1:
+        raise UserError(f"--room {args.room}: give a part between 0 and 1")
+    config, device = _config(args), jax.devices()[0]
+    batch = OnDevice({"llm": (1, args.length), "vision": (1, args.length)}, {"vision": TOKENS})
+    speed = _speed(config, batch, device)
+    fits = {name: _fit(_mixed(config, mix), batch, speed, np.inf) for name, mix in MIXES.items()}
+    least, most = (fits[name].device for name in ("full", "none"))
+    fits[AUTO] = _fit(config, batch, speed, least + args.room * (most - least))
+    states: dict[str, list[Any]] = {}
+    applied = {name: replace(config, model=fitted.applied(config.model)) for name, fitted in fits.items()}
+    steps = fastest({name: _gradients(of, batch, states) for name, of in applied.items()})
+    first = min(steps, key=lambda name: steps[name])
+    rows = []
+    for name, seconds in steps.items():
+        measured, predicted = seconds - steps[first], fits[name].seconds - fits[first].seconds
+        off = predicted / measured - 1 if measured else 0.0
+        row = {"remat": name, "activations": sum(fits[name].activations.values()) / GB, "step": seconds}
+        gained = (steps["full"] - seconds) / (steps["full"] - steps["none"])
+        rows.append(row | {"measured": measured, "predicted": predicted, "off": off, "gained": gained})
+    return rows
+
+
+def _config(args: argparse.Namespace) -> Config:
+    width = args.width
+    llm = DecoderConfig(args.layers, width, width // 64, width // 256, 64, 4 * width, 512)
+    half = width // 2
+    vision = VisionConfig(args.layers, half, half // 64, 4 * half, 14, connector=ConnectorConfig(mlp_width=half))
+    return replace(load("tiny_omni"), model=ModelConfig(llm, {"vision": vision}), mesh=MeshConfig())
+
+
+def _mixed(config: Config, mix: tuple[Remat, Remat]) -> Config:
+    model = config.model
+    encoders = {name: replace(encoder, remat=mix[1]) for name, encoder in model.encoders.items()}
+    return replace(config, model=replace(model, llm=replace(model.llm, remat=mix[0]), encoders=encoders))
+
+
+def _speed(config: Config, batch: OnDevice, device: jax.Device) -> Speed:
+    times = {
+        name: LayerTimes(rows, {length: time_layer(config, name, (rows, length), device)})
+        for name, (rows, length) in batch.shape.items()
+    }
+    return Speed(described(device).rates(config.training.precision), times)
+
+
+def _fit(config: Config, batch: OnDevice, speed: Speed, room: float) -> Fit:
+    kept = {name: kept_per_layer(config.model, name, shape, jnp.float32) for name, shape in batch.shape.items()}
+    activation = ACTIVATION[config.training.precision]
+    return fit(config.model, [batch], [kept], Spread(), activation, config.optimizer, speed, Room(room))
+
+
+def _gradients(config: Config, batch: OnDevice, states: dict[str, list[Any]]) -> Callable[[], jax.Array]:
+    """The program that accumulates gradients. Models of the same runs of layers share what lies in `states`."""
+    model = Model.build(config.model, jnp.dtype(config.training.precision))
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules.of(config.mesh), 1)
+    runs = str({tower: [run.name for run in plan] for tower, plan in model.runs.items()})
+    if runs not in states:
+        states[runs] = [executor.born(jax.random.key(0)), executor.zeros()]
+    arrays, weight = executor.put(_microbatch(config, batch)), np.float32(batch.shape["llm"][1])
+
+    def step() -> jax.Array:
+        params, accumulated = states[runs]
+        states[runs][1] = executor.accumulate(*params, accumulated, arrays, weight)
+        return states[runs][1].report.loss
+
+    return step
+
+
+def _microbatch(config: Config, batch: OnDevice) -> Microbatch:
+    """Full rows of one sample each; the encoder's tokens stand at the beginning of the text."""
+    zeros = partial(jax.tree.map, lambda x: np.zeros(x.shape, x.dtype))
+    text, item = (zeros(batch_of_tower(config.model, name, batch.shape[name])) for name in ("llm", "vision"))
+    along = np.broadcast_to(np.arange(batch.shape["llm"][1], dtype=np.int32), text.token.shape)
+    slots = np.where(along < TOKENS, along, -1)
+    sent = np.arange(batch.widths["vision"], dtype=np.int32)[None, None]
+    text = text._replace(pos=along, position=along, weight=np.ones_like(text.weight))
+    return Microbatch(text._replace(slots={"vision": slots}, send={"vision": sent}), {"vision": item})

@@ -1,0 +1,88 @@
+"""Layers are timed once, and what was measured is found again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+from tiny_run import tiny_config
+
+from mmjax.planning.layer_times import FORWARD
+from mmjax.training import layer_profile as measuring
+from mmjax.training.layer_profile import fastest, layer_times, profiles
+
+SHAPES = {"llm": (1, (16, 40)), "vision": (2, (16,)), "audio": (1, (16,))}
+POLICIES = {FORWARD, "none", "products", "attention_mlp", "attention", "full"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A cache of its own, filled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(measuring, "ENOUGH", 0.0)
+        yield layer_times(tiny_config(), SHAPES, jax.devices()[0], True)
+
+
+def test_every_layer_type_is_timed_forward_and_with_every_policy(home):
+    assert set(home) == set(SHAPES)
+    assert set(home["llm"].seconds) == {16, 32, 40}
+    for times in home.values():
+        for seconds in times.seconds.values():
+            assert set(seconds) == POLICIES
+            assert min(seconds.values()) > 0
+
+
+def test_what_was_measured_is_read_and_not_measured_again(home, monkeypatch):
+    monkeypatch.setattr(measuring, "time_layer", lambda *of: pytest.fail("measured again"))
+    assert layer_times(tiny_config(), SHAPES, jax.devices()[0], True) == home
+    assert layer_times(tiny_config(), SHAPES, jax.devices()[0], False) == home
+
+
+def test_without_measuring_only_towers_of_which_all_is_known_are_told(home):
+    assert set(layer_times(tiny_config(), SHAPES | {"llm": (1, (16, 64))}, jax.devices()[0], False)) == {
+        "vision",
+        "audio",
+    }
+
+
+def test_another_precision_layer_or_gradient_has_times_of_its_own(home):
+    made = tiny_config()
+    others = [
+        replace(made, training=replace(made.training, precision="bfloat16")),
+        replace(made, model=replace(made.model, llm=replace(made.model.llm, mlp_width=96))),
+        replace(made, model=replace(made.model, llm=replace(made.model.llm, frozen=True))),
+    ]
+    for other in others:
+        assert "llm" not in layer_times(other, SHAPES, jax.devices()[0], False)
+    longer = replace(made, model=replace(made.model, llm=replace(made.model.llm, layers=7, remat="full")))
+    assert "llm" in layer_times(longer, SHAPES, jax.devices()[0], False)
+
+
+def test_a_tower_without_gradients_takes_its_forward_time_whatever_the_policy(home, monkeypatch):
+    monkeypatch.setattr(measuring, "ENOUGH", 0.0)
+    made = tiny_config()
+    encoders = {name: replace(e, frozen=True) for name, e in made.model.encoders.items()}
+    frozen = replace(made, model=replace(made.model, encoders=encoders))
+    seconds = measuring.time_layer(frozen, "vision", (1, 16), jax.devices()[0])
+    assert len(set(seconds.values())) == 1
+
+
+def test_a_damaged_profile_counts_as_none(home):
+    for path in profiles().iterdir():
+        whole = path.read_text()
+        for damaged in (whole[: len(whole) // 2], "[]", json.dumps({"of": 1, "seconds": {}})):
+            path.write_text(damaged)
+            layer_times(tiny_config(), SHAPES, jax.devices()[0], False)
+        path.write_text(whole)
+    assert layer_times(tiny_config(), SHAPES, jax.devices()[0], False) == home
+
+
+def test_the_least_of_several_turns_counts(monkeypatch):
+    monkeypatch.setattr(measuring, "ENOUGH", 60.0)
+    calls = []
+    found = fastest({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")})
+    assert calls == ["a", "b"] * (measuring.ROUNDS + 1)
+    assert set(found) == {"a", "b"}
