@@ -27,7 +27,8 @@ from mmjax.benchmarks import (
     remat,
 )
 from mmjax.benchmarks.measurement import Measurement
-from mmjax.errors import UserError, run_command
+from mmjax.errors import run_command
+from mmjax.outputs import check_output
 from mmjax.training.console import say, table
 
 # run: a list of rows, one per variant
@@ -66,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.name in COMPARISONS:
         _compare(COMPARISONS[args.name].run(args), args.json)
         return
-    if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
-        raise UserError(f"--out {args.out}: name a file in a folder that exists")
+    if args.out is not None:
+        check_output("--out", args.out)
     _report(MEASUREMENTS[args.name].run(args), args.json, args.out)
 
 

@@ -21,11 +21,12 @@ from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError, run_command
+from mmjax.outputs import PICTURES, check_output
 from mmjax.planning.clusters import cluster_of
 from mmjax.planning.cost import parameters
 from mmjax.planning.plan_file import plan_text
 from mmjax.training.announce import how_it_fits
-from mmjax.training.console import count, say, size, table
+from mmjax.training.console import count, duration, say, size, table
 from mmjax.training.fitting import too_large
 from mmjax.training.outlook import Outlook, Way, look_ahead
 from mmjax.training.profile import cluster_here
@@ -52,8 +53,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="time layers on this machine (cluster=here); kept for the next time"
     )
+    parser.add_argument("--picture", type=Path, metavar="F.png|svg", help="draw memory, time and each rank's work")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    if args.out is not None:
+        check_output("--out", args.out)
+    if args.picture is not None:
+        check_output("--picture", args.picture, PICTURES)
     own = dict(word.split("=", 1) for word in args.words if word.split("=", 1)[0] in OWN and "=" in word)
     given = [word for word in args.words if word.split("=", 1)[0] not in OWN]
     named = next((word for word in given if "=" not in word), "")
@@ -68,6 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     index, weights, told = _lengths(config, path, args.lengths)
     outlook = look_ahead(config, cluster, index, weights, here, args.profile)
     say(*([json.dumps(as_numbers(outlook, price))] if args.json else report(outlook, price, told)))
+    if args.picture is not None:
+        from mmjax.pictures import draw_plan  # matplotlib looks for fonts when it is first imported
+
+        draw_plan(args.picture, outlook)
     if args.out is not None:
         _write(outlook, args.out)
 
@@ -78,11 +88,7 @@ def _write(outlook: Outlook, path: Path) -> None:
         raise UserError(f"--out {path}: nothing is written, for the run does not fit; see what limits it")
     expected = {"seconds": way.time.total, "mfu": outlook.mfu(way), "memory": way.fitted.device}
     policies = way.fitted.policies
-    text = plan_text(outlook.config, str(outlook.cluster), outlook.mesh, policies, expected)
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror}; name a file in a folder that exists") from None
+    path.write_text(plan_text(outlook.config, str(outlook.cluster), outlook.mesh, policies, expected))
 
 
 def _price(word: str | None) -> float | None:
@@ -133,7 +139,7 @@ def report(outlook: Outlook, price: float | None, told: str) -> list[str]:
     if not way.fitted.fits:
         lines.append(f"DOES NOT FIT: {too_large(way.fitted)}")
     lines += how_it_fits(way.fitted)
-    lines += [f"step   {_seconds(way.time.total)}, MFU {outlook.mfu(way):.1%}: {_parts(way)}"]
+    lines += [f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%}: {_parts(way)}"]
     lines += table(_balances(outlook))
     lines += _to_the_end(outlook, price)
     return lines + [f"limits {line}" for line in limits(outlook)]
@@ -154,7 +160,7 @@ def _modules(outlook: Outlook) -> list[tuple[str, ...]]:
 
 
 def _parts(way: Way) -> str:
-    spelled = [f"{name} {_seconds(seconds)}" for name, seconds in asdict(way.time).items() if seconds]
+    spelled = [f"{name} {duration(seconds)}" for name, seconds in asdict(way.time).items() if seconds]
     return ", ".join(spelled)
 
 
@@ -162,7 +168,7 @@ def _balances(outlook: Outlook) -> list[tuple[str, ...]]:
     rows = [("balance", *(f"dist ratio {name}" for name in outlook.chosen.dist_ratio), "fill LLM", "step", "MFU")]
     for kind, way in outlook.ways.items():
         ratios = [f"{ratio:.3f}" for ratio in way.dist_ratio.values()]
-        rows.append((kind, *ratios, f"{way.fill['llm']:.2f}", _seconds(way.time.total), f"{outlook.mfu(way):.1%}"))
+        rows.append((kind, *ratios, f"{way.fill['llm']:.2f}", duration(way.time.total), f"{outlook.mfu(way):.1%}"))
     return rows
 
 
@@ -174,7 +180,7 @@ def _to_the_end(outlook: Outlook, price: float | None) -> list[str]:
     free = shutil.disk_usage(_existing(Path(config.run or "runs"))).free
     verdict = "" if config.training.keep * saved < free else ": TOO LITTLE HERE"
     return [
-        f"run    {config.training.steps:,} steps take {_duration(hours)}, {spent:,.1f} device hours{cost}",
+        f"run    {config.training.steps:,} steps take {_hours(hours)}, {spent:,.1f} device hours{cost}",
         f"saves  {size(saved)} x {config.training.keep} kept; {size(free)} are free where this plan was made{verdict}",
     ]
 
@@ -212,12 +218,8 @@ def limits(outlook: Outlook) -> list[str]:
     return found or ["nothing stands out: the devices compute most of the time"]
 
 
-def _duration(hours: float) -> str:
+def _hours(hours: float) -> str:
     return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def as_numbers(outlook: Outlook, price: float | None) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def test_the_picture_is_whole_and_small_and_shows_what_was_planned(capsys, tmp_p
         (["--scale=0"], "--scale 0: give at least 1"),
         (["--steps=0"], "--steps 0: give at least 1, or 0 together with --picture"),
         (["--seed=-1"], "--seed -1: give at least 0"),
+        (["--picture=a.pdf"], "--picture a.pdf: name a file that ends in .png or .svg"),
         (["--picture=no/such/folder/a.svg"], "--picture no/such/folder/a.svg: name a file in a folder that exists"),
         (["--lengths=no_such.npz"], "--lengths no_such.npz: not a readable .npz file"),
     ],

@@ -76,4 +76,4 @@ def test_the_examples_in_balancing_md_run(
     assert len(commands) == 3
     for command in commands:
         assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err
-    assert (tmp_path / "work.svg").read_text().startswith("<svg")
+    assert (tmp_path / "work.svg").read_text().endswith("</svg>\n")

@@ -13,7 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-CONTRACTS = {"config", "config_checks", "config_files", "config_values", "batch", "errors"}  # top level, not commands
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}  # where an import is not called as its distribution
 
@@ -32,6 +31,7 @@ RULES = {
     "config": May((), frozenset()),
     "errors": May((), frozenset()),
     "batch": May((), frozenset()),
+    "outputs": May(("mmjax.errors",), frozenset()),
     "config_values": May(("mmjax.errors",), frozenset()),
     "config_checks": May(("mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset()),
     "config_files": May(("mmjax.config", "mmjax.config_checks", "mmjax.config_values", "mmjax.errors"), frozenset()),
@@ -78,9 +78,15 @@ RULES = {
         ),
         None,
     ),
+    "pictures": May(("mmjax.training", "mmjax.planning", "mmjax.balance"), frozenset({"matplotlib", "numpy"})),
     "benchmarks": May(("mmjax",), None),  # part of the command `bench`
 }
-ONLY_IN = {"grain": "mmjax.data.pipeline", "absl": "mmjax.data.pipeline", "orbax": "mmjax.training.checkpoint"}
+ONLY_IN = {
+    "grain": "mmjax.data.pipeline",
+    "absl": "mmjax.data.pipeline",
+    "orbax": "mmjax.training.checkpoint",
+    "matplotlib": "mmjax.pictures",
+}
 
 
 def modules_of(package: Path) -> dict[str, Path]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
 
 import pytest
-from commands import TINY, run
+from commands import ROOT, TINY, run
 
 from mmjax import plan, train
 
@@ -145,6 +148,50 @@ def test_what_cannot_be_planned_is_told_in_one_line(capsys, words, expected):
     assert ended.err.startswith("error: ")
     assert ended.err.count("\n") == 1
     assert expected in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--picture", "plan.pdf"), "--picture plan.pdf: name a file that ends in .png or .svg"),
+        (("--picture", "no/such/plan.svg"), "--picture no/such/plan.svg: name a file in a folder that exists"),
+        (("--out", "no/such/plan.json"), "--out no/such/plan.json: name a file in a folder that exists"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_planning(capsys, monkeypatch, words, expected):
+    monkeypatch.delattr(plan, "look_ahead")
+    ended = run(capsys, plan.main, TINY, "cluster=a100x8", *words)
+    assert ended.code == 2
+    assert ended.err == f"error: {expected}\n"
+
+
+def test_a_picture_shows_memory_time_and_work_by_balance(capsys, tmp_path):
+    path = tmp_path / "plan.svg"
+    found = json.loads(told(capsys, TINY, "cluster=a100x8", "--picture", str(path), "--json"))
+    said = "".join(ElementTree.parse(path).getroot().itertext())
+    for text in (
+        "tiny on a100x1x8: ",
+        "room 73.6 GB",
+        "balance none: ",
+        "balance post: ",
+        "gradients",
+        "activations of",
+    ):
+        assert text in said
+    for kind in ("none", "post"):
+        assert all(f"dist ratio {ratio:.3f}" in said for ratio in found["ways"][kind]["dist_ratio"].values())
+    assert all(f"MFU {way['mfu']:.1%}" in said for way in found["ways"].values())
+
+
+def test_a_picture_is_drawn_as_png_too_and_of_a_run_that_does_not_fit(capsys, tmp_path):
+    path = tmp_path / "plan.png"
+    assert "DOES NOT FIT" in told(capsys, TINY, "cluster=a100x8", "mesh.memory=0.0001", "--picture", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_matplotlib_is_imported_for_a_picture_alone():
+    code = "import sys, mmjax.plan, mmjax.bench; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_a_plan_that_is_written_and_edited_is_what_training_runs_by(capsys, tmp_path):

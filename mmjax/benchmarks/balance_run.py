@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import mmjax
+from mmjax.balance.metrics import dist_ratio
 from mmjax.benchmarks import length_options
-from mmjax.benchmarks.balance_picture import Panel, draw
 from mmjax.benchmarks.balance_steps import (
     MODEL,
     MODES,
@@ -39,6 +39,7 @@ from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.lengths import omni_corpus, read_lengths
 from mmjax.data.pipeline import StepLoader
 from mmjax.errors import UserError
+from mmjax.outputs import PICTURES, check_output
 
 KEYS = ("vision", "audio", "llm_tokens")
 LINES = 40  # of what a failed process said
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-rank", type=int, default=4, help="samples of a step for each rank")
     parser.add_argument("--steps", type=int, default=40, help="that are measured; 0: run nothing, with --picture")
     parser.add_argument("--processes", type=int, default=2, help="ranks, each a process on a core of its own")
-    parser.add_argument("--picture", type=Path, metavar="F.svg", help="draw each rank's work by phase, none above post")
+    parser.add_argument("--picture", type=Path, metavar="F.png|svg", help="draw each rank's work by phase")
     parser.add_argument("--picture-ranks", type=int, default=8)
     parser.add_argument("--picture-per-rank", type=int, default=16)
     parser.add_argument("--picture-steps", type=int, default=50)
@@ -94,8 +95,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--steps {args.steps}: give at least 1, or 0 together with --picture")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: give at least 0")
-    if args.picture is not None and (args.picture.is_dir() or not args.picture.parent.is_dir()):
-        raise UserError(f"--picture {args.picture}: name a file in a folder that exists")
+    if args.picture is not None:
+        check_output("--picture", args.picture, PICTURES)
 
 
 def _written(source: LengthSource, folder: Path) -> LengthIndex:
@@ -208,12 +209,16 @@ def _figures(
 
 def _picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
     """Draw, and return each panel's mean dist ratio."""
+    from mmjax.pictures import MEANINGS, draw_work  # matplotlib looks for fonts when it is first imported
+
     ranks, per_rank, steps = args.picture_ranks, args.picture_per_rank, args.picture_steps
     trial = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)
     flops = trial.planners["none"].placer.flops
-    work = {m: np.array([work_per_rank(plan) for plan in trial.plans(m, steps)]) for m in ("none", "post")}
-    panels = {phase: {m: Panel(w[:, k]) for m, w in work.items()} for k, phase in enumerate(PHASES)}
-    waits = {m: float(np.mean([straggler_wait(of_step, flops) for of_step in w])) for m, w in work.items()}
-    subtitle = f"{ranks} ranks, {per_rank} samples each, {steps} steps"
-    args.picture.write_text(draw(panels, waits, subtitle))
-    return {f"picture_dist_ratio_{m}_{phase}": p.dist_ratio for phase, of in panels.items() for m, p in of.items()}
+    planned = {m: [work_per_rank(plan) for plan in trial.plans(m, steps)] for m in ("none", "post")}
+    waits = {m: float(np.mean([straggler_wait(of_step, flops) for of_step in of])) for m, of in planned.items()}
+    works = {m: dict(zip(PHASES, np.stack(of, axis=1), strict=True)) for m, of in planned.items()}
+    headings = {m: f"balance {m}: {MEANINGS[m]}; ranks wait {wait:.1%} of the step" for m, wait in waits.items()}
+    draw_work(args.picture, works, headings, f"{ranks} ranks, {per_rank} samples each, {steps} steps")
+    return {
+        f"picture_dist_ratio_{m}_{p}": float(dist_ratio(w).mean()) for m, of in works.items() for p, w in of.items()
+    }

@@ -57,6 +57,11 @@ def size(n: float) -> str:
     return f"{n / 1e9:.1f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
 
 
+def duration(seconds: float) -> str:
+    """0.0123 as 12.3 ms."""
+    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 class ProgressLine:
     """A bar on a terminal; a plain line every ten seconds elsewhere."""
 

@@ -32,13 +32,17 @@ DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chos
 
 @dataclass(frozen=True)
 class Way:
-    """The run with one way of balancing. dist_ratio, fill: by module, mean over steps."""
+    """The run with one way of balancing. By module: dist_ratio and fill, mean over steps; work `[steps, ranks]`.
+
+    Encoders may have several ranks on one of the LLM, which then stands at each of them.
+    """
 
     layout: RankLayout
     fitted: Fit
     time: StepTime  # mean over steps
     dist_ratio: dict[str, float]
     fill: dict[str, float]
+    work: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -140,21 +144,17 @@ def _way(
     batches = [on_device(config, layout, m.shape) for m in microbatches]
     time = step_time(model, batches, fitted.unsaved, machine, config.optimizer).over(len(plans))
     names = ("llm", *config.model.encoders)
-    ratios = np.mean([_dist_ratio(plan) for plan in plans], axis=0)
+    work = np.stack([sum(m.work() for m in plan.microbatches) for plan in plans], axis=1)
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
     room_of_rows = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
     return Way(
         layout,
         fitted,
         time,
-        dict(zip(names, ratios.tolist(), strict=True)),
+        dict(zip(names, dist_ratio(work).mean(1).tolist(), strict=True)),
         dict(zip(names, (useful / room_of_rows).tolist(), strict=True)),
+        dict(zip(names, work, strict=True)),
     )
-
-
-def _dist_ratio(plan: StepPlan) -> np.ndarray:
-    work = sum(m.work() for m in plan.microbatches)
-    return np.array([dist_ratio(of) if of.any() else 0.0 for of in work])
 
 
 def _items(index: LengthIndex, samples: np.ndarray) -> np.ndarray:

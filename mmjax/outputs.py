@@ -1,0 +1,20 @@
+"""Files that a command will write: one that cannot be written is refused before any work is done for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mmjax.errors import UserError
+
+PICTURES = (".png", ".svg")
+
+
+def check_output(option: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:
+    """Raise UserError where `path`, the value of `option`, is no file that can be written, or ends in none of these."""
+    if suffixes and path.suffix not in suffixes:
+        raise UserError(f"{option} {path}: name a file that ends in {' or '.join(suffixes)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"{option} {path}: name a file in a folder that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{option} {path}: permission denied; name a file that you may write")
