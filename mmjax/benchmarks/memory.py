@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     devices, rows = absent_h100(DEVICES), []
     for name in args.model or sorted(MODELS):
         model, lengths = MODELS[name]
-        for mix in (FULL, MIXED):
+        for mix in MIXES:
             found = _compare(_config(model, {k: v for k, v in mix.items() if k in lengths}), lengths, devices)
             remat = "/".join(mix[tower] for tower in lengths)
             rows.append({"model": name, "remat": remat} | found)
