@@ -16,7 +16,7 @@ from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Balance, Topology
 from mmjax.data.plan import StepPlan, make_planner
 from mmjax.errors import UserError
-from mmjax.parallel.mesh import check_heads, mesh_sizes
+from mmjax.parallel.mesh import check_heads, check_loss_chunks, mesh_sizes
 from mmjax.planning.clusters import USABLE, Cluster
 from mmjax.planning.cost import frozen_modules, needed
 from mmjax.planning.fit import Fit, Room
@@ -74,6 +74,7 @@ def look_ahead(config: Config, cluster: Cluster, index: LengthIndex, weights: Se
     """
     mesh = mesh_sizes(config.mesh, cluster.devices)
     check_heads(mesh, config.mesh, config.model)
+    check_loss_chunks(mesh, config.training.loss_chunks, config.model)
     topology = topology_on(cluster, config.mesh, mesh)
     tracer = Tracer(config)
     budget = make_budget(index, config, weights)
