@@ -38,13 +38,14 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster, and the sizes of the mesh on it. activation: bytes of an activation."""
+    """A cluster, the sizes of the mesh on it, and how it computes. activation: bytes of an activation."""
 
     cluster: Cluster
     mesh: Mapping[str, int]
     spread: Spread
     precision: str
     activation: int
+    loss_chunks: int = 1
 
 
 def step_time(
@@ -72,7 +73,8 @@ def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float
     encoders = {name: replace(e, remat="none") for name, e in model.encoders.items()}
     plain = replace(model, llm=replace(model.llm, remat="none"), encoders=encoders)
     rates = device.rates(machine.precision)
-    once, again = (_flops(m, batch, frozen, machine) / rates.flops for m in (plain, model))
+    runs = ((plain, 1), (model, machine.loss_chunks))
+    once, again = (_flops(m, batch, frozen, machine, chunks) / rates.flops for m, chunks in runs)
     work = row_work(model, batch.shape)
     towers = {"llm": model.llm, **model.encoders}
     moved = sum(
@@ -90,8 +92,8 @@ def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float
     )
 
 
-def _flops(model: ModelConfig, batch: OnDevice, frozen: Set[str], machine: Machine) -> float:
-    flops = executed(model, batch.shape, frozen)
+def _flops(model: ModelConfig, batch: OnDevice, frozen: Set[str], machine: Machine, loss_chunks: int) -> float:
+    flops = executed(model, batch.shape, frozen, loss_chunks)
     return sum(f.total / machine.spread.parts(module.removesuffix(".connector")) for module, f in flops.items())
 
 

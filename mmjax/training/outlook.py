@@ -119,7 +119,8 @@ def _way(
     precision, device = config.training.precision, cluster.device
     room = Room(config.mesh.memory * GB or USABLE * device.memory, config.mesh.host_memory * GB)
     fitted = fit_of(config, mesh, layout, device.rates(precision), room, tracer)
-    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), precision, ACTIVATION[precision])
+    chunks = config.training.loss_chunks
+    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), precision, ACTIVATION[precision], chunks)
     model = fitted.applied(config.model)
     microbatches = [m for plan in plans for m in plan.microbatches]
     batches = [on_device(config, layout, m.shape) for m in microbatches]
