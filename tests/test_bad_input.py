@@ -59,6 +59,12 @@ FAULTS = {
     "a mesh of more devices than there are": (["mesh.data=16"], "16 devices", "-1"),
     "a mesh that does not divide the devices": (["mesh.fsdp=3"], "mesh.data=-1", "8 devices"),
     "a mesh that cuts heads": (["mesh.tensor=4", "mesh.data=2"], "model.llm.kv_heads=2", "divisor"),
+    "chunks of the loss that do not divide": (
+        ["training.loss_chunks=40"],
+        "training.loss_chunks=40 does not divide model.llm.vocab=43;",
+        "training.loss_chunks=43",
+    ),
+    "no chunks of the loss": (["training.loss_chunks=0"], "training.loss_chunks=0", "at least 1"),
     "two free mesh axes": (["mesh.fsdp=-1"], "mesh.fsdp", "all but one"),
     "heads that do not divide": (["model.llm.heads=3"], "heads=3", "choose kv_heads from"),
     "a budget smaller than every sample": (

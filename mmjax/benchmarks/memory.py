@@ -1,9 +1,10 @@
-"""Predicted against compiled: the memory of the real train step on absent H100s, for several models and remat mixes."""
+"""Predicted against compiled: the memory of the real train step on absent H100s, by model, remat and loss chunks."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from mmjax.config import (
@@ -40,17 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each model and mix: `predicted` and `compiled` GB of a device, and `off`, by which part they differ.
+    """One row for each model, mix and number of loss chunks.
 
+    `predicted` and `compiled` are GB of a device, `off` by which part they differ.
     Models of one to two billion parameters in bfloat16, sharded over 8 devices, with one row of each module on each.
     """
     devices, rows = absent_h100(DEVICES), []
     for name in args.model or sorted(MODELS):
         model, lengths = MODELS[name]
-        for mix in (FULL, MIXED):
-            found = _compare(_config(model, {k: v for k, v in mix.items() if k in lengths}), lengths, devices)
+        for mix, chunks in product(MIXES, LOSS_CHUNKS.get(name, (1,))):
+            found = _compare(_config(model, mix, chunks), lengths, devices)
             remat = "/".join(mix[tower] for tower in lengths)
-            rows.append({"model": name, "remat": remat} | found)
+            rows.append({"model": name, "remat": remat, "loss_chunks": chunks} | found)
     return rows
 
 
@@ -61,12 +63,13 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     kept = {name: kept_per_layer(model, name, shape[name], config.training.precision) for name in shape}
     spread = spread_of(config.mesh, {"fsdp": DEVICES, "tensor": 1})
     activation = ACTIVATION[config.training.precision]
-    predicted = fit(model, [batch], [kept], spread, activation, config.optimizer, SPEED, Room(0)).device
+    chunks = config.training.loss_chunks
+    predicted = fit(model, [batch], [kept], spread, activation, config.optimizer, SPEED, Room(0), chunks).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
 
 
-def _config(model: ModelConfig, mix: dict[str, Any]) -> Config:
+def _config(model: ModelConfig, mix: dict[str, Any], chunks: int) -> Config:
     encoders = {name: replace(encoder, remat=mix[name]) for name, encoder in model.encoders.items()}
     model = replace(model, llm=replace(model.llm, remat=mix["llm"]), encoders=encoders)
     base = load("tiny_omni")
@@ -75,12 +78,12 @@ def _config(model: ModelConfig, mix: dict[str, Any]) -> Config:
         model=model,
         mesh=MeshConfig(1, fsdp=DEVICES),
         optimizer=AdamW(),
-        training=replace(base.training, precision="bfloat16"),
+        training=replace(base.training, precision="bfloat16", loss_chunks=chunks),
     )
 
 
-def _llm(layers: int) -> DecoderConfig:
-    return DecoderConfig(layers, 2048, 16, 4, 128, 8192, 65_536, tied=False, attention="blockwise")
+def _llm(layers: int, vocab: int = 65_536) -> DecoderConfig:
+    return DecoderConfig(layers, 2048, 16, 4, 128, 8192, vocab, tied=False, attention="blockwise")
 
 
 def _vision(layers: int) -> VisionConfig:
@@ -89,6 +92,7 @@ def _vision(layers: int) -> VisionConfig:
 
 AUDIO = AudioConfig(12, 768, 12, 3072, connector=ConnectorConfig(merge=4, mlp_width=2048), attention="blockwise")
 MODELS = {
+    "large-vocabulary": (ModelConfig(_llm(4, 131_072)), {"llm": 8192}),
     "llm-heavy": (ModelConfig(_llm(24), {"vision": _vision(12)}), {"llm": 8192, "vision": 4096}),
     "vit-heavy": (ModelConfig(_llm(4), {"vision": _vision(48)}), {"llm": 4096, "vision": 16_384}),
     "omni": (
@@ -96,3 +100,4 @@ MODELS = {
         {"llm": 8192, "vision": 8192, "audio": 4096},
     ),
 }
+LOSS_CHUNKS = {"large-vocabulary": (1, 8)}  # of the others 1

@@ -18,7 +18,7 @@ from mmjax.parallel.sharding import constrain
 
 
 class TokenTable(nnx.Module):
-    """One vector per token of the vocabulary: embeds tokens, and scores them as the next one."""
+    """One vector per token of the vocabulary: embeds tokens, and by `scores` rates them as the next one."""
 
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
         table = jax.random.normal(rngs.params(), (vocab, width), jnp.float32) * width**-0.5
@@ -29,11 +29,11 @@ class TokenTable(nnx.Module):
         table = constrain(self.weight[...].astype(dtype), "vocab", None)
         return constrain(table[token], "rows", "length", "width")
 
-    def scores(self, x: Float[Array, "r t d"]) -> Float[Array, "r t v"]:
-        table = self.weight[...].astype(x.dtype)
-        return constrain(
-            jnp.einsum("rtd,vd->rtv", x, table, preferred_element_type=jnp.float32), "rows", "length", "vocab"
-        )
+
+def scores(x: Float[Array, "r t d"], table: Float[Array, "v d"]) -> Float[Array, "r t v"]:
+    """Float32 logits of all tokens of an output table, or of the part of one."""
+    logits = jnp.einsum("rtd,vd->rtv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+    return constrain(logits, "rows", "length", "vocab")
 
 
 class DecoderLayer(nnx.Module):
@@ -84,7 +84,11 @@ class Decoder(nnx.Module):
         """The sample of every position and its index there."""
         return text.owner, text.offset
 
+    def hidden_and_table(self, x: Float[Array, "r t d"]) -> tuple[Float[Array, "r t d"], Float[Array, "v d"]]:
+        """What logits are the scores of: activations after the final norm, and the output table as it is stored."""
+        table = self.embed if self.head.table is None else self.head.table
+        return self.head.norm(x), table.weight[...]
+
     def logits(self, x: Float[Array, "r t d"]) -> Float[Array, "r t v"]:
         """Scores of the next token, float32."""
-        table = self.embed if self.head.table is None else self.head.table
-        return table.scores(self.head.norm(x))
+        return scores(*self.hidden_and_table(x))

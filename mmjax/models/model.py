@@ -75,6 +75,13 @@ class Model:
         module = self.module(params)
         return module.decode(microbatch.text, module.encode(microbatch.items, noise), noise)
 
+    def hidden_and_table(
+        self, params: Params, microbatch: Microbatch, noise: Noise | None = None
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
+        """What `logits` are the scores of: activations after the final norm, and the output table; `noise` as there."""
+        module = self.module(params)
+        return module.hidden_and_table(microbatch.text, module.encode(microbatch.items, noise), noise)
+
     def encode(
         self, params: Params, items: dict[str, ItemBatch], noise: Noise | None = None
     ) -> dict[str, Float[Array, "r m d"]]:

@@ -10,7 +10,7 @@ from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import ModelConfig, VisionConfig
 from mmjax.models.audio import AudioEncoder
 from mmjax.models.connector import Connector
-from mmjax.models.decoder import Decoder
+from mmjax.models.decoder import Decoder, scores
 from mmjax.models.dropout import Noise, tower_dropout
 from mmjax.models.layer_runs import Run
 from mmjax.models.layers import Context
@@ -63,8 +63,14 @@ class MultimodalModel(nnx.Module):
         self, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None
     ) -> Float[Array, "b t v"]:
         """Float32 logits of the next token at every position."""
+        return scores(*self.hidden_and_table(text, features, noise))
+
+    def hidden_and_table(
+        self, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
+        """The activations and the output table whose `scores` are the logits, for who does not want all at once."""
         x = self.llm.layers(self.embedded(text, features), self.context("llm", text, noise))
-        return self.llm.logits(x)
+        return self.llm.hidden_and_table(x)
 
     def embedded(self, text: TextBatch, features: dict[str, Float[Array, "r m d"]]) -> Float[Array, "b t d"]:
         """Token embeddings, with encoder tokens in their places."""

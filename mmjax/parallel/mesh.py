@@ -64,6 +64,19 @@ def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig
             )
 
 
+def check_loss_chunks(sizes: Mapping[str, int], chunks: int, model: ModelConfig) -> None:
+    """Raises UserError where the parts of the vocabulary would be unequal, on any device."""
+    tensor, vocab = sizes["tensor"], model.llm.vocab
+    shard = vocab if vocab % tensor else vocab // tensor  # one that does not divide stays whole
+    if shard % chunks:
+        nearest = min((n for n in range(1, shard + 1) if shard % n == 0), key=lambda n: abs(n - chunks))
+        cut = f", which mesh.tensor={tensor} cuts into {shard}" if shard < vocab else ""
+        raise UserError(
+            f"training.loss_chunks={chunks} does not divide model.llm.vocab={vocab}{cut}; use the nearest that does, "
+            f"training.loss_chunks={nearest}, or a vocabulary that is a multiple of {chunks * tensor}"
+        )
+
+
 def _spell(sizes: dict[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 

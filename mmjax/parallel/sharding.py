@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.config import Exchange, MeshConfig
@@ -107,6 +108,17 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if found is None:
         return x
     return jax.lax.with_sharding_constraint(x, sharding(found.mesh, found.rules, x.shape, axes))
+
+
+def cut_in_shards(x: jax.Array, parts: int, *axes: str | None) -> jax.Array:
+    """`x` `[n, ...]` as `[parts, n / parts, ...]`, each part with an equal piece of every shard of the first axis.
+
+    So a scan over the parts moves nothing between devices. `axes` are those of `x`; `parts` must divide a shard.
+    """
+    found = active()
+    shard = len(x) if found is None else sharding(found.mesh, found.rules, x.shape, axes).shard_shape(x.shape)[0]
+    pieces = x.reshape(len(x) // shard, parts, shard // parts, *x.shape[1:])
+    return constrain(jnp.moveaxis(pieces, 1, 0).reshape(parts, -1, *x.shape[1:]), *axes)
 
 
 def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axes) -> NamedSharding:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import DecoderConfig, ModelConfig, Remat, VisionConfig
-from mmjax.planning.elementwise import connector_elementwise, layer_elementwise, tower_elementwise
+from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
 from mmjax.planning.work import CONV_STRIDE, CONV_TAPS, Encoder, Work, layer_of, merged_positions, row_work, useful_work
 
 
@@ -144,11 +144,14 @@ def _products(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, Product
 # ---------------------------------------------------------------------------------------------------------- executed
 
 
-def executed(model: ModelConfig, shape: Mapping[str, tuple[int, int]], frozen: Set[str]) -> dict[str, Flops]:
+def executed(
+    model: ModelConfig, shape: Mapping[str, tuple[int, int]], frozen: Set[str], loss_chunks: int = 1
+) -> dict[str, Flops]:
     """FLOPs that the backend runs for one microbatch of this shape, by module; `shape` as in `row_work`.
 
     With dense attention in float32, forward plus backward is what `cost_analysis()` of the compiled gradient says, to
-    2%, from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%.
+    2%, from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%. Of a loss
+    in chunks, which makes its logits again in backward, `cost_analysis()` counts one chunk.
     """
     work = row_work(model, shape)
     flops = {}
@@ -162,6 +165,8 @@ def executed(model: ModelConfig, shape: Mapping[str, tuple[int, int]], frozen: S
         if module == tower:
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
             again = sum(recomputed(config, work[tower], policy) for policy in policies_of(config))
+            if module == "llm" and loss_chunks > 1:
+                again += (2 * config.width + LOGITS[0]) * config.vocab * work["llm"].positions
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
             again = 0

@@ -63,6 +63,7 @@ def fit(
     optimizer: AdamW | Muon,
     speed: Speed,
     room: Room,
+    loss_chunks: int = 1,
 ) -> Fit:
     """The policies that compute least again in this room; exact, over all compiled shapes at once.
 
@@ -78,9 +79,10 @@ def fit(
         for of, w in zip(kept, works, strict=True)
     ]
     frozen = frozen_modules(model)
+    unsaved = [{t: own["none"].device for t, own in c.items()} for c in cuts]
     fixed = [
-        fixed_bytes(model, s, {t: own["none"].device for t, own in c.items()}, frozen, spread, activation, optimizer)
-        for s, c in zip(shapes, cuts, strict=True)
+        fixed_bytes(model, s, layers, frozen, spread, activation, optimizer, loss_chunks)
+        for s, layers in zip(shapes, unsaved, strict=True)
     ]
     again = {
         name: [

@@ -53,6 +53,7 @@ def fixed_bytes(
     spread: Spread,
     activation: int,
     optimizer: AdamW | Muon,
+    loss_chunks: int = 1,
 ) -> dict[str, float]:
     """Bytes on one device by kind, whatever the layers' remat policies.
 
@@ -60,7 +61,8 @@ def fixed_bytes(
     activation, and of a frozen parameter. `copies` are trainable weights in the precision of the computation and a
     microbatch's own gradients, sharded like the parameters; `tokens` what encoders give, as it is made and as it
     arrives, with what connectors keep. The largest of the moments that no other kind covers is `moment`: the loss,
-    whose logits and their gradient are float32, or the backward pass of a layer, with weights gathered for it.
+    whose logits and their gradient are float32, or the backward pass of a layer, with weights gathered for it; and,
+    where parameters are sharded, one whole table of the vocabulary. loss_chunks: as in the training config.
     """
     counts, work = parameters(model), row_work(model, batch.shape)
     trainable = sum(n for module, n in counts.items() if module not in frozen)
@@ -76,9 +78,10 @@ def fixed_bytes(
         ),
         "exchange": sum(2 * batch.peers * n * model.llm.width * activation for n in batch.widths.values()),
         "moment": max(
-            _loss(model, work["llm"].positions, spread, activation),
+            _loss(model, work["llm"].positions, spread, activation, loss_chunks),
             max((_layer(model, name, none, spread, activation) for name, none in layers.items()), default=0.0),
-        ),
+        )
+        + _table(model, spread, activation),
     }
 
 
@@ -108,10 +111,22 @@ def _per_token(model: ModelConfig, encoder: Encoder) -> int:
     return 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
 
 
-def _loss(model: ModelConfig, positions: int, spread: Spread, activation: int) -> float:
-    """float32 logits with their gradient, and the table that they are made with, gathered."""
-    vocab = model.llm.vocab / spread.llm
-    return 2 * MASTER * positions * vocab + (activation * model.llm.width * vocab if spread.shards > 1 else 0)
+def _table(model: ModelConfig, spread: Spread, activation: int) -> float:
+    """One table of the vocabulary, gathered for the logits or where the gradient of looked-up tokens is added up."""
+    return activation * model.llm.width * model.llm.vocab / spread.llm if spread.shards > 1 else 0
+
+
+def _loss(model: ModelConfig, positions: int, spread: Spread, activation: int, chunks: int) -> float:
+    """float32 logits with their gradient; in chunks these take one array, beside the float32 sums of the products.
+
+    Those sums are the gradient of the activations, with the activations themselves, and of one part of the table,
+    gathered.
+    """
+    vocab, width = model.llm.vocab / (spread.llm * chunks), model.llm.width
+    if chunks == 1:
+        return 2 * MASTER * positions * vocab
+    part = (activation + MASTER) * width * vocab if spread.shards > 1 else 0
+    return MASTER * positions * (vocab + 2 * width) + part
 
 
 def _layer(model: ModelConfig, tower: str, none: float, spread: Spread, activation: int) -> float:

@@ -40,13 +40,14 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster, and the sizes of the mesh on it. activation: bytes of an activation."""
+    """A cluster, the sizes of the mesh on it, and how it computes. activation: bytes of an activation."""
 
     cluster: Cluster
     mesh: Mapping[str, int]
     spread: Spread
     speed: Speed
     activation: int
+    loss_chunks: int = 1
 
 
 def step_time(
@@ -77,7 +78,8 @@ def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float
     known = {name: of for name, of in measured.items() if of is not None}
     counted = _changed(model, {name: {"layers": 0, "remat": "none"} for name in known})
     plain = _changed(counted, {name: {"remat": "none"} for name in towers})
-    once, all_of_it = (_flops(m, batch, frozen, machine) / rates.flops for m in (plain, counted))
+    runs = ((plain, 1), (counted, machine.loss_chunks))
+    once, all_of_it = (_flops(m, batch, frozen, machine, chunks) / rates.flops for m, chunks in runs)
     work = row_work(model, batch.shape)
     moved = sum(
         c.layers * work[name].positions * unsaved[name] / machine.spread.parts(name)
@@ -107,8 +109,8 @@ def _changed(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> Mod
     return replace(model, llm=replace(model.llm, **towers.get("llm", {})), encoders=encoders)
 
 
-def _flops(model: ModelConfig, batch: OnDevice, frozen: Set[str], machine: Machine) -> float:
-    flops = executed(model, batch.shape, frozen)
+def _flops(model: ModelConfig, batch: OnDevice, frozen: Set[str], machine: Machine, loss_chunks: int) -> float:
+    flops = executed(model, batch.shape, frozen, loss_chunks)
     return sum(f.total / machine.spread.parts(module.removesuffix(".connector")) for module, f in flops.items())
 
 

@@ -117,7 +117,8 @@ def fit_of(
         for of, own in zip(kept, tracer.kept(name, rows, lengths), strict=True):
             of[name] = own
     spread, activation = spread_of(config.mesh, mesh), ACTIVATION[config.training.precision]
-    return fit(config.model, shapes, kept, spread, activation, config.optimizer, speed, room)
+    chunks = config.training.loss_chunks
+    return fit(config.model, shapes, kept, spread, activation, config.optimizer, speed, room, chunks)
 
 
 def on_device(config: Config, layout: RankLayout, shape: Shape) -> OnDevice:

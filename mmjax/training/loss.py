@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mmjax.batch import TextBatch
+from mmjax.models.decoder import scores
+from mmjax.parallel.sharding import cut_in_shards
 
 
 class LossReport(NamedTuple):
@@ -22,15 +25,44 @@ def token_losses(logits: jax.Array, text: TextBatch) -> jax.Array:
     logits = logits.astype(jnp.float32)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, text.target[..., None], axis=-1)[..., 0]
+    return _weighted(log_sum, picked, text)
+
+
+def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunks: int) -> jax.Array:
+    """`token_losses` of the scores of `hidden` and `table`, with the logits of one part of the vocabulary at a time.
+
+    Parts of the vocabulary and not of the positions: each has a part of the table's gradient to itself, so no gradient
+    is reduced over the devices more than once. Backward makes each part's logits again. `chunks` must divide a shard of
+    the vocabulary.
+    """
+    if chunks == 1:
+        return token_losses(scores(hidden, table), text)
+    # In float32 outside, so that the parts' gradients of the activations add up in float32.
+    wide = hidden.astype(jnp.float32)
+
+    # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
+    @partial(jax.checkpoint, prevent_cse=False)
+    def of_part(wide: jax.Array, part: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = scores(wide.astype(hidden.dtype), part)
+        # A target in another part adds 0. No selection: its zeros would be an array beside the loop, as large as these.
+        picked = (logits * (token == text.target[..., None])).sum(-1)
+        return jax.nn.logsumexp(logits, axis=-1), picked
+
+    parts = cut_in_shards(table, chunks, "vocab", "embed"), cut_in_shards(jnp.arange(len(table)), chunks, "vocab")
+    _, (log_sums, picked) = jax.lax.scan(lambda _, part: (None, of_part(wide, *part)), None, parts)
+    return _weighted(jax.nn.logsumexp(log_sums, axis=0), picked.sum(0), text)
+
+
+def _weighted(log_sum: jax.Array, picked: jax.Array, text: TextBatch) -> jax.Array:
+    """Losses from the log-sum-exp of each position's logits and the logit of its target."""
     return jnp.where(text.weight > 0, text.weight * (log_sum - picked), 0.0)
 
 
-def step_loss(logits: jax.Array, text: TextBatch, total_weight: Any, sources: int) -> tuple[jax.Array, LossReport]:
-    """This microbatch's part of the step's loss: its weighted sum / the weight of the whole step.
+def step_loss(losses: jax.Array, text: TextBatch, total_weight: Any, sources: int) -> tuple[jax.Array, LossReport]:
+    """This microbatch's part of the step's loss: the sum of its tokens' losses / the weight of the whole step.
 
     `total_weight` is counted on the host over all microbatches and ranks; any split of the same rows gives one sum.
     """
-    losses = token_losses(logits, text)
     mine = (text.source[..., None] == jnp.arange(sources)).astype(jnp.float32)
     report = LossReport(jnp.einsum("rt,rts->s", losses, mine), jnp.einsum("rt,rts->s", text.weight, mine))
     return losses.sum() / total_weight, report

@@ -17,7 +17,7 @@ from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Balance, Topology
 from mmjax.data.plan import StepPlan, make_planner
 from mmjax.errors import UserError
-from mmjax.parallel.mesh import check_heads, mesh_sizes
+from mmjax.parallel.mesh import check_heads, check_loss_chunks, mesh_sizes
 from mmjax.planning.clusters import USABLE, Cluster
 from mmjax.planning.cost import frozen_modules, needed
 from mmjax.planning.fit import Fit, Room
@@ -89,6 +89,7 @@ def look_ahead(
     """
     mesh = mesh_sizes(config.mesh, cluster.devices)
     check_heads(mesh, config.mesh, config.model)
+    check_loss_chunks(mesh, config.training.loss_chunks, config.model)
     topology = topology_on(cluster, config.mesh, mesh)
     tracer = Tracer(config)
     budget = make_budget(index, config, weights)
@@ -138,7 +139,8 @@ def _way(
     precision, device = config.training.precision, cluster.device
     room = Room(config.mesh.memory * GB or USABLE * device.memory, config.mesh.host_memory * GB)
     fitted = fit_of(config, mesh, layout, speed, room, tracer)
-    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), speed, ACTIVATION[precision])
+    chunks = config.training.loss_chunks
+    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), speed, ACTIVATION[precision], chunks)
     model = fitted.applied(config.model)
     microbatches = [m for plan in plans for m in plan.microbatches]
     batches = [on_device(config, layout, m.shape) for m in microbatches]

@@ -199,7 +199,8 @@ def _write_or_user_error(folder: RunFolder, write: Callable[[], None]) -> None:
 # What may change when a run goes on: where and how fast it runs, how long, how often it looks, its rates.
 MAY_CHANGE = (
     "name", "run", "device", "mesh.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch",
-    "training.steps", "training.clip", "training.evaluate_", "training.checkpoint_every", "training.keep",
+    "training.steps", "training.clip", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
+    "training.keep",
     "optimizer.learning_rate", "optimizer.adam_learning_rate", "optimizer.weight_decay", "optimizer.modules.",
     "schedule.",
     "model.llm.remat", "model.llm.attention",

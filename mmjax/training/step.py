@@ -21,7 +21,7 @@ from mmjax.config import Exchange
 from mmjax.models.model import Model, merge
 from mmjax.parallel.mesh import held_ranks, replicated, row_ranks, rows_sharding
 from mmjax.parallel.sharding import ShardingRules, activations_on
-from mmjax.training.loss import LossReport, step_loss
+from mmjax.training.loss import LossReport, losses_in_chunks, step_loss
 from mmjax.training.optimizer import Hyperparameters, Optimizer
 from mmjax.training.state import TrainState, split, state_from, state_shardings
 
@@ -55,8 +55,9 @@ class Executor:
         rules: ShardingRules,
         sources: int,
         exchange: Exchange = "padded",
+        loss_chunks: int = 1,
     ) -> None:
-        self.exchange = exchange
+        self.exchange, self.loss_chunks = exchange, loss_chunks
         self.model, self.optimizer, self.mesh, self.rules, self.sources = model, optimizer, mesh, rules, sources
         self.frozen = frozenset(model.frozen)
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
@@ -107,8 +108,9 @@ class Executor:
         noise: jax.Array | None = None,
     ) -> Accumulated:
         def loss(trainable: Params) -> tuple[jax.Array, LossReport]:
-            logits = self.model.logits(merge(trainable, frozen), batch, noise)
-            return step_loss(logits, batch.text, total_weight, self.sources)
+            hidden, table = self.model.hidden_and_table(merge(trainable, frozen), batch, noise)
+            losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks)
+            return step_loss(losses, batch.text, total_weight, self.sources)
 
         with activations_on(self.mesh, self.rules, self.exchange):
             gradients, report = jax.grad(loss, has_aux=True)(trainable)

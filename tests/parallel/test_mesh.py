@@ -8,7 +8,16 @@ from jax.sharding import PartitionSpec
 
 from mmjax.config import DecoderConfig, MeshConfig, ModelConfig, VisionConfig
 from mmjax.errors import UserError
-from mmjax.parallel.mesh import RANKS, check_heads, encoder_axes, make_mesh, replicated, row_ranks, rows_sharding
+from mmjax.parallel.mesh import (
+    RANKS,
+    check_heads,
+    check_loss_chunks,
+    encoder_axes,
+    make_mesh,
+    replicated,
+    row_ranks,
+    rows_sharding,
+)
 
 LLM = DecoderConfig(layers=1, width=32, heads=8, kv_heads=2, head_width=4, mlp_width=48, vocab=9)
 VISION = VisionConfig(layers=1, width=32, heads=4, mlp_width=48, patch=4)
@@ -77,6 +86,26 @@ def test_encoders_whose_rows_lie_on_the_tensor_axis_may_have_any_number_of_heads
     check_heads(mesh.shape, MeshConfig(encoders="data"), model)
     with pytest.raises(UserError, match=r"heads=1; use a divisor of it, or mesh\.encoders=data"):
         check_heads(mesh.shape, MeshConfig(), model)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tensor", "chunks", "remedy"),
+    [
+        (24, 1, 8, None),
+        (24, 2, 6, None),
+        (9, 2, 3, None),  # which tensor=2 does not divide: whole on every device
+        (24, 1, 7, "vocab=24; use the nearest that does, training.loss_chunks=6, or a vocabulary .* multiple of 7"),
+        (24, 2, 8, "vocab=24, which mesh.tensor=2 cuts into 12; .* training.loss_chunks=6, or .* multiple of 16"),
+        (23, 1, 4, "training.loss_chunks=1, or a vocabulary that is a multiple of 4"),
+    ],
+)
+def test_parts_of_the_vocabulary_that_would_be_unequal_are_refused_with_the_nearest(vocab, tensor, chunks, remedy):
+    model = ModelConfig(replace(LLM, vocab=vocab))
+    if remedy is None:
+        check_loss_chunks({"tensor": tensor}, chunks, model)
+        return
+    with pytest.raises(UserError, match=remedy):
+        check_loss_chunks({"tensor": tensor}, chunks, model)
 
 
 def test_rows_are_spread_over_data_and_fsdp_and_whole_over_tensor():

@@ -29,7 +29,7 @@ from mmjax.planning.cost import (
     step_needed,
 )
 from mmjax.planning.work import useful_work
-from mmjax.training.loss import token_losses
+from mmjax.training.loss import losses_in_chunks
 
 MODULES = ("llm", "vision", "vision.connector", "audio", "audio.connector")
 FROZEN = [
@@ -159,14 +159,15 @@ def traced_products(jaxpr) -> int:
     return total
 
 
-def gradient(model: ModelConfig, frozen: frozenset[str]):
+def gradient(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1):
     """(the gradient function of the trainable parameters, its abstract parameters), every layer a run of its own."""
     towers = {"llm": model.llm, **model.encoders}
     built = Model.build(model, jnp.float32, {name: tuple(range(1, c.layers)) for name, c in towers.items()})
     trainable, rest = partition(built.abstract, set(frozen))
 
     def loss(trainable, rest, batch):
-        return token_losses(built.logits(merge(rest, trainable), batch), batch.text).sum()
+        hidden, table = built.hidden_and_table(merge(rest, trainable), batch)
+        return losses_in_chunks(hidden, table, batch.text, loss_chunks).sum()
 
     return jax.grad(loss), (trainable, rest)
 
@@ -231,6 +232,15 @@ def recomputing(policy: Remat) -> ModelConfig:
     return ModelConfig(replace(WIDE.llm, remat=policy), encoders)
 
 
+def xlas_count(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1) -> float:
+    """FLOPs of the compiled gradient."""
+    function, params = gradient(model, frozen, loss_chunks)
+    # Slow machine code, compiled in half the time, from the same program.
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    program = jax.jit(function).lower(*params, make_batch(model, SHAPE)).compile(compiler_options=quick)
+    return program.cost_analysis()["flops"]
+
+
 @pytest.mark.parametrize(
     ("model", "frozen"),
     [
@@ -245,13 +255,20 @@ def recomputing(policy: Remat) -> ModelConfig:
     ],
 )
 def test_executed_is_within_two_percent_of_xlas_count(model: ModelConfig, frozen: frozenset[str]) -> None:
-    shape = {name: SHAPE[name] for name in ("llm", *model.encoders)}
-    function, params = gradient(model, frozen)
-    # Slow machine code, compiled in half the time, from the same program.
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    program = jax.jit(function).lower(*params, make_batch(model, shape)).compile(compiler_options=quick)
-    found = sum(f.total for f in executed(model, shape, frozen).values())
-    assert found == pytest.approx(program.cost_analysis()["flops"], rel=0.02)
+    found = sum(f.total for f in executed(model, SHAPE, frozen).values())
+    assert found == pytest.approx(xlas_count(model, frozen), rel=0.02)
+
+
+@pytest.mark.parametrize("frozen", [FROZEN[0], FROZEN[2]], ids=["all trainable", "frozen llm"])
+def test_a_loss_in_chunks_executes_its_logits_once_more(frozen: frozenset[str]) -> None:
+    model = replace(WIDE, llm=replace(WIDE.llm, vocab=960))
+    two, four = (xlas_count(model, frozen, chunks) for chunks in (2, 4))
+    # XLA counts one chunk: a half of the loss or a quarter of it, beside all the rest.
+    loss = 4 * (two - four)
+    found, whole = (sum(f.total for f in executed(model, SHAPE, frozen, n).values()) for n in (2, 1))
+    assert found == pytest.approx(two + loss / 2, rel=0.02)
+    assert found > 1.05 * whole
+    assert executed(model, SHAPE, frozen, 4) == executed(model, SHAPE, frozen, 2)
 
 
 def test_executed_adds_what_needed_leaves_out() -> None:

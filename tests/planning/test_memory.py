@@ -27,9 +27,11 @@ def on_first_device(tree) -> int:
     return sum(s.data.nbytes for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == first)
 
 
-def held(config: Config, spread: Spread = ALONE, activation: int = 4, batch: OnDevice = BATCH) -> dict[str, float]:
+def held(
+    config: Config, spread: Spread = ALONE, activation: int = 4, batch: OnDevice = BATCH, chunks: int = 1
+) -> dict[str, float]:
     frozen = Model.build(config.model, jnp.float32).frozen
-    return fixed_bytes(config.model, batch, NONE, frozen, spread, activation, config.optimizer)
+    return fixed_bytes(config.model, batch, NONE, frozen, spread, activation, config.optimizer, chunks)
 
 
 @pytest.mark.parametrize("name", ["tiny_omni", "tiny_frozen"])
@@ -65,6 +67,16 @@ def test_the_moment_of_the_loss_is_logits_and_their_gradient_and_on_many_devices
     assert alone["moment"] == 64 * config.model.llm.vocab * 8
     assert shared["moment"] == alone["moment"] + 4 * config.model.llm.vocab * config.model.llm.width
     assert held(config, Spread(8, llm=2))["moment"] == shared["moment"] / 2
+
+
+def test_a_loss_in_chunks_has_the_logits_of_one_and_the_float32_sums_of_its_products():
+    config = load("tiny_omni")
+    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=4096)))
+    vocab, width = config.model.llm.vocab, config.model.llm.width
+    alone, shared = held(config, chunks=8), held(config, Spread(8), chunks=8)
+    assert alone["moment"] == 4 * 64 * (vocab / 8 + 2 * width)
+    assert shared["moment"] == alone["moment"] + 8 * width * vocab / 8 + 4 * width * vocab
+    assert {kind: n for kind, n in held(config).items() if n != alone[kind]}.keys() == {"moment"}
 
 
 def test_an_exchange_has_room_for_what_is_sent_and_what_arrives_and_two_steps_batches_lie_on_the_device():

@@ -65,6 +65,13 @@ def test_measured_layers_take_their_measured_time_and_the_rest_is_counted():
     assert found.recompute == pytest.approx(20 * 0.005 - 0.002 * (MODEL.llm.layers - 20))
 
 
+def test_a_loss_in_chunks_makes_its_logits_again():
+    once, again = seconds(machine("h100")), seconds(replace(machine("h100"), loss_chunks=8))
+    assert again.compute == once.compute
+    products = 2 * MODEL.llm.vocab * MODEL.llm.width * 4096
+    assert again.recompute == pytest.approx(products / (REACHED * 989.4e12), rel=0.01)
+
+
 def test_activations_that_are_kept_move_through_memory():
     moved = seconds(machine("h100"), unsaved={"llm": 1e5})
     layers = MODEL.llm.layers

@@ -76,6 +76,15 @@ def test_more_shards_and_more_microbatches_need_less(layouts):
     assert sum(smaller.activations.values()) < sum(whole.activations.values())
 
 
+def test_a_loss_in_chunks_needs_less(layouts):
+    made = tiny_config()
+    made = replace(made, model=replace(made.model, llm=replace(made.model.llm, vocab=4400)))
+    whole, chunked = (
+        fitted(layouts, np.inf, replace(made, training=replace(made.training, loss_chunks=n))) for n in (1, 4)
+    )
+    assert chunked.fixed["moment"] < 0.3 * whole.fixed["moment"]
+
+
 def test_a_memory_between_is_filled_with_a_mix_of_policies(layouts):
     most = fitted(layouts, np.inf)
     least = fitted(layouts, 1e-9)

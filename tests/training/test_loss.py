@@ -1,19 +1,27 @@
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mmjax.batch import PADDING, TextBatch
+from mmjax.models.decoder import scores
 from mmjax.training import loss
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ROWS, LENGTH, VOCAB, SOURCES = 4, 16, 11, 3
+ROWS, LENGTH, VOCAB, SOURCES, WIDTH = 4, 16, 12, 3, 8
 
 
-step_loss, token_losses = jax.jit(loss.step_loss, static_argnums=3), jax.jit(loss.token_losses)
+@partial(jax.jit, static_argnums=3)
+def step_loss(logits, text, total, sources):
+    return loss.step_loss(loss.token_losses(logits, text), text, total, sources)
+
+
+token_losses, in_chunks = jax.jit(loss.token_losses), jax.jit(loss.losses_in_chunks, static_argnums=3)
 
 
 @pytest.fixture
@@ -85,3 +93,56 @@ def test_the_parts_of_a_step_add_up_to_its_loss_however_unequal_their_weights(lo
     parts = [float(step_loss(*part([r]), total, SOURCES)[0]) for r in range(ROWS)]
     assert sum(parts) == pytest.approx(float(whole), rel=1e-6)
     assert float(whole) == pytest.approx(reference(logits, text).sum() / total, rel=1e-5)
+
+
+@pytest.fixture
+def factors() -> tuple[np.ndarray, np.ndarray]:
+    """Activations and a table whose scores lie between -15 and 15."""
+    rng = np.random.default_rng(2)
+    return 2 * rng.standard_normal((ROWS, LENGTH, WIDTH), np.float32), rng.standard_normal((VOCAB, WIDTH), np.float32)
+
+
+def gradients(hidden, table, text, chunks):
+    return jax.grad(lambda *of: in_chunks(*of, text, chunks).sum(), (0, 1))(hidden, table)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, VOCAB])
+def test_a_loss_in_chunks_is_that_of_all_logits_with_its_gradients(chunks, factors, text):
+    losses = [in_chunks(*factors, text, n) for n in (chunks, 1)]
+    of_factors = zip(gradients(*factors, text, chunks), gradients(*factors, text, 1), strict=True)
+    for found, wanted in (losses, *of_factors):
+        np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max())
+
+
+def test_one_chunk_is_the_loss_of_the_whole_logits_to_the_bit(factors, text):
+    whole = jax.jit(lambda hidden, table: loss.token_losses(scores(hidden, table), text))
+    np.testing.assert_array_equal(in_chunks(*factors, text, 1), whole(*factors))
+
+
+def test_in_bfloat16_chunks_add_the_activations_gradient_in_float32(factors, text):
+    half = [x.astype(jnp.bfloat16) for x in factors]
+    exact = gradients(*(x.astype(jnp.float32) for x in half), text, 1)
+    for chunks in (1, VOCAB):
+        found = in_chunks(*half, text, chunks)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, in_chunks(*half, text, 1), rtol=1e-6, atol=1e-5)
+        for gradient, wanted in zip(gradients(*half, text, chunks), exact, strict=True):
+            assert gradient.dtype == jnp.bfloat16
+            # Two roundings: of each part's gradient, and of the sum.
+            np.testing.assert_allclose(gradient.astype(jnp.float32), wanted, atol=2**-7 * np.abs(wanted).max())
+
+
+def test_in_chunks_too_tokens_without_a_weight_cost_exactly_nothing(factors, text):
+    hidden, table = factors
+    unweighted = text.weight == 0
+    wild = np.where(unweighted[..., None], np.float32(np.inf), hidden)
+    assert not np.asarray(in_chunks(wild, table, text, 3))[unweighted].any()
+    gradient = np.asarray(gradients(hidden, table, text, 3)[0])
+    assert not gradient[unweighted].any()
+    assert gradient[~unweighted].any(-1).all()
+
+
+def test_scores_too_large_for_an_exponential_are_summed_across_chunks(text):
+    hidden, table = np.ones((ROWS, LENGTH, 1), np.float32), np.linspace(-400, 400, VOCAB, dtype=np.float32)[:, None]
+    np.testing.assert_allclose(in_chunks(hidden, table, text, 4), in_chunks(hidden, table, text, 1), rtol=1e-6)
+    assert np.isfinite(gradients(hidden, table, text, 4)[1]).all()

@@ -1,0 +1,156 @@
+"""A loss made in parts of the vocabulary trains as one made whole, on any mesh, and holds only one part's logits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import (
+    MESHES,
+    VOCAB,
+    gradients,
+    load_steps,
+    make_executor,
+    scattered,
+    state_with,
+    stderr_of,
+    tiny_config,
+    train,
+    worst_leaf,
+)
+
+from mmjax.batch import Microbatch, TextBatch
+from mmjax.config import Config, MeshConfig, ModelConfig
+from mmjax.data.placement import ONE_RANK, Topology
+from mmjax.models.model import Model
+from mmjax.training.devices import topology_of
+from mmjax.training.step import Executor
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ALONE, SHARED = MESHES["one device"], MESHES["data=2 x fsdp=2 x tensor=2"]
+
+
+def config(chunks: int, tied: bool = True, precision: str = "float32") -> Config:
+    base = tiny_config()
+    model = replace(base.model, llm=replace(base.model.llm, tied=tied))
+    return replace(base, model=model, training=replace(base.training, loss_chunks=chunks, precision=precision))
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> Callable[[Topology], list[tuple[Microbatch, ...]]]:
+    """The first steps, as they are planned for these ranks."""
+    return cache(lambda topology: load_steps(config(1), tmp_path_factory.mktemp("data"), 10, topology))
+
+
+@cache
+def parameters(tied: bool) -> Any:
+    return scattered(make_executor(config(1, tied), ALONE))
+
+
+@pytest.fixture(scope="module")
+def first(loaded) -> Callable[..., tuple[float, Any]]:
+    """The loss and the gradients of the first step's first microbatch, on one device."""
+
+    @cache
+    def run(chunks: int, tied: bool = True, precision: str = "float32") -> tuple[float, Any]:
+        executor = make_executor(config(chunks, tied, precision), ALONE)
+        found = gradients(executor, state_with(executor, parameters(tied)), loaded(ONE_RANK)[0][:1])
+        return found.report.loss.sum(), found.gradients
+
+    return run
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("chunks", [2, 4, VOCAB])
+def test_loss_and_every_gradient_are_those_of_the_whole_logits(first, chunks, tied):
+    (found, gradient), (wanted, whole) = first(chunks, tied), first(1, tied)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert worst_leaf(gradient, whole) < (1e-6, "")
+
+
+def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
+    (found, gradient), (wanted, whole) = (first(chunks, precision="bfloat16") for chunks in (4, 1))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert worst_leaf(gradient, whole) < (0.02, "")
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_replicated(loaded, tied):
+    alone, shared = make_executor(config(2, tied), ALONE), make_executor(config(2, tied), SHARED)
+    wanted = gradients(alone, state_with(alone, parameters(tied)), loaded(ONE_RANK)[0])
+    with stderr_of() as written:
+        planned = loaded(topology_of(shared.mesh, SHARED))[0]
+        found = gradients(shared, state_with(shared, parameters(tied)), planned)
+    assert found.report.loss.sum() == pytest.approx(wanted.report.loss.sum(), rel=1e-5)
+    assert worst_leaf(found.gradients, wanted.gradients) < (1e-5, "")
+    assert "rematerialization" not in written[0]
+
+
+def test_ten_updates_give_the_losses_of_the_whole_logits(loaded):
+    def losses(chunks: int) -> np.ndarray:
+        executor = make_executor(config(chunks), ALONE)
+        return train(config(chunks), executor, state_with(executor, parameters(True)), loaded(ONE_RANK)).losses
+
+    np.testing.assert_allclose(losses(4), losses(1), rtol=1e-5)
+
+
+ROWS, LENGTH, LARGE = 8, 24, 1408  # sizes that nothing else in the program has, on a device or whole
+
+
+def wide_text() -> tuple[Config, Microbatch]:
+    """A text model whose vocabulary is far larger than anything else, and a batch for it."""
+    base = tiny_config()
+    model = ModelConfig(replace(base.model.llm, vocab=LARGE, tied=False))
+    row = np.zeros((ROWS, LENGTH), np.int32)
+    text = TextBatch(row, row, row.astype(np.float32), *[row] * 9, {}, {})
+    return replace(base, model=model), Microbatch(text, {})
+
+
+def compiled(mesh: MeshConfig, chunks: int) -> tuple[Executor, str]:
+    made, batch = wide_text()
+    executor = make_executor(replace(made, training=replace(made.training, loss_chunks=chunks)), mesh)
+    args = executor.abstract.trainable, {}, jax.eval_shape(executor.zeros), executor.put(batch), np.float32(1)
+    return executor, executor.accumulate.lower(*args).compile().as_text()
+
+
+def shapes(program: str) -> set[tuple[int, ...]]:
+    """Of every float32 value, without dimensions of 1, in ascending order."""
+    found = (map(int, dims.split(",")) for dims in re.findall(r"f32\[([\d,]+)\]", program))
+    return {tuple(sorted(n for n in shape if n > 1)) for shape in found}
+
+
+@pytest.mark.parametrize("mesh", [ALONE, MESHES["fsdp=8"], SHARED], ids=["one device", "fsdp=8", "2 x 2 x 2"])
+def test_no_device_ever_holds_float32_logits_of_its_whole_vocabulary(mesh):
+    for chunks in (1, 4):
+        executor, program = compiled(mesh, chunks)
+        ranks, tensor = mesh.data * mesh.fsdp, mesh.tensor
+        positions, vocab = ROWS // ranks * LENGTH, LARGE // tensor
+        rows = {(ROWS // ranks, LENGTH), (positions,)}
+        logits = {n: {tuple(sorted((*(r for r in of if r > 1), vocab // n))) for of in rows} for n in (1, 4)}
+        assert bool(shapes(program) & logits[1]) == (chunks == 1)
+        assert bool(shapes(program) & logits[4]) == (chunks == 4)
+        assert executor.loss_chunks == chunks
+
+
+def test_under_fsdp_only_a_part_of_the_output_table_is_gathered():
+    _, program = compiled(MESHES["fsdp=8"], 4)
+    gathered = re.findall(r"= \(?f32\[([\d,]+)\][^=]* all-gather", program)
+    width = wide_text()[0].model.llm.width
+    sizes = [int(np.prod([int(n) for n in dims.split(",")])) for dims in gathered]
+    assert LARGE // 4 * width in sizes
+    assert sizes.count(LARGE * width) <= 1  # the table of the tokens that come in
+
+
+def test_the_factors_of_the_logits_have_them_as_their_scores(loaded):
+    model = Model.build(config(1).model, np.float32)
+    batch, params = loaded(ONE_RANK)[0][0], parameters(True)
+    hidden, table = jax.jit(model.hidden_and_table)(params, batch)
+    logits = jax.jit(model.logits)(params, batch)
+    np.testing.assert_allclose(np.einsum("rtd,vd->rtv", hidden, table), logits, atol=1e-5)
