@@ -285,7 +285,7 @@ class TrainingConfig:
     steps: int
     precision: Literal["float32", "bfloat16"] = "float32"  # of the computation; master weights are float32
     clip: float = 1.0  # global gradient norm
-    loss_chunks: int = 1  # parts of the vocabulary whose logits are made one after the other; 1 = all at once
+    loss_chunks: int = 0  # parts of the vocabulary whose logits are made one after the other; 0 = as memory needs
     evaluate_every: int = 0  # steps; 0 = only at the end
     evaluate_samples: int = 64  # of the validation split, while training
     checkpoint_every: int = 0  # steps; 0 = only at the end

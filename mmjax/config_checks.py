@@ -211,8 +211,8 @@ def _check_training(config: Config) -> None:
         f"model.llm.vocab={model.llm.vocab}: data.alphabet needs {tokens} (its characters, padding and end of answer); "
         f"set model.llm.vocab={tokens} or more",
     )
-    _at_least(1, "training", training, ("steps", "loss_chunks", "evaluate_samples", "keep"))
-    _at_least(0, "training", training, ("evaluate_every", "checkpoint_every"))
+    _at_least(1, "training", training, ("steps", "evaluate_samples", "keep"))
+    _at_least(0, "training", training, ("loss_chunks", "evaluate_every", "checkpoint_every"))
     _above_zero("training", training, ("clip",))
     _at_least(0, "schedule", schedule, ("warmup", "final"))
     _check(schedule.final <= 1, f"schedule.final={schedule.final}: it is a part of the peak; choose 0 to 1")

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from mmjax.training.outlook import Outlook, Way, look_ahead
 from mmjax.training.profile import cluster_here
 
 MADE = 200_000  # samples of the made lengths that stand in for data that a config does not name
+# What XLA of JAX 0.10.2 takes on one core for a gradient program on H100, and for each run of layers in it; 7 programs
+# of 1 to 7 runs were compiled, the longest in 28 s (docs/planning.md).
+PROGRAM_SECONDS, RUN_SECONDS = 4.0, 3.5
 HERE = "here"  # in place of a cluster's name
 OWN = ("cluster", "price")  # words that are the command's, not the config's
 
@@ -87,8 +91,9 @@ def _write(outlook: Outlook, path: Path) -> None:
     if not way.fitted.fits:
         raise UserError(f"--out {path}: nothing is written, for the run does not fit; see what limits it")
     expected = {"seconds": way.time.total, "mfu": outlook.mfu(way), "memory": way.fitted.device}
-    policies = way.fitted.policies
-    path.write_text(plan_text(outlook.config, str(outlook.cluster), outlook.mesh, policies, expected))
+    fitted = way.fitted
+    text = plan_text(outlook.config, str(outlook.cluster), outlook.mesh, fitted.policies, fitted.loss_chunks, expected)
+    path.write_text(text)
 
 
 def _price(word: str | None) -> float | None:
@@ -137,11 +142,11 @@ def report(outlook: Outlook, price: float | None, told: str) -> list[str]:
         *table(_modules(outlook)),
     ]
     if not way.fitted.fits:
-        lines.append(f"DOES NOT FIT: {too_large(way.fitted)}")
+        lines.append(f"DOES NOT FIT: {too_large(way.fitted)}; {outlook.nearest}")
     lines += how_it_fits(way.fitted)
     lines += [f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%}: {_parts(way)}"]
     lines += table(_balances(outlook))
-    lines += _to_the_end(outlook, price)
+    lines += [_start(outlook), *_to_the_end(outlook, price)]
     return lines + [f"limits {line}" for line in limits(outlook)]
 
 
@@ -170,6 +175,24 @@ def _balances(outlook: Outlook) -> list[tuple[str, ...]]:
         ratios = [f"{ratio:.3f}" for ratio in way.dist_ratio.values()]
         rows.append((kind, *ratios, f"{way.fill['llm']:.2f}", duration(way.time.total), f"{outlook.mfu(way):.1%}"))
     return rows
+
+
+def _start(outlook: Outlook) -> str:
+    shapes, runs = len(outlook.chosen.layout.shapes), runs_of_layers(outlook.chosen)
+    return (
+        f"start  about {duration(compile_seconds(outlook.chosen))} of compiling on one core of each host: "
+        f"{shapes} shape(s), {runs} run(s) of layers"
+    )
+
+
+def runs_of_layers(way: Way) -> int:
+    """Contiguous layers of one remat policy, of all towers: each is one body that is compiled and scanned."""
+    return sum(len(list(groupby(own))) for own in way.fitted.policies.values())
+
+
+def compile_seconds(way: Way) -> float:
+    """That all shapes take before the first step of the first start; a second one finds them in its cache."""
+    return len(way.layout.shapes) * (PROGRAM_SECONDS + RUN_SECONDS * runs_of_layers(way))
 
 
 def _to_the_end(outlook: Outlook, price: float | None) -> list[str]:
@@ -246,8 +269,11 @@ def as_numbers(outlook: Outlook, price: float | None) -> dict[str, Any]:
         "memory": outlook.chosen.fitted.fixed | {"activations": outlook.chosen.fitted.activations},
         "room": outlook.chosen.fitted.room.device,
         "remat": outlook.chosen.fitted.policies,
+        "loss_chunks": outlook.chosen.fitted.loss_chunks,
         "balance": outlook.config.batch.balance.kind,
         "ways": ways,
+        "nearest": outlook.nearest,
+        "compile": compile_seconds(outlook.chosen),
         "hours": outlook.hours,
         "device_hours": spent,
         "cost": None if price is None else price * spent,

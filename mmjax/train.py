@@ -22,7 +22,7 @@ from mmjax.data.sources import open_sources
 from mmjax.errors import UserError, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
-from mmjax.parallel.mesh import check_heads, check_loss_chunks, encoder_axes, held_ranks, make_mesh
+from mmjax.parallel.mesh import check_heads, encoder_axes, held_ranks, make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.plan_file import plan_changes
 from mmjax.training.checkpoint import Checkpoints
@@ -45,7 +45,6 @@ def open_session(
     """Everything a run needs, in a folder that it has claimed."""
     mesh = make_mesh(config.mesh, devices)
     check_heads(mesh.shape, config.mesh, config.model)
-    check_loss_chunks(mesh.shape, config.training.loss_chunks, config.model)
     keep_programs(folder.programs)
     programs = ProgramCounter()
 
@@ -67,7 +66,7 @@ def open_session(
     model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision))
     rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)
-    executor = Executor(model, optimizer, mesh, rules, len(sources), config.mesh.exchange, config.training.loss_chunks)
+    executor = Executor(model, optimizer, mesh, rules, len(sources), config.mesh.exchange, fitted.loss_chunks)
     checkpoints = Checkpoints(folder.checkpoints, executor, config.training.keep)
     questions = question_sources(config, ("validation", "test"), folder.path)
     evaluator = Evaluator(model, mesh, rules, questions, config, topology)

@@ -64,7 +64,7 @@ FAULTS = {
         "training.loss_chunks=40 does not divide model.llm.vocab=43;",
         "training.loss_chunks=43",
     ),
-    "no chunks of the loss": (["training.loss_chunks=0"], "training.loss_chunks=0", "at least 1"),
+    "no chunks of the loss": (["training.loss_chunks=-1"], "training.loss_chunks=-1", "at least 0"),
     "two free mesh axes": (["mesh.fsdp=-1"], "mesh.fsdp", "all but one"),
     "heads that do not divide": (["model.llm.heads=3"], "heads=3", "choose kv_heads from"),
     "a budget smaller than every sample": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -112,6 +113,7 @@ def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
     assert found["ways"]["post"]["memory"] > 0.4 * found["room"]
     tight = told(capsys, *small, "cluster=h100x8x8", "mesh.fsdp=8")
     assert "DOES NOT FIT: the run needs " in tight
+    assert re.search(r"; mesh\.fsdp=\d+ mesh\.data=\d+.* fits, with ", tight)
     assert "limits memory: shard over more devices" in tight
 
 

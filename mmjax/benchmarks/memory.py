@@ -64,7 +64,7 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     spread = spread_of(config.mesh, {"fsdp": DEVICES, "tensor": 1})
     activation = ACTIVATION[config.training.precision]
     chunks = config.training.loss_chunks
-    predicted = fit(model, [batch], [kept], spread, activation, config.optimizer, SPEED, Room(0), chunks).device
+    predicted = fit(model, [batch], [kept], spread, activation, config.optimizer, SPEED, Room(0), (chunks,)).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
 

@@ -23,7 +23,7 @@ from mmjax.planning.fit import Fit, Room, fit
 from mmjax.planning.layer_times import LayerTimes, Speed
 from mmjax.planning.memory import OnDevice, Spread
 from mmjax.training.fitting import ACTIVATION
-from mmjax.training.layer_profile import fastest, time_layer
+from mmjax.training.layer_profile import STACK, layer_programs, time_layer, typical_seconds
 from mmjax.training.layers_alone import batch_of_tower
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.profile import described
@@ -31,7 +31,7 @@ from mmjax.training.residuals import kept_per_layer
 from mmjax.training.step import Executor
 
 GB = 1e9
-AUTO = "auto"
+AUTO, STEP = "auto", "step"
 MIXES: dict[str, tuple[Remat, Remat]] = {  # of the LLM's layers and of the encoder's
     "none": ("none", "none"),
     "full": ("full", "full"),
@@ -48,16 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=1536, help="of the LLM; the encoder has half of it")
     parser.add_argument("--layers", type=int, default=4, help="of each tower")
     parser.add_argument("--length", type=int, default=256, help="positions of the row of each tower")
+    parser.add_argument("--seconds", type=float, default=150, help="to measure for")
     parser.add_argument("--room", type=float, default=0.5, help="for activations in `auto`: 0 is full's, 1 is none's")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each mix of remat policies, and `auto` with the memory for activations cut to `--room`.
 
-    `activations`: GB that it keeps. `step`: seconds of a step's forward and backward pass, the least of several in
-    which all mixes took turns. `measured`: how much longer than that of the fastest mix; `predicted`: the same from
-    layers that were timed alone. `off`: by which part they differ. `gained`: the time saved against `full`, by what
-    `none` saves.
+    `activations`: GB that it keeps. `step`: seconds of a step's forward and backward pass. `measured`: how much longer
+    than that of the fastest mix; `predicted`: the same from layers that were timed alone. All are medians of rounds in
+    which they took turns. `off`: by which part they differ. `gained`: the time saved against `full`, by what `none`
+    saves.
     """
     if args.width % 256 or min(args.width, args.layers, args.length) < 1 or args.length % 8:
         raise UserError("--width must be a multiple of 256, --length of 8, and --layers at least 1")
@@ -70,12 +71,22 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     least, most = (fits[name].device for name in ("full", "none"))
     fits[AUTO] = _fit(config, batch, speed, least + args.room * (most - least))
     states: dict[str, list[Any]] = {}
-    applied = {name: replace(config, model=fitted.applied(config.model)) for name, fitted in fits.items()}
-    steps = fastest({name: _gradients(of, batch, states) for name, of in applied.items()})
+    programs: dict[tuple[str, str], Callable[[], Any]] = {
+        (STEP, name): _gradients(replace(config, model=fitted.applied(config.model)), batch, states)
+        for name, fitted in fits.items()
+    }
+    for tower, shape in batch.shape.items():
+        programs |= {(tower, name): run for name, run in layer_programs(config, tower, shape, device).items()}
+    found = typical_seconds(programs, args.seconds)
+    steps = {name: found[STEP, name] for name in fits}
+    layers = {
+        name: sum(found[tower, policy] / STACK for tower, own in fitted.policies.items() for policy in own)
+        for name, fitted in fits.items()
+    }
     first = min(steps, key=lambda name: steps[name])
     rows = []
     for name, seconds in steps.items():
-        measured, predicted = seconds - steps[first], fits[name].seconds - fits[first].seconds
+        measured, predicted = seconds - steps[first], layers[name] - layers[first]
         off = predicted / measured - 1 if measured else 0.0
         row = {"remat": name, "activations": sum(fits[name].activations.values()) / GB, "step": seconds}
         gained = (steps["full"] - seconds) / (steps["full"] - steps["none"])

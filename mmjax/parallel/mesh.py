@@ -64,10 +64,18 @@ def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig
             )
 
 
-def check_loss_chunks(sizes: Mapping[str, int], chunks: int, model: ModelConfig) -> None:
-    """Raises UserError where the parts of the vocabulary would be unequal, on any device."""
+LOSS_PARTS = (1, 2, 4, 8, 16, 32)  # of the vocabulary, to choose from
+
+
+def loss_choices(sizes: Mapping[str, int], chunks: int, model: ModelConfig) -> tuple[int, ...]:
+    """The numbers of parts of the vocabulary that a loss may have: `chunks`, or where that is 0 powers of two.
+
+    Raises UserError where the parts would be unequal, on any device.
+    """
     tensor, vocab = sizes["tensor"], model.llm.vocab
     shard = vocab if vocab % tensor else vocab // tensor  # one that does not divide stays whole
+    if chunks == 0:
+        return tuple(n for n in LOSS_PARTS if shard % n == 0)
     if shard % chunks:
         nearest = min((n for n in range(1, shard + 1) if shard % n == 0), key=lambda n: abs(n - chunks))
         cut = f", which mesh.tensor={tensor} cuts into {shard}" if shard < vocab else ""
@@ -75,6 +83,7 @@ def check_loss_chunks(sizes: Mapping[str, int], chunks: int, model: ModelConfig)
             f"training.loss_chunks={chunks} does not divide model.llm.vocab={vocab}{cut}; use the nearest that does, "
             f"training.loss_chunks={nearest}, or a vocabulary that is a multiple of {chunks * tensor}"
         )
+    return (chunks,)
 
 
 def _spell(sizes: dict[str, int]) -> str:

@@ -166,7 +166,7 @@ def executed(
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
             again = sum(recomputed(config, work[tower], policy) for policy in policies_of(config))
             if module == "llm" and loss_chunks > 1:
-                again += (2 * config.width + LOGITS[0]) * config.vocab * work["llm"].positions
+                again += executed_logits(model, work["llm"])
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
             again = 0
@@ -192,6 +192,11 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
         )
         costs.append((high - low) / (2 * half))
     return np.array(costs)
+
+
+def executed_logits(model: ModelConfig, work: Work) -> int:
+    """FLOPs of all logits, forward: what a loss in chunks makes again in backward."""
+    return (2 * model.llm.width + LOGITS[0]) * model.llm.vocab * work.positions
 
 
 def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat
 from mmjax.planning.activations import Kept, cut
-from mmjax.planning.cost import frozen_modules, policies_of, recomputed
+from mmjax.planning.cost import executed_logits, frozen_modules, policies_of, recomputed
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import OnDevice, Spread, fixed_bytes
 from mmjax.planning.remat import Option, Options, choose, least_seconds
@@ -31,6 +31,7 @@ class Fit:
     """How a run fills a device. policies: of every layer of each tower, the ones that were given included."""
 
     policies: dict[str, tuple[Remat, ...]]
+    loss_chunks: int
     fixed: dict[str, float]  # bytes by kind, of the fullest shape
     activations: dict[str, float]  # bytes by tower, of the fullest shape
     unsaved: dict[str, float]  # bytes by tower: of one position of one layer, uncut, without remat
@@ -63,9 +64,11 @@ def fit(
     optimizer: AdamW | Muon,
     speed: Speed,
     room: Room,
-    loss_chunks: int = 1,
+    loss_choices: Sequence[int] = (1,),
 ) -> Fit:
     """The policies that compute least again in this room; exact, over all compiled shapes at once.
+
+    loss_choices: numbers of parts in which the loss may be made. More leave more room, and make the logits again.
 
     kept: of each shape, uncut. activation: bytes of an activation. Towers whose `remat` is not "auto" keep theirs.
     """
@@ -80,10 +83,6 @@ def fit(
     ]
     frozen = frozen_modules(model)
     unsaved = [{t: own["none"].device for t, own in c.items()} for c in cuts]
-    fixed = [
-        fixed_bytes(model, s, layers, frozen, spread, activation, optimizer, loss_chunks)
-        for s, layers in zip(shapes, unsaved, strict=True)
-    ]
     again = {
         name: [
             _again(config, w[name], c[name], speed, speed.layer(name, s.shape[name]), spread.parts(name))
@@ -104,23 +103,36 @@ def fit(
     }
     given = {name: policies_of(config) for name, config in towers.items() if config.remat != "auto"}
     free = {name: config.layers for name, config in towers.items() if name not in given}
-    rooms = [room.device - sum(f.values()) - _bytes(given, options, s, "device") for s, f in enumerate(fixed)]
-    hosts = [room.host - _bytes(given, options, s, "host") for s in range(len(shapes))]
     own = {name: options[name] for name in free}
-    chosen, least = choose(free, own, rooms, hosts), least_seconds(free, own, rooms, hosts)
-    if chosen is None:
-        chosen = {name: (_leanest(options[name]),) * layers for name, layers in free.items()}
-    policies = {name: (given | chosen)[name] for name in towers}
-    fullest = int(np.argmax([sum(f.values()) + _bytes(policies, options, s, "device") for s, f in enumerate(fixed)]))
-    return Fit(
-        policies,
-        fixed[fullest],
-        {name: _bytes({name: policies[name]}, options, fullest, "device") for name in towers},
-        {name: kept[fullest][name]["none"].device / works[fullest][name].positions for name in towers},
-        _seconds(policies, options),
-        _seconds(given, options) + (np.inf if least is None else least),
-        room,
-    )
+    hosts = [room.host - _bytes(given, options, s, "host") for s in range(len(shapes))]
+    logits = [executed_logits(model, w["llm"]) / spread.llm / speed.rates.flops for w in works]
+
+    def in_chunks(chunks: int) -> Fit:
+        fixed = [
+            fixed_bytes(model, s, layers, frozen, spread, activation, optimizer, chunks)
+            for s, layers in zip(shapes, unsaved, strict=True)
+        ]
+        rooms = [room.device - sum(f.values()) - _bytes(given, options, s, "device") for s, f in enumerate(fixed)]
+        chosen, least = choose(free, own, rooms, hosts), least_seconds(free, own, rooms, hosts)
+        if chosen is None:
+            chosen = {name: (_leanest(options[name]),) * layers for name, layers in free.items()}
+        policies = {name: (given | chosen)[name] for name in towers}
+        of_shapes = [sum(f.values()) + _bytes(policies, options, s, "device") for s, f in enumerate(fixed)]
+        fullest = int(np.argmax(of_shapes))
+        again = float(np.mean(logits)) if chunks > 1 else 0.0
+        return Fit(
+            policies,
+            chunks,
+            fixed[fullest],
+            {name: _bytes({name: policies[name]}, options, fullest, "device") for name in towers},
+            {name: kept[fullest][name]["none"].device / works[fullest][name].positions for name in towers},
+            again + _seconds(policies, options),
+            again + _seconds(given, options) + (np.inf if least is None else least),
+            room,
+        )
+
+    found = map(in_chunks, loss_choices)
+    return min(found, key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks))
 
 
 def _again(

@@ -78,7 +78,7 @@ def fixed_bytes(
         ),
         "exchange": sum(2 * batch.peers * n * model.llm.width * activation for n in batch.widths.values()),
         "moment": max(
-            _loss(model, work["llm"].positions, spread, activation, loss_chunks),
+            _loss(model, work["llm"].positions, spread, loss_chunks),
             max((_layer(model, name, none, spread, activation) for name, none in layers.items()), default=0.0),
         )
         + _table(model, spread, activation),
@@ -116,17 +116,14 @@ def _table(model: ModelConfig, spread: Spread, activation: int) -> float:
     return activation * model.llm.width * model.llm.vocab / spread.llm if spread.shards > 1 else 0
 
 
-def _loss(model: ModelConfig, positions: int, spread: Spread, activation: int, chunks: int) -> float:
-    """float32 logits with their gradient; in chunks these take one array, beside the float32 sums of the products.
+def _loss(model: ModelConfig, positions: int, spread: Spread, chunks: int) -> float:
+    """float32 logits of one part of the vocabulary, whose gradient takes their place, beside the sums of its products.
 
-    Those sums are the gradient of the activations, with the activations themselves, and of one part of the table,
-    gathered.
+    Those are the gradient of the activations, with the activations themselves, and that of this part of the table.
     """
     vocab, width = model.llm.vocab / (spread.llm * chunks), model.llm.width
-    if chunks == 1:
-        return 2 * MASTER * positions * vocab
-    part = (activation + MASTER) * width * vocab if spread.shards > 1 else 0
-    return MASTER * positions * (vocab + 2 * width) + part
+    table = width * vocab if spread.shards > 1 else 0
+    return MASTER * (positions * (vocab + 2 * width) + table)
 
 
 def _layer(model: ModelConfig, tower: str, none: float, spread: Spread, activation: int) -> float:

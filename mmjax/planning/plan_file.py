@@ -4,8 +4,8 @@
      "settings": {"mesh.fsdp": 256, "model.llm.remat": [[11, "full"], [69, "products"]], ...},
      "expected": {"seconds": 3.76, ...}}
 
-Only `settings` is read again: as changes to the config, which may name `mesh.*`, `remat`, `batch.balance` and
-`batch.microbatches`. A tower's remat is written as runs of layers.
+Only `settings` is read again: as changes to the config, which may name `mesh.*`, `remat`, `batch.balance`,
+`batch.microbatches` and `training.loss_chunks`. A tower's remat is written as runs of layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
 
 KEYS = ("config", "cluster", "settings", "expected")
-SETTINGS = r"mesh\.(data|fsdp|tensor)|model\.(llm|encoders\.\w+)\.remat|batch\.(balance|balance\.locality|microbatches)"
+SETTINGS = (
+    r"mesh\.(data|fsdp|tensor)|model\.(llm|encoders\.\w+)\.remat|batch\.(balance|balance\.locality|microbatches)"
+    r"|training\.loss_chunks"
+)
 
 
 def plan_text(
@@ -30,6 +33,7 @@ def plan_text(
     cluster: str,
     mesh: Mapping[str, int],
     policies: Mapping[str, Sequence[Remat]],
+    loss_chunks: int,
     expected: Mapping[str, Any],
 ) -> str:
     """The file of a plan for this mesh with these policies."""
@@ -38,6 +42,7 @@ def plan_text(
     settings["batch.balance"] = config.batch.balance.kind
     if isinstance(config.batch.balance, PostBalance):
         settings["batch.balance.locality"] = config.batch.balance.locality
+    settings["training.loss_chunks"] = loss_chunks
     for tower, own in policies.items():
         where = "llm" if tower == "llm" else f"encoders.{tower}"
         settings[f"model.{where}.remat"] = [[len(list(run)), policy] for policy, run in groupby(own)]
@@ -68,7 +73,7 @@ def _change(path: Path, key: str, value: Any) -> str:
     if not re.fullmatch(SETTINGS, key):
         raise UserError(
             f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp and .tensor, a tower's remat, "
-            "batch.balance and batch.microbatches"
+            "batch.balance, batch.microbatches and training.loss_chunks"
         )
     if key.endswith(".remat") and isinstance(value, list):
         return f"{key}=({','.join(_layers(path, key, value))})"

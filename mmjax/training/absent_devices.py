@@ -74,7 +74,7 @@ def compiled_bytes(config: Config, batch: OnDevice, devices: list[jax.Device]) -
     """
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     mesh, rules = make_mesh(config.mesh, devices), ShardingRules.of(config.mesh)
-    optimizer, chunks = make_optimizer(config.optimizer, model.axes), config.training.loss_chunks
+    optimizer, chunks = make_optimizer(config.optimizer, model.axes), config.training.loss_chunks or 1
     executor = Executor(model, optimizer, mesh, rules, 1, config.mesh.exchange, chunks)
     held = executor.shardings
     trainable, frozen = _laid(executor.abstract.trainable, held.trainable), _laid(executor.abstract.frozen, held.frozen)

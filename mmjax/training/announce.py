@@ -98,6 +98,8 @@ def how_it_fits(fitted: Fit) -> list[str]:
     spelled = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.device)
     of = "" if math.isinf(fitted.room.device) else f" of {size(fitted.room.device)}"
     lines = [f"memory {size(fitted.device)}{of} a device: {spelled}"]
+    if fitted.loss_chunks > 1:
+        lines.append(f"       loss in {fitted.loss_chunks} parts of the vocabulary")
     for tower, own in fitted.policies.items():
         if set(own) != {"none"}:
             mix = ", ".join(f"{n} {policy}" for policy, n in Counter(own).items())

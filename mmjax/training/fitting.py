@@ -15,6 +15,7 @@ from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Shape
 from mmjax.errors import UserError
 from mmjax.parallel import processes
+from mmjax.parallel.mesh import loss_choices
 from mmjax.planning.activations import Kept
 from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import frozen_modules, wanted_gradients
@@ -117,8 +118,8 @@ def fit_of(
         for of, own in zip(kept, tracer.kept(name, rows, lengths), strict=True):
             of[name] = own
     spread, activation = spread_of(config.mesh, mesh), ACTIVATION[config.training.precision]
-    chunks = config.training.loss_chunks
-    return fit(config.model, shapes, kept, spread, activation, config.optimizer, speed, room, chunks)
+    choices = loss_choices(mesh, config.training.loss_chunks, config.model)
+    return fit(config.model, shapes, kept, spread, activation, config.optimizer, speed, room, choices)
 
 
 def on_device(config: Config, layout: RankLayout, shape: Shape) -> OnDevice:

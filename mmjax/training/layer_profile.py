@@ -10,10 +10,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from mmjax.training.console import note
 from mmjax.training.layers_alone import backward_of, batch_of_tower, tower_alone, tower_inputs
 
 STACK = 2  # layers that are timed together: the fewest that are scanned, as a tower's are
-ROUNDS, ENOUGH = 7, 4.0  # repeats of every program, and seconds after which a round is the last
+ROUNDS, ENOUGH = 25, 10.0  # repeats of every program, and seconds after which a round is the last
+Name = TypeVar("Name", bound=Hashable)
 Shapes = Mapping[str, tuple[int, Sequence[int]]]  # rows and row lengths of each tower
 
 
@@ -60,35 +61,48 @@ def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: boo
     return found
 
 
-def time_layer(config: Config, tower: str, shape: tuple[int, int], device: jax.Device) -> dict[str, float]:
+def time_layer(
+    config: Config, tower: str, shape: tuple[int, int], device: jax.Device, enough: float = ENOUGH
+) -> dict[str, float]:
     """Seconds of one layer on (rows, row length): `forward` alone, then both passes with every remat policy.
 
     Rows hold one sample each. Offloading is timed where the config has memory of the host for it.
     """
+    programs = layer_programs(config, tower, shape, device)
+    seconds = {name: of_stack / STACK for name, of_stack in typical_seconds(programs, enough).items()}
+    return dict.fromkeys((FORWARD, *_policies(config)), seconds[FORWARD]) | seconds
+
+
+def layer_programs(
+    config: Config, tower: str, shape: tuple[int, int], device: jax.Device
+) -> dict[str, Callable[[], Any]]:
+    """What `time_layer` times, of STACK layers each; of layers without gradients the forward pass alone."""
     wanted = wanted_gradients(tower, config.model, frozen_modules(config.model))
-    policies: list[Remat] = [p for p in get_args(Remat) if p != "offload" or config.mesh.host_memory]
     with jax.default_device(device):
         programs = {FORWARD: _program(config, tower, shape, "none", frozenset())}
         if wanted:
-            programs |= {policy: _program(config, tower, shape, policy, wanted) for policy in policies}
-        seconds = {name: least / STACK for name, least in fastest(programs).items()}
-    return seconds if wanted else dict.fromkeys((FORWARD, *policies), seconds[FORWARD])
+            programs |= {policy: _program(config, tower, shape, policy, wanted) for policy in _policies(config)}
+    return programs
 
 
-def fastest(programs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Least seconds of each program; they take turns, so that what disturbs a while disturbs all."""
+def _policies(config: Config) -> list[Remat]:
+    return [p for p in get_args(Remat) if p != "offload" or config.mesh.host_memory]
+
+
+def typical_seconds(programs: Mapping[Name, Callable[[], Any]], enough: float = ENOUGH) -> dict[Name, float]:
+    """The median of each program; they take turns, so that what slows a while slows all."""
     for program in programs.values():
         jax.block_until_ready(program())
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    seconds: dict[Name, list[float]] = {name: [] for name in programs}
     began = time.perf_counter()
     for _ in range(ROUNDS):
         for name, program in programs.items():
             started = time.perf_counter()
             jax.block_until_ready(program())
             seconds[name].append(time.perf_counter() - started)
-        if time.perf_counter() - began > ENOUGH:
+        if time.perf_counter() - began > enough:
             break
-    return {name: min(of) for name, of in seconds.items()}
+    return {name: float(np.median(of)) for name, of in seconds.items()}
 
 
 def _program(config: Config, tower: str, shape: tuple[int, int], policy: Remat, wanted: Set[str]) -> Callable[[], Any]:

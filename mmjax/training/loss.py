@@ -24,7 +24,7 @@ def token_losses(logits: jax.Array, text: TextBatch) -> jax.Array:
     """Weighted cross-entropy of each position, float32 `[R, T]`; exactly 0 where the weight is 0."""
     logits = logits.astype(jnp.float32)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, text.target[..., None], axis=-1)[..., 0]
+    picked = _picked(logits, jnp.arange(logits.shape[-1]), text.target)
     return _weighted(log_sum, picked, text)
 
 
@@ -44,13 +44,20 @@ def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunk
     @partial(jax.checkpoint, prevent_cse=False)
     def of_part(wide: jax.Array, part: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = scores(wide.astype(hidden.dtype), part)
-        # A target in another part adds 0. No selection: its zeros would be an array beside the loop, as large as these.
-        picked = (logits * (token == text.target[..., None])).sum(-1)
-        return jax.nn.logsumexp(logits, axis=-1), picked
+        return jax.nn.logsumexp(logits, axis=-1), _picked(logits, token, text.target)
 
     parts = cut_in_shards(table, chunks, "vocab", "embed"), cut_in_shards(jnp.arange(len(table)), chunks, "vocab")
     _, (log_sums, picked) = jax.lax.scan(lambda _, part: (None, of_part(wide, *part)), None, parts)
     return _weighted(jax.nn.logsumexp(log_sums, axis=0), picked.sum(0), text)
+
+
+def _picked(logits: jax.Array, token: jax.Array, target: jax.Array) -> jax.Array:
+    """The logit of each position's target, 0 where it is none of these tokens.
+
+    By a product, which is fused with the logits' other uses. Gathering would need them all in memory, and the zeros of
+    a selection are an array as large.
+    """
+    return (logits * (token == target[..., None])).sum(-1)
 
 
 def _weighted(log_sum: jax.Array, picked: jax.Array, text: TextBatch) -> jax.Array:

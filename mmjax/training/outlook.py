@@ -17,14 +17,14 @@ from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Balance, Topology
 from mmjax.data.plan import StepPlan, make_planner
 from mmjax.errors import UserError
-from mmjax.parallel.mesh import check_heads, check_loss_chunks, mesh_sizes
+from mmjax.parallel.mesh import check_heads, mesh_sizes
 from mmjax.planning.clusters import USABLE, Cluster
 from mmjax.planning.cost import frozen_modules, needed
 from mmjax.planning.fit import Fit, Room
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.times import Machine, StepTime, step_time
 from mmjax.planning.work import length_work
-from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, on_device, speed_of, spread_of
+from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, nearest, on_device, speed_of, spread_of
 
 SAMPLES = 50_000  # of about so many, in 2 to 32 steps, it is seen what a step is like
 DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
@@ -56,6 +56,7 @@ class Outlook:
     samples: float  # of a step
     tokens: float  # of the LLM, of a step
     needed: float  # FLOPs of a step, over all devices
+    nearest: str = ""  # where it does not fit: what would, and changes least
 
     @property
     def chosen(self) -> Way:
@@ -89,7 +90,6 @@ def look_ahead(
     """
     mesh = mesh_sizes(config.mesh, cluster.devices)
     check_heads(mesh, config.mesh, config.model)
-    check_loss_chunks(mesh, config.training.loss_chunks, config.model)
     topology = topology_on(cluster, config.mesh, mesh)
     tracer = Tracer(config)
     budget = make_budget(index, config, weights)
@@ -113,7 +113,14 @@ def look_ahead(
     work = length_work(config.model, index.llm_tokens[samples], *of_items)
     flops = sum(f.total for f in needed(config.model, work, frozen_modules(config.model)).values())
     tokens = float(index.llm_tokens[samples].sum())
-    return Outlook(config, cluster, mesh, ways, len(samples) / steps, tokens / steps, flops / steps)
+    smaller = ""
+    if not (fitted := ways[config.batch.balance.kind].fitted).fits:
+
+        def layouts(other: Config) -> RankLayout:
+            return make_planner(index, other, weights, topology, None, dry_run)[1]
+
+        smaller = nearest(config, mesh, layouts, speed, fitted.room, tracer)
+    return Outlook(config, cluster, mesh, ways, len(samples) / steps, tokens / steps, flops / steps, smaller)
 
 
 def topology_on(cluster: Cluster, config: MeshConfig, mesh: Mapping[str, int]) -> Topology:
@@ -139,8 +146,7 @@ def _way(
     precision, device = config.training.precision, cluster.device
     room = Room(config.mesh.memory * GB or USABLE * device.memory, config.mesh.host_memory * GB)
     fitted = fit_of(config, mesh, layout, speed, room, tracer)
-    chunks = config.training.loss_chunks
-    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), speed, ACTIVATION[precision], chunks)
+    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), speed, ACTIVATION[precision], fitted.loss_chunks)
     model = fitted.applied(config.model)
     microbatches = [m for plan in plans for m in plan.microbatches]
     batches = [on_device(config, layout, m.shape) for m in microbatches]

@@ -11,8 +11,8 @@ from mmjax.errors import UserError
 from mmjax.parallel.mesh import (
     RANKS,
     check_heads,
-    check_loss_chunks,
     encoder_axes,
+    loss_choices,
     make_mesh,
     replicated,
     row_ranks,
@@ -102,10 +102,16 @@ def test_encoders_whose_rows_lie_on_the_tensor_axis_may_have_any_number_of_heads
 def test_parts_of_the_vocabulary_that_would_be_unequal_are_refused_with_the_nearest(vocab, tensor, chunks, remedy):
     model = ModelConfig(replace(LLM, vocab=vocab))
     if remedy is None:
-        check_loss_chunks({"tensor": tensor}, chunks, model)
+        assert loss_choices({"tensor": tensor}, chunks, model) == (chunks,)
         return
     with pytest.raises(UserError, match=remedy):
-        check_loss_chunks({"tensor": tensor}, chunks, model)
+        loss_choices({"tensor": tensor}, chunks, model)
+
+
+def test_where_memory_decides_a_loss_may_have_any_power_of_two_of_equal_parts():
+    model = ModelConfig(replace(LLM, vocab=24))
+    assert loss_choices({"tensor": 1}, 0, model) == (1, 2, 4, 8)
+    assert loss_choices({"tensor": 2}, 0, model) == (1, 2, 4)
 
 
 def test_rows_are_spread_over_data_and_fsdp_and_whole_over_tensor():

@@ -103,6 +103,25 @@ def test_activations_go_to_the_host_only_where_it_has_room_and_links_are_fast():
         assert ("offload" in {p for own in found.policies.values() for p in own}) == used
 
 
+def test_the_loss_is_made_in_parts_where_its_logits_would_take_the_room_of_more_than_they_cost():
+    model = replace(MODEL, llm=replace(MODEL.llm, vocab=2**18))
+    shapes = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
+    kept = [kept_of(model, shape) for shape in SHAPES]
+
+    def found(gigabytes: float, choices: tuple[int, ...]) -> Fit:
+        return fit(model, shapes, kept, ONE_NODE, 2, AdamW(), SPEED, Room(gigabytes * 1e9), choices)
+
+    rich = found(np.inf, (1, 2, 4, 8))
+    assert rich.loss_chunks == 1
+    room = 0.35 * rich.device / 1e9
+    whole, parts = found(room, (1,)), found(room, (1, 2, 4, 8))
+    assert parts.loss_chunks > 1
+    assert parts.fits
+    assert parts.seconds < whole.seconds
+    assert parts.fixed["moment"] < whole.fixed["moment"]
+    assert found(room, (parts.loss_chunks,)) == parts
+
+
 def test_measured_times_decide_where_there_are_any():
     measured = {"none": 3.0, "products": 2.5, "attention_mlp": 3.5, "attention": 3.6, "full": 4.0}
     speed = Speed(SPEED.rates, {"vision": LayerTimes(1, {1024: measured})})

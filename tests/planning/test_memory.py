@@ -60,23 +60,25 @@ def test_what_is_frozen_has_no_gradients_and_moments_and_lies_in_the_precision_o
     assert part["parameters"] == whole["parameters"] - llm / 2
 
 
-def test_the_moment_of_the_loss_is_logits_and_their_gradient_and_on_many_devices_the_gathered_table():
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_the_moment_of_the_loss_is_the_logits_of_a_part_and_the_sums_of_its_products(chunks):
     config = load("tiny_omni")
-    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=4096)))
-    alone, shared = held(config), held(config, Spread(8))
-    assert alone["moment"] == 64 * config.model.llm.vocab * 8
-    assert shared["moment"] == alone["moment"] + 4 * config.model.llm.vocab * config.model.llm.width
-    assert held(config, Spread(8, llm=2))["moment"] == shared["moment"] / 2
-
-
-def test_a_loss_in_chunks_has_the_logits_of_one_and_the_float32_sums_of_its_products():
-    config = load("tiny_omni")
-    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=4096)))
+    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=8192)))
     vocab, width = config.model.llm.vocab, config.model.llm.width
-    alone, shared = held(config, chunks=8), held(config, Spread(8), chunks=8)
-    assert alone["moment"] == 4 * 64 * (vocab / 8 + 2 * width)
-    assert shared["moment"] == alone["moment"] + 8 * width * vocab / 8 + 4 * width * vocab
-    assert {kind: n for kind, n in held(config).items() if n != alone[kind]}.keys() == {"moment"}
+    alone, shared = held(config, chunks=chunks), held(config, Spread(8), chunks=chunks)
+    assert alone["moment"] == 4 * 64 * (vocab / chunks + 2 * width)
+    # On many devices a part of the table has its gradient whole, and a whole table is gathered.
+    assert shared["moment"] == alone["moment"] + 4 * width * vocab / chunks + 4 * width * vocab
+    others = {kind for kind, n in held(config).items() if n != alone[kind]}
+    assert others == ({"moment"} if chunks > 1 else set())
+
+
+def test_tensor_parallelism_cuts_the_logits():
+    config = load("tiny_omni")
+    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=8192)))
+    streams = 2 * 4 * 64 * config.model.llm.width
+    whole, halved = (held(config, Spread(8, llm=n))["moment"] - streams for n in (1, 2))
+    assert halved == whole / 2
 
 
 def test_an_exchange_has_room_for_what_is_sent_and_what_arrives_and_two_steps_batches_lie_on_the_device():

@@ -21,7 +21,7 @@ def planned(tmp_path):
     config = load("tiny_omni")
     config = replace(config, batch=replace(config.batch, balance=PostBalance(locality="off"), microbatches=2))
     path = tmp_path / "plan.json"
-    path.write_text(plan_text(config, "h100x8", MESH, POLICIES, {"seconds": 1.5}))
+    path.write_text(plan_text(config, "h100x8", MESH, POLICIES, 4, {"seconds": 1.5}))
     return config, path
 
 
@@ -32,6 +32,7 @@ def test_a_plan_that_is_read_again_changes_a_config_into_what_was_planned(planne
     assert name == "tiny_omni"
     assert (changed.mesh.data, changed.mesh.fsdp, changed.mesh.tensor) == (2, 4, 1)
     assert changed.batch == config.batch
+    assert changed.training.loss_chunks == 4
     towers = {"llm": changed.model.llm, **changed.model.encoders}
     assert {tower: towers[tower].remat for tower in towers} == POLICIES
 

@@ -11,7 +11,7 @@ from tiny_run import tiny_config
 
 from mmjax.planning.layer_times import FORWARD
 from mmjax.training import layer_profile as measuring
-from mmjax.training.layer_profile import fastest, layer_times, profiles
+from mmjax.training.layer_profile import layer_times, profiles, typical_seconds
 
 SHAPES = {"llm": (1, (16, 40)), "vision": (2, (16,)), "audio": (1, (16,))}
 POLICIES = {FORWARD, "none", "products", "attention_mlp", "attention", "full"}
@@ -80,9 +80,9 @@ def test_a_damaged_profile_counts_as_none(home):
     assert layer_times(tiny_config(), SHAPES, jax.devices()[0], False) == home
 
 
-def test_the_least_of_several_turns_counts(monkeypatch):
+def test_programs_take_turns(monkeypatch):
     monkeypatch.setattr(measuring, "ENOUGH", 60.0)
     calls = []
-    found = fastest({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")})
+    found = typical_seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")})
     assert calls == ["a", "b"] * (measuring.ROUNDS + 1)
     assert set(found) == {"a", "b"}

@@ -103,7 +103,7 @@ def make_executor(config: Config, mesh: MeshConfig) -> Executor:
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     optimizer = make_optimizer(config.optimizer, model.axes)
     on, rules = make_mesh(mesh, jax.devices()[:count]), ShardingRules.of(mesh)
-    return Executor(model, optimizer, on, rules, len(config.data.sources), loss_chunks=config.training.loss_chunks)
+    return Executor(model, optimizer, on, rules, len(config.data.sources), loss_chunks=config.training.loss_chunks or 1)
 
 
 def scattered(executor: Executor, seed: int = 0) -> Any:
