@@ -22,7 +22,8 @@ from mmjax.planning.clusters import Rates
 from mmjax.planning.fit import Room, fit
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import OnDevice
-from mmjax.training.absent_devices import absent_h100, compiled_bytes
+from mmjax.training.absent_devices import absent_h100
+from mmjax.training.compiled_memory import compiled_bytes
 from mmjax.training.fitting import ACTIVATION, spread_of
 from mmjax.training.residuals import kept_per_layer
 

@@ -37,11 +37,19 @@ class Fit:
     unsaved: dict[str, float]  # bytes by tower: of one position of one layer, uncut, without remat
     seconds: float  # longer than with nothing computed again, of all shapes on average
     least: float  # the same if layers could be divided: what no mix goes below
+    again: dict[str, dict[Remat, float]]  # seconds that one layer of each tower takes longer with a policy
+    fullest: int  # shape
     room: Room
+    measured: float | None = None  # bytes in all, where they were
 
     @property
     def device(self) -> float:
         """Bytes in all."""
+        return self.predicted if self.measured is None else self.measured
+
+    @property
+    def predicted(self) -> float:
+        """Bytes in all by the model of memory."""
         return sum(self.fixed.values()) + sum(self.activations.values())
 
     @property
@@ -128,6 +136,8 @@ def fit(
             {name: kept[fullest][name]["none"].device / works[fullest][name].positions for name in towers},
             again + _seconds(policies, options),
             again + _seconds(given, options) + (np.inf if least is None else least),
+            {name: {policy: option.seconds for policy, option in of.items()} for name, of in options.items()},
+            fullest,
             room,
         )
 

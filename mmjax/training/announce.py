@@ -95,9 +95,12 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
 def how_it_fits(fitted: Fit) -> list[str]:
     """What a device will hold, and what its layers compute again."""
     kinds = {**fitted.fixed, "activations": sum(fitted.activations.values())}
-    spelled = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.device)
+    spelled = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.predicted)
     of = "" if math.isinf(fitted.room.device) else f" of {size(fitted.room.device)}"
-    lines = [f"memory {size(fitted.device)}{of} a device: {spelled}"]
+    told = size(fitted.predicted) if fitted.measured is None else f"{size(fitted.predicted)} predicted"
+    lines = [f"memory {told}{of} a device: {spelled}"]
+    if fitted.measured is not None:
+        lines.append(f"       {size(fitted.measured)} by the compiler, which decided what is computed again")
     if fitted.loss_chunks > 1:
         lines.append(f"       loss in {fitted.loss_chunks} parts of the vocabulary")
     for tower, own in fitted.policies.items():

@@ -22,8 +22,10 @@ from mmjax.planning.cost import frozen_modules, wanted_gradients
 from mmjax.planning.fit import Fit, Room, fit
 from mmjax.planning.layer_times import LayerTimes, Speed
 from mmjax.planning.memory import OnDevice, Spread
+from mmjax.training.compiled_memory import compiled_bytes
 from mmjax.training.console import size
 from mmjax.training.layer_profile import layer_times
+from mmjax.training.measured_fit import Policies, measured_fit
 from mmjax.training.profile import described
 from mmjax.training.residuals import kept_per_layer
 
@@ -70,7 +72,10 @@ class Tracer:
 
 
 def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts, profile: bool = False) -> Fit:
-    """The fit of a run on these devices; the same in every process. profile: measure layers that never were.
+    """The fit of a run on these devices; the same in every process.
+
+    profile: measure how long layers take that never were measured, and where memory is limited what they keep: by the
+    compiler, with OmniBal's four steps.
 
     Raises UserError where no choice of remat policies makes it fit, with the nearest run that does.
     """
@@ -81,10 +86,31 @@ def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts, profile: bool = Fa
     speed = speed_of(config, [layout], device, profile)
     tracer = Tracer(config)
     fitted = fit_of(config, sizes, layout, speed, room, tracer)
+    if profile and np.isfinite(room.device):
+        fitted = _measured(config, layout, fitted, list(mesh.devices.flat))
     if not fitted.fits:
         smaller = nearest(config, sizes, layouts, speed, room, tracer)
         raise UserError(f"{too_large(fitted)}; {smaller}", everywhere=True)
     return fitted
+
+
+def _measured(config: Config, layout: RankLayout, fitted: Fit, devices: list[jax.Device]) -> Fit:
+    """The fit by what the compiler says that steps of the fullest shape take. All processes compile together."""
+    batch = on_device(config, layout, layout.shapes[fitted.fullest])
+    given = replace(config, training=replace(config.training, loss_chunks=fitted.loss_chunks))
+    towers = {"llm": config.model.llm, **config.model.encoders}
+
+    def measure(policies: Policies) -> float | None:
+        model = replace(fitted, policies=dict(policies)).applied(config.model)
+        try:
+            found = compiled_bytes(replace(given, model=model), batch, devices)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            found = None
+        return processes.led(lambda: found)
+
+    return measured_fit(fitted, {name: c.layers for name, c in towers.items() if c.remat == "auto"}, measure)
 
 
 def speed_of(config: Config, layouts: Sequence[RankLayout], device: jax.Device, profile: bool) -> Speed:

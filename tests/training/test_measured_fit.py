@@ -1,0 +1,110 @@
+"""Policies by measured memory: OmniBal's four steps end at a fit that was measured to fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import tiny_config
+
+from mmjax.planning.clusters import Rates
+from mmjax.planning.fit import Fit, Room, fit
+from mmjax.planning.layer_times import Speed
+from mmjax.planning.memory import OnDevice, Spread
+from mmjax.training.compiled_memory import compiled_bytes
+from mmjax.training.measured_fit import TRIES, measured_fit
+from mmjax.training.residuals import kept_per_layer
+
+LAYERS = 6
+FREE = {"llm": LAYERS, "vision": 2, "audio": 3}
+SHAPE = {"llm": (2, 64), "vision": (2, 64), "audio": (2, 64)}
+BATCH = OnDevice(SHAPE, {"vision": 8, "audio": 8})
+
+
+def config():
+    made = tiny_config()
+    return replace(made, model=replace(made.model, llm=replace(made.model.llm, layers=LAYERS)))
+
+
+def fitted(room: float) -> Fit:
+    made = config()
+    kept = {name: kept_per_layer(made.model, name, shape, "float32") for name, shape in SHAPE.items()}
+    speed = Speed(Rates(1e11, 1e10, 1e9))
+    return fit(made.model, [BATCH], [kept], Spread(), 4, made.optimizer, speed, Room(room))
+
+
+def predicted(policies) -> float:
+    """What a device would hold if it kept exactly as much as was predicted, and everything else were free."""
+    kept = {name: kept_per_layer(config().model, name, shape, "float32") for name, shape in SHAPE.items()}
+    return sum(kept[tower][policy].device for tower, own in policies.items() for policy in own)
+
+
+LEAN = {tower: ("full",) * layers for tower, layers in FREE.items()}
+RICH = {tower: ("none",) * layers for tower, layers in FREE.items()}
+HALF = (predicted(LEAN) + predicted(RICH)) / 2
+
+
+def test_the_compilers_own_figure_is_what_fits(quick_compilation):
+    said = []
+
+    def measure(policies) -> float:
+        made = config()
+        model = replace(fitted(np.inf), policies=dict(policies)).applied(made.model)
+        said.append(compiled_bytes(replace(made, model=model), BATCH, jax.devices()[:1]))
+        return said[-1]
+
+    lean, rich = measure(LEAN), measure({**LEAN, "llm": RICH["llm"]})
+    assert lean < rich
+    room = (lean + rich) / 2
+    found = measured_fit(replace(fitted(np.inf), room=Room(room)), {"llm": LAYERS}, measure)
+    assert found.measured in said
+    assert found.fits
+    assert lean < found.measured <= room
+
+
+def test_with_measurements_as_predicted_the_fit_is_the_predicted_one():
+    calls = []
+    free = replace(fitted(np.inf), room=Room(HALF))
+    found = measured_fit(free, FREE, lambda policies: calls.append(policies) or predicted(policies))
+    assert found.fits
+    assert found.measured > 0.8 * HALF
+    assert calls[0] == LEAN
+    assert len(calls) == 1 + 4 * len(FREE) + 1
+
+
+def test_out_of_memory_backs_off_until_a_try_fits():
+    def measure(policies) -> float | None:
+        bytes_ = predicted(policies)
+        return None if bytes_ > 0.9 * HALF else bytes_
+
+    found = measured_fit(replace(fitted(np.inf), room=Room(HALF)), FREE, measure)
+    assert found.fits
+    assert predicted(LEAN) < found.measured <= 0.9 * HALF
+
+
+def test_if_no_try_fits_everything_is_computed_again():
+    calls = []
+
+    def measure(policies) -> float | None:
+        calls.append(policies)
+        mixed = len(calls) > 1 + 4 * len(FREE)
+        return None if mixed else predicted(policies)
+
+    found = measured_fit(replace(fitted(np.inf), room=Room(HALF)), FREE, measure)
+    assert found.policies == LEAN
+    assert found.fits
+    assert len(calls) == 1 + 4 * len(FREE) + TRIES
+
+
+@pytest.mark.parametrize("base", [None, 2e9])
+def test_what_does_not_even_fit_with_everything_computed_again_is_found_at_once(base):
+    found = measured_fit(replace(fitted(np.inf), room=Room(1e9)), FREE, lambda policies: base)
+    assert not found.fits
+
+
+def test_given_policies_stay():
+    given = replace(fitted(np.inf), room=Room(HALF))
+    found = measured_fit(given, {"llm": LAYERS}, predicted)
+    assert found.policies["vision"] == given.policies["vision"]
