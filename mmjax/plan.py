@@ -180,7 +180,7 @@ def _balances(outlook: Outlook) -> list[tuple[str, ...]]:
 def _start(outlook: Outlook) -> str:
     shapes, runs = len(outlook.chosen.layout.shapes), runs_of_layers(outlook.chosen)
     return (
-        f"start  about {duration(compile_seconds(outlook.chosen))} of compiling on one core of each host: "
+        f"start  about {compile_seconds(outlook.chosen):.0f} s of compiling on one core of each host: "
         f"{shapes} shape(s), {runs} run(s) of layers"
     )
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,17 @@ def test_a_run_in_little_memory_computes_again_and_learns_the_same(trained, caps
     found, wanted = losses(tmp_path / "run"), losses(trained[0])
     assert list(found) == list(wanted)
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_with_profile_layers_are_timed_and_the_compiler_says_what_fits(trained, capsys, tmp_path):
+    words = ("--profile", "mesh.memory=0.003", f"run={tmp_path / 'run'}")
+    ended = run(capsys, train.main, TINY_MEDIA, *MEDIA_WORDS, *words)
+    assert ended.code == 0, ended.err
+    assert "profile: timing layers of llm" in ended.err
+    found = re.search(r"predicted of 3\.0 MB a device.*\n +(\d\.\d) MB by the compiler", ended.out)
+    assert float(found[1]) <= 3.0
+    np.testing.assert_allclose(list(losses(tmp_path / "run").values()), list(losses(trained[0]).values()), rtol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------- what is to be seen

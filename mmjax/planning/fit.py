@@ -76,9 +76,8 @@ def fit(
 ) -> Fit:
     """The policies that compute least again in this room; exact, over all compiled shapes at once.
 
-    loss_choices: numbers of parts in which the loss may be made. More leave more room, and make the logits again.
-
     kept: of each shape, uncut. activation: bytes of an activation. Towers whose `remat` is not "auto" keep theirs.
+    loss_choices: numbers of parts in which the loss may be made; more leave more room, and make the logits again.
     """
     towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
     works = [row_work(model, shape.shape) for shape in shapes]

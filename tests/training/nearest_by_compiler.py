@@ -1,0 +1,39 @@
+"""A run that does not fit 8 absent H100s, and what the compiler says of the nearest that was named: a JSON object."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+from mmjax.benchmarks.memory import MODELS
+from mmjax.config import BatchConfig, MeshConfig, NoGrouping, Samples
+from mmjax.config_files import edit, load
+from mmjax.data.lengths import index_of_lengths, omni_corpus
+from mmjax.planning.clusters import cluster_of
+from mmjax.training.absent_devices import absent_h100
+from mmjax.training.compiled_memory import compiled_bytes
+from mmjax.training.fitting import on_device
+from mmjax.training.outlook import look_ahead
+
+NODE = cluster_of("h100x8")
+
+
+def main(gigabytes: float) -> None:
+    model, _ = MODELS["omni"]
+    batch = BatchConfig(Samples(96), {"llm": 8, "vision": 8, "audio": 8}, grouping=NoGrouping(), shapes=1)
+    config = replace(load("omni_10b"), model=model, batch=batch, mesh=MeshConfig(data=8, memory=gigabytes))
+    index = index_of_lengths(omni_corpus(20_000, 0), model.encoders)
+    refused = look_ahead(config, NODE, index, [1.0])
+    changed = edit(config, re.findall(r"(?:mesh|batch)\.\w+=\d+", refused.nearest))
+    way = look_ahead(changed, NODE, index, [1.0]).chosen
+    fitted = way.fitted
+    training = replace(changed.training, loss_chunks=fitted.loss_chunks)
+    planned = replace(changed, model=fitted.applied(model), training=training)
+    shape = on_device(changed, way.layout, way.layout.shapes[fitted.fullest])
+    compiled = compiled_bytes(planned, shape, absent_h100(NODE.devices))
+    fits = [refused.chosen.fitted.fits, fitted.fits]
+    print(json.dumps({"fits": fits, "room": fitted.room.device, "planned": fitted.device, "compiled": compiled}))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))
