@@ -68,6 +68,6 @@ def config() -> Config:
             Samples(20_480), {"llm": 2560, "vision": 2560, "audio": 2560}, grouping=NoGrouping(chunk_steps=8)
         ),
         training=replace(base.training, precision="bfloat16"),
-        mesh=MeshConfig(data=-1, fsdp=256),
+        mesh=MeshConfig(data=-1, fsdp=128),
         optimizer=AdamW(learning_rate=1e-5),
     )

@@ -16,6 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from mmjax.config import Config
 from mmjax.config_files import default_config, find, keep, load
 from mmjax.data.index import LengthIndex, build_index
@@ -23,19 +25,22 @@ from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError, run_command
 from mmjax.outputs import PICTURES, check_output
-from mmjax.planning.clusters import cluster_of
+from mmjax.planning.clusters import Cluster, cluster_of
 from mmjax.planning.cost import parameters
+from mmjax.planning.memory import saved_bytes
 from mmjax.planning.plan_file import plan_text
-from mmjax.training.announce import how_it_fits
+from mmjax.training.absent_devices import absent_h100
+from mmjax.training.announce import how_it_fits, lying_whole
 from mmjax.training.console import count, duration, say, size, table
-from mmjax.training.fitting import too_large
-from mmjax.training.outlook import Outlook, Way, look_ahead
+from mmjax.training.fitting import ACTIVATION, too_large
+from mmjax.training.outlook import Outlook, Way, compiled_way, look_ahead
 from mmjax.training.profile import cluster_here
 
 MADE = 200_000  # samples of the made lengths that stand in for data that a config does not name
 # What XLA of JAX 0.10.2 takes on one core for a gradient program on H100, and for each run of layers in it; 7 programs
 # of 1 to 7 runs were compiled, the longest in 28 s (docs/planning.md).
 PROGRAM_SECONDS, RUN_SECONDS = 4.0, 3.5
+COMPILED_FOR = ("h100", "h200")  # one chip, of more or less memory
 HERE = "here"  # in place of a cluster's name
 OWN = ("cluster", "price")  # words that are the command's, not the config's
 
@@ -58,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--profile", action="store_true", help="time layers on this machine (cluster=here); kept for the next time"
     )
     parser.add_argument("--picture", type=Path, metavar="F.png|svg", help="draw memory, time and each rank's work")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the step for the cluster's GPUs, none of which need be here"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
     if args.out is not None:
@@ -75,9 +83,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.profile and not here:
         raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={own['cluster']}")
     cluster = cluster_here() if here else cluster_of(own["cluster"])
+    devices = _to_compile_for(cluster) if args.compile else None
     index, weights, told = _lengths(config, path, args.lengths)
     outlook = look_ahead(config, cluster, index, weights, here, args.profile)
-    say(*([json.dumps(as_numbers(outlook, price))] if args.json else report(outlook, price, told)))
+    compiled = None if devices is None else compiled_way(outlook, devices)
+    say(*([json.dumps(as_numbers(outlook, price, compiled))] if args.json else report(outlook, price, told, compiled)))
     if args.picture is not None:
         from mmjax.pictures import draw_plan  # matplotlib looks for fonts when it is first imported
 
@@ -94,6 +104,14 @@ def _write(outlook: Outlook, path: Path) -> None:
     fitted = way.fitted
     text = plan_text(outlook.config, str(outlook.cluster), outlook.mesh, fitted.policies, fitted.loss_chunks, expected)
     path.write_text(text)
+
+
+def _to_compile_for(cluster: Cluster) -> list[jax.Device]:
+    if cluster.device.name not in COMPILED_FOR:
+        raise UserError(
+            f"--compile: cluster={cluster} is none of {', '.join(COMPILED_FOR)}, which are described for it"
+        )
+    return absent_h100(cluster.per_node, cluster.nodes)
 
 
 def _price(word: str | None) -> float | None:
@@ -130,7 +148,7 @@ def _lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[LengthI
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
-def report(outlook: Outlook, price: float | None, told: str) -> list[str]:
+def report(outlook: Outlook, price: float | None, told: str, compiled: int | None = None) -> list[str]:
     """What a person reads."""
     config, way = outlook.config, outlook.chosen
     counts = parameters(config.model)
@@ -144,6 +162,8 @@ def report(outlook: Outlook, price: float | None, told: str) -> list[str]:
     if not way.fitted.fits:
         lines.append(f"DOES NOT FIT: {too_large(way.fitted)}; {outlook.nearest}")
     lines += how_it_fits(way.fitted)
+    if compiled is not None:
+        lines.append(f"       {size(compiled)} by the compiler, {way.fitted.predicted / compiled - 1:+.1%} predicted")
     lines += [f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%}: {_parts(way)}"]
     lines += table(_balances(outlook))
     lines += [_start(outlook), *_to_the_end(outlook, price)]
@@ -208,10 +228,10 @@ def _to_the_end(outlook: Outlook, price: float | None) -> list[str]:
     ]
 
 
-def checkpoint_bytes(outlook: Outlook) -> float:
-    """Of one checkpoint: parameters, frozen ones included, and the optimizer's moments."""
-    fixed, shards = outlook.chosen.fitted.fixed, outlook.mesh["fsdp"] * outlook.mesh["tensor"]
-    return shards * (fixed["parameters"] + fixed["optimizer"])
+def checkpoint_bytes(outlook: Outlook) -> int:
+    """Of one checkpoint."""
+    config = outlook.config
+    return saved_bytes(config.model, ACTIVATION[config.training.precision], config.optimizer)
 
 
 def _existing(folder: Path) -> Path:
@@ -224,6 +244,8 @@ def limits(outlook: Outlook) -> list[str]:
     found = []
     if not way.fitted.fits:
         found.append("memory: shard over more devices (mesh.fsdp), use more batch.microbatches, or a smaller model")
+    if uneven := lying_whole(way.fitted):
+        found.append(uneven)
     if time.shards > time.compute + time.recompute:
         found.append("gathering parameters takes longer than computing: more samples a step, or a smaller mesh.fsdp")
     if time.recompute > 0.05 * time.total:
@@ -245,7 +267,7 @@ def _hours(hours: float) -> str:
     return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
 
 
-def as_numbers(outlook: Outlook, price: float | None) -> dict[str, Any]:
+def as_numbers(outlook: Outlook, price: float | None, compiled: int | None = None) -> dict[str, Any]:
     """The same for programs."""
     spent = outlook.hours * outlook.cluster.devices
     ways = {
@@ -268,6 +290,7 @@ def as_numbers(outlook: Outlook, price: float | None) -> dict[str, Any]:
         "tokens": outlook.tokens,
         "memory": outlook.chosen.fitted.fixed | {"activations": outlook.chosen.fitted.activations},
         "room": outlook.chosen.fitted.room.device,
+        "compiled": compiled,
         "remat": outlook.chosen.fitted.policies,
         "loss_chunks": outlook.chosen.fitted.loss_chunks,
         "balance": outlook.config.batch.balance.kind,

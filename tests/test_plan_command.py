@@ -126,7 +126,9 @@ def test_all_ways_of_balancing_are_compared_whichever_the_config_takes(capsys, s
 
 def test_more_shards_need_less_memory_and_tensor_parallelism_costs_all_reduces(capsys, small):
     sharded = numbers(capsys, *SMALL, "mesh.fsdp=8")
-    assert sharded["memory"]["optimizer"] == pytest.approx(small["memory"]["optimizer"] / 8)
+    assert sharded["memory"]["optimizer"] == pytest.approx(
+        small["memory"]["optimizer"] / 8, rel=0.06
+    )  # vectors are whole
     assert sharded["checkpoint"] == pytest.approx(small["checkpoint"])
     cut = numbers(capsys, *SMALL, "mesh.tensor=2", "mesh.encoders=data")
     assert cut["ways"]["post"]["seconds"]["tensor"] > 0 == small["ways"]["post"]["seconds"]["tensor"]

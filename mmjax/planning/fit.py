@@ -39,6 +39,7 @@ class Fit:
     least: float  # the same if layers could be divided: what no mix goes below
     again: dict[str, dict[Remat, float]]  # seconds that one layer of each tower takes longer with a policy
     fullest: int  # shape
+    spread: Spread
     room: Room
     measured: float | None = None  # bytes in all, where they were
 
@@ -137,6 +138,7 @@ def fit(
             again + _seconds(given, options) + (np.inf if least is None else least),
             {name: {policy: option.seconds for policy, option in of.items()} for name, of in options.items()},
             fullest,
+            spread,
             room,
         )
 

@@ -6,10 +6,10 @@ A model of what XLA's allocation comes to, to a few percent where it was compile
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mmjax.config import AdamW, AudioConfig, DecoderConfig, ModelConfig, Muon, VisionConfig
-from mmjax.planning.cost import parameters
+from mmjax.planning.cost import frozen_modules, parameters
 from mmjax.planning.work import Encoder, layer_of, merged_positions, row_work
 
 MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's moments are float32
@@ -23,12 +23,18 @@ ALIVE = 0.8
 class Spread:
     """Devices that share a model. shards: of its parameters (ZeRO-3 times tensor parallelism).
 
-    llm, encoders: parts into which tensor parallelism cuts a layer's heads and MLP.
+    llm, encoders: parts into which tensor parallelism cuts a layer's heads and MLP. held: by module, the part of its
+    parameters that lies on each, where it is known; what a mesh axis does not divide lies whole on all.
     """
 
     shards: int = 1
     llm: int = 1
     encoders: int = 1
+    held: Mapping[str, float] = field(default_factory=dict)
+
+    def part_of(self, module: str) -> float:
+        """Of a module's parameters, what lies on each device."""
+        return self.held.get(module, 1 / self.shards)
 
     def parts(self, tower: str) -> int:
         """Into which a tower's layers are cut."""
@@ -65,13 +71,15 @@ def fixed_bytes(
     where parameters are sharded, one whole table of the vocabulary. loss_chunks: as in the training config.
     """
     counts, work = parameters(model), row_work(model, batch.shape)
-    trainable = sum(n for module, n in counts.items() if module not in frozen)
+    trainable = sum(n * spread.part_of(module) for module, n in counts.items() if module not in frozen)
+    still = sum(n * spread.part_of(module) for module, n in counts.items() if module in frozen)
+    own = moments(model, frozen, optimizer)
     cast = 0 if activation == MASTER else activation
     return {
-        "parameters": (MASTER * trainable + activation * (sum(counts.values()) - trainable)) / spread.shards,
-        "gradients": MASTER * trainable / spread.shards,
-        "optimizer": MASTER * moments(model, trainable, frozen, optimizer) / spread.shards,
-        "copies": (MASTER + cast) * trainable / spread.shards,
+        "parameters": MASTER * trainable + activation * still,
+        "gradients": MASTER * trainable,
+        "optimizer": MASTER * sum(n * spread.part_of(module) for module, n in own.items()),
+        "copies": (MASTER + cast) * trainable,
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
         "tokens": sum(
             w.tokens * _per_token(model, model.encoders[name]) * activation for name, w in work.items() if name != "llm"
@@ -85,15 +93,23 @@ def fixed_bytes(
     }
 
 
-def moments(model: ModelConfig, trainable: int, frozen: Set[str], optimizer: AdamW | Muon) -> int:
-    """Numbers that the optimizer keeps: two for each parameter, of a matrix under Muon one."""
+def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> dict[str, int]:
+    """Numbers that the optimizer keeps, by module: two for each parameter, of a matrix under Muon one."""
+    kept = {module: 2 * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, AdamW):
-        return 2 * trainable
+        return kept
     matrices = {name: c.layers * layer_of(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
     for name, encoder in model.encoders.items():
         ends = merged_positions(encoder) * encoder.width + model.llm.width
         matrices[f"{name}.connector"] = encoder.connector.mlp_width * ends
-    return 2 * trainable - sum(n for module, n in matrices.items() if module not in frozen)
+    return {module: n - matrices[module] for module, n in kept.items()}
+
+
+def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) -> int:
+    """Of a checkpoint: parameters, frozen ones in the precision of the computation, and the optimizer's moments."""
+    frozen = frozen_modules(model)
+    held = sum(n * (activation if module in frozen else MASTER) for module, n in parameters(model).items())
+    return held + MASTER * sum(moments(model, frozen, optimizer).values())
 
 
 def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:

@@ -65,9 +65,9 @@ def step_time(
     times = [_microbatch(model, batch, unsaved, machine) for batch in microbatches]
     summed = {f.name: sum(getattr(t, f.name) for t in times) for f in fields(StepTime)}
     counts, frozen = parameters(model), frozen_modules(model)
-    trainable = sum(n for module, n in counts.items() if module not in frozen)
+    own = moments(model, frozen, optimizer)
     # Parameters, gradients and moments are read, and all but the gradients written; these are cleared.
-    held = MASTER * (2 * trainable + moments(model, trainable, frozen, optimizer)) / machine.spread.shards
+    held = MASTER * sum((2 * counts[module] + n) * machine.spread.part_of(module) for module, n in own.items())
     return StepTime(**summed | {"update": 2 * held / machine.speed.rates.memory})
 
 

@@ -44,9 +44,11 @@ runtime_version { major: 13 }
 """
 
 
-def absent_h100(count: int) -> list[jax.Device]:
-    """One node of so many H100, to compile for. Raises UserError where JAX's CUDA wheels are not installed."""
+def absent_h100(per_node: int, nodes: int = 1) -> list[jax.Device]:
+    """Nodes of so many H100, to compile for. Raises UserError where JAX's CUDA wheels are not installed."""
     if importlib.util.find_spec(WHEELS) is None:
         raise UserError(f"compiling for GPUs needs JAX's CUDA wheels, not a GPU; install them with: {INSTALL}")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # they would look for a driver
-    return list(topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{count}").devices)
+    return list(
+        topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x{nodes}x{per_node}").devices
+    )

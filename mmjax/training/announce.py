@@ -24,6 +24,8 @@ from mmjax.training.console import count, say, size, table
 from mmjax.training.metrics import balance_scalars
 from mmjax.training.optimizer import key_names
 
+WHOLE = 1.5  # times its share of parameters that a device may hold before it is told
+
 
 def parameters_per_module(model: Model) -> dict[str, int]:
     """Number of parameters of each module."""
@@ -103,11 +105,25 @@ def how_it_fits(fitted: Fit) -> list[str]:
         lines.append(f"       {size(fitted.measured)} by the compiler, which decided what is computed again")
     if fitted.loss_chunks > 1:
         lines.append(f"       loss in {fitted.loss_chunks} parts of the vocabulary")
+    if whole := lying_whole(fitted):
+        lines.append(f"       {whole}")
     for tower, own in fitted.policies.items():
         if set(own) != {"none"}:
             mix = ", ".join(f"{n} {policy}" for policy, n in Counter(own).items())
             lines.append(f"       remat of {tower}: {mix}")
     return lines
+
+
+def lying_whole(fitted: Fit) -> str:
+    """That parameters lie whole on devices which do not divide their widths; empty where it is little."""
+    spread = fitted.spread
+    whole = [module for module in spread.held if spread.part_of(module) > WHOLE / spread.shards]
+    if not whole:
+        return ""
+    return (
+        f"mesh.fsdp does not divide the widths of {', '.join(whole)}: parameters of these lie whole on each device; "
+        "choose a divisor"
+    )
 
 
 def _main_array(batch: Microbatch, module: str) -> np.ndarray:

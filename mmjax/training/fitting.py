@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from mmjax.config import Config, MeshConfig, Remat, Samples
 from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Shape
 from mmjax.errors import UserError
+from mmjax.models.model import Model, module_of
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import loss_choices
+from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.activations import Kept
 from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import frozen_modules, wanted_gradients
@@ -26,8 +31,10 @@ from mmjax.training.compiled_memory import compiled_bytes
 from mmjax.training.console import size
 from mmjax.training.layer_profile import layer_times
 from mmjax.training.measured_fit import Policies, measured_fit
+from mmjax.training.optimizer import key_names
 from mmjax.training.profile import described
 from mmjax.training.residuals import kept_per_layer
+from mmjax.training.state import parameter_shardings
 
 GB = 1e9
 LINEAR = 4096  # positions of a row: long enough that no block of attention is half empty
@@ -45,6 +52,7 @@ class Tracer:
 
     config: Config
     _traced: dict[tuple[str, int, int], Mapping[Remat, Kept]] = field(default_factory=dict)
+    _model: Model | None = None
 
     def kept(self, tower: str, rows: int, lengths: Sequence[int]) -> list[Mapping[Remat, Kept]]:
         """What a layer keeps by policy, for rows of each of these lengths.
@@ -62,6 +70,21 @@ class Tracer:
             return Kept(*(per_position * length).tolist())
 
         return [{policy: at(policy, n) for policy in found[short]} for n in lengths]
+
+    def held(self, mesh: Mapping[str, int]) -> dict[str, float]:
+        """By module, the part of its parameters that lies on each device of a mesh whose axes have these sizes."""
+        if self._model is None:
+            self._model = Model.build(self.config.model, jnp.dtype(self.config.training.precision))
+        whole, part = Counter[str](), Counter[str]()
+        shardings = parameter_shardings(
+            self._model, AbstractMesh(tuple(mesh.values()), tuple(mesh)), ShardingRules.of(self.config.mesh)
+        )
+        leaves = jax.tree.leaves_with_path(self._model.abstract)
+        for (path, leaf), own in zip(leaves, jax.tree.leaves(shardings), strict=True):
+            module = module_of(key_names(path))
+            whole[module] += math.prod(leaf.shape)
+            part[module] += math.prod(own.shard_shape(leaf.shape))
+        return {module: part[module] / n for module, n in whole.items()}
 
     def _at(self, tower: str, rows: int, length: int) -> Mapping[Remat, Kept]:
         model, key = self.config.model, (tower, rows, length)
@@ -143,7 +166,8 @@ def fit_of(
         rows, lengths = shapes[0].shape[name][0], [shape.shape[name][1] for shape in shapes]
         for of, own in zip(kept, tracer.kept(name, rows, lengths), strict=True):
             of[name] = own
-    spread, activation = spread_of(config.mesh, mesh), ACTIVATION[config.training.precision]
+    spread = replace(spread_of(config.mesh, mesh), held=tracer.held(mesh))
+    activation = ACTIVATION[config.training.precision]
     choices = loss_choices(mesh, config.training.loss_chunks, config.model)
     return fit(config.model, shapes, kept, spread, activation, config.optimizer, speed, room, choices)
 
@@ -188,7 +212,10 @@ def too_large(fitted: Fit) -> str:
 def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, room: Room, tracer: Tracer) -> str:
     """The settings that make a run fit and change it least: parameters on more devices first, then microbatches."""
     ranks = mesh["data"] * mesh["fsdp"]
-    shards = [n for n in range(mesh["fsdp"], ranks + 1) if ranks % n == 0]
+    # Fewer shards too: a number that divides the widths leaves less whole than a larger one that does not.
+    shards = sorted(
+        (n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: (n < mesh["fsdp"], abs(n - mesh["fsdp"]))
+    )
     given, update = config.batch.microbatches, config.batch.size
     most = (
         max(given, update.count // ranks) if isinstance(update, Samples) else np.inf

@@ -24,7 +24,8 @@ from mmjax.planning.fit import Fit, Room
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.times import Machine, StepTime, step_time
 from mmjax.planning.work import length_work
-from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, nearest, on_device, speed_of, spread_of
+from mmjax.training.compiled_memory import compiled_bytes
+from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, nearest, on_device, speed_of
 
 SAMPLES = 50_000  # of about so many, in 2 to 32 steps, it is seen what a step is like
 DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
@@ -123,6 +124,14 @@ def look_ahead(
     return Outlook(config, cluster, mesh, ways, len(samples) / steps, tokens / steps, flops / steps, smaller)
 
 
+def compiled_way(outlook: Outlook, devices: Sequence[jax.Device]) -> int:
+    """Bytes of a device by the compiler for these, of the run as it is planned, in its fullest shape."""
+    way, config = outlook.chosen, outlook.config
+    training = replace(config.training, loss_chunks=way.fitted.loss_chunks)
+    planned = replace(config, model=way.fitted.applied(config.model), training=training)
+    return compiled_bytes(planned, on_device(config, way.layout, way.layout.shapes[way.fitted.fullest]), list(devices))
+
+
 def topology_on(cluster: Cluster, config: MeshConfig, mesh: Mapping[str, int]) -> Topology:
     """The ranks of a mesh on a cluster, and which of them are on one node."""
     ranks, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
@@ -146,7 +155,7 @@ def _way(
     precision, device = config.training.precision, cluster.device
     room = Room(config.mesh.memory * GB or USABLE * device.memory, config.mesh.host_memory * GB)
     fitted = fit_of(config, mesh, layout, speed, room, tracer)
-    machine = Machine(cluster, mesh, spread_of(config.mesh, mesh), speed, ACTIVATION[precision], fitted.loss_chunks)
+    machine = Machine(cluster, mesh, fitted.spread, speed, ACTIVATION[precision], fitted.loss_chunks)
     model = fitted.applied(config.model)
     microbatches = [m for plan in plans for m in plan.microbatches]
     batches = [on_device(config, layout, m.shape) for m in microbatches]

@@ -22,6 +22,7 @@ from mmjax.planning.clusters import Rates
 from mmjax.planning.fit import Fit, Room
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import Spread
+from mmjax.training.announce import lying_whole
 from mmjax.training.fitting import Tracer, fit_of, nearest, room_of, spread_of, too_large
 from mmjax.training.residuals import kept_per_layer
 
@@ -95,7 +96,7 @@ def test_a_memory_between_is_filled_with_a_mix_of_policies(layouts):
     assert {p for own in found.policies.values() for p in own} != {"none"}
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.6])
 def test_the_nearest_run_that_fits_does_fit(layouts, share):
     least = fitted(layouts, 1e-9)
     assert not least.fits
@@ -113,6 +114,14 @@ def test_what_can_never_fit_is_said(layouts):
     said = nearest(tiny_config(), MESH, layouts, SPEED, Room(1000.0), Tracer(tiny_config()))
     assert "do not make it fit; use more devices, mesh.tensor, or a smaller model" in said
     assert re.search(r"the run needs \d+\.\d MB of each device and there are 0\.0 MB", too_large(fitted(layouts, 1e-6)))
+
+
+def test_parameters_whose_width_the_mesh_does_not_divide_lie_whole_on_each_device(layouts):
+    even, uneven = (fitted(layouts, np.inf, fsdp=n, data=24 // n) for n in (8, 12))
+    assert even.spread.held["llm"] < 0.2 < 0.9 < uneven.spread.held["llm"]
+    assert uneven.fixed["optimizer"] > even.fixed["optimizer"]
+    assert "llm" not in lying_whole(even)
+    assert re.search(r"mesh\.fsdp does not divide the widths of .*llm", lying_whole(uneven))
 
 
 def test_tensor_parallelism_cuts_encoders_only_where_they_lie_on_its_axis():
