@@ -22,6 +22,7 @@ import numpy as np
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Config, DecoderConfig, Remat
 from mmjax.models.model import Model
+from mmjax.parallel import processes
 from mmjax.planning.cost import frozen_modules, wanted_gradients
 from mmjax.planning.layer_times import FORWARD, LayerTimes, grid_of
 from mmjax.planning.work import Encoder
@@ -45,7 +46,7 @@ def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: boo
     Devices of one CPU share its cores: their times are those of all at work.
     """
     found = {}
-    sharing = jax.local_device_count() if device.platform == "cpu" else 1
+    sharing = jax.local_device_count() * processes.per_host() if device.platform == "cpu" else 1
     for tower, (rows, lengths) in shapes.items():
         path, kept = _read(config, tower, device)
         grid = grid_of(lengths)

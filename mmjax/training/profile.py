@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from mmjax.parallel import processes
 from mmjax.planning.clusters import Cluster, Device, device_of
 
 
@@ -23,7 +24,7 @@ def described(device: jax.Device) -> Device:
     known = device_of(device.device_kind)
     if known is not None:
         return known
-    sharing = jax.local_device_count() if device.platform == "cpu" else 1
+    sharing = jax.local_device_count() * processes.per_host() if device.platform == "cpu" else 1
     peak, moving = measured_peak(device) / sharing, measured_bandwidth(device) / sharing
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharing
     memory = (device.memory_stats() or {}).get("bytes_limit", host)
@@ -38,7 +39,8 @@ def cluster_here() -> Cluster:
 
 def peak_of(devices: Sequence[jax.Device], precision: Literal["bfloat16", "float32"]) -> float:
     """FLOP/s of all `devices` together at their best."""
-    return described(devices[0]).peak(precision) * len(devices)
+    own = next(d for d in devices if d.process_index == jax.process_index())  # only its own can a process measure
+    return described(own).peak(precision) * len(devices)
 
 
 def memory_used(mesh: Mesh) -> int | None:
