@@ -57,7 +57,7 @@ def balance_nodewise(
     length, source = np.ascontiguousarray(length, np.int64), np.ascontiguousarray(source, np.int64)
     largest = largest_cost(length, ranks, tolerance)
     order = longest_first(length)
-    best, least = source, ENDLESS
+    best, least = source, _totals(source, length, ranks).max(initial=0)
     for margin in _MARGINS:
         level = largest - int(margin * (largest - length.sum() / ranks))
         rank = _balance(length, source, order, ranks, ranks_per_node, largest, level, margin == _MARGINS[-1])
