@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -21,18 +21,20 @@ import jax
 from mmjax.config import Config
 from mmjax.config_files import default_config, find, keep, load
 from mmjax.data.index import LengthIndex, build_index
+from mmjax.data.layout import RankLayout
 from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError, run_command
 from mmjax.outputs import PICTURES, check_output
 from mmjax.planning.clusters import Cluster, cluster_of
 from mmjax.planning.cost import parameters
+from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import saved_bytes
 from mmjax.planning.plan_file import plan_text
 from mmjax.training.absent_devices import absent_h100
 from mmjax.training.announce import how_it_fits, lying_whole
 from mmjax.training.console import count, duration, say, size, table
-from mmjax.training.fitting import ACTIVATION, too_large
+from mmjax.training.fitting import ACTIVATION, speed_of, too_large
 from mmjax.training.outlook import Outlook, Way, compiled_way, look_ahead
 from mmjax.training.profile import cluster_here
 
@@ -85,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cluster = cluster_here() if here else cluster_of(own["cluster"])
     devices = _to_compile_for(cluster) if args.compile else None
     index, weights, told = _lengths(config, path, args.lengths)
-    outlook = look_ahead(config, cluster, index, weights, here, args.profile)
+    outlook = look_ahead(config, cluster, index, weights, _speed_here(config, args.profile) if here else None)
     compiled = None if devices is None else compiled_way(outlook, devices)
     say(*([json.dumps(as_numbers(outlook, price, compiled))] if args.json else report(outlook, price, told, compiled)))
     if args.picture is not None:
@@ -106,10 +108,14 @@ def _write(outlook: Outlook, path: Path) -> None:
     path.write_text(text)
 
 
+def _speed_here(config: Config, profile: bool) -> Callable[[Sequence[RankLayout]], Speed]:
+    return lambda layouts: speed_of(config, layouts, jax.devices()[0], profile)
+
+
 def _to_compile_for(cluster: Cluster) -> list[jax.Device]:
     if cluster.device.name not in COMPILED_FOR:
         raise UserError(
-            f"--compile: cluster={cluster} is none of {', '.join(COMPILED_FOR)}, which are described for it"
+            f"--compile: there is no compiling for {cluster.device.name}, only for {', '.join(COMPILED_FOR)}"
         )
     return absent_h100(cluster.per_node, cluster.nodes)
 
@@ -163,7 +169,8 @@ def report(outlook: Outlook, price: float | None, told: str, compiled: int | Non
         lines.append(f"DOES NOT FIT: {too_large(way.fitted)}; {outlook.nearest}")
     lines += how_it_fits(way.fitted)
     if compiled is not None:
-        lines.append(f"       {size(compiled)} by the compiler, {way.fitted.predicted / compiled - 1:+.1%} predicted")
+        off = way.fitted.predicted / compiled - 1
+        lines.append(f"       {size(compiled)} by the compiler; what is predicted differs by {off:+.1%}")
     lines += [f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%}: {_parts(way)}"]
     lines += table(_balances(outlook))
     lines += [_start(outlook), *_to_the_end(outlook, price)]

@@ -99,6 +99,12 @@ def test_layers_are_measured_only_on_this_machine(capsys):
     assert "say cluster=here" in ended.err
 
 
+def test_a_step_is_compiled_only_for_gpus_that_are_described(capsys):
+    ended = run(capsys, plan.main, *SMALL, "--compile")
+    assert ended.code == 2
+    assert "no compiling for a100, only for h100, h200" in ended.err
+
+
 def test_balancing_makes_ranks_more_equal_and_steps_no_longer(small):
     none, post = small["ways"]["none"], small["ways"]["post"]
     assert all(post["dist_ratio"][module] < none["dist_ratio"][module] for module in post["dist_ratio"])

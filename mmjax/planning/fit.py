@@ -9,6 +9,7 @@ import numpy as np
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat
 from mmjax.planning.activations import Kept, cut
+from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import executed_logits, frozen_modules, policies_of, recomputed
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import OnDevice, Spread, fixed_bytes
@@ -81,7 +82,7 @@ def fit(
     loss_choices: numbers of parts in which the loss may be made; more leave more room, and make the logits again.
     """
     towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
-    works = [row_work(model, shape.shape) for shape in shapes]
+    works, frozen = [row_work(model, shape.shape) for shape in shapes], frozen_modules(model)
     cuts = [
         {
             name: {p: cut(k, towers[name], w[name].positions, activation, spread.parts(name)) for p, k in own.items()}
@@ -89,25 +90,17 @@ def fit(
         }
         for of, w in zip(kept, works, strict=True)
     ]
-    frozen = frozen_modules(model)
     unsaved = [{t: own["none"].device for t, own in c.items()} for c in cuts]
-    again = {
-        name: [
-            _again(config, w[name], c[name], speed, speed.layer(name, s.shape[name]), spread.parts(name))
-            for s, w, c in zip(shapes, works, cuts, strict=True)
-        ]
-        for name, config in towers.items()
-    }
     options = {
-        name: {
-            policy: Option(
-                tuple(c[name][policy].device for c in cuts),
-                tuple(c[name][policy].host for c in cuts),
-                float(np.mean([of[policy] for of in again[name]])),
-            )
-            for policy in cuts[0][name]
-        }
-        for name in towers
+        name: _options(
+            config,
+            [w[name] for w in works],
+            [c[name] for c in cuts],
+            speed.rates,
+            [speed.layer(name, shape.shape[name]) for shape in shapes],
+            spread.parts(name),
+        )
+        for name, config in towers.items()
     }
     given = {name: policies_of(config) for name, config in towers.items() if config.remat != "auto"}
     free = {name: config.layers for name, config in towers.items() if name not in given}
@@ -146,12 +139,32 @@ def fit(
     return min(found, key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks))
 
 
+def _options(
+    config: DecoderConfig | Encoder,
+    works: Sequence[Work],
+    kept: Sequence[Mapping[Remat, Kept]],
+    rates: Rates,
+    measured: Sequence[Mapping[str, float] | None],
+    parts: int,
+) -> dict[Remat, Option]:
+    """What a layer of a tower may do, on one device: bytes of every shape, mean seconds longer than with `none`."""
+    again = [_again(config, w, k, rates, m or {}, parts) for w, k, m in zip(works, kept, measured, strict=True)]
+    return {
+        policy: Option(
+            tuple(of[policy].device for of in kept),
+            tuple(of[policy].host for of in kept),
+            float(np.mean([of[policy] for of in again])),
+        )
+        for policy in kept[0]
+    }
+
+
 def _again(
     config: DecoderConfig | Encoder,
     work: Work,
     kept: Mapping[Remat, Kept],
-    speed: Speed,
-    measured: Mapping[str, float] | None,
+    rates: Rates,
+    measured: Mapping[str, float],
     parts: int,
 ) -> dict[Remat, float]:
     """Seconds that one layer takes longer on one device with a policy than with `none`.
@@ -160,13 +173,14 @@ def _again(
     less time than `none`: saving costs time too.
     """
 
-    def counted(policy: Remat) -> float:
+    def seconds(policy: Remat) -> float:
+        if policy in measured:
+            return (measured[policy] - measured["none"]) / parts
         moved = 2 * (kept["none"].device - kept[policy].device - kept[policy].host)
-        again = recomputed(config, work, policy) / parts / speed.rates.flops + max(moved, 0) / speed.rates.memory
-        return again + 2 * kept[policy].host / speed.rates.host
+        again = recomputed(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
+        return again + 2 * kept[policy].host / rates.host
 
-    known = {} if measured is None else {p: (measured[p] - measured["none"]) / parts for p in kept if p in measured}
-    return {policy: known[policy] if policy in known else counted(policy) for policy in kept}
+    return {policy: seconds(policy) for policy in kept}
 
 
 def _bytes(policies: Mapping[str, Sequence[Remat]], options: Mapping[str, Options], shape: int, where: str) -> float:

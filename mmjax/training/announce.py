@@ -121,8 +121,8 @@ def lying_whole(fitted: Fit) -> str:
     if not whole:
         return ""
     return (
-        f"mesh.fsdp does not divide the widths of {', '.join(whole)}: parameters of these lie whole on each device; "
-        "choose a divisor"
+        f"the mesh (fsdp {spread.shards // spread.llm}, tensor {spread.llm}) does not divide the widths of "
+        f"{', '.join(whole)}: their parameters lie whole on its devices; choose mesh.fsdp and mesh.tensor that do"
     )
 
 

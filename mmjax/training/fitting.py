@@ -48,7 +48,7 @@ Layouts = Callable[[Config], RankLayout]  # of a config with other microbatches
 
 @dataclass
 class Tracer:
-    """What layers of a model keep, each traced once."""
+    """What a model keeps on devices, traced once: activations of its layers, and its parameters."""
 
     config: Config
     _traced: dict[tuple[str, int, int], Mapping[Remat, Kept]] = field(default_factory=dict)
@@ -110,7 +110,8 @@ def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts, profile: bool = Fa
     tracer = Tracer(config)
     fitted = fit_of(config, sizes, layout, speed, room, tracer)
     if profile and np.isfinite(room.device):
-        fitted = _measured(config, layout, fitted, list(mesh.devices.flat))
+        found = _measured(config, layout, fitted, list(mesh.devices.flat))
+        fitted = replace(fit_of(planned(config, found), sizes, layout, speed, room, tracer), measured=found.measured)
     if not fitted.fits:
         smaller = nearest(config, sizes, layouts, speed, room, tracer)
         raise UserError(f"{too_large(fitted)}; {smaller}", everywhere=True)
@@ -120,13 +121,11 @@ def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts, profile: bool = Fa
 def _measured(config: Config, layout: RankLayout, fitted: Fit, devices: list[jax.Device]) -> Fit:
     """The fit by what the compiler says that steps of the fullest shape take. All processes compile together."""
     batch = on_device(config, layout, layout.shapes[fitted.fullest])
-    given = replace(config, training=replace(config.training, loss_chunks=fitted.loss_chunks))
     towers = {"llm": config.model.llm, **config.model.encoders}
 
     def measure(policies: Policies) -> float | None:
-        model = replace(fitted, policies=dict(policies)).applied(config.model)
         try:
-            found = compiled_bytes(replace(given, model=model), batch, devices)
+            found = compiled_bytes(planned(config, replace(fitted, policies=dict(policies))), batch, devices)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -134,6 +133,12 @@ def _measured(config: Config, layout: RankLayout, fitted: Fit, devices: list[jax
         return processes.led(lambda: found)
 
     return measured_fit(fitted, {name: c.layers for name, c in towers.items() if c.remat == "auto"}, measure)
+
+
+def planned(config: Config, fitted: Fit) -> Config:
+    """The config with what the fit decides: the layers' policies and the parts of the loss."""
+    training = replace(config.training, loss_chunks=fitted.loss_chunks)
+    return replace(config, model=fitted.applied(config.model), training=training)
 
 
 def speed_of(config: Config, layouts: Sequence[RankLayout], device: jax.Device, profile: bool) -> Speed:
@@ -203,14 +208,18 @@ def too_large(fitted: Fit) -> str:
     kinds = sorted((fitted.fixed | {f"activations of {t}": n for t, n in fitted.activations.items()}).items())
     largest = sorted(kinds, key=lambda pair: -pair[1])[:4]
     spelled = ", ".join(f"{kind} {size(n)}" for kind, n in largest)
+    needs = size(fitted.device) if np.isfinite(fitted.device) else f"more than {size(fitted.room.device)}"
     return (
-        f"the run needs {size(fitted.device)} of each device and there are {size(fitted.room.device)}, with as much "
+        f"the run needs {needs} of each device and there are {size(fitted.room.device)}, with as much "
         f"computed again as can be ({spelled})"
     )
 
 
 def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, room: Room, tracer: Tracer) -> str:
-    """The settings that make a run fit and change it least: parameters on more devices first, then microbatches."""
+    """The settings that make a run fit and change it least; not those that it has.
+
+    Parameters on more devices first, or on fewer, then more microbatches.
+    """
     ranks = mesh["data"] * mesh["fsdp"]
     # Fewer shards too: a number that divides the widths leaves less whole than a larger one that does not.
     shards = sorted(
@@ -225,6 +234,8 @@ def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Sp
         changed = replace(config, batch=replace(config.batch, microbatches=microbatches))
         layout = layouts(changed)
         for fsdp in shards:
+            if (microbatches, fsdp) == (given, mesh["fsdp"]):
+                continue
             found = fit_of(changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, speed, room, tracer)
             if found.fits:
                 settings = [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []

@@ -37,7 +37,7 @@ Shapes = Mapping[str, tuple[int, Sequence[int]]]  # rows and row lengths of each
 
 def profiles() -> Path:
     """The folder of all profiles."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmjax" / "layer_times"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "layer_times"
 
 
 def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: bool) -> dict[str, LayerTimes]:
@@ -152,16 +152,20 @@ def _read(config: Config, tower: str, device: jax.Device) -> tuple[Path, dict[st
     path = profiles() / f"{name}.json"
     try:
         kept = json.loads(path.read_text())
-        if kept["of"] == of and isinstance(kept["seconds"], dict):
+        names = {FORWARD, *_policies(config)}
+        if kept["of"] == of and all(set(s) == names and min(s.values()) > 0 for s in kept["seconds"].values()):
             return path, kept
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return path, {"of": of, "seconds": {}}
 
 
 def _write(path: Path, kept: Mapping[str, Any]) -> None:
-    """Whole or not at all: another run may read it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Whole or not at all: another run may read it. Where it cannot be written, this run goes on with what it has."""
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(kept, indent=1) + "\n")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(kept, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        note(f"profile: {path} cannot be written ({error.strerror}), so the next run measures again")

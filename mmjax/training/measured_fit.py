@@ -30,7 +30,7 @@ def measured_fit(fitted: Fit, free: Mapping[str, int], measure: Measure) -> Fit:
     lean = {**fitted.policies, **{tower: (LEANEST,) * layers for tower, layers in free.items()}}
     base, room = measure(lean), fitted.room.device
     least = replace(fitted, policies=lean, measured=np.inf if base is None else base)
-    if not least.fits:
+    if not (free and least.fits):
         return least
     options = {tower: _options(fitted, lean, tower, base, measure) for tower in free}
     limit = room

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -25,7 +25,7 @@ from mmjax.planning.layer_times import Speed
 from mmjax.planning.times import Machine, StepTime, step_time
 from mmjax.planning.work import length_work
 from mmjax.training.compiled_memory import compiled_bytes
-from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, nearest, on_device, speed_of
+from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, nearest, on_device, planned
 
 SAMPLES = 50_000  # of about so many, in 2 to 32 steps, it is seen what a step is like
 DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
@@ -80,12 +80,11 @@ def look_ahead(
     cluster: Cluster,
     index: LengthIndex,
     weights: Sequence[float],
-    here: bool = False,
-    profile: bool = False,
+    speed_with: Callable[[Sequence[RankLayout]], Speed] | None = None,
 ) -> Outlook:
     """The outlook of a run whose samples have the lengths of this index.
 
-    here: the cluster is this machine, whose layers may have been measured; profile: measure those that never were.
+    speed_with: how fast the devices are with the shapes of these layouts; None: as their data sheet says.
 
     Raises UserError where the mesh does not go with the cluster, or the batch with the data.
     """
@@ -99,13 +98,11 @@ def look_ahead(
     dry_run = max(2, int(DRY_RUN / budget.samples_per_step))
     steps = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
     changed = {k: replace(config, batch=replace(config.batch, balance=balance)) for k, balance in balances.items()}
-    planned = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in changed.items()}
-    speed = Speed(cluster.device.rates(config.training.precision))
-    if here:
-        layouts = [layout for _, layout in planned.values()]
-        speed = speed_of(config, layouts, jax.devices()[0], profile)
+    made = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in changed.items()}
+    sheet = Speed(cluster.device.rates(config.training.precision))
+    speed = sheet if speed_with is None else speed_with([layout for _, layout in made.values()])
     ways: dict[str, Way] = {}
-    for kind, (planner, layout) in planned.items():
+    for kind, (planner, layout) in made.items():
         plans = [planner.plan(step) for step in range(steps)]
         ways[kind] = _way(changed[kind], cluster, mesh, layout, plans, index, tracer, speed)
     samples = np.concatenate([plan.samples() for plan in plans])
@@ -127,9 +124,8 @@ def look_ahead(
 def compiled_way(outlook: Outlook, devices: Sequence[jax.Device]) -> int:
     """Bytes of a device by the compiler for these, of the run as it is planned, in its fullest shape."""
     way, config = outlook.chosen, outlook.config
-    training = replace(config.training, loss_chunks=way.fitted.loss_chunks)
-    planned = replace(config, model=way.fitted.applied(config.model), training=training)
-    return compiled_bytes(planned, on_device(config, way.layout, way.layout.shapes[way.fitted.fullest]), list(devices))
+    batch = on_device(config, way.layout, way.layout.shapes[way.fitted.fullest])
+    return compiled_bytes(planned(config, way.fitted), batch, list(devices))
 
 
 def topology_on(cluster: Cluster, config: MeshConfig, mesh: Mapping[str, int]) -> Topology:

@@ -12,7 +12,7 @@ from mmjax.data.lengths import index_of_lengths, omni_corpus
 from mmjax.planning.clusters import cluster_of
 from mmjax.training.absent_devices import absent_h100
 from mmjax.training.compiled_memory import compiled_bytes
-from mmjax.training.fitting import on_device
+from mmjax.training.fitting import on_device, planned
 from mmjax.training.outlook import look_ahead
 
 NODE = cluster_of("h100x8")
@@ -27,10 +27,8 @@ def main(gigabytes: float) -> None:
     changed = edit(config, re.findall(r"(?:mesh|batch)\.\w+=\d+", refused.nearest))
     way = look_ahead(changed, NODE, index, [1.0]).chosen
     fitted = way.fitted
-    training = replace(changed.training, loss_chunks=fitted.loss_chunks)
-    planned = replace(changed, model=fitted.applied(model), training=training)
     shape = on_device(changed, way.layout, way.layout.shapes[fitted.fullest])
-    compiled = compiled_bytes(planned, shape, absent_h100(NODE.devices))
+    compiled = compiled_bytes(planned(changed, fitted), shape, absent_h100(NODE.devices))
     fits = [refused.chosen.fitted.fits, fitted.fits]
     print(json.dumps({"fits": fits, "room": fitted.room.device, "planned": fitted.device, "compiled": compiled}))
 

@@ -10,20 +10,45 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run
+
+from mmjax import plan
 
 ROOT = Path(__file__).parents[2]
 WHEELS = importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def told(*words: str) -> dict:
+    """The JSON that Python prints, in a process of its own: whether to look for a driver is decided when JAX starts."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    options = {"env": environment, "cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}
+    ended = subprocess.run([sys.executable, *words], check=False, **options)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
 @pytest.mark.parametrize("gigabytes", [16, 10])
 def test_the_nearest_plan_that_fits_also_fits_by_the_compiler(gigabytes):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests/training/nearest_by_compiler.py"), str(gigabytes)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
+    found = told("tests/training/nearest_by_compiler.py", str(gigabytes))
     assert found["fits"] == [False, True]
     assert found["compiled"] <= found["room"]
     assert found["planned"] == pytest.approx(found["compiled"], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+def test_a_plan_of_ten_billion_parameters_takes_what_the_compiler_says():
+    rows = ("batch.rows.llm=8", "batch.rows.vision=8", "batch.rows.audio=8")
+    words = ("omni_10b", "cluster=h100x8", "mesh.fsdp=8", "batch.size.count=64", *rows, "--compile", "--json")
+    found = told("-m", "mmjax.plan", *words)
+    assert found["ways"]["post"]["memory"] == pytest.approx(found["compiled"], rel=0.1)
+    assert found["compiled"] <= found["room"]
+
+
+@pytest.mark.skipif(WHEELS, reason="the CUDA wheels are installed")
+def test_without_the_wheels_nothing_is_planned_and_it_says_what_to_install(capsys):
+    ended = run(capsys, plan.main, "omni_10b", "cluster=h100x8", "--compile")
+    assert ended.code == 2
+    assert 'install them with: pip install -e ".[aot]"' in ended.err

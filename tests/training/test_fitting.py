@@ -110,6 +110,13 @@ def test_the_nearest_run_that_fits_does_fit(layouts, share):
     assert fit_of(changed, sizes, layouts(changed), SPEED, room, Tracer(changed)).fits
 
 
+def test_a_run_that_only_a_measurement_refuses_is_never_told_to_stay_as_it_is(layouts):
+    said = nearest(tiny_config(), MESH, layouts, SPEED, Room(1e12), Tracer(tiny_config()))  # fits by the model
+    settings = re.findall(r"((?:mesh|batch)\.\w+=\d+)", said)
+    assert settings
+    assert edit(tiny_config(), settings) != tiny_config()
+
+
 def test_what_can_never_fit_is_said(layouts):
     said = nearest(tiny_config(), MESH, layouts, SPEED, Room(1000.0), Tracer(tiny_config()))
     assert "do not make it fit; use more devices, mesh.tensor, or a smaller model" in said
@@ -121,7 +128,7 @@ def test_parameters_whose_width_the_mesh_does_not_divide_lie_whole_on_each_devic
     assert even.spread.held["llm"] < 0.2 < 0.9 < uneven.spread.held["llm"]
     assert uneven.fixed["optimizer"] > even.fixed["optimizer"]
     assert "llm" not in lying_whole(even)
-    assert re.search(r"mesh\.fsdp does not divide the widths of .*llm", lying_whole(uneven))
+    assert re.search(r"the mesh \(fsdp 12, tensor 1\) does not divide the widths of .*llm", lying_whole(uneven))
 
 
 def test_tensor_parallelism_cuts_encoders_only_where_they_lie_on_its_axis():

@@ -73,11 +73,24 @@ def test_a_tower_without_gradients_takes_its_forward_time_whatever_the_policy(ho
 def test_a_damaged_profile_counts_as_none(home):
     for path in profiles().iterdir():
         whole = path.read_text()
-        for damaged in (whole[: len(whole) // 2], "[]", json.dumps({"of": 1, "seconds": {}})):
+        for damaged in (
+            whole[: len(whole) // 2],
+            "[]",
+            json.dumps({"of": 1, "seconds": {}}),
+            whole.replace("none", "nome"),
+        ):
             path.write_text(damaged)
             layer_times(tiny_config(), SHAPES, jax.devices()[0], False)
         path.write_text(whole)
     assert layer_times(tiny_config(), SHAPES, jax.devices()[0], False) == home
+
+
+def test_where_nothing_can_be_written_the_run_goes_on(home, monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = layer_times(tiny_config(), {"vision": (2, (16,))}, jax.devices()[0], True)
+    assert set(found) == {"vision"}
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_programs_take_turns(monkeypatch):
