@@ -1,0 +1,49 @@
+"""What a data set's file says, before any tokenizer: who said what, with images and clips where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Medium = Literal["image", "audio"]
+
+
+@dataclass(frozen=True)
+class Media:
+    """A place in a message where an image or a clip stands; which one is its number among the conversation's media."""
+
+    kind: Medium
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one side said: stretches of text and media, in order."""
+
+    role: str  # "system", "user", "assistant", ...
+    parts: tuple[str | Media, ...]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One record of a data set."""
+
+    messages: tuple[Message, ...]
+
+    def media(self) -> Iterator[Media]:
+        """All media in order."""
+        return (part for message in self.messages for part in message.parts if isinstance(part, Media))
+
+
+class Conversations(Protocol):
+    """Random access to the records of a data set, and to the encoded files of their media. Nothing is decoded."""
+
+    def __len__(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """Changes when any record changes."""
+
+    def conversation(self, index: int) -> Conversation: ...
+
+    def encoded(self, index: int, number: int) -> bytes:
+        """The file of the record's medium `number`, as it is stored: JPEG, PNG, WAV, FLAC, ..."""
