@@ -24,7 +24,7 @@ class TextBatch(NamedTuple):
     token: Array  # 0 where an item's token or padding stands
     target: Array  # the token that should follow
     weight: Array  # of this position's loss
-    position: Array  # RoPE position, restarts with each sample
+    position: Array  # RoPE position, restarts with each sample; [R, T, 3] (t, y, x) for an LLM with rotary sections
     sample: Array  # which of the row's samples, -1 = padding
     pos: Array  # index in the row before any permutation
     span: Array  # item whose tokens see each other both ways, 0 = none

@@ -137,8 +137,72 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
+class PlainRope:
+    """Rotary positions as they are."""
+
+    kind: Literal["plain"] = "plain"
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by a factor."""
+
+    factor: float
+    kind: Literal["linear"] = "linear"
+
+
+@dataclass(frozen=True)
+class DynamicRope:
+    """A base that grows with the sample, where that is longer than `positions` (dynamic NTK)."""
+
+    factor: float
+    positions: int
+    kind: Literal["dynamic"] = "dynamic"
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN: slow channels divided by a factor, fast ones as they are; cosines and sines scaled."""
+
+    factor: float
+    positions: int  # of the training before
+    attention: float  # by which cosines and sines are scaled
+    fast: float = 32.0  # rotations over `positions` of the channels that stay
+    slow: float = 1.0  # and of those that are divided
+    whole: bool = True  # the borders between them lie on whole channels
+    kind: Literal["yarn"] = "yarn"
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's: channels of long waves divided by a factor, those between blended."""
+
+    factor: float
+    low: float
+    high: float
+    positions: int  # of the training before
+    kind: Literal["llama3"] = "llama3"
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE: a factor for every channel pair, others for samples longer than `positions`."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    positions: int
+    attention: float  # by which cosines and sines are scaled
+    kind: Literal["long"] = "long"
+
+
+RopeScaling = PlainRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+Biased = Literal["query", "key", "value", "output", "gate", "up", "down"]
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """A causal transformer: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+    """A causal transformer: rotary positions, RMSNorm, a gated MLP, grouped-query attention."""
 
     layers: int
     width: int
@@ -148,13 +212,28 @@ class DecoderConfig:
     mlp_width: int
     vocab: int
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling = PlainRope()
+    rope_sections: tuple[int, ...] = ()  # channel pairs that turn with (t, y, x); empty: all with one position
+    rope_interleaved: bool = False  # the sections' pairs take turns
     norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # that is added to the norms' scales
+    activation: Activation = "silu"
+    biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
+    qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before they turn
+    post_norms: bool = False  # of what attention and the MLP add to the residual stream
+    embedding_scale: float = 1.0
+    attention_scale: float = 0.0  # of the scores; 0 = head_width ** -0.5
+    attention_cap: float = 0.0  # scores are bent to stay below; 0 = not
+    logit_cap: float = 0.0
+    window: int = 0  # tokens that the layers in `windowed` see, their own included
+    windowed: tuple[int, ...] = ()
     tied: bool = True
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
     attention: Literal["dense", "blockwise"] = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
+    weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
 
 
 @dataclass(frozen=True)

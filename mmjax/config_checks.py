@@ -14,6 +14,8 @@ from mmjax.config import (
     DataConfig,
     DecoderConfig,
     EmbeddedSource,
+    Llama3Rope,
+    LongRope,
     ModelConfig,
     VisionConfig,
 )
@@ -92,9 +94,36 @@ def _check_decoder(llm: DecoderConfig) -> None:
     _above_zero(where, llm, ("rope_theta", "norm_eps"))
     _divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
     _check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
+    _check_rope(where, llm)
+    _at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window"))
+    layers = [i for i in llm.windowed if not 0 <= i < llm.layers]
+    _check(not layers, f"{where}.windowed names layer {layers[:1]}, there are 0 to {llm.layers - 1}")
+    _check(bool(llm.window) or not llm.windowed, f"{where}.windowed names layers, but window=0; say how many they see")
     _check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
     _check_remat(where, llm)
     _check_dropout(where, llm)
+
+
+def _check_rope(where: str, llm: DecoderConfig) -> None:
+    pairs, scaling = llm.head_width // 2, llm.rope_scaling
+    sections = sum(llm.rope_sections)
+    _check(
+        not sections or sections == pairs,
+        f"{where}.rope_sections has {sections} channel pairs, a head of head_width={llm.head_width} has {pairs}",
+    )
+    _check(
+        not sections or len(llm.rope_sections) == 3,
+        f"{where}.rope_sections has {len(llm.rope_sections)} sections; there are three: t, y and x",
+    )
+    for name in ("factor", "positions"):
+        value = getattr(scaling, name, 1)
+        _check(value > 0, f"{where}.rope_scaling.{name}={value}: must be more than 0")
+    if isinstance(scaling, LongRope):
+        for name in ("short", "long"):
+            given = len(getattr(scaling, name))
+            _check(given == pairs, f"{where}.rope_scaling.{name} has {given} factors, a head has {pairs} channel pairs")
+    if isinstance(scaling, Llama3Rope):
+        _check(scaling.low < scaling.high, f"{where}.rope_scaling: low={scaling.low} must be below high={scaling.high}")
 
 
 def _check_vision(where: str, encoder: VisionConfig) -> None:

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import ItemBatch
 from mmjax.config import AudioConfig
 from mmjax.models.attention import items_mask
+from mmjax.models.encoder_block import encoder_block
 from mmjax.models.layer_runs import LayerRuns, Run
-from mmjax.models.layers import Context, EncoderLayer, LayerNorm, Linear
+from mmjax.models.layers import Context, LayerNorm, Linear, TransformerLayer
 from mmjax.parallel.sharding import constrain
 
 STRIDE = 2  # frames per position after the second convolution
@@ -71,9 +72,8 @@ class AudioEncoder(nnx.Module):
     def __init__(self, config: AudioConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.embed = AudioStem(c.mels, c.width, rngs)
-        self.layers = LayerRuns(
-            lambda rngs: EncoderLayer(c.width, c.heads, c.mlp_width, c.norm_eps, c.attention, rngs), plan, rngs
-        )
+        block = encoder_block(c)
+        self.layers = LayerRuns(lambda rngs: TransformerLayer(block, rngs), plan, rngs)
         self.head = LayerNorm(c.width, c.norm_eps)
         self.dropout = c.dropout
         self.dtype = dtype

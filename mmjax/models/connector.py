@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import ConnectorConfig
-from mmjax.models.layers import GeluMLP, LayerNorm
+from mmjax.models.layers import MLP, LayerNorm
 from mmjax.parallel.sharding import constrain
 
 
@@ -37,7 +37,7 @@ class Connector(nnx.Module):
         self.axes = axes
         self.group = config.merge ** len(axes)
         self.norm = LayerNorm(inputs, eps)
-        self.mlp = GeluMLP(self.group * inputs, config.mlp_width, outputs, rngs)
+        self.mlp = MLP(self.group * inputs, config.mlp_width, outputs, "gelu_tanh", rngs, biases=("up", "down"))
         tables = [PositionTable(config.position_grid, outputs, rngs) for _ in axes] if config.position_grid else []
         self.positions = nnx.Dict({("t", "y", "x")[axis]: table for axis, table in zip(axes, tables, strict=False)})
 

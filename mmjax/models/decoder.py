@@ -1,20 +1,23 @@
-"""The text decoder: grouped-query attention, rotary positions, RMSNorm, SwiGLU, tied or untied output."""
+"""The text decoder: grouped-query attention, rotary positions, RMSNorm, a gated MLP, tied or untied output."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig
-from mmjax.models.attention import MaskSpec
-from mmjax.models.dropout import ATTENTION, MLP, drop
+from mmjax.models.attention import MaskSpec, Scoring
 from mmjax.models.layer_runs import LayerRuns, Run
-from mmjax.models.layers import Context, RMSNorm, SelfAttention, SwiGLU, rotation_1d
+from mmjax.models.layers import Block, Context, RMSNorm, TransformerLayer
+from mmjax.models.rope import text_rotation
 from mmjax.parallel.sharding import constrain
+
+ALL = 2**30  # tokens back: more than any row has
 
 
 class TokenTable(nnx.Module):
@@ -30,33 +33,38 @@ class TokenTable(nnx.Module):
         return constrain(table[token], "rows", "length", "width")
 
 
-def scores(x: Float[Array, "r t d"], table: Float[Array, "v d"]) -> Float[Array, "r t v"]:
-    """Float32 logits of all tokens of an output table, or of the part of one."""
+def scores(x: Float[Array, "r t d"], table: Float[Array, "v d"], cap: float = 0.0) -> Float[Array, "r t v"]:
+    """Float32 logits of all tokens of an output table, or of the part of one; bent by tanh to stay below a cap."""
     logits = jnp.einsum("rtd,vd->rtv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
-    return constrain(logits, "rows", "length", "vocab")
+    logits = constrain(logits, "rows", "length", "vocab")
+    return jnp.tanh(logits / cap) * cap if cap else logits
 
 
-class DecoderLayer(nnx.Module):
-    """Pre-norm attention and SwiGLU."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        c = config
-        self.attention_norm = RMSNorm(c.width, c.norm_eps)
-        self.attention = SelfAttention(c.width, c.heads, c.kv_heads, c.head_width, c.attention, rngs)
-        self.mlp_norm = RMSNorm(c.width, c.norm_eps)
-        self.mlp = SwiGLU(c.width, c.mlp_width, rngs)
-
-    def __call__(self, x: Float[Array, "r t d"], context: Context) -> Float[Array, "r t d"]:
-        x = x + drop(self.attention(self.attention_norm(x), context), context.dropout, ATTENTION)
-        x = checkpoint_name(x, "mlp_input")
-        return x + drop(self.mlp(self.mlp_norm(x)), context.dropout, MLP)
+def decoder_block(config: DecoderConfig) -> Block:
+    """What a decoder's layers are made of."""
+    c = config
+    return Block(
+        width=c.width,
+        heads=c.heads,
+        kv_heads=c.kv_heads,
+        head_width=c.head_width,
+        mlp_width=c.mlp_width,
+        backend=c.attention,
+        norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset),
+        activation=c.activation,
+        gated=True,
+        biases=c.biases,
+        head_norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm == "head" else None,
+        post_norms=c.post_norms,
+        scoring=Scoring(c.attention_scale, c.attention_cap),
+    )
 
 
 class DecoderHead(nnx.Module):
     """The final norm, and the output table if it is not the input's."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.norm = RMSNorm(config.width, config.norm_eps, config.norm_offset)
         self.table = None if config.tied else TokenTable(config.vocab, config.width, rngs)
 
 
@@ -65,20 +73,25 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.embed = TokenTable(config.vocab, config.width, rngs)
-        self.layers = LayerRuns(lambda rngs: DecoderLayer(config, rngs), plan, rngs)
+        block = decoder_block(config)
+        self.layers = LayerRuns(lambda rngs: TransformerLayer(block, rngs), plan, rngs, config.windowed)
         self.head = DecoderHead(config, rngs)
-        self.head_width = config.head_width
-        self.rope_theta = config.rope_theta
+        self.config = config
         self.dropout = config.dropout
         self.dtype = dtype
 
     def embedded(self, token: Int[Array, "r t"]) -> Float[Array, "r t d"]:
-        return self.embed.embed(token, self.dtype)
+        x, scale = self.embed.embed(token, self.dtype), self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, self.dtype)
 
     def context(self, text: TextBatch) -> Context:
-        """The mask and the rotary angles of a batch."""
+        """The masks and the rotary angles of a batch."""
         mask = MaskSpec(text.sample, text.pos, text.span, text.kind, text.sees)
-        return Context(mask, rotation_1d(text.position, self.head_width, self.rope_theta))
+        rotation = text_rotation(self.config, text.position, text.sample)
+        if not self.config.windowed:
+            return Context(mask, rotation)
+        near = mask._replace(reach=jnp.full_like(text.pos, self.config.window))
+        return Context(mask._replace(reach=jnp.full_like(text.pos, ALL)), rotation, near=near)
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:
         """The sample of every position and its index there."""
@@ -91,4 +104,4 @@ class Decoder(nnx.Module):
 
     def logits(self, x: Float[Array, "r t d"]) -> Float[Array, "r t v"]:
         """Scores of the next token, float32."""
-        return scores(*self.hidden_and_table(x))
+        return scores(*self.hidden_and_table(x), self.config.logit_cap)

@@ -21,7 +21,7 @@ from mmjax.parallel.sharding import constrain
 Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time
 
 # The sites of a layer: what its attention and its MLP add to the residual stream.
-ATTENTION, MLP = SITES = 0, 1
+ATTENTION, MLP_SITE = SITES = 0, 1
 
 IMPL = "threefry2x32"  # named, since other generators give other bits under vmap
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -70,11 +71,20 @@ def plan_runs(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] =
 
 
 class LayerRuns(nnx.Module):
-    """A tower's layers, in runs. `make` builds one layer: a module called as `layer(x, context)`."""
+    """A tower's layers, in runs. `make` builds one layer: a module called as `layer(x, context)`.
 
-    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], plan: tuple[Run, ...], rngs: nnx.Rngs):
+    near: the layers whose mask is the context's `near`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[nnx.Rngs], nnx.Module],
+        plan: tuple[Run, ...],
+        rngs: nnx.Rngs,
+        near: tuple[int, ...] = (),
+    ):
         key = rngs.params()
-        self.plan = plan
+        self.plan, self.near = plan, near
         self.runs = nnx.Dict({run.name: _born(make, run, key) for run in plan})
 
     def __call__(
@@ -86,7 +96,8 @@ class LayerRuns(nnx.Module):
             raise ValueError(f"layers {start} to {stop} do not begin and end at borders of the runs {self.plan}")
         for run in self.plan:
             if start <= run.start < stop:
-                x = _apply(self.runs[run.name], run, x, context)
+                near = tuple(i in self.near for i in range(run.start, run.stop))
+                x = _apply(self.runs[run.name], run, x, context, near)
         return x
 
 
@@ -103,23 +114,31 @@ def _born(make: Callable[[nnx.Rngs], nnx.Module], run: Run, key: Array) -> nnx.M
     return nnx.merge(graph, stacked)
 
 
-def _apply(layers: nnx.Module, run: Run, x: Array, context: Context) -> Array:
+def _apply(layers: nnx.Module, run: Run, x: Array, context: Context, near: tuple[bool, ...]) -> Array:
     graph, params = nnx.split(layers)
     scanned = run.stop - run.start > 1
     # Only dropout asks for a layer's number; without it the program has none.
     numbers = None if context.dropout is None else jnp.arange(run.start, run.stop)
+    mixed = len(set(near)) > 1
+    if not mixed:
+        context = context._replace(mask=context.near if near[0] else context.mask, near=None)
 
-    def layer(params: Any, x: Array, context: Context, number: Array | None) -> Array:
+    def layer(params: Any, x: Array, context: Context, of: tuple[Array | None, Array | None]) -> Array:
+        number, is_near = of
         if number is not None:
             context = context._replace(dropout=context.dropout._replace(layer=number))
+        if is_near is not None:
+            mask = jax.tree.map(partial(jnp.where, is_near), context.near, context.mask)
+            context = context._replace(mask=mask, near=None)
         return constrain(nnx.merge(graph, params)(x, context), "rows", "length", "width")
 
     if run.remat != "none":
         # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
         layer = jax.checkpoint(layer, policy=_policy(run.remat), prevent_cse=not scanned)
     if not scanned:
-        return layer(params, x, context, None if numbers is None else numbers[0])
-    return jax.lax.scan(lambda x, of: (layer(of[0], x, context, of[1]), None), x, (params, numbers))[0]
+        return layer(params, x, context, (None if numbers is None else numbers[0], None))
+    each = numbers, jnp.asarray(near) if mixed else None
+    return jax.lax.scan(lambda x, of: (layer(of[0], x, context, of[1]), None), x, (params, each))[0]
 
 
 def _policy(remat: Remat) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The parts every tower is made of: matrices, norms, MLPs, rotary positions, self-attention.
+"""The parts every tower is made of: matrices, norms, MLPs, self-attention, and the layer that they make.
 
 Every matrix is 2-D (`[in, out]`, heads flattened into one axis) and says by `axes` what its dimensions mean to
 `mmjax.parallel.sharding`. Weights are cast to the activations' dtype where they are used; norms compute in float32.
@@ -6,24 +6,22 @@ Every matrix is 2-D (`[in, out]`, heads flattened into one axis) and says by `ax
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from mmjax.models.attention import Backend, MaskSpec, attention
-from mmjax.models.dropout import ATTENTION, MLP, Dropout, drop
+from mmjax.config import Activation, Biased
+from mmjax.models.attention import PLAIN, Backend, MaskSpec, Scoring, attention
+from mmjax.models.dropout import ATTENTION, MLP_SITE, Dropout, drop
+from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines by which rotary positions turn queries and keys. Both float32 [B, T, H/2]."""
-
-    cos: Array
-    sin: Array
 
 
 class Context(NamedTuple):
@@ -32,6 +30,7 @@ class Context(NamedTuple):
     mask: MaskSpec
     rotation: Rotation | None = None
     dropout: Dropout | None = None  # None: nothing is dropped
+    near: MaskSpec | None = None  # the mask of those layers that see only what is near
 
 
 class Linear(nnx.Module):
@@ -52,16 +51,16 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square of each position; float32 inside."""
+    """Divides by the root mean square of each position, times `offset + scale`; float32 inside."""
 
-    def __init__(self, width: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(width, jnp.float32), axes=(None,))
-        self.eps = eps
+    def __init__(self, width: int, eps: float, offset: float = 0.0):
+        self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32), axes=(None,))
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return (wide * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -79,100 +78,103 @@ class LayerNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
-class SwiGLU(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`."""
-
-    def __init__(self, width: int, hidden: int, rngs: nnx.Rngs):
-        self.gate = Linear(width, hidden, ("embed", "mlp"), rngs)
-        self.up = Linear(width, hidden, ("embed", "mlp"), rngs)
-        self.down = Linear(hidden, width, ("mlp", "embed"), rngs)
-
-    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+_ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+}
 
 
-class GeluMLP(nnx.Module):
-    """`down(gelu(up(x)))` with biases; `outputs` may differ from `inputs`."""
+class MLP(nnx.Module):
+    """`down(f(up(x)))`, or gated `down(f(gate(x)) * up(x))`."""
 
-    def __init__(self, inputs: int, hidden: int, outputs: int, rngs: nnx.Rngs):
-        self.up = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias=True)
-        self.down = Linear(hidden, outputs, ("mlp", "embed"), rngs, bias=True)
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        outputs: int,
+        activation: Activation,
+        rngs: nnx.Rngs,
+        *,
+        gated: bool = False,
+        biases: tuple[Biased, ...] = (),
+    ):
+        self.gate = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="gate" in biases) if gated else None
+        self.up = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="up" in biases)
+        self.down = Linear(hidden, outputs, ("mlp", "embed"), rngs, bias="down" in biases)
+        self.activation: Activation = activation
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        return self.down(jax.nn.gelu(self.up(x)))
+        f = _ACTIVATIONS[self.activation]
+        return self.down(f(self.up(x)) if self.gate is None else f(self.gate(x)) * self.up(x))
 
 
-def rotation_1d(position: Int[Array, "b t"], head_width: int, theta: float) -> Rotation:
-    """Rotary angles of positions on a line: channel pair i turns by position * theta^(-2i / head_width)."""
-    return _rotation(position[..., None], head_width, theta)
+@dataclass(frozen=True)
+class Block:
+    """What a layer of a tower is made of."""
 
-
-def rotation_2d(coordinates: Int[Array, "b t 2"], head_width: int, theta: float) -> Rotation:
-    """Rotary angles of (y, x): the first half of the channel pairs turns with y, the other half with x."""
-    return _rotation(coordinates, head_width, theta)
-
-
-def _rotation(coordinates: Int[Array, "b t n"], head_width: int, theta: float) -> Rotation:
-    dimensions = coordinates.shape[-1]
-    if head_width % (2 * dimensions):
-        raise ValueError(f"a head of {head_width} channels does not split into pairs for {dimensions} coordinate(s)")
-    pairs = head_width // (2 * dimensions)
-    frequencies = theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
-    angles = coordinates.astype(jnp.float32)[..., None] * frequencies
-    angles = angles.reshape(*coordinates.shape[:-1], head_width // 2)
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
-
-
-def rotate(x: Float[Array, "b t n h"], rotation: Rotation) -> Float[Array, "b t n h"]:
-    """Turn channel pairs (i, i + H/2) of every head; float32 inside."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = rotation.cos[:, :, None], rotation.sin[:, :, None]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp_width: int
+    backend: Backend
+    norm: Callable[[int], nnx.Module]  # of a width
+    activation: Activation
+    gated: bool
+    biases: tuple[Biased, ...]
+    head_norm: Callable[[int], nnx.Module] | None = None  # of the queries and keys of each head
+    post_norms: bool = False  # of what attention and the MLP give
+    scoring: Scoring = PLAIN
 
 
 class SelfAttention(nnx.Module):
     """Grouped-query self-attention under a mask spec, with rotary positions where the context has them."""
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        head_width: int,
-        backend: Backend,
-        rngs: nnx.Rngs,
-        *,
-        bias: bool = False,
-    ):
-        self.query = Linear(width, heads * head_width, ("embed", "heads"), rngs, bias=bias)
-        self.key = Linear(width, kv_heads * head_width, ("embed", "kv_heads"), rngs)  # no bias, as in Whisper
-        self.value = Linear(width, kv_heads * head_width, ("embed", "kv_heads"), rngs, bias=bias)
-        self.output = Linear(heads * head_width, width, ("heads", "embed"), rngs, bias=bias)
-        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
-        self.backend = backend
+    def __init__(self, block: Block, rngs: nnx.Rngs):
+        b, queries, keys = block, block.heads * block.head_width, block.kv_heads * block.head_width
+        self.query = Linear(b.width, queries, ("embed", "heads"), rngs, bias="query" in b.biases)
+        self.key = Linear(b.width, keys, ("embed", "kv_heads"), rngs, bias="key" in b.biases)
+        self.value = Linear(b.width, keys, ("embed", "kv_heads"), rngs, bias="value" in b.biases)
+        self.output = Linear(queries, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
+        self.query_norm = None if b.head_norm is None else b.head_norm(b.head_width)
+        self.key_norm = None if b.head_norm is None else b.head_norm(b.head_width)
+        self.heads, self.kv_heads, self.head_width = b.heads, b.kv_heads, b.head_width
+        self.backend: Backend = b.backend
+        self.scoring = b.scoring
 
     def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
         q = self.query(x).reshape(*x.shape[:2], self.heads, self.head_width)
         k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (self.key(x), self.value(x)))
+        if self.query_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
-        seen = attention(q, k, v, context.mask, self.backend)
+        seen = attention(q, k, v, context.mask, self.backend, self.scoring)
         return self.output(seen.reshape(*x.shape[:2], self.heads * self.head_width))
 
 
-class EncoderLayer(nnx.Module):
-    """A pre-LN transformer layer: LayerNorm, full attention, LayerNorm, GELU MLP; with biases."""
+class TransformerLayer(nnx.Module):
+    """Pre-norm attention, then a pre-norm MLP, each added to the residual stream."""
 
-    def __init__(self, width: int, heads: int, mlp_width: int, eps: float, backend: Backend, rngs: nnx.Rngs):
-        if width % heads:
-            raise ValueError(f"a width of {width} does not divide into {heads} heads")
-        self.attention_norm = LayerNorm(width, eps)
-        self.attention = SelfAttention(width, heads, heads, width // heads, backend, rngs, bias=True)
-        self.mlp_norm = LayerNorm(width, eps)
-        self.mlp = GeluMLP(width, mlp_width, width, rngs)
+    def __init__(self, block: Block, rngs: nnx.Rngs):
+        b = block
+        self.attention_norm = b.norm(b.width)
+        self.attention = SelfAttention(b, rngs)
+        self.attention_post_norm = b.norm(b.width) if b.post_norms else None
+        self.mlp_norm = b.norm(b.width)
+        self.mlp = MLP(b.width, b.mlp_width, b.width, b.activation, rngs, gated=b.gated, biases=b.biases)
+        self.mlp_post_norm = b.norm(b.width) if b.post_norms else None
 
     def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
-        x = x + drop(self.attention(self.attention_norm(x), context), context.dropout, ATTENTION)
+        seen = self.attention(self.attention_norm(x), context)
+        if self.attention_post_norm is not None:
+            seen = self.attention_post_norm(seen)
+        x = x + drop(seen, context.dropout, ATTENTION)
         x = checkpoint_name(x, "mlp_input")
-        return x + drop(self.mlp(self.mlp_norm(x)), context.dropout, MLP)
+        thought = self.mlp(self.mlp_norm(x))
+        if self.mlp_post_norm is not None:
+            thought = self.mlp_post_norm(thought)
+        return x + drop(thought, context.dropout, MLP_SITE)

@@ -63,7 +63,7 @@ class MultimodalModel(nnx.Module):
         self, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None
     ) -> Float[Array, "b t v"]:
         """Float32 logits of the next token at every position."""
-        return scores(*self.hidden_and_table(text, features, noise))
+        return scores(*self.hidden_and_table(text, features, noise), self.llm.config.logit_cap)
 
     def hidden_and_table(
         self, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None

@@ -9,8 +9,10 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import ItemBatch
 from mmjax.config import VisionConfig
 from mmjax.models.attention import items_mask
+from mmjax.models.encoder_block import encoder_block
 from mmjax.models.layer_runs import LayerRuns, Run
-from mmjax.models.layers import Context, EncoderLayer, LayerNorm, Linear, rotation_2d
+from mmjax.models.layers import Context, LayerNorm, Linear, TransformerLayer
+from mmjax.models.rope import rotation_2d
 from mmjax.parallel.sharding import constrain
 
 
@@ -23,9 +25,8 @@ class VisionEncoder(nnx.Module):
     def __init__(self, config: VisionConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.embed = Linear(c.patch**2 * c.channels, c.width, (None, "embed"), rngs, bias=True)
-        self.layers = LayerRuns(
-            lambda rngs: EncoderLayer(c.width, c.heads, c.mlp_width, c.norm_eps, c.attention, rngs), plan, rngs
-        )
+        block = encoder_block(c)
+        self.layers = LayerRuns(lambda rngs: TransformerLayer(block, rngs), plan, rngs)
         self.head = LayerNorm(c.width, c.norm_eps)
         self.head_width = c.width // c.heads
         self.rope_theta = c.rope_theta

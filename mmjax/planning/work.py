@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.planning.pairs import allowed_pairs, item_pairs
+from mmjax.planning.pairs import allowed_pairs, far_pairs, item_pairs
 
 Encoder = VisionConfig | AudioConfig
 
@@ -22,7 +22,7 @@ class Work(NamedTuple):
     """How much of one tower there is to compute."""
 
     positions: int  # that pass through the layers: tokens, patches, frames after the stride
-    pairs: int  # (query, key) pairs of one head of one layer
+    pairs: float  # (query, key) pairs of one head of one layer, in the mean of its layers
     inputs: int = 0  # patches or frames that an encoder reads
     tokens: int = 0  # that its connector gives to the LLM
 
@@ -36,6 +36,7 @@ class Layer(NamedTuple):
     heads: int
     mlp: int
     gated: bool
+    vectors: int  # parameters that are in no matrix: norms and biases
 
     @property
     def weights(self) -> int:
@@ -44,16 +45,28 @@ class Layer(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Of a decoder two RMSNorms and no biases; of an encoder two LayerNorms and a bias on all but the keys."""
-        return self.weights + (2 * self.width if self.gated else 4 * self.width + 4 * self.width + self.mlp)
+        """All of a layer's."""
+        return self.weights + self.vectors
 
 
 def layer_of(config: DecoderConfig | Encoder) -> Layer:
     """The widths of a tower's layers."""
     c = config
     if isinstance(c, DecoderConfig):
-        return Layer(c.width, c.heads * c.head_width, c.kv_heads * c.head_width, c.heads, c.mlp_width, True)
-    return Layer(c.width, c.width, c.width, c.heads, c.mlp_width, False)
+        queries, keys = c.heads * c.head_width, c.kv_heads * c.head_width
+        outputs = {"query": queries, "key": keys, "value": keys, "output": c.width, "down": c.width}
+        vectors = sum(outputs.get(name, c.mlp_width) for name in c.biases)
+        vectors += (2 + 2 * c.post_norms) * c.width + 2 * c.head_width * (c.qk_norm == "head")
+        return Layer(c.width, queries, keys, c.heads, c.mlp_width, True, vectors)
+    # Two LayerNorms and a bias on all but the keys.
+    return Layer(c.width, c.width, c.width, c.heads, c.mlp_width, False, 4 * c.width + 4 * c.width + c.mlp_width)
+
+
+def _with_windows(config: DecoderConfig, pairs: int, near: Callable[[int], int]) -> float:
+    """The mean over a decoder's layers of `pairs`, and of `near(window)` for those that have a window."""
+    if not config.windowed:
+        return pairs
+    return pairs + (near(config.window) - pairs) * len(config.windowed) / config.layers
 
 
 def merged_positions(encoder: Encoder) -> int:
@@ -63,7 +76,9 @@ def merged_positions(encoder: Encoder) -> int:
 
 def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]) -> dict[str, Work]:
     """What the arrays of a microbatch hold, without padding, by tower."""
-    work = {"llm": Work(int((text.sample >= 0).sum()), int(allowed_pairs(text).sum()))}
+    pairs = int(allowed_pairs(text).sum())
+    pairs = _with_windows(model.llm, pairs, lambda window: pairs - int(far_pairs(text, window).sum()))
+    work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
         encoder = model.encoders[name]
         placed = batch.item[:, ::CONV_STRIDE] if isinstance(encoder, AudioConfig) else batch.item
@@ -82,7 +97,14 @@ def length_work(
     llm: int `[n]`, tokens of each sample. Of every item, int `[p]`: number of its encoder, patches or frames, tokens.
     """
     length = llm.astype(np.int64)
-    work = {"llm": Work(int(length.sum()), int((length * (length + 1) // 2).sum()))}
+
+    def causal(of: np.ndarray) -> int:
+        return int((of * (of + 1) // 2).sum())
+
+    pairs = _with_windows(
+        model.llm, causal(length), lambda window: causal(length) - causal(np.maximum(length - window, 0))
+    )
+    work = {"llm": Work(int(length.sum()), pairs)}
     for k, (name, config) in enumerate(model.encoders.items()):
         inputs = useful[encoder == k].astype(np.int64)
         positions = inputs // CONV_STRIDE if isinstance(config, AudioConfig) else inputs
@@ -106,9 +128,17 @@ def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[s
             side = min(BLOCK, layer_length)
             blocks = -(-layer_length // side)
             pairs = side**2 * (blocks * (blocks + 1) // 2 if name == "llm" else blocks**2)
+            if name == "llm":
+                pairs = _with_windows(config, pairs, lambda window, n=blocks, s=side: s**2 * _near_blocks(n, window, s))
         positions = rows * layer_length
         if name == "llm":
             work[name] = Work(positions, rows * pairs)
         else:
             work[name] = Work(positions, rows * pairs, rows * length, positions // merged_positions(config))
     return work
+
+
+def _near_blocks(blocks: int, window: int, side: int) -> int:
+    """Pairs of blocks that hold a query and a key of its window."""
+    far = max(blocks - (-(-(window - 1) // side) + 1), 0)
+    return blocks * (blocks + 1) // 2 - far * (far + 1) // 2

@@ -28,22 +28,22 @@ def token_losses(logits: jax.Array, text: TextBatch) -> jax.Array:
     return _weighted(log_sum, picked, text)
 
 
-def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunks: int) -> jax.Array:
+def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunks: int, cap: float = 0.0) -> jax.Array:
     """`token_losses` of the scores of `hidden` and `table`, with the logits of one part of the vocabulary at a time.
 
     Parts of the vocabulary and not of the positions: each has a part of the table's gradient to itself, so no gradient
     is reduced over the devices more than once. Backward makes each part's logits again. `chunks` must divide a shard of
-    the vocabulary.
+    the vocabulary. cap: of the logits.
     """
     if chunks == 1:
-        return token_losses(scores(hidden, table), text)
+        return token_losses(scores(hidden, table, cap), text)
     # In float32 outside, so that the parts' gradients of the activations add up in float32.
     wide = hidden.astype(jnp.float32)
 
     # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
     @partial(jax.checkpoint, prevent_cse=False)
     def of_part(wide: jax.Array, part: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = scores(wide.astype(hidden.dtype), part)
+        logits = scores(wide.astype(hidden.dtype), part, cap)
         return jax.nn.logsumexp(logits, axis=-1), _picked(logits, token, text.target)
 
     parts = cut_in_shards(table, chunks, "vocab", "embed"), cut_in_shards(jnp.arange(len(table)), chunks, "vocab")

@@ -109,7 +109,8 @@ class Executor:
     ) -> Accumulated:
         def loss(trainable: Params) -> tuple[jax.Array, LossReport]:
             hidden, table = self.model.hidden_and_table(merge(trainable, frozen), batch, noise)
-            losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks)
+            cap = self.model.config.llm.logit_cap
+            losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks, cap)
             return step_loss(losses, batch.text, total_weight, self.sources)
 
         with activations_on(self.mesh, self.rules, self.exchange):

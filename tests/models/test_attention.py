@@ -3,7 +3,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.models.attention import MaskSpec, allowed, attention, blockwise_attention, dense_attention
+from mmjax.models.attention import (
+    PLAIN,
+    MaskSpec,
+    Scoring,
+    _live_blocks,
+    _mask_blocks,
+    allowed,
+    attention,
+    blockwise_attention,
+    dense_attention,
+)
 
 
 def as_mask(rows):
@@ -14,7 +24,8 @@ def as_mask(rows):
 
 
 def by_hand(mask):
-    sample, pos, span, kind, sees = (np.asarray(x) for x in mask)
+    reach = np.full_like(mask.pos, 1000) if mask.reach is None else np.asarray(mask.reach)
+    sample, pos, span, kind, sees = (np.asarray(x) for x in mask[:5])
     rows, length = sample.shape
     ok = np.zeros((rows, length, length), bool)
     for r in range(rows):
@@ -23,7 +34,7 @@ def by_hand(mask):
                 if sample[r, q] < 0 or sample[r, q] != sample[r, k]:
                     continue
                 inside = span[r, q] != 0 and span[r, q] == span[r, k]
-                before = pos[r, k] <= pos[r, q] and (int(sees[r, q]) & int(kind[r, k])) != 0
+                before = 0 <= pos[r, q] - pos[r, k] < reach[r, q] and (int(sees[r, q]) & int(kind[r, k])) != 0
                 ok[r, q, k] = inside or before
     return ok
 
@@ -68,7 +79,7 @@ def test_random_mask_specs_allow_what_the_loop_allows_after_any_permutation(seed
     rng = np.random.default_rng(seed)
     length = 17
     fields = [np.sort(rng.integers(-1, 4, length)), np.arange(length), rng.integers(0, 3, length)]
-    fields += [1 << rng.integers(0, 3, length), rng.integers(0, 8, length)]
+    fields += [1 << rng.integers(0, 3, length), rng.integers(0, 8, length), rng.integers(1, length, length)]
     order = rng.permutation(length)
     mask = MaskSpec(*(jnp.asarray(f[order], jnp.int32)[None] for f in fields))
     np.testing.assert_array_equal(allowed(mask, mask), by_hand(mask))
@@ -86,17 +97,26 @@ def random_case(seed, length, heads, kv_heads, dtype=jnp.float32, rows=2):
 
 
 @pytest.mark.parametrize(
-    ("length", "block", "heads", "kv_heads"), [(48, 16, 4, 4), (53, 16, 4, 2), (37, 8, 6, 1), (5, 16, 2, 2)]
+    ("length", "block", "heads", "kv_heads", "window", "scoring"),
+    [
+        (48, 16, 4, 4, 0, PLAIN),
+        (53, 16, 4, 2, 0, PLAIN),
+        (37, 8, 6, 1, 5, PLAIN),
+        (5, 16, 2, 2, 0, Scoring(0.3)),
+        (53, 16, 4, 2, 9, Scoring(0.7, 1.5)),
+    ],
 )
-def test_blockwise_equals_dense_in_values_and_gradients(length, block, heads, kv_heads):
+def test_blockwise_equals_dense_in_values_and_gradients(length, block, heads, kv_heads, window, scoring):
     q, k, v, mask = random_case(length, length, heads, kv_heads)
+    if window:
+        mask = mask._replace(reach=jnp.full_like(mask.pos, window))
     weight = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
 
     def run(backend, q, k, v):
         if backend == "dense":
-            out = dense_attention(q, k, v, mask, mask)
+            out = dense_attention(q, k, v, mask, mask, scoring)
         else:
-            out = blockwise_attention(q, k, v, mask, mask, block)
+            out = blockwise_attention(q, k, v, mask, mask, block, scoring)
         return jnp.sum(out * weight), out
 
     dense, blockwise = (
@@ -107,11 +127,29 @@ def test_blockwise_equals_dense_in_values_and_gradients(length, block, heads, kv
         np.testing.assert_allclose(b, a, atol=1e-5, rtol=1e-5)
 
 
+def test_scores_are_scaled_and_bent():
+    q, k, v, mask = random_case(1, 24, 2, 2, rows=1)
+    scores = np.einsum("tnh,snh->nts", q[0], k[0]) * 0.5
+    scores = np.where(allowed(mask, mask)[0], np.tanh(scores / 2) * 2, -np.inf)
+    seen = np.isfinite(scores).any(-1, keepdims=True)
+    weights = np.where(seen, np.exp(scores), 0)
+    weights /= np.where(seen, weights.sum(-1, keepdims=True), 1)
+    out = attention(q, k, v, mask, "dense", Scoring(0.5, 2.0))
+    np.testing.assert_allclose(out[0], np.einsum("nts,snh->tnh", weights, v[0]), atol=1e-5)
+
+
+def test_blocks_beyond_every_window_are_not_visited():
+    mask = random_case(2, 96, 2, 2, rows=1)[3]
+    mask = mask._replace(sample=0 * mask.pos, span=0 * mask.pos, reach=0 * mask.pos + 8)
+    live = _live_blocks(*(2 * [_mask_blocks(mask, 16)]))
+    np.testing.assert_array_equal(live, np.tri(6, dtype=bool) & ~np.tri(6, k=-2, dtype=bool))
+
+
 @pytest.mark.parametrize("permuted", ["queries", "keys"])
 def test_blockwise_equals_dense_when_queries_or_keys_lie_in_another_order(permuted):
     q, k, v, mask = random_case(3, 64, 4, 2)
     order = np.random.default_rng(0).permutation(64)
-    other = MaskSpec(*(x[:, order] for x in mask))
+    other = jax.tree.map(lambda x: x[:, order], mask)
     masks = (other, mask) if permuted == "queries" else (mask, other)
     q, k, v = (q[:, order], k, v) if permuted == "queries" else (q, k[:, order], v[:, order])
     out = jax.jit(blockwise_attention, static_argnums=5)(q, k, v, *masks, 16)

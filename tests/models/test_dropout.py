@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from packed import assert_trees_close, build, losses_of_logits, pack, random_sample, tiny, token_losses
 
-from mmjax.models.dropout import ATTENTION, MLP, drop, tower_dropout
+from mmjax.models.dropout import ATTENTION, MLP_SITE, drop, tower_dropout
 from mmjax.models.layer_runs import into_runs, layers_one_by_one
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain
@@ -77,7 +77,7 @@ def test_a_positions_mask_moves_with_it(order, owner, step):
         {"owner": 5 + 2**16},
         {"offset": 256},
         {"layer": 1},
-        {"site": MLP},
+        {"site": MLP_SITE},
     ],
     ids=["seed", "step", "seed for step", "tower", "sample", "far sample", "offset", "layer", "site"],
 )
@@ -271,7 +271,9 @@ def test_on_a_mesh_every_device_makes_its_own_keys_and_drops_the_same():
     @jax.jit
     def on_mesh(x, owner, offset, noise):
         with activations_on(mesh, ShardingRules()):
-            return drop(constrain(x, "rows", "length", "width"), tower_dropout(noise, "llm", 0.5, owner, offset), MLP)
+            return drop(
+                constrain(x, "rows", "length", "width"), tower_dropout(noise, "llm", 0.5, owner, offset), MLP_SITE
+            )
 
     where = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context"))
     arrays = jax.device_put((x, owner, offset), where)
@@ -279,4 +281,4 @@ def test_on_a_mesh_every_device_makes_its_own_keys_and_drops_the_same():
     assert not re.search(r" (all-gather|all-reduce|all-to-all|collective-permute)", program)
     got = on_mesh(*arrays, NOISE)
     assert got.sharding.is_equivalent_to(where, 3)
-    np.testing.assert_array_equal(got, dropped(x, owner, offset, NOISE, site=MLP))
+    np.testing.assert_array_equal(got, dropped(x, owner, offset, NOISE, site=MLP_SITE))

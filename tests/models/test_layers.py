@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mmjax.models.layers import LayerNorm, Linear, RMSNorm, SwiGLU, rotate, rotation_1d, rotation_2d
+from mmjax.models.layers import MLP, LayerNorm, Linear, RMSNorm
 
 
 def random_array(*shape, seed=0, dtype=jnp.float32):
@@ -27,31 +27,7 @@ def test_norms_scale_every_position_alike(norm):
         np.testing.assert_allclose(out.mean(-1), 0, atol=1e-5)
 
 
-def test_swiglu_is_its_formula():
-    layer, x = SwiGLU(8, 12, nnx.Rngs(0)), random_array(2, 3, 8)
+def test_a_gated_mlp_is_its_formula():
+    layer, x = MLP(8, 12, 8, "silu", nnx.Rngs(0), gated=True), random_array(2, 3, 8)
     gate, up, down = (part.weight[...] for part in (layer.gate, layer.up, layer.down))
     np.testing.assert_allclose(layer(x), (jax.nn.silu(x @ gate) * (x @ up)) @ down, atol=1e-5)
-
-
-def scores(q, k, q_rotation, k_rotation):
-    return jnp.einsum("btnh,bsnh->bts", rotate(q, q_rotation), rotate(k, k_rotation))
-
-
-def test_rotary_scores_depend_on_the_distance_alone():
-    q, k = random_array(1, 1, 1, 8), random_array(1, 1, 1, 8, seed=1)
-    at = [rotation_1d(jnp.asarray([[p]]), 8, 100.0) for p in (3, 5, 10, 12)]
-    np.testing.assert_allclose(scores(q, k, at[1], at[0]), scores(q, k, at[3], at[2]), atol=1e-5)
-    assert abs(float((scores(q, k, at[1], at[0]) - scores(q, k, at[2], at[0])).sum())) > 1e-3
-
-
-def test_2d_rotary_scores_depend_on_both_distances_apart():
-    q, k = random_array(1, 1, 1, 8), random_array(1, 1, 1, 8, seed=1)
-    at = {yx: rotation_2d(jnp.asarray([[yx]]), 8, 100.0) for yx in ((0, 0), (2, 1), (5, 4), (7, 5), (1, 2))}
-    same = scores(q, k, at[2, 1], at[0, 0]), scores(q, k, at[7, 5], at[5, 4])
-    np.testing.assert_allclose(*same, atol=1e-5)
-    assert abs(float((same[0] - scores(q, k, at[1, 2], at[0, 0])).sum())) > 1e-3
-
-
-def test_rotation_refuses_heads_that_do_not_split_into_pairs():
-    with pytest.raises(ValueError, match="head of 6 channels"):
-        rotation_2d(jnp.zeros((1, 1, 2), int), 6, 100.0)

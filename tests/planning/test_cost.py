@@ -292,12 +292,31 @@ def test_blockwise_attention_executes_the_blocks_it_may_visit() -> None:
     blockwise = ModelConfig(replace(dense.llm, attention="blockwise"), {})
     pairs = {m.llm.attention: work.row_work(m, {"llm": (3, 1000)})["llm"].pairs for m in (dense, blockwise)}
     assert pairs == {"dense": 3 * 1000**2, "blockwise": 3 * 256**2 * (4 + 3 + 2 + 1)}
+    near = replace(blockwise, llm=replace(blockwise.llm, window=100, windowed=(1,)))  # one of two layers
+    assert work.row_work(near, {"llm": (1, 1000)})["llm"].pairs == 256**2 * (10 + 4 + 3) / 2
 
 
-@pytest.mark.parametrize("tied", [True, False])
+def test_what_a_window_forbids_is_not_needed() -> None:
+    model = make_model(window=5, windowed=(0,))
+    sample = np.array([[0] * 9 + [1] * 4 + [-1] * 2], np.int32)
+    near = sum(min(i + 1, 5) for n in (9, 4) for i in range(n))
+    pairs = (near + 9 * 10 // 2 + 4 * 5 // 2) / 2
+    assert useful_work(model, make_text(sample), {})["llm"].pairs == pairs
+    none = np.zeros(0, np.int64)
+    assert work.length_work(model, np.array([9, 4]), none, none, none)["llm"].pairs == pairs
+
+
+@pytest.mark.parametrize(
+    "llm",
+    [
+        {},
+        {"tied": False, "biases": ("query", "key", "value"), "qk_norm": "head"},
+        {"biases": ("output", "gate", "up", "down"), "post_norms": True},
+    ],
+)
 @pytest.mark.parametrize("grid", [0, 8])
-def test_parameters_are_those_of_the_built_model(tied: bool, grid: int) -> None:
-    model = make_model(tied=tied, encoder_layers=3)
+def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
+    model = make_model(encoder_layers=3, **llm)
     towers = {e: replace(c, connector=replace(c.connector, position_grid=grid)) for e, c in model.encoders.items()}
     model = replace(model, encoders=towers)
     counts: Counter[str] = Counter()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmjax.batch import TextBatch
-from mmjax.planning.pairs import allowed_pairs, item_pairs
+from mmjax.planning.pairs import allowed_pairs, far_pairs, item_pairs
 
 TEXT, IMAGE, CLIP = 1, 2, 4
 EVERYTHING = TEXT | IMAGE | CLIP
@@ -41,14 +41,14 @@ def random_text(rng: np.random.Generator, rows: int, length: int, items: str, br
     return TextBatch(**fields, slots={}, send={})
 
 
-def brute_force_pairs(text: TextBatch) -> list[int]:
+def brute_force_pairs(text: TextBatch, window: int = 10**6) -> list[int]:
     counts = []
     for sample, pos, span, kind, sees in zip(text.sample, text.pos, text.span, text.kind, text.sees, strict=True):
         count = 0
         for q in range(len(sample)):
             for k in range(len(sample)):
                 together = span[q] == span[k] != 0
-                causally = pos[k] <= pos[q] and (sees[q] & kind[k]) != 0
+                causally = 0 <= pos[q] - pos[k] < window and (sees[q] & kind[k]) != 0
                 count += bool(sample[q] == sample[k] >= 0 and (together or causally))
         counts.append(count)
     return counts
@@ -61,6 +61,15 @@ def test_pairs_equal_a_walk_over_every_query_and_key(items: str, branches: int) 
     for _ in range(12):
         text = random_text(rng, 3, int(rng.integers(4, 28)), items, branches)
         assert allowed_pairs(text).tolist() == brute_force_pairs(text)
+
+
+@pytest.mark.parametrize("branches", [0, 3])
+@pytest.mark.parametrize("items", ["causal", "bidirectional", "isolated"])
+def test_pairs_within_a_window_equal_a_walk_over_every_query_and_key(items: str, branches: int) -> None:
+    rng = np.random.default_rng(3)
+    for window in range(1, 13):
+        text = random_text(rng, 3, int(rng.integers(4, 28)), items, branches)
+        assert (allowed_pairs(text) - far_pairs(text, window)).tolist() == brute_force_pairs(text, window)
 
 
 def test_a_permutation_of_the_row_changes_no_count() -> None:
