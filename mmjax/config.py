@@ -244,6 +244,7 @@ class ConnectorConfig:
     mlp_width: int = 256
     position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0 = none
     frozen: bool = False
+    weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,7 @@ class VisionConfig:
     remat: TowerRemat | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
+    weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
 
 
@@ -284,6 +286,7 @@ class AudioConfig:
     remat: TowerRemat | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
     frozen: bool = False
+    weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["audio"] = "audio"
 
 

@@ -48,6 +48,7 @@ RULES = {
         NUMERIC,
     ),
     "data": May((*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"), NUMERIC | {"grain", "absl"}),
+    "hf": May(("mmjax.hf", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
         (
@@ -71,6 +72,7 @@ RULES = {
             "mmjax.models",
             "mmjax.parallel",
             "mmjax.kernels",
+            "mmjax.hf",
             "mmjax.data",
             "mmjax.planning",
             "mmjax.balance",

@@ -174,13 +174,18 @@ def module_of(path: tuple[str, ...]) -> str:
     return path[1] if kind == "encoders" else f"{path[1]}.connector"
 
 
+def modules_of(params: Params) -> set[str]:
+    """The modules that nested dicts of parameters hold, named as by `module_of`."""
+    connectors = {f"{name}.connector" for name in params.get("connectors", ())}
+    return ({"llm"} & set(params)) | set(params.get("encoders", ())) | connectors
+
+
 def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
     """(trainable, frozen) parameters, split by module; each a nested dict without the other's branches.
 
     Raises ValueError for a module that the model does not have.
     """
-    known = {"llm"} & set(params)
-    known |= set(params.get("encoders", ())) | {f"{name}.connector" for name in params.get("connectors", ())}
+    known = modules_of(params)
     if unknown := frozen - known:
         raise ValueError(f"cannot freeze {min(unknown)!r}: the model has {', '.join(sorted(known))}")
 

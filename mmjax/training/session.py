@@ -27,6 +27,7 @@ from mmjax.training.console import ProgressLine, say, size
 from mmjax.training.evaluation import Evaluator, exact_match
 from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars, exchange_scalars
 from mmjax.training.optimizer import Hyperparameters, hyperparameters
+from mmjax.training.pretrained import by_folder, load_pretrained
 from mmjax.training.profile import memory_used
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
@@ -94,7 +95,10 @@ class Session:
             begin = lambda p: state_from(executor.model, executor.optimizer, executor.frozen, p)  # noqa: E731
             state = jax.jit(begin, out_shardings=executor.shardings)(params)
         else:
-            state = executor.init(jax.random.key(self.config.seed))
+            given = load_pretrained(executor.model, parameter_shardings(executor.model, self.mesh, executor.rules))
+            state = executor.init(jax.random.key(self.config.seed), given)
+            for folder, modules in by_folder(self.config.model).items():
+                say(f"weights of {', '.join(modules)} from {folder}")
         if processes.leads():
             self._log = MetricsLog(self.folder.metrics, first)
         return state, first

@@ -7,7 +7,7 @@ microbatches of a step may differ in shape and their number compiles nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import Microbatch
 from mmjax.config import Exchange
-from mmjax.models.model import Model, merge
+from mmjax.models.model import Model, merge, modules_of, partition
 from mmjax.parallel.mesh import held_ranks, replicated, row_ranks, rows_sharding
 from mmjax.parallel.sharding import ShardingRules, activations_on
 from mmjax.training.loss import LossReport, losses_in_chunks, step_loss
@@ -66,7 +66,7 @@ class Executor:
         told = StepReport(LossReport(whole, whole), whole, whole, whole)
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
-        self.born = jax.jit(self._born, out_shardings=(self.shardings.trainable, self.shardings.frozen))
+        self.born = cache(self._born)
         self.start = jax.jit(self._start, out_shardings=(self.shardings.step, self.shardings.optimizer))
         self.zeros = jax.jit(self._zeros, out_shardings=accumulated)
         self.accumulate = jax.jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
@@ -79,17 +79,29 @@ class Executor:
         encoders = self.model.config.encoders
         return ("llm", *(name for e in encoders for name in (e, f"{e}.connector")))
 
-    def init(self, key: jax.Array) -> TrainState:
-        """A fresh state, every array born in its shards.
+    def init(self, key: jax.Array, given: Params | None = None) -> TrainState:
+        """A fresh state, every array born in its shards. given: the parameters of some modules, where they lie.
 
         Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
         """
-        trainable, frozen = self.born(key)
+        given = given or {}
+        mine = self.born(frozenset(modules_of(given)))(key)
+        trainable, frozen = (
+            merge(p, g) for p, g in zip(mine, partition(given, self.frozen & modules_of(given)), strict=True)
+        )
         step, moments = self.start(trainable)
         return TrainState(step, trainable, frozen, moments)
 
-    def _born(self, key: jax.Array) -> tuple[Params, Params]:
-        return split(self.model, self.frozen, self.model.init(key))
+    def _born(self, without: frozenset[str] = frozenset()) -> Callable[[jax.Array], tuple[Params, Params]]:
+        """The program that makes random parameters of all modules but some, trainable and frozen, in their shards."""
+
+        def other(parts: tuple[Params, Params]) -> tuple[Params, Params]:
+            return tuple(partition(part, without & modules_of(part))[0] for part in parts)
+
+        def born(key: jax.Array) -> tuple[Params, Params]:
+            return other(split(self.model, self.frozen, self.model.init(key)))
+
+        return jax.jit(born, out_shardings=other((self.shardings.trainable, self.shardings.frozen)))
 
     def _start(self, trainable: Params) -> tuple[jax.Array, optax.OptState]:
         return jnp.zeros((), jnp.int32), self.optimizer.init(trainable)

@@ -1,0 +1,274 @@
+"""Text decoders: Qwen2 and 2.5, Llama 3, Qwen3, Mistral, Gemma 2. What their configs say, where their tensors lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mmjax.config import (
+    Activation,
+    Biased,
+    DecoderConfig,
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    PlainRope,
+    RopeScaling,
+    YarnRope,
+)
+from mmjax.errors import UserError
+from mmjax.hf.fields import Fields
+from mmjax.hf.folder import HfFolder
+from mmjax.hf.parts import Parts, linear, norm, table
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+}
+QKV: tuple[Biased, ...] = ("query", "key", "value")
+ROPE = {  # what a config may say of RoPE beside its base
+    "default": (),
+    "mrope": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
+}
+ROPE_ALWAYS = {"rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of decoder: its documented defaults, and what sets it apart."""
+
+    own: Callable[[Fields, DecoderConfig], DecoderConfig]
+    theta: float = 10_000.0
+    positions: int = 32_768  # max_position_embeddings
+    norm_eps: float = 1e-6
+    tied: bool = False
+    activation: str = "hidden_act"  # the field that names it
+    head_width: int | None = None  # None: width / heads
+    kv_heads: int | None = None  # None: as many as heads
+
+
+def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
+    """The decoder that a text config says. tied: what a config around it says of its tables; None: its own.
+
+    Raises UserError for an unknown family, a field that is missing and has no documented default, and one that changes
+    the computation in a way that is not supported.
+    """
+    kind = fields.get("model_type", str)
+    if kind not in FAMILIES:
+        raise UserError(
+            f"{fields.where}: model_type={kind!r} is no decoder that can be read; known: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[kind]
+    width, heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
+    head_width = fields.get("head_dim", int, family.head_width or width // heads)
+    theta, scaling, sections, interleaved = rope_of(fields, family)
+    own_tied = fields.get("tie_word_embeddings", bool, family.tied)
+    plain = DecoderConfig(
+        layers=fields.get("num_hidden_layers", int),
+        width=width,
+        heads=heads,
+        kv_heads=fields.get("num_key_value_heads", int, family.kv_heads or heads),
+        head_width=head_width,
+        mlp_width=fields.get("intermediate_size", int),
+        vocab=fields.get("vocab_size", int),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rope_sections=sections,
+        rope_interleaved=interleaved,
+        norm_eps=fields.get("rms_norm_eps", float, family.norm_eps),
+        activation=fields.choice(
+            family.activation, ACTIVATIONS, "silu" if family.activation == "hidden_act" else "gelu_pytorch_tanh"
+        ),
+        tied=own_tied if tied is None else tied,
+    )
+    fields.refuse("use_bidirectional_attention", False)
+    return family.own(fields, plain)
+
+
+def _qwen2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    return _late_windows(fields, replace(plain, biases=QKV))
+
+
+def _qwen3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
+    return _late_windows(fields, replace(plain, biases=biases, qk_norm="head"))
+
+
+def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    attention: tuple[Biased, ...] = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
+    mlp: tuple[Biased, ...] = ("gate", "up", "down") if fields.get("mlp_bias", bool, False) else ()
+    return replace(plain, biases=attention + mlp)
+
+
+def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    # null is no window, and a field that is missing is the family's default.
+    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.of else 4096)
+    fields.refuse("layer_types")
+    return replace(plain, window=window, windowed=tuple(range(plain.layers)) if window else ())
+
+
+def _gemma2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
+    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(plain.layers)]
+    return replace(
+        plain,
+        biases=biases,
+        norm_offset=1.0,
+        post_norms=True,
+        embedding_scale=plain.width**0.5,
+        attention_scale=fields.get("query_pre_attn_scalar", (int, float), 256) ** -0.5,
+        attention_cap=_cap(fields, "attn_logit_softcapping", 50.0),
+        logit_cap=_cap(fields, "final_logit_softcapping", 30.0),
+        window=fields.get("sliding_window", int, 4096),
+        windowed=_windowed(fields, plain.layers, alternate),
+    )
+
+
+def _cap(fields: Fields, name: str, default: float) -> float:
+    """A cap; null is none."""
+    return fields.get(name, float, 0.0 if name in fields.of else default)
+
+
+def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    """Qwen's windows: of the layers from `max_window_layers` on, where they are switched on."""
+    if not fields.get("use_sliding_window", bool, False):
+        fields.refuse("layer_types", ["full_attention"] * plain.layers)
+        return plain
+    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.of else 4096)
+    first = fields.get("max_window_layers", int, 28)
+    late = ["sliding_attention" if window and i >= first else "full_attention" for i in range(plain.layers)]
+    windowed = _windowed(fields, plain.layers, late)
+    return replace(plain, window=window if windowed else 0, windowed=windowed)
+
+
+def _windowed(fields: Fields, layers: int, default: list[str]) -> tuple[int, ...]:
+    types = fields.get("layer_types", list, default)
+    known = {"full_attention", "sliding_attention"}
+    if len(types) != layers or set(types) - known:
+        raise UserError(
+            f"{fields.where}: layer_types must give each of {layers} layers one of {', '.join(sorted(known))}"
+        )
+    return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+
+
+def rope_of(fields: Fields, family: Family) -> tuple[float, RopeScaling, tuple[int, ...], bool]:
+    """Base, scaling, sections and whether these take turns, from `rope_parameters` or `rope_theta`/`rope_scaling`."""
+    of = {**(fields.of.get("rope_scaling") or {}), **(fields.of.get("rope_parameters") or {})}
+    of = {"rope_theta": fields.of.get("rope_theta"), **of}
+    rope = Fields({k: v for k, v in of.items() if v is not None}, f"{fields.where}: rope")
+    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
+    if kind not in ROPE:
+        raise UserError(f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}")
+    if unknown := set(rope.of) - set(ROPE[kind]) - ROPE_ALWAYS:
+        raise UserError(f"{rope.where}: {min(unknown)} is not known for rope_type={kind!r}")
+    for place in (rope, fields):
+        place.refuse("partial_rotary_factor", 1, 1.0)
+    theta = rope.get("rope_theta", float, family.theta)
+    sections = tuple(rope.get("mrope_section", list, []))
+    return theta, _scaling(kind, rope, fields, family), sections, rope.get("mrope_interleaved", bool, False)
+
+
+def _scaling(kind: str, rope: Fields, fields: Fields, family: Family) -> RopeScaling:
+    most = fields.get("max_position_embeddings", int, family.positions)
+    before = rope.get("original_max_position_embeddings", int, most)
+    match kind:
+        case "linear":
+            return LinearRope(rope.get("factor", float))
+        case "dynamic":
+            return DynamicRope(rope.get("factor", float), most)
+        case "llama3":
+            low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
+            return Llama3Rope(rope.get("factor", float), low, high, before)
+        case "yarn":
+            factor = rope.get("factor", float, most / before)
+            attention = rope.get("attention_factor", float, _yarn_attention(rope, factor))
+            # As in the paper's code, 0 stands for its default too.
+            fast, slow = rope.get("beta_fast", float, 32.0) or 32.0, rope.get("beta_slow", float, 1.0) or 1.0
+            return YarnRope(factor, before, attention, fast, slow, rope.get("truncate", bool, True))
+        case "longrope":
+            factor = rope.get("factor", float, most / before)
+            grown = math.sqrt(1 + math.log(factor) / math.log(before)) if factor > 1 else 1.0
+            short, long = (tuple(map(float, rope.get(f"{of}_factor", list))) for of in ("short", "long"))
+            return LongRope(short, long, before, rope.get("attention_factor", float, grown))
+    return PlainRope()
+
+
+def _yarn_attention(rope: Fields, factor: float) -> float:
+    def grown(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    over, under = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
+    return grown(over) / grown(under) if over and under else grown(1.0)
+
+
+FAMILIES = {
+    "qwen2": Family(_qwen2),
+    "qwen3": Family(_qwen3, head_width=128),
+    "llama": Family(_llama, positions=2048),
+    "mistral": Family(_mistral, positions=4096 * 32, kv_heads=8),
+    "gemma2": Family(_gemma2, positions=8192, tied=True, activation="hidden_activation", head_width=256, kv_heads=4),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- tensors
+
+BODIES = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
+OUTPUTS = ("lm_head", "language_model.lm_head")
+
+
+def find_decoder(folder: HfFolder) -> tuple[str, str]:
+    """The prefix of a decoder's body in a checkpoint, and the name of its output table.
+
+    Raises UserError where there is no decoder.
+    """
+    inner = next((p for p in BODIES if f"{p}embed_tokens.weight" in folder.tensors), None)
+    if inner is None:
+        raise UserError(f"{folder.path} has no decoder: no tensor is called [...]embed_tokens.weight")
+    return inner, next((p for p in OUTPUTS if f"{p}.weight" in folder.tensors), OUTPUTS[0])
+
+
+def decoder_parts(config: DecoderConfig, inner: str, output: str) -> Parts:
+    """Where a decoder's parameters lie: its body under the prefix `inner`, its output table at `output`."""
+    layer = f"{inner}layers.*."
+    after_attention = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    parts = {
+        "embed": table(f"{inner}embed_tokens"),
+        "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
+        "layers.*.attention.query": linear(f"{layer}self_attn.q_proj"),
+        "layers.*.attention.key": linear(f"{layer}self_attn.k_proj"),
+        "layers.*.attention.value": linear(f"{layer}self_attn.v_proj"),
+        "layers.*.attention.output": linear(f"{layer}self_attn.o_proj"),
+        "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
+        "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
+        "layers.*.attention_post_norm": norm(f"{layer}post_attention_layernorm"),
+        "layers.*.mlp_norm": norm(f"{layer}{after_attention}"),
+        "layers.*.mlp.gate": linear(f"{layer}mlp.gate_proj"),
+        "layers.*.mlp.up": linear(f"{layer}mlp.up_proj"),
+        "layers.*.mlp.down": linear(f"{layer}mlp.down_proj"),
+        "layers.*.mlp_post_norm": norm(f"{layer}post_feedforward_layernorm"),
+        "head.norm": norm(f"{inner}norm"),
+        "head.table": table(output),
+    }
+    return Parts(parts)

@@ -1,0 +1,141 @@
+"""A Hugging Face folder on disk: its config, and its tensors by name, read without loading a file whole.
+
+Files are read, not mapped: pages of a mapped file count as memory of the process that touches them, and a process reads
+what its devices hold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mmjax.errors import UserError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+CHUNK = 2**24  # bytes of a tensor that are read at a time
+HEADER_LIMIT = 100_000_000  # bytes, the format's own
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies. Shape and dtype are the file's own."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int  # bytes from the file's start
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """A folder with a `config.json` and safetensors."""
+
+    path: Path
+    config: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> HfFolder:
+        """Raises UserError where it is no such folder."""
+        path = Path(path).expanduser()
+        if not path.is_dir():
+            raise UserError(f"{path} is no folder; give the folder of a Hugging Face checkpoint")
+        return cls(path, read_json(path / "config.json"))
+
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """Every tensor by name. Raises UserError for files that are missing, torn, or not safetensors."""
+        if (self.path / INDEX).exists():
+            weights = read_json(self.path / INDEX).get("weight_map")
+            if not isinstance(weights, dict):
+                raise UserError(f"{self.path / INDEX} has no weight_map; save the checkpoint again")
+            found = {}
+            for file in sorted(set(weights.values())):
+                found |= _header(self.path / file)
+            if missing := sorted(set(weights) - set(found)):
+                raise UserError(
+                    f"{self.path / weights[missing[0]]} lacks {missing[0]}, which {INDEX} says is there; "
+                    "copy the checkpoint again"
+                )
+            return found
+        if not (self.path / SINGLE).exists():
+            raise UserError(
+                f"{self.path} has neither {SINGLE} nor {INDEX}; pickled weights are never loaded, so save it once with "
+                "save_pretrained(..., safe_serialization=True)"
+            )
+        return _header(self.path / SINGLE)
+
+    def stored(self, key: str) -> Stored:
+        """Where a tensor lies. Raises UserError where there is none of this name."""
+        if key not in self.tensors:
+            raise UserError(f"{self.path} has no tensor {key}")
+        return self.tensors[key]
+
+    def read(self, key: str, rows: slice = slice(None)) -> np.ndarray:
+        """Rows of a tensor (its first axis), in its own dtype. Raises UserError where the file ends before them."""
+        at = self.stored(key)
+        dtype = DTYPES[at.dtype]
+        start, stop, _ = rows.indices(at.shape[0]) if at.shape else (0, 1, 1)
+        row = math.prod(at.shape[1:]) * dtype.itemsize
+        out = np.empty((stop - start, *at.shape[1:]) if at.shape else (), dtype)
+        into = memoryview(out.reshape(-1).view(np.uint8)) if out.size else memoryview(b"")
+        with at.file.open("rb", buffering=0) as file:
+            file.seek(at.begin + start * row)
+            done = 0
+            while done < len(into):
+                if not (got := file.readinto(into[done : done + CHUNK])):
+                    raise UserError(f"{at.file} ends inside {key}; copy the checkpoint again")
+                done += got
+        return out
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError where there is no such file, or it holds something else."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return found
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file, by the header at its start."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(HEADER_LIMIT, size - 8):
+                raise UserError(f"{path} is no whole safetensors file: its header does not fit; copy it again")
+            header = json.loads(file.read(length))
+        found = {}
+        for name, at in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = at["data_offsets"]
+            found[name] = stored = Stored(path, at["dtype"], tuple(at["shape"]), 8 + length + begin)
+            if stored.dtype not in DTYPES:
+                raise UserError(f"{path}: {name} is of type {stored.dtype}; known: {', '.join(DTYPES)}")
+            if end - begin != math.prod(stored.shape) * DTYPES[stored.dtype].itemsize or 8 + length + end > size:
+                raise UserError(f"{path} is not whole: {name} reaches beyond its end; copy the checkpoint again")
+        return found
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is no safetensors file: its header is no JSON of tensors; copy it again") from None

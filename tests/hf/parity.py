@@ -1,0 +1,124 @@
+"""The same weights in transformers and here: logits of packed rows against samples one by one, and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+from mmjax.batch import PADDING, Microbatch, TextBatch
+from mmjax.config import MeshConfig, ModelConfig
+from mmjax.hf.families import from_hf, layout_of
+from mmjax.hf.folder import HfFolder
+from mmjax.models.layer_runs import layers_one_by_one
+from mmjax.models.model import Model, module_of
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.loss import step_loss, token_losses
+from mmjax.training.pretrained import load_pretrained
+from mmjax.training.state import parameter_shardings
+
+Params = dict[str, Any]
+
+
+def random_model(config: transformers.PreTrainedConfig, kind: type | None = None, seed: int = 0) -> torch.nn.Module:
+    """A model in float32 whose every parameter is random: norms and biases too, or they would prove nothing."""
+    torch.manual_seed(seed)
+    config._attn_implementation = "eager"
+    model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+    model = model.to(torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.2 if parameter.ndim == 1 else 1.3 / max(parameter[0].numel(), 1) ** 0.5
+            centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
+            parameter.normal_(centre, spread)
+    return model
+
+
+def loaded(folder: Path) -> tuple[Model, Params, ModelConfig]:
+    """The model of a folder with its weights, on one device."""
+    config = from_hf(folder)
+    model = Model.build(config, jnp.float32)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    return model, load_pretrained(model, parameter_shardings(model, mesh, ShardingRules())), config
+
+
+def packed_text(samples: Sequence[np.ndarray], length: int, rows: int = 1) -> TextBatch:
+    """Rows of text samples one after the other, every token of a sample but the first a target."""
+    shape = (rows, length)
+    full = lambda value: np.full(shape, value, np.int32)  # noqa: E731
+    text = TextBatch(
+        *(full(0), full(0), np.zeros(shape, np.float32), full(0), full(PADDING)),
+        np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+        *(full(0), full(1), full(1), full(PADDING), full(PADDING), full(0), {}, {}),
+    )
+    at, row = 0, 0
+    for number, tokens in enumerate(samples):
+        if at + len(tokens) > length:
+            at, row = 0, row + 1
+        here = slice(at, at + len(tokens))
+        text.token[row, here], text.sample[row, here] = tokens, number
+        text.position[row, here] = text.offset[row, here] = np.arange(len(tokens))
+        text.target[row, here][:-1], text.weight[row, here][:-1] = tokens[1:], 1
+        text.source[row, here], text.owner[row, here] = 0, number
+        at += len(tokens)
+    return text
+
+
+def logits_there(model: torch.nn.Module, tokens: np.ndarray, **inputs: Any) -> torch.Tensor:
+    return model(input_ids=torch.tensor(tokens)[None].long(), use_cache=False, **inputs).logits[0]
+
+
+def check_text(model: torch.nn.Module, folder: Path, samples: Sequence[np.ndarray], length: int) -> None:
+    """Logits of packed samples to 1e-4, and the gradient of the mean loss over all of them."""
+    ours, params, _ = loaded(folder)
+    text = packed_text(samples, length)
+    batch = jax.tree.map(jnp.asarray, Microbatch(text, {}))
+    logits = np.asarray(jax.jit(ours.logits)(params, batch))
+    losses = []
+    for number, tokens in enumerate(samples):
+        theirs = logits_there(model, tokens)
+        row, at = np.argwhere(text.sample == number)[0]
+        np.testing.assert_allclose(
+            logits[row, at : at + len(tokens)], theirs.detach().numpy(), atol=1e-4, err_msg=f"sample {number}"
+        )
+        targets = torch.tensor(tokens[1:]).long()
+        losses.append(torch.nn.functional.cross_entropy(theirs[:-1], targets, reduction="sum"))
+    count = sum(len(tokens) - 1 for tokens in samples)
+    (sum(losses) / count).backward()
+    check_gradients(ours, params, batch, model, HfFolder.open(folder), count)
+
+
+def check_gradients(
+    ours: Model, params: Params, batch: Microbatch, model: torch.nn.Module, folder: HfFolder, count: int
+) -> None:
+    """Every parameter's gradient, in its own place of the checkpoint's layout."""
+
+    def loss(params: Params) -> jax.Array:
+        return step_loss(token_losses(ours.logits(params, batch), batch.text), batch.text, float(count), 1)[0]
+
+    gradients = layers_one_by_one(jax.jit(jax.grad(loss))(params))
+    layout = layout_of(folder, ours.config)
+    there = saved_gradients(model)
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        names = tuple(key.key for key in path)
+        inside = names[1:] if names[0] == "llm" else names[2:]
+        part = layout.modules[module_of(names)].find(inside)
+        tensor = there[part.key]
+        rows = tensor if part.rows is None else tensor[slice(*part.rows)]
+        wanted = part.ours(rows, gradient.shape)
+        scale = max(np.abs(wanted).max(), 1e-3)
+        np.testing.assert_allclose(np.asarray(gradient), wanted, atol=2e-4 * scale, err_msg=".".join(names))
+
+
+def saved_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Gradients by the names under which `save_pretrained` stores their parameters."""
+    with torch.no_grad():
+        kept = {name: p.grad for name, p in model.named_parameters()}
+    return {name: (torch.zeros(1) if g is None else g).numpy() for name, g in kept.items()}

@@ -1,0 +1,246 @@
+"""Decoders of every family compute what transformers computes, and learn the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from parity import check_text, loaded, random_model
+from safetensors.torch import load_file, save_file
+
+from mmjax.config import MeshConfig, PlainRope
+from mmjax.errors import UserError
+from mmjax.hf.families import from_hf
+from mmjax.models.layer_runs import layers_one_by_one
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.pretrained import load_pretrained
+from mmjax.training.state import parameter_shardings
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": 16,
+}
+FAMILIES = {
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2 tied": (transformers.Qwen2Config, {"tie_word_embeddings": True, "hidden_act": "gelu"}),
+    "qwen2 late windows": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2 yarn": (transformers.Qwen2Config, {"rope_parameters": YARN}),
+    "llama": (transformers.LlamaConfig, {}),
+    "llama 3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3, "head_dim": 16}),
+    "llama biases": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama linear": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama dynamic": (
+        transformers.LlamaConfig,
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            "max_position_embeddings": 12,
+        },
+    ),
+    "llama long": (transformers.LlamaConfig, {"rope_parameters": LONG}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 24}),
+    "qwen3 biases tied": (
+        transformers.Qwen3Config,
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 6}),
+    "mistral no window": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 10}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {
+            "head_dim": 20,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 13,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2 no caps": (
+        transformers.Gemma2Config,
+        {
+            "head_dim": 12,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 4,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_is_what_transformers_makes_of_it(family, tmp_path):
+    kind, own = FAMILIES[family]
+    model = random_model(kind(**COMMON | own))
+    model.save_pretrained(tmp_path)
+    rng = np.random.default_rng(0)
+    samples = [rng.integers(1, 97, n) for n in (19, 7, 11, 1)]  # 0 is padding there, which learns nothing
+    check_text(model, tmp_path, samples, 40)
+
+
+def saved(tmp_path, kind=transformers.Qwen2Config, dtype=torch.float32, shard="5GB", **own):
+    model = random_model(kind(**COMMON | own)).to(dtype)
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    return model
+
+
+def edit_config(folder, change):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def edit_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_several_files_in_bfloat16_give_exactly_their_values(tmp_path):
+    model = saved(tmp_path, dtype=torch.bfloat16, shard="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    _, params, _ = loaded(tmp_path)
+    wanted = model.lm_head.weight.detach().float().numpy()
+    np.testing.assert_array_equal(params["llm"]["head"]["table"]["weight"], wanted)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+    frozen = Model.build(from_hf(tmp_path, freeze=["llm"]), jnp.bfloat16)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    still = load_pretrained(frozen, parameter_shardings(frozen, mesh, ShardingRules()))
+    assert {x.dtype for x in jax.tree.leaves(still)} == {jnp.dtype(jnp.bfloat16)}
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x.astype(jnp.float32), still), params)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_what_lies_on_a_mesh_is_what_lies_on_one_device(tmp_path, mesh):
+    saved(tmp_path, hidden_size=64)
+    config = edit_policies(from_hf(tmp_path))
+    model = Model.build(config, jnp.float32)
+    assert len(model.runs["llm"]) == 2  # a stack and a single layer
+    made = make_mesh(MeshConfig(**{"data": 1} | mesh), jax.devices())
+    shardings = parameter_shardings(model, made, ShardingRules())
+    params = load_pretrained(model, shardings)
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)))
+    _, whole, _ = loaded(tmp_path)
+    one_by_one = layers_one_by_one(jax.device_get(params)), layers_one_by_one(jax.device_get(whole))
+    jax.tree.map(np.testing.assert_array_equal, *one_by_one)
+
+
+def edit_policies(config):
+    return replace(config, llm=replace(config.llm, remat=("none", "none", "full")))
+
+
+def test_old_names_of_rope_mean_the_same(tmp_path):
+    saved(tmp_path, transformers.LlamaConfig, rope_parameters=LLAMA3)
+    new = from_hf(tmp_path)
+
+    def old(config):
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+
+    edit_config(tmp_path, old)
+    assert from_hf(tmp_path) == new
+    edit_config(tmp_path, lambda config: config.update(rope_scaling=None))
+    assert from_hf(tmp_path).llm == replace(new.llm, rope_scaling=PlainRope())
+
+
+def test_a_tied_checkpoint_may_hold_its_output_table_too(tmp_path):
+    saved(tmp_path, tie_word_embeddings=True)
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    edit_tensors(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}))
+    _, params, config = loaded(tmp_path)
+    assert config.llm.tied
+    assert "table" not in params["llm"]["head"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"has no tensor model\.norm\.weight"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(2)}), r"1 tensors that this model lacks, such as model"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(2)}), r"norm\.weight has shape \[2\], this model's \[48\]"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), r"is of type I8"),
+        (lambda t: t.pop("model.embed_tokens.weight"), r"has no decoder"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_go_with_the_config_are_named(tmp_path, change, message):
+    saved(tmp_path)
+    edit_tensors(tmp_path, change)
+    with pytest.raises(UserError, match=message):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bert"}, r"model_type='bert' cannot be read; known: qwen2"),
+        ({"hidden_size": None}, r"config.json has no 'hidden_size'"),
+        ({"hidden_size": "48"}, r"hidden_size='48' is no int"),
+        ({"hidden_act": "mish"}, r"hidden_act='mish' is not supported"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, r"rope_type='spiral' is not supported; known: default"),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"rope has no 'factor'"),
+        ({"rope_parameters": {"rope_type": "default", "spin": 1}}, r"spin is not known for rope_type='default'"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, r"layer_types must give each of 3 layers"),
+    ],
+)
+def test_configs_that_cannot_be_read_are_refused_by_field(tmp_path, change, message):
+    saved(tmp_path)
+    edit_config(tmp_path, lambda config: config.update(change))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [4, 100, 5000])
+def test_a_torn_file_is_named(tmp_path, cut):
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        loaded(tmp_path)
+
+
+def test_pickled_weights_are_never_loaded(tmp_path):
+    model = saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickled weights are never loaded, so save it once with"):
+        loaded(tmp_path)
