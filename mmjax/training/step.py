@@ -85,10 +85,9 @@ class Executor:
         Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
         """
         given = given or {}
-        mine = self.born(frozenset(modules_of(given)))(key)
-        trainable, frozen = (
-            merge(p, g) for p, g in zip(mine, partition(given, self.frozen & modules_of(given)), strict=True)
-        )
+        modules = frozenset(modules_of(given))
+        born, read = self.born(modules)(key), partition(given, self.frozen & modules)
+        trainable, frozen = (merge(random, stored) for random, stored in zip(born, read, strict=True))
         step, moments = self.start(trainable)
         return TrainState(step, trainable, frozen, moments)
 

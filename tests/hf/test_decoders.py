@@ -196,7 +196,7 @@ def test_a_tied_checkpoint_may_hold_its_output_table_too(tmp_path):
     [
         (lambda t: t.pop("model.norm.weight"), r"has no tensor model\.norm\.weight"),
         (lambda t: t.update({"model.extra.weight": torch.ones(2)}), r"1 tensors that this model lacks, such as model"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(2)}), r"norm\.weight has shape \[2\], this model's \[48\]"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(2)}), r"norm\.weight has shape \[2\], this model"),
         (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), r"is of type I8"),
         (lambda t: t.pop("model.embed_tokens.weight"), r"has no decoder"),
     ],
