@@ -15,6 +15,7 @@ from mmjax.config import (
     MeshConfig,
     ModelConfig,
     NoGrouping,
+    RotaryGrid,
     Samples,
     VisionConfig,
 )
@@ -49,7 +50,7 @@ def config() -> Config:
                     heads=25,
                     mlp_width=12_800,
                     patch=14,
-                    rope_theta=1e4,
+                    positions=RotaryGrid(1e4),
                     connector=ConnectorConfig(merge=2, mlp_width=8192),
                     attention="blockwise",
                 ),

@@ -40,7 +40,7 @@ class TextBatch(NamedTuple):
 class ItemBatch(NamedTuple):
     """What an encoder reads: patches in merge order, or frames in time order."""
 
-    values: Array  # float32 [R, L, F]: patch pixels, or log-mel bins
+    values: Array  # [R, L, F]: pixels of a patch, uint8, or log-mel bins, float32
     item: Array  # int32 [R, L]: which of the row's items, -1 = padding
     coordinates: Array  # int32 [R, L, 3]: (t, y, x) of the patch, (t, 0, 0) of the frame
     owner: Array  # int32 [R, L]: id of the item's sample in the length index, -1 = padding

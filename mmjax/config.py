@@ -242,14 +242,35 @@ class ConnectorConfig:
 
     merge: int = 2
     mlp_width: int = 256
+    norm: Literal["none", "layer", "rms", "merged_layer"] = "layer"  # before neighbours are merged, or after
+    norm_eps: float = 0.0  # 0 = the encoder's
+    activation: Activation = "gelu_tanh"
+    biases: tuple[Biased, ...] = ("up", "down")
     position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0 = none
     frozen: bool = False
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
 
 
 @dataclass(frozen=True)
+class RotaryGrid:
+    """Patches turn with their row and column; images of any size."""
+
+    theta: float = 100.0
+    kind: Literal["rotary"] = "rotary"
+
+
+@dataclass(frozen=True)
+class LearnedGrid:
+    """A learned vector for every place of a grid; images have at most as many rows and columns of patches."""
+
+    rows: int
+    columns: int
+    kind: Literal["learned"] = "learned"
+
+
+@dataclass(frozen=True)
 class VisionConfig:
-    """A ViT that takes images of any size as packed patches, with 2D RoPE."""
+    """A ViT that takes images as packed patches."""
 
     layers: int
     width: int
@@ -257,8 +278,20 @@ class VisionConfig:
     mlp_width: int
     patch: int
     channels: int = 3
-    rope_theta: float = 100.0
+    mean: tuple[float, ...] = (0.5,)  # of each channel, or of all; pixels are (x / 255 - mean) / std
+    std: tuple[float, ...] = (0.5,)
+    positions: RotaryGrid | LearnedGrid = RotaryGrid()
+    class_token: bool = False  # a learned token beside the patches of every image; the LLM does not see it
+    embed_bias: bool = True
+    embed_norm: bool = False  # before the first layer
+    head_norm: bool = True  # after the last layer
+    norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
+    activation: Activation = "gelu_tanh"
+    gated: bool = False  # the MLP has a gate
+    biases: tuple[Biased, ...] = ("query", "value", "output", "up", "down")  # the matrices of a layer that have one
+    qk_norm: Literal["none", "width"] = "none"  # of queries and keys, over all heads
+    layer_scale: bool = False  # learned scales of what attention and the MLP add to the residual stream
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"
@@ -281,6 +314,7 @@ class AudioConfig:
     window: int = 400  # samples
     hop: int = 160  # samples
     norm_eps: float = 1e-5
+    activation: Activation = "gelu_tanh"
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"

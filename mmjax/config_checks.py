@@ -14,6 +14,7 @@ from mmjax.config import (
     DataConfig,
     DecoderConfig,
     EmbeddedSource,
+    LearnedGrid,
     Llama3Rope,
     LongRope,
     ModelConfig,
@@ -128,8 +129,18 @@ def _check_rope(where: str, llm: DecoderConfig) -> None:
 
 def _check_vision(where: str, encoder: VisionConfig) -> None:
     _at_least(1, where, encoder, ("patch", "channels"))
-    _above_zero(where, encoder, ("rope_theta",))
-    head_width = encoder.width // encoder.heads
+    head_width, positions = encoder.width // encoder.heads, encoder.positions
+    for name in ("mean", "std"):
+        given = len(getattr(encoder, name))
+        _check(
+            given in (1, encoder.channels),
+            f"{where}.{name} has {given} numbers; give one for each of channels={encoder.channels}, or one for all",
+        )
+    _check(all(x > 0 for x in encoder.std), f"{where}.std={encoder.std}: must be more than 0")
+    if isinstance(positions, LearnedGrid):
+        _at_least(1, f"{where}.positions", positions, ("rows", "columns"))
+        return
+    _above_zero(f"{where}.positions", positions, ("theta",))
     _check(
         head_width % 4 == 0,
         f"{where}: width={encoder.width} over heads={encoder.heads} is {head_width} per head; 2D RoPE turns "

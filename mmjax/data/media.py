@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, VisionConfig
+from mmjax.config import AudioConfig, LearnedGrid, VisionConfig
 
 CONV_STRIDE = 2  # of the audio encoder's second convolution
 RANGE = 8.0  # decades of power that log-mel keeps below the clip's loudest bin, as Whisper
@@ -17,7 +17,7 @@ QUIET = -2.0  # log10 power; a clip whose loudest bin is below this stays quiet 
 class ItemSize(NamedTuple):
     """How long one item is, known from its size alone."""
 
-    positions: int  # in the encoder, padded to whole windows (vision) or to the total stride (audio)
+    positions: int  # in the encoder, padded to whole windows (vision) or to the total stride (audio); the class token
     tokens: int  # in the LLM
     valid: int  # positions that hold something of the item
 
@@ -25,7 +25,7 @@ class ItemSize(NamedTuple):
 class Prepared(NamedTuple):
     """One item as an encoder reads it: `n` is `ItemSize.positions`."""
 
-    values: np.ndarray  # float32 [n, F]
+    values: np.ndarray  # [n, F]: pixels, uint8, or log-mel bins, float32
     coordinates: np.ndarray  # int32 [n, 3]: (t, y, x)
     valid: np.ndarray  # bool [n]
 
@@ -34,6 +34,11 @@ def positions_per_token(encoder: VisionConfig | AudioConfig) -> int:
     """Positions of an encoder's row that become one token of the LLM."""
     merge = encoder.connector.merge
     return merge * merge if isinstance(encoder, VisionConfig) else CONV_STRIDE * merge
+
+
+def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
+    """Tokens at the end of each item that an encoder makes for itself and the LLM does not see: the class token's."""
+    return int(isinstance(encoder, VisionConfig) and encoder.class_token)
 
 
 def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> ItemSize:
@@ -46,13 +51,23 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
     merge = encoder.connector.merge
     if isinstance(encoder, VisionConfig):
         height, width = (-(-extent // encoder.patch) for extent in size)
+        _check_grid(encoder, size, height, width)
         _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
-        windows = -(-height // merge) * -(-width // merge)
-        return ItemSize(windows * merge * merge, windows, height * width)
+        windows, own = -(-height // merge) * -(-width // merge), hidden_tokens(encoder)
+        return ItemSize((windows + own) * merge * merge, windows, height * width + own)
     frames = frame_count(size[0], encoder.window, encoder.hop)
     tokens = -(-frames // (CONV_STRIDE * merge))
     _check_positions(encoder, size, tokens)
     return ItemSize(tokens * CONV_STRIDE * merge, tokens, frames)
+
+
+def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
+    grid = encoder.positions
+    if isinstance(grid, LearnedGrid) and (height > grid.rows or width > grid.columns):
+        raise ValueError(
+            f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, the encoder learned positions "
+            f"of {grid.rows} x {grid.columns}; prepare images smaller"
+        )
 
 
 def _check_positions(encoder: VisionConfig | AudioConfig, size: tuple[int, ...], longest: int) -> None:
@@ -72,7 +87,8 @@ def prepare(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Prepared:
     if isinstance(encoder, VisionConfig):
         if array.ndim != 3 or array.shape[2] != encoder.channels:
             raise ValueError(f"an image of shape {array.shape} is not [height, width, {encoder.channels}]")
-        return patches(array, encoder.patch, encoder.connector.merge)
+        found = patches(array, encoder.patch, encoder.connector.merge)
+        return _with_class_token(found, encoder.connector.merge) if encoder.class_token else found
     frames = log_mel(array, encoder.sample_rate, encoder.window, encoder.hop, encoder.mels)
     positions = item_size(encoder, array.shape).positions
     values = np.zeros((positions, encoder.mels), np.float32)
@@ -83,7 +99,7 @@ def prepare(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Prepared:
 
 
 def patches(image: np.ndarray, patch: int, merge: int) -> Prepared:
-    """Patches of a uint8 `[H, W, C]` image in merge order: values float32 `[n, patch * patch * C]` in -1..1.
+    """Patches of a uint8 `[H, W, C]` image in merge order: values uint8 `[n, patch * patch * C]`.
 
     Black (0) fills the image up to whole patches, and the grid up to whole merge x merge windows; a patch that holds no
     pixel of the image is not valid. Windows follow each other row by row, and so do the patches inside a window.
@@ -97,9 +113,17 @@ def patches(image: np.ndarray, patch: int, merge: int) -> Prepared:
     canvas = np.zeros((rows * patch * merge, columns * patch * merge, channels), np.uint8)
     canvas[:height, :width] = image
     windows = canvas.reshape(rows, merge, patch, columns, merge, patch, channels).transpose(0, 3, 1, 4, 2, 5, 6)
-    values = windows.reshape(-1, patch * patch * channels) * np.float32(2 / 255) - np.float32(1)
+    values = windows.reshape(-1, patch * patch * channels)
     coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge)
     return Prepared(values, coordinates, valid)
+
+
+def _with_class_token(found: Prepared, merge: int) -> Prepared:
+    """One more window at the end: the class token, whose row and column are -1, and padding."""
+    window = merge * merge
+    values = np.concatenate([found.values, np.zeros((window, found.values.shape[1]), np.uint8)])
+    coordinates = np.concatenate([found.coordinates, np.tile(np.int32([[0, -1, -1]]), (window, 1))])
+    return Prepared(values, coordinates, np.concatenate([found.valid, np.arange(window) == 0]))
 
 
 @functools.lru_cache(maxsize=1024)

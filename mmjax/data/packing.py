@@ -13,7 +13,7 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
-from mmjax.data.media import positions_per_token, prepare
+from mmjax.data.media import hidden_tokens, positions_per_token, prepare
 from mmjax.data.placement import MicrobatchPlan
 from mmjax.data.sample import Item, Sample, Text
 from mmjax.errors import UserError
@@ -44,6 +44,10 @@ class Arrays:
         """Width of one patch or frame."""
         config = self.encoders[encoder]
         return config.patch**2 * config.channels if isinstance(config, VisionConfig) else config.mels
+
+    def dtype(self, encoder: str) -> type:
+        """Of the patches or frames."""
+        return np.uint8 if isinstance(self.encoders[encoder], VisionConfig) else np.float32
 
     def bit(self, encoder: str) -> int:
         """The kind of an encoder's tokens."""
@@ -107,7 +111,7 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
     peers, width = plan.topology.peers, plan.shape.widths[module - 1]
     group, length = positions_per_token(arrays.encoders[encoder]), plan.shape.lengths[module]
     items = np.flatnonzero(plan.module == module)
-    rank, tokens = plan.rank(), plan.length[items] // group
+    rank, tokens = plan.rank(), plan.length[items] // group - hidden_tokens(arrays.encoders[encoder])
     source, home = rank[items], rank[plan.part_start[:-1]][plan.sample_of()][items]
     first = (plan.row[items] % plan.rows[module] * np.int64(length) + plan.offset[items]) // group
     arrived = pack_places(tokens, home, plan.topology.ranks)
@@ -143,7 +147,7 @@ def _pack_items(
     plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, share: range, reader: Reader
 ) -> ItemBatch:
     shape = (len(share), plan.shape.lengths[module])
-    values = np.zeros((*shape, arrays.features(encoder)), np.float32)
+    values = np.zeros((*shape, arrays.features(encoder)), arrays.dtype(encoder))
     item = np.full(shape, PADDING, np.int32)
     coordinates = np.zeros((*shape, 3), np.int32)
     owner, offset = np.full(shape, PADDING, np.int32), np.zeros(shape, np.int32)
@@ -158,7 +162,7 @@ def _pack_items(
             value, place, valid = prepare(arrays.encoders[encoder], reader.item(sample, number))
             if len(value) != length:
                 raise ValueError(f"it has {len(value)} positions where its source's facts() promised {length}")
-            if not np.isfinite(value).all():
+            if value.dtype != np.uint8 and not np.isfinite(value).all():
                 raise ValueError("it holds NaN or Inf; mend the file or leave the sample out of its source")
         at = slice(begin, begin + length)
         values[row, at], coordinates[row, at] = value, place
@@ -228,7 +232,8 @@ def _stretch(batch: TextBatch, row: int, at: slice) -> TextBatch:
 
 def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent]) -> Place:
     encoder = list(arrays.encoders)[int(plan.module[part]) - 1]
-    tokens = int(plan.length[part]) // positions_per_token(arrays.encoders[encoder])
+    config = arrays.encoders[encoder]
+    tokens = int(plan.length[part]) // positions_per_token(config) - hidden_tokens(config)
     return Place(encoder, int(sent[encoder].slot[part]), tokens)
 
 

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import ConnectorConfig
-from mmjax.models.layers import MLP, LayerNorm
+from mmjax.models.layers import MLP, LayerNorm, PositionTable, RMSNorm
 from mmjax.parallel.sharding import constrain
 
 
-class PositionTable(nnx.Module):
-    """A learned vector per row, column or time of a merged token, along one dimension."""
-
-    def __init__(self, size: int, width: int, rngs: nnx.Rngs):
-        table = jax.random.normal(rngs.params(), (size, width), jnp.float32) * width**-0.5
-        self.weight = nnx.Param(table, axes=(None, "embed"))
-
-    def __call__(self, index: Int[Array, "r m"], dtype: jnp.dtype) -> Float[Array, "r m d"]:
-        return constrain(self.weight[...].astype(dtype), None, None)[index]
-
-
 class Connector(nnx.Module):
-    """LayerNorm, concatenation of each group of neighbours, GELU MLP, plus positions if there is a table.
+    """A norm, concatenation of each group of neighbours, an MLP, plus positions if there is a table.
 
     A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
     names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
@@ -36,8 +24,12 @@ class Connector(nnx.Module):
         self.merge = config.merge
         self.axes = axes
         self.group = config.merge ** len(axes)
-        self.norm = LayerNorm(inputs, eps)
-        self.mlp = MLP(self.group * inputs, config.mlp_width, outputs, "gelu_tanh", rngs, biases=("up", "down"))
+        c, merged, eps = config, self.group * inputs, config.norm_eps or eps
+        norms = {"layer": (LayerNorm, inputs), "rms": (RMSNorm, inputs), "merged_layer": (LayerNorm, merged)}
+        norm, width = norms.get(c.norm, (None, 0))
+        self.norm = None if norm is None else norm(width, eps)
+        self.norm_merged = c.norm == "merged_layer"
+        self.mlp = MLP(merged, c.mlp_width, outputs, c.activation, rngs, biases=c.biases)
         tables = [PositionTable(config.position_grid, outputs, rngs) for _ in axes] if config.position_grid else []
         self.positions = nnx.Dict({("t", "y", "x")[axis]: table for axis, table in zip(axes, tables, strict=False)})
 
@@ -47,8 +39,10 @@ class Connector(nnx.Module):
         rows, length, width = x.shape
         if length % self.group:
             raise ValueError(f"{length} positions do not divide into groups of {self.group} to merge")
-        x = jnp.where((item >= 0)[..., None], self.norm(x), 0)
-        x = self.mlp(x.reshape(rows, length // self.group, self.group * width))
+        if self.norm is not None and not self.norm_merged:
+            x = self.norm(x)
+        x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group * width)
+        x = self.mlp(self.norm(x) if self.norm_merged else x)
         # The first member of a group is its top left one, which an image that reaches into the group always has.
         corner = coordinates[:, :: self.group] // self.merge
         for name, table in self.positions.items():

@@ -5,17 +5,19 @@ from __future__ import annotations
 from functools import partial
 
 from mmjax.config import AudioConfig, VisionConfig
-from mmjax.models.layers import Block, LayerNorm
+from mmjax.models.layers import Block, LayerNorm, RMSNorm
+
+WHISPER_BIASES = ("query", "value", "output", "up", "down")  # all but the keys
+NORMS = {"layer": LayerNorm, "rms": RMSNorm}
+QK_NORM_EPS = 1e-6
 
 
 def encoder_block(config: VisionConfig | AudioConfig) -> Block:
-    """A pre-LN layer: LayerNorm, full attention, LayerNorm, GELU MLP; biases on all but the keys, as in Whisper.
-
-    Raises ValueError where the heads do not divide the width.
-    """
+    """A pre-norm layer with full attention, as the config says. ValueError where heads do not divide the width."""
     c = config
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
+    vision = c if isinstance(c, VisionConfig) else None
     return Block(
         width=c.width,
         heads=c.heads,
@@ -23,8 +25,10 @@ def encoder_block(config: VisionConfig | AudioConfig) -> Block:
         head_width=c.width // c.heads,
         mlp_width=c.mlp_width,
         backend=c.attention,
-        norm=partial(LayerNorm, eps=c.norm_eps),
-        activation="gelu_tanh",
-        gated=False,
-        biases=("query", "value", "output", "up", "down"),
+        norm=partial(NORMS[vision.norm if vision else "layer"], eps=c.norm_eps),
+        activation=c.activation,
+        gated=vision is not None and vision.gated,
+        biases=vision.biases if vision else WHISPER_BIASES,
+        width_norm=partial(RMSNorm, eps=QK_NORM_EPS) if vision and vision.qk_norm == "width" else None,
+        layer_scale=vision is not None and vision.layer_scale,
     )

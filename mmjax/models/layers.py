@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.config import Activation, Biased
 from mmjax.models.attention import PLAIN, Backend, MaskSpec, Scoring, attention
 from mmjax.models.dropout import ATTENTION, MLP_SITE, Dropout, drop
 from mmjax.models.rope import Rotation, rotate
-from mmjax.parallel.sharding import Axes
+from mmjax.parallel.sharding import Axes, constrain
 
 
 class Context(NamedTuple):
@@ -48,6 +48,17 @@ class Linear(nnx.Module):
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         return checkpoint_name(y, "linear")
+
+
+class PositionTable(nnx.Module):
+    """A learned vector per row, column or time of a merged token, along one dimension."""
+
+    def __init__(self, size: int, width: int, rngs: nnx.Rngs):
+        table = jax.random.normal(rngs.params(), (size, width), jnp.float32) * width**-0.5
+        self.weight = nnx.Param(table, axes=(None, "embed"))
+
+    def __call__(self, index: Int[Array, "r m"], dtype: jnp.dtype) -> Float[Array, "r m d"]:
+        return constrain(self.weight[...].astype(dtype), None, None)[index]
 
 
 class RMSNorm(nnx.Module):
@@ -126,7 +137,9 @@ class Block:
     gated: bool
     biases: tuple[Biased, ...]
     head_norm: Callable[[int], nnx.Module] | None = None  # of the queries and keys of each head
+    width_norm: Callable[[int], nnx.Module] | None = None  # of the queries and keys of all heads together
     post_norms: bool = False  # of what attention and the MLP give
+    layer_scale: bool = False  # learned scales of it
     scoring: Scoring = PLAIN
 
 
@@ -139,21 +152,43 @@ class SelfAttention(nnx.Module):
         self.key = Linear(b.width, keys, ("embed", "kv_heads"), rngs, bias="key" in b.biases)
         self.value = Linear(b.width, keys, ("embed", "kv_heads"), rngs, bias="value" in b.biases)
         self.output = Linear(queries, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
-        self.query_norm = None if b.head_norm is None else b.head_norm(b.head_width)
-        self.key_norm = None if b.head_norm is None else b.head_norm(b.head_width)
+        norms = [(b.head_norm, b.head_width, b.head_width), (b.width_norm, queries, keys)]
+        norm, of_query, of_key = next((n for n in norms if n[0] is not None), (None, 0, 0))
+        self.query_norm, self.key_norm = (None, None) if norm is None else (norm(of_query), norm(of_key))
+        self.norm_heads = b.head_norm is not None
         self.heads, self.kv_heads, self.head_width = b.heads, b.kv_heads, b.head_width
         self.backend: Backend = b.backend
         self.scoring = b.scoring
 
     def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
-        q = self.query(x).reshape(*x.shape[:2], self.heads, self.head_width)
-        k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (self.key(x), self.value(x)))
-        if self.query_norm is not None:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and not self.norm_heads:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q = q.reshape(*x.shape[:2], self.heads, self.head_width)
+        k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (k, v))
+        if self.query_norm is not None and self.norm_heads:
             q, k = self.query_norm(q), self.key_norm(k)
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
         seen = attention(q, k, v, context.mask, self.backend, self.scoring)
         return self.output(seen.reshape(*x.shape[:2], self.heads * self.head_width))
+
+
+class LayerScale(nnx.Module):
+    """A learned scale of every channel."""
+
+    def __init__(self, width: int):
+        self.scale = nnx.Param(jnp.full(width, 0.1, jnp.float32), axes=(None,))
+
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        return x * self.scale[...].astype(x.dtype)
+
+
+def _after(block: Block) -> nnx.Module | None:
+    """What is done to what attention or the MLP give, before it is added."""
+    if block.post_norms:
+        return block.norm(block.width)
+    return LayerScale(block.width) if block.layer_scale else None
 
 
 class TransformerLayer(nnx.Module):
@@ -163,18 +198,18 @@ class TransformerLayer(nnx.Module):
         b = block
         self.attention_norm = b.norm(b.width)
         self.attention = SelfAttention(b, rngs)
-        self.attention_post_norm = b.norm(b.width) if b.post_norms else None
+        self.attention_after = _after(b)
         self.mlp_norm = b.norm(b.width)
         self.mlp = MLP(b.width, b.mlp_width, b.width, b.activation, rngs, gated=b.gated, biases=b.biases)
-        self.mlp_post_norm = b.norm(b.width) if b.post_norms else None
+        self.mlp_after = _after(b)
 
     def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
         seen = self.attention(self.attention_norm(x), context)
-        if self.attention_post_norm is not None:
-            seen = self.attention_post_norm(seen)
+        if self.attention_after is not None:
+            seen = self.attention_after(seen)
         x = x + drop(seen, context.dropout, ATTENTION)
         x = checkpoint_name(x, "mlp_input")
         thought = self.mlp(self.mlp_norm(x))
-        if self.mlp_post_norm is not None:
-            thought = self.mlp_post_norm(thought)
+        if self.mlp_after is not None:
+            thought = self.mlp_after(thought)
         return x + drop(thought, context.dropout, MLP_SITE)

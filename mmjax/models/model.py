@@ -137,7 +137,7 @@ class Stage:
         part = {"layers": {"runs": {name: whole["layers"]["runs"][name] for name in sorted(runs)}}}
         if self.first or (self.last and tied):
             part["embed"] = whole["embed"]
-        if self.last:
+        if self.last and "head" in whole:
             part["head"] = whole["head"]
         if self.tower == "llm":
             return {"llm": part}

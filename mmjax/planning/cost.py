@@ -14,9 +14,19 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import DecoderConfig, ModelConfig, Remat, VisionConfig
+from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, VisionConfig
 from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
-from mmjax.planning.work import CONV_STRIDE, CONV_TAPS, Encoder, Work, layer_of, merged_positions, row_work, useful_work
+from mmjax.planning.work import (
+    CONV_STRIDE,
+    CONV_TAPS,
+    Encoder,
+    Work,
+    layer_of,
+    merged_positions,
+    norm_parameters,
+    row_work,
+    useful_work,
+)
 
 
 class Flops(NamedTuple):
@@ -45,13 +55,23 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     for name, encoder in model.encoders.items():
         c, width = encoder.connector, encoder.width
         if isinstance(encoder, VisionConfig):
-            embed, axes = (encoder.patch**2 * encoder.channels + 1) * width, 2
+            embed, axes, norms = _patch_embedding(encoder), 2, norm_parameters(encoder) * encoder.head_norm
         else:
             embed, axes = (CONV_TAPS * encoder.mels + 1) * width + (CONV_TAPS * width + 1) * width, 1
-        counts[name] = embed + encoder.layers * layer_of(encoder).parameters + 2 * width
-        mlp = (merged_positions(encoder) * width + 1) * c.mlp_width + (c.mlp_width + 1) * llm.width
-        counts[f"{name}.connector"] = 2 * width + mlp + axes * c.position_grid * llm.width
+            norms = norm_parameters(encoder)
+        counts[name] = embed + encoder.layers * layer_of(encoder).parameters + norms
+        merged = merged_positions(encoder) * width
+        norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
+        mlp = (merged + ("up" in c.biases)) * c.mlp_width + (c.mlp_width + ("down" in c.biases)) * llm.width
+        counts[f"{name}.connector"] = norm + mlp + axes * c.position_grid * llm.width
     return counts
+
+
+def _patch_embedding(c: VisionConfig) -> int:
+    """Parameters before the first layer."""
+    learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
+    vectors = c.embed_bias + c.class_token + learned
+    return (c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
 
 
 # ------------------------------------------------------------------------------------------------------------ needed

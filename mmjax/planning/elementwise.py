@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mmjax.config import AudioConfig, DecoderConfig
+from mmjax.config import AudioConfig, DecoderConfig, RotaryGrid, VisionConfig
 from mmjax.planning.work import Encoder, Work, layer_of
 
 
@@ -33,8 +33,10 @@ LOGITS = (4, 4)  # per logit: log-sum-exp, its gradient, and the gradient of pic
 
 def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:
     """Elementwise operations of one layer, (forward, backward)."""
-    layer, per = layer_of(config), DECODER if isinstance(config, DecoderConfig) else ENCODER
-    rotated = not isinstance(config, AudioConfig)
+    layer, per = layer_of(config), _per_element(config)
+    rotated = isinstance(config, DecoderConfig) or (
+        isinstance(config, VisionConfig) and isinstance(config.positions, RotaryGrid)
+    )
     elements = (
         (per.width, layer.width * work.positions),
         (per.mlp, layer.mlp * work.positions),
@@ -46,10 +48,18 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
     return _sum(elements)
 
 
+def _per_element(config: DecoderConfig | Encoder) -> Elementwise:
+    """A layer's norms and its MLP, of one kind or the other."""
+    if isinstance(config, DecoderConfig):
+        return DECODER
+    rms, gated = isinstance(config, VisionConfig) and config.norm == "rms", layer_of(config).gated
+    return ENCODER._replace(width=(DECODER if rms else ENCODER).width, mlp=(DECODER if gated else ENCODER).mlp)
+
+
 def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:
     """Of a whole tower. Its final norm is half of what a layer's two norms are."""
     forward, backward = layer_elementwise(config, work)
-    per = DECODER if isinstance(config, DecoderConfig) else ENCODER
+    per = _per_element(config)
     half_norms = (per.width[0] // 2, per.width[1] // 2)
     outside = [(half_norms, config.width * work.positions)]
     if isinstance(config, DecoderConfig):

@@ -117,8 +117,9 @@ def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
     total = 4 * rows * length * (TEXT_FIELDS + len(model.encoders))
     for name, encoder in model.encoders.items():
         rows, length = batch.shape[name]
-        values = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
-        total += 4 * (rows * length * (values + ITEM_FIELDS) + batch.peers * batch.widths[name])
+        # Pixels are bytes, log-mel bins float32.
+        values = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else 4 * encoder.mels
+        total += rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths[name]
     return total
 
 

@@ -58,8 +58,18 @@ def layer_of(config: DecoderConfig | Encoder) -> Layer:
         vectors = sum(outputs.get(name, c.mlp_width) for name in c.biases)
         vectors += (2 + 2 * c.post_norms) * c.width + 2 * c.head_width * (c.qk_norm == "head")
         return Layer(c.width, queries, keys, c.heads, c.mlp_width, True, vectors)
-    # Two LayerNorms and a bias on all but the keys.
-    return Layer(c.width, c.width, c.width, c.heads, c.mlp_width, False, 4 * c.width + 4 * c.width + c.mlp_width)
+    vision = c if isinstance(c, VisionConfig) else None
+    biases = vision.biases if vision else ("query", "value", "output", "up", "down")
+    vectors = sum(c.width if name not in ("gate", "up") else c.mlp_width for name in biases)
+    vectors += 2 * norm_parameters(c)
+    if vision:
+        vectors += 2 * c.width * (vision.qk_norm == "width") + 2 * c.width * vision.layer_scale
+    return Layer(c.width, c.width, c.width, c.heads, c.mlp_width, vision is not None and vision.gated, vectors)
+
+
+def norm_parameters(config: Encoder) -> int:
+    """Of one norm of an encoder: a scale, and a bias unless it is an RMSNorm."""
+    return config.width if isinstance(config, VisionConfig) and config.norm == "rms" else 2 * config.width
 
 
 def _with_windows(config: DecoderConfig, pairs: int, near: Callable[[int], int]) -> float:
@@ -83,7 +93,8 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
         encoder = model.encoders[name]
         placed = batch.item[:, ::CONV_STRIDE] if isinstance(encoder, AudioConfig) else batch.item
         rows, group = len(placed), merged_positions(encoder)
-        groups = placed.reshape(rows, placed.shape[1] // group, group).max(-1, initial=-1)
+        seen = np.where(batch.coordinates[..., 1] >= 0, batch.item, -1) if isinstance(encoder, VisionConfig) else placed
+        groups = seen.reshape(rows, seen.shape[1] // group, group).max(-1, initial=-1)
         inputs, positions, tokens = (int((x >= 0).sum()) for x in (batch.item, placed, groups))
         work[name] = Work(positions, int(item_pairs(placed).sum()), inputs, tokens)
     return work

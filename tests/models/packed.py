@@ -99,7 +99,8 @@ def positions(segment, merge=2):
             for y in range(top, top + merge):
                 for x in range(left, left + merge):
                     inside = y < height and x < width
-                    values.append(content[y, x] if inside else np.zeros(content.shape[2], np.float32))
+                    pixels = np.float32(127.5) * (content[y, x] + 1) if inside else 0 * content[0, 0]
+                    values.append(pixels)  # of 0..255, so that the encoder sees the content
                     valid.append(inside)
                     coordinates.append((0, y, x))
     return np.array(values), np.array(valid), np.array(coordinates)

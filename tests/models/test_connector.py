@@ -8,7 +8,7 @@ from mmjax.models.connector import Connector
 
 
 def connector(merge, grid, axes):
-    return Connector(ConnectorConfig(merge, 16, grid), 8, 12, axes, 1e-6, nnx.Rngs(0))
+    return Connector(ConnectorConfig(merge, 16, position_grid=grid), 8, 12, axes, 1e-6, nnx.Rngs(0))
 
 
 def random_rows(length, seed=0):

@@ -38,6 +38,6 @@ def test_values_in_padded_patches_count_for_nothing():
     sample = random_sample(np.random.default_rng(0), [(3, 3)])
     items = pack([[sample]], {"llm": 8, "vision": 24}, encoders=("vision",)).items["vision"]
     padding = np.asarray(items.item) < 0
-    noisy = items._replace(values=jax.numpy.where(padding[..., None], 7.0, items.values))
+    noisy = items._replace(values=jax.numpy.where(padding[..., None], 99.0, items.values))
     run = jax.jit(lambda items: model.encode(params, {"vision": items})["vision"][0, :4])
     np.testing.assert_array_equal(run(items), run(noisy))

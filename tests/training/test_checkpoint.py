@@ -129,7 +129,7 @@ def test_parameters_alone_start_another_optimizer_and_another_choice_of_frozen_m
     params = restore_parameters(saved, 4, model, parameter_shardings(model, mesh, ShardingRules()))
     expected = jax.tree.map(lambda x: np.asarray(x, np.float32), all_parameters(state))
     assert_equal(params, expected)
-    assert state.frozen["encoders"]["vision"]["embed"]["weight"].dtype == jnp.bfloat16
+    assert state.frozen["encoders"]["vision"]["embed"]["patches"]["weight"].dtype == jnp.bfloat16
 
 
 def test_muons_state_comes_back(tmp_path):
