@@ -95,7 +95,7 @@ def patches(image: np.ndarray, patch: int, merge: int) -> Prepared:
 
 
 def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
-    """Patches uint8 `[n, patch * patch * C]` of a uint8 `[H, W, C]` image, in the order and with the black of `patches`.
+    """Patches uint8 `[n, patch * patch * C]` of a uint8 `[H, W, C]` image, ordered and filled with black as `patches`.
 
     Within a patch: row, column, channel.
     """
