@@ -8,17 +8,24 @@ from typing import Any
 
 from mmjax.config import (
     AdamW,
+    AnyRes,
     AudioConfig,
     BatchConfig,
     Config,
     DataConfig,
     DecoderConfig,
+    DynamicTiles,
     EmbeddedSource,
+    FixedSize,
+    ImagePreparation,
     LearnedGrid,
     Llama3Rope,
     LongRope,
+    MediaLimits,
     ModelConfig,
+    SmartResize,
     VisionConfig,
+    WhisperMel,
 )
 from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
@@ -224,6 +231,68 @@ def _check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
             _check(
                 encoder.sample_rate == EMBEDDED_RATE, f"{given}: the clips of {where} have {EMBEDDED_RATE} Hz; set that"
             )
+
+
+def check_images(where: str, how: ImagePreparation) -> None:
+    """Raises UserError, naming the key under `where`, for images that could not be prepared so."""
+    if isinstance(how, FixedSize):
+        _check_color(f"{where}.square", how.square)
+        given = f"{where}.resize={_listed(how.resize)}"
+        _check(len(how.resize) <= 2, f"{given}: give the shortest edge, or height and width, or nothing")
+        _check(min(how.resize, default=1) > 0, f"{given}: must be more than 0")
+        _check(
+            not how.crop or _is_size(how.crop), f"{where}.crop={_listed(how.crop)}: give height and width, or nothing"
+        )
+    elif isinstance(how, SmartResize):
+        _at_least(1, where, how, ("patch", "merge", "min_pixels"))
+        _check(
+            how.min_pixels <= how.max_pixels,
+            f"{where}.max_pixels={how.max_pixels}: must be at least min_pixels={how.min_pixels}",
+        )
+    elif isinstance(how, DynamicTiles):
+        _check(_is_size(how.tile), f"{where}.tile={_listed(how.tile)}: give height and width")
+        _at_least(1, where, how, ("min_tiles",))
+        _check(
+            how.min_tiles <= how.max_tiles,
+            f"{where}.max_tiles={how.max_tiles}: must be at least min_tiles={how.min_tiles}",
+        )
+    elif isinstance(how, AnyRes):
+        _at_least(1, where, how, ("tile",))
+        _check_color(f"{where}.background", how.background)
+        _check(bool(how.pinpoints), f"{where}.pinpoints is empty; name some, such as {2 * how.tile}x{how.tile}")
+        for pinpoint in how.pinpoints:
+            sides = [int(side) for side in pinpoint.split("x") if re.fullmatch("[0-9]+", side)]
+            fits = _is_size(sides) and not any(side % how.tile for side in sides) and pinpoint.count("x") == 1
+            _check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={how.tile}")
+
+
+def check_audio(where: str, how: WhisperMel) -> None:
+    """Raises UserError, naming the key under `where`, for clips that could not be prepared so."""
+    _at_least(1, where, how, ("mels", "sample_rate", "hop", "seconds"))
+    _check(how.window >= 2 and how.window % 2 == 0, f"{where}.window={how.window}: must be even, and at least 2")
+
+
+def check_limits(where: str, limits: MediaLimits) -> None:
+    """Raises UserError, naming the key under `where`, for limits that nothing could keep."""
+    _at_least(1, where, limits, ("pixels", "min_side", "aspect"))
+    _above_zero(where, limits, ("seconds",))
+    _check(
+        limits.min_side <= limits.max_side,
+        f"{where}.max_side={limits.max_side}: must be at least min_side={limits.min_side}",
+    )
+
+
+def _check_color(where: str, color: Sequence[int]) -> None:
+    holds = len(color) in (0, 3) and all(0 <= part <= 255 for part in color)
+    _check(holds, f"{where}={_listed(color)}: give red, green and blue, each 0 to 255")
+
+
+def _is_size(sides: Sequence[int]) -> bool:
+    return len(sides) == 2 and min(sides) > 0
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ",".join(map(str, values)) or "()"
 
 
 # ------------------------------------------------------------------------------------------------ batch and training

@@ -17,6 +17,10 @@ class UserError(Exception):
         self.everywhere = everywhere
 
 
+class BadMedia(ValueError):
+    """An image or a clip that cannot be used: one plain reason, without the name of what it belongs to."""
+
+
 def run_command(main: Callable[[], None]) -> int:
     """Run a command and return its exit code: 0, 2 for bad input (one line on stderr), 130 when interrupted.
 

@@ -14,7 +14,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}  # where an import is not called as its distribution
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "orbax": "orbax-checkpoint",
+    "PIL": "pillow",
+}  # where an import is not called as its distribution
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,10 @@ RULES = {
         ),
         NUMERIC,
     ),
-    "data": May((*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"), NUMERIC | {"grain", "absl"}),
+    "data": May(
+        (*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"),
+        NUMERIC | {"grain", "absl", "PIL", "soundfile", "soxr"},
+    ),
     "hf": May(("mmjax.hf", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(

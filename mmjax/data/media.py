@@ -104,18 +104,29 @@ def patches(image: np.ndarray, patch: int, merge: int) -> Prepared:
     Black (0) fills the image up to whole patches, and the grid up to whole merge x merge windows; a patch that holds no
     pixel of the image is not valid. Windows follow each other row by row, and so do the patches inside a window.
     """
+    values = patchify(image, patch, merge)
+    height, width, _ = image.shape
+    coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge)
+    return Prepared(values, coordinates, valid)
+
+
+def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """Patches uint8 `[n, patch * patch * C]` of a uint8 `[H, W, C]` image, ordered and filled with black as `patches`.
+
+    Within a patch: row, column, channel.
+    """
     if image.dtype != np.uint8 or image.ndim != 3:
         raise ValueError(f"an image must be uint8 [height, width, channels], not {image.dtype} {list(image.shape)}")
     if image.size == 0:
         raise ValueError(f"an image of shape {image.shape} is empty")
     height, width, channels = image.shape
     rows, columns = -(-height // (patch * merge)), -(-width // (patch * merge))
-    canvas = np.zeros((rows * patch * merge, columns * patch * merge, channels), np.uint8)
-    canvas[:height, :width] = image
-    windows = canvas.reshape(rows, merge, patch, columns, merge, patch, channels).transpose(0, 3, 1, 4, 2, 5, 6)
-    values = windows.reshape(-1, patch * patch * channels)
-    coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge)
-    return Prepared(values, coordinates, valid)
+    if (height, width) != (rows * patch * merge, columns * patch * merge):
+        canvas = np.zeros((rows * patch * merge, columns * patch * merge, channels), np.uint8)
+        canvas[:height, :width] = image
+        image = canvas
+    windows = image.reshape(rows, merge, patch, columns, merge, patch, channels).transpose(0, 3, 1, 4, 2, 5, 6)
+    return windows.reshape(-1, patch * patch * channels)
 
 
 def _with_class_token(found: Prepared, merge: int) -> Prepared:

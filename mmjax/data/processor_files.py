@@ -1,0 +1,311 @@
+"""What a Hugging Face checkpoint's folder says about how its images and clips are prepared.
+
+Read as transformers reads it: `processor_config.json` where it holds the processors itself, else
+`preprocessor_config.json`; what is missing there, or null, is the processor's own default. A field that changes
+pixels or frames is honoured or refused by name. OpenGVLab's `internvl_chat` folders say it in `config.json` alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmjax.config import AnyRes, DynamicTiles, Filter, FixedSize, ImagePreparation, SmartResize, WhisperMel
+from mmjax.errors import UserError
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's number
+
+_COMMON = {
+    "resample": 3,
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "default_to_square": False,
+}
+_CLIP = _COMMON | {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True}
+_HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+_NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_ONEVISION_PINPOINTS = [[384 * y, 384 * x] for y in range(1, 7) for x in range(1, 7)]
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "CLIPImageProcessor": _CLIP,
+    "SiglipImageProcessor": _COMMON | _HALF | {"size": {"height": 224, "width": 224}},
+    "LlavaImageProcessor": _CLIP,
+    "LlavaNextImageProcessor": _CLIP | {"image_grid_pinpoints": _NEXT_PINPOINTS},
+    "LlavaOnevisionImageProcessor": _COMMON
+    | {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": _ONEVISION_PINPOINTS},
+    "Qwen2VLImageProcessor": _COMMON
+    | {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "patch_size": 14, "merge_size": 2},
+    "GotOcr2ImageProcessor": _COMMON
+    | {"size": {"height": 384, "width": 384}, "default_to_square": True, "min_patches": 1, "max_patches": 12},
+}
+RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first Qwen2.5-VL checkpoints call it
+
+
+class ImageProcessing(NamedTuple):
+    """How images become an encoder's pixels: the items of `how`, then `(item * rescale - mean) / std`."""
+
+    how: ImagePreparation
+    mean: tuple[float, ...]  # red, green, blue
+    std: tuple[float, ...]
+    rescale: float
+
+
+def read_image_processing(folder: Path) -> ImageProcessing:
+    """How a checkpoint's images are prepared. UserError, naming the file and the field, for what is not known here."""
+    config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
+    if config.get("model_type") == "internvl_chat":
+        return _internvl_chat(_Fields(folder / "config.json", "", config, {}))
+    fields, processor_class = _fields(folder, "image_processor")
+    kind = _kind(fields)
+    fields = _Fields(fields.file, fields.prefix, fields.given, DEFAULTS[kind])
+    if kind == "Qwen2VLImageProcessor":
+        how = _smart_resize(fields)
+    elif kind == "GotOcr2ImageProcessor":
+        # Where InternVL's processor calls it, that one's own default wins over the field.
+        tiled = processor_class == "InternVLProcessor" or config.get("model_type") == "internvl"
+        how = _tiles(fields, tiled or fields.flag("crop_to_patches"))
+    elif kind in ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor"):
+        how = _any_res(fields, several="tiles" if kind == "LlavaNextImageProcessor" else "square")
+    else:
+        how = _fixed_size(fields, pads=kind == "LlavaImageProcessor")
+    normalized = fields.flag("do_normalize")
+    return ImageProcessing(
+        how,
+        fields.channels("image_mean") if normalized else (0.0, 0.0, 0.0),
+        fields.channels("image_std") if normalized else (1.0, 1.0, 1.0),
+        fields.number("rescale_factor") if fields.flag("do_rescale") else 1.0,
+    )
+
+
+def read_audio_processing(folder: Path) -> WhisperMel:
+    """How a checkpoint's clips are prepared. UserError, naming the file and the field, for what is not known here."""
+    fields, _ = _fields(folder, "feature_extractor", "audio_processor")
+    kind = fields.value("feature_extractor_type")
+    if kind != "WhisperFeatureExtractor":
+        raise fields.refused("feature_extractor_type", "known is WhisperFeatureExtractor")
+    for name in ("dither", "padding_value"):
+        if fields.value(name):
+            raise fields.refused(name, "only 0 is known")
+    if fields.value("padding_side") not in (None, "right"):
+        raise fields.refused("padding_side", "only 'right' is known")
+    default = WhisperMel()
+    how = WhisperMel(
+        mels=fields.count("feature_size", default.mels),
+        sample_rate=fields.count("sampling_rate", default.sample_rate),
+        window=fields.count("n_fft", default.window),
+        hop=fields.count("hop_length", default.hop),
+        seconds=fields.count("chunk_length", default.seconds),
+    )
+    if how.sample_rate != 16_000:  # the extractor's filters end at 8 kHz whatever the rate
+        raise fields.refused("sampling_rate", "only 16000 is known")
+    if how.window % 2:
+        raise fields.refused("n_fft", "only even windows are known")
+    return how
+
+
+# ------------------------------------------------------------------------------------------- one processor at a time
+
+
+def _fixed_size(fields: _Fields, pads: bool) -> FixedSize:
+    if fields.flag("do_pad") and not pads:
+        raise fields.refused("do_pad", "only LlavaImageProcessor pads; set it to false")
+    if fields.flag("use_square_size"):
+        raise fields.refused("use_square_size", "give height and width in size instead")
+    return FixedSize(
+        square=_background(fields) if fields.flag("do_pad") else (),
+        resize=fields.extent("size") if fields.flag("do_resize") else (),
+        crop=fields.height_and_width("crop_size") if fields.flag("do_center_crop") else (),
+        filter=_filter(fields),
+    )
+
+
+def _smart_resize(fields: _Fields) -> SmartResize:
+    if not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "images that are not whole merge windows cannot be patched; set it to true")
+    size = fields.value("size")
+    if not isinstance(size, dict):
+        raise fields.refused("size", "give shortest_edge and longest_edge, in pixels of the image")
+    bounds = []
+    for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        found = [value for value in (fields.value(name), size.get(edge), size.get(name)) if value is not None]
+        if not found or not _is_count(found[0]):
+            raise fields.refused("size", f"give {edge}, in pixels of the image")
+        bounds.append(found[0])
+    return SmartResize(
+        patch=fields.count("patch_size"),
+        merge=fields.count("merge_size"),
+        min_pixels=bounds[0],
+        max_pixels=bounds[1],
+        filter=_filter(fields),
+    )
+
+
+def _tiles(fields: _Fields, tiled: bool) -> DynamicTiles | FixedSize:
+    size = fields.height_and_width("size")
+    least, most = fields.count("min_patches"), fields.count("max_patches")
+    if tiled and most > 1:
+        return DynamicTiles(tile=size, min_tiles=least, max_tiles=most, filter=_filter(fields))
+    return FixedSize(resize=size if fields.flag("do_resize") else (), crop=(), filter=_filter(fields))
+
+
+def _any_res(fields: _Fields, several: str) -> AnyRes:
+    size = fields.extent("size")
+    tile = size[0]
+    cropped = fields.value("crop_size") is not None
+    if len({*size, *(fields.height_and_width("crop_size") if cropped else ())}) != 1:
+        given = f"; crop_size is {fields.value('crop_size')}" if cropped else ""
+        raise fields.refused("size", f"tiles must be square, and size and crop_size the same{given}")
+    pinpoints = fields.value("image_grid_pinpoints")
+    fits = isinstance(pinpoints, list) and len(pinpoints) > 0
+    for point in pinpoints if fits else ():
+        fits &= isinstance(point, list) and len(point) == 2 and all(_is_count(s) and s % tile == 0 for s in point)
+    if not fits:
+        raise fields.refused("image_grid_pinpoints", f"give [height, width] of each, in multiples of size, {tile}")
+    names = tuple(f"{height}x{width}" for height, width in pinpoints)
+    return AnyRes(tile=tile, pinpoints=names, several=several, background=_background(fields), filter=_filter(fields))
+
+
+def _internvl_chat(fields: _Fields) -> ImageProcessing:
+    """As `InternVLChatConfig` has its defaults; the `preprocessor_config.json` beside it is used by none of their code.
+
+    Their fine-tuning gives each of a sample's several images its share of `max_dynamic_patch`; this is one image's.
+    """
+    if fields.flag("pad2square"):
+        raise fields.refused("pad2square", "only false is known")
+    vision = fields.value("vision_config") or {}
+    side = fields.count("force_image_size", vision.get("image_size"))
+    how: ImagePreparation = FixedSize(resize=(side, side), crop=())
+    if fields.flag("dynamic_image_size"):
+        how = DynamicTiles(
+            tile=(side, side),
+            min_tiles=fields.count("min_dynamic_patch", 1),
+            max_tiles=fields.count("max_dynamic_patch", 6),
+            thumbnail=fields.flag("use_thumbnail"),
+        )
+    return ImageProcessing(how, IMAGENET_MEAN, IMAGENET_STD, 1 / 255)
+
+
+def _background(fields: _Fields) -> tuple[int, ...]:
+    return tuple(int(mean * 255) for mean in fields.channels("image_mean"))
+
+
+def _filter(fields: _Fields) -> Filter:
+    number = fields.value("resample")
+    if type(number) is not int or not 0 <= number < len(FILTERS):
+        raise fields.refused("resample", f"give Pillow's number, 0 to {len(FILTERS) - 1}")
+    return FILTERS[number]
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The fields of one processor: what a file gives, else its defaults."""
+
+    file: Path
+    prefix: str  # of a field's name in the file
+    given: dict[str, Any]
+    defaults: dict[str, Any]
+
+    def value(self, name: str) -> Any:
+        given = self.given.get(name)
+        return self.defaults.get(name) if given is None else given
+
+    def refused(self, name: str, remedy: str) -> UserError:
+        return UserError(f"{self.file}: {self.prefix}{name}={self.value(name)!r}: {remedy}")
+
+    def flag(self, name: str) -> bool:
+        value = self.value(name)
+        if value is not None and type(value) is not bool:
+            raise self.refused(name, "give true or false")
+        return bool(value)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.value(name)
+        value = default if value is None else value
+        if not _is_count(value):
+            raise self.refused(name, "give a whole number above 0")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.value(name)
+        if type(value) not in (int, float):
+            raise self.refused(name, "give a number")
+        return float(value)
+
+    def channels(self, name: str) -> tuple[float, ...]:
+        value = self.value(name)
+        values = tuple(value) if isinstance(value, list | tuple) else (value,) * 3
+        if len(values) != 3 or any(type(v) not in (int, float) for v in values):
+            raise self.refused(name, "give three numbers: red, green, blue")
+        return tuple(map(float, values))
+
+    def extent(self, name: str) -> tuple[int, ...]:
+        """(shortest edge,) or (height, width)."""
+        value = self.value(name)
+        if isinstance(value, dict):
+            value = {key: side for key, side in value.items() if side is not None}
+        if isinstance(value, dict) and set(value) == {"shortest_edge"}:
+            sides: tuple[Any, ...] = (value["shortest_edge"],)
+        elif isinstance(value, dict):
+            sides = (value["height"], value["width"]) if set(value) == {"height", "width"} else ()
+        elif isinstance(value, list):
+            sides = tuple(value) if len(value) == 2 else ()
+        else:
+            sides = (value, value) if self.flag("default_to_square") or name == "crop_size" else (value,)
+        if not sides or not all(_is_count(side) for side in sides):
+            raise self.refused(name, "give height and width, or shortest_edge alone")
+        return sides
+
+    def height_and_width(self, name: str) -> tuple[int, int]:
+        sides = self.extent(name)
+        if len(sides) != 2:
+            raise self.refused(name, "give height and width")
+        return sides[0], sides[1]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _fields(folder: Path, *parts: str) -> tuple[_Fields, str]:
+    """The fields of a folder's processor for one modality, by its names, and the class of the processor around it."""
+    whole = folder / "processor_config.json"
+    around = _json(whole) if whole.exists() else {}
+    alone = folder / "preprocessor_config.json"
+    own = _json(alone) if alone.exists() else {}
+    processor_class = around.get("processor_class") or own.get("processor_class") or ""
+    for part in parts:
+        if isinstance(around.get(part), dict):
+            return _Fields(whole, f"{part}.", around[part], {}), processor_class
+    if not alone.exists():
+        raise UserError(f"{folder}: no preprocessor_config.json, and no {parts[0]} in a processor_config.json; add one")
+    return _Fields(alone, "", own, {}), processor_class
+
+
+def _kind(fields: _Fields) -> str:
+    key = "image_processor_type" if fields.value("image_processor_type") else "feature_extractor_type"
+    given = str(fields.value(key))
+    kind = given.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    kind = RENAMED.get(kind, kind)
+    if kind not in DEFAULTS:
+        raise fields.refused(key, f"known are {', '.join(DEFAULTS)}")
+    return kind
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return tree

@@ -1,0 +1,160 @@
+"""Clips' files become the samples that transformers' load_audio gives, their headers tell the length, bad ones why."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import pytest
+import soundfile
+from transformers.audio_utils import load_audio
+
+from mmjax.config import MediaLimits
+from mmjax.data.decode import ClipFacts, clip_facts, clip_samples, decode_clip
+from mmjax.errors import BadMedia
+
+FORMATS = {
+    "wav 16": ("WAV", "PCM_16"),
+    "wav 8": ("WAV", "PCM_U8"),
+    "wav float": ("WAV", "FLOAT"),
+    "wav extensible": ("WAVEX", "PCM_24"),
+    "flac": ("FLAC", "PCM_16"),
+    "vorbis": ("OGG", "VORBIS"),
+    "opus": ("OGG", "OPUS"),
+    "mp3": ("MP3", "MPEG_LAYER_III"),
+}
+
+
+def wave(frames: int, channels: int = 1) -> np.ndarray:
+    """float32 `[frames, channels]`: a tone of each channel's own with noise."""
+    rng, t = np.random.default_rng(frames), np.arange(frames)[:, None]
+    tones = 0.4 * np.sin(t * 0.03 * (1 + np.arange(channels))) + 0.02 * rng.standard_normal((frames, channels))
+    return tones.astype(np.float32)
+
+
+def encoded(samples: np.ndarray, rate: int, name: str) -> bytes:
+    file, (format, subtype) = io.BytesIO(), FORMATS[name]
+    soundfile.write(file, samples, rate, format=format, subtype=subtype)
+    return file.getvalue()
+
+
+def check_as_transformers(data: bytes, rate: int, folder) -> None:
+    path = folder / "clip"
+    path.write_bytes(data)
+    expected = load_audio(str(path), sampling_rate=rate, backend="soundfile")
+    made = decode_clip(data, rate)
+    assert made.dtype == np.float32
+    np.testing.assert_array_equal(made, expected)
+    assert clip_samples(clip_facts(io.BytesIO(data)), rate) == len(made)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("channels", [1, 2])
+def test_every_format_has_the_samples_of_transformers(name, channels, tmp_path):
+    data = encoded(wave(50_003, channels), 48_000, name)
+    assert clip_facts(io.BytesIO(data)) == ClipFacts(50_003, 48_000)
+    check_as_transformers(data, 48_000, tmp_path)
+    check_as_transformers(data, 16_000, tmp_path)
+
+
+@pytest.mark.parametrize(("frames", "rate"), [(1, 48_000), (7, 8000), (160_001, 44_100), (22_050, 22_050), (2, 11_025)])
+def test_resampled_clips_have_the_length_and_samples_of_transformers(frames, rate, tmp_path):
+    check_as_transformers(encoded(wave(frames, 3), rate, "wav float"), 16_000, tmp_path)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cut_file_is_bad_or_whole_never_half_a_clip(name):
+    data = encoded(wave(60_000), 16_000, name)
+    whole, reasons = decode_clip(data, 16_000), set()
+    for cut in [*range(1, 60, 3), *np.linspace(60, len(data) - 1, 40).astype(int)]:
+        try:
+            made = decode_clip(data[:cut], 16_000)
+        except BadMedia as error:
+            reasons.add(str(error))
+        else:  # only what follows the samples was cut off
+            np.testing.assert_array_equal(made, whole)
+            assert cut > 0.9 * len(data)
+    assert reasons
+    assert not any("\n" in reason or " at 0x" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_that_were_overwritten_never_end_in_anything_but_a_clip_or_bad_media(name):
+    data, rng = encoded(wave(8000), 16_000, name), np.random.default_rng(0)
+    for _ in range(60):
+        broken = bytearray(data)
+        for at in rng.integers(0, min(len(data), 3000), 3):
+            broken[at] = rng.integers(256)
+        try:
+            facts = clip_facts(io.BytesIO(bytes(broken)))
+            made = decode_clip(bytes(broken), facts.sample_rate)
+        except BadMedia:
+            continue
+        assert len(made) == facts.frames
+        assert np.isfinite(made).all()
+
+
+def test_what_is_no_clip_says_so():
+    for data in (
+        b"<html>not found</html>",
+        b"\0" * 100,
+        b"RIFF0000WEBPVP8 ",
+        b"RF64\0\0\0\0WAVE",
+        b"FORM\0\0\0\0AIFFCOMM",
+    ):
+        with pytest.raises(BadMedia, match="no clip of a known format"):
+            clip_facts(io.BytesIO(data))
+    with pytest.raises(BadMedia, match=r"an empty file \(0 bytes\)"):
+        decode_clip(b"", 16_000)
+
+
+@pytest.mark.parametrize("name", ["wav 16", "wav float"])
+def test_a_clip_without_samples_says_so(name):
+    with pytest.raises(BadMedia, match="a clip of 0 samples is empty"):
+        clip_facts(io.BytesIO(encoded(wave(0), 16_000, name)))
+
+
+def test_samples_that_are_no_numbers_are_bad():
+    samples = wave(1000)
+    samples[500] = np.nan
+    with pytest.raises(BadMedia, match="samples that are not finite"):
+        decode_clip(encoded(samples, 16_000, "wav float"), 16_000)
+
+
+def test_a_clip_longer_than_the_limit_is_refused_by_its_header():
+    data = encoded(wave(16_001), 16_000, "flac")
+    with pytest.raises(BadMedia, match=r"a clip of 1\.0 s is longer than 1 s"):
+        clip_facts(io.BytesIO(data), MediaLimits(seconds=1))
+    assert clip_facts(io.BytesIO(data), MediaLimits(seconds=1.001)).frames == 16_001
+
+
+def test_a_wav_that_was_written_to_a_pipe_has_the_length_that_is_there(tmp_path):
+    data = bytearray(encoded(wave(3000), 16_000, "wav 16"))
+    for at in (4, data.index(b"data") + 4):
+        data[at : at + 4] = struct.pack("<I", 0xFFFFFFFF)
+    assert clip_facts(io.BytesIO(bytes(data))).frames == 3000
+    check_as_transformers(bytes(data), 16_000, tmp_path)
+
+
+def test_an_mp3_that_does_not_say_its_length_is_bad_instead_of_cut_off(tmp_path):
+    data = encoded(wave(100_000), 16_000, "mp3")
+    first = data.index(data[:2], 4)
+    assert any(name in data[:first] for name in (b"Xing", b"Info"))
+    with pytest.raises(BadMedia, match="an MP3 that does not say its length"):
+        clip_facts(io.BytesIO(data[first:]))
+    tagged = b"ID3\x04\0\0\0\0\x10\0" + bytes(2048) + data
+    check_as_transformers(tagged, 16_000, tmp_path)
+
+
+def test_an_error_of_the_file_itself_is_no_bad_media():
+    class Lost(io.BytesIO):
+        def read(self, count: int | None = -1) -> bytes:
+            self.reads = getattr(self, "reads", 0) + 1
+            if self.reads > 2:
+                raise ConnectionResetError("lost")
+            return super().read(count)
+
+    for name in ("wav 16", "flac", "opus"):
+        with pytest.raises(ConnectionResetError, match="lost"):
+            clip_facts(Lost(encoded(wave(9000), 16_000, name)))

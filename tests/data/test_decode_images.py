@@ -1,0 +1,249 @@
+"""Image files become the pixels that transformers' load_image gives, their headers tell the size, and bad ones why."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+import zlib
+
+import numpy as np
+import pytest
+from image_shapes import picture
+from PIL import Image
+from transformers.image_utils import load_image
+
+from mmjax.config import MediaLimits
+from mmjax.data.decode import decode_image, image_size
+from mmjax.errors import BadMedia
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of metadata in broken files
+
+HEIGHT, WIDTH = 61, 90
+LOSSLESS = ("PNG", "GIF", "BMP", "TIFF")
+
+
+class Counting(io.BytesIO):
+    """A file that counts the bytes read from it."""
+
+    taken = 0
+
+    def read(self, count: int | None = -1) -> bytes:
+        got = super().read(count)
+        self.taken += len(got)
+        return got
+
+
+def image(mode: str = "RGB") -> Image.Image:
+    """A picture of one of Pillow's modes."""
+    if mode == "I;16":
+        return Image.fromarray(picture(HEIGHT, WIDTH)[..., 0].astype(np.uint16) * 7)
+    if mode == "RGBA":
+        return Image.fromarray(np.concatenate([picture(HEIGHT, WIDTH), picture(HEIGHT, WIDTH)[..., :1]], axis=2))
+    if mode == "LA":
+        return image("RGBA").convert("LA")
+    return Image.fromarray(picture(HEIGHT, WIDTH)).convert(mode)
+
+
+def encoded(image: Image.Image, format: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def turned(orientation: int, format: str) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(image(), format, exif=exif)
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def check_as_transformers(data: bytes, folder) -> None:
+    path = folder / "image"
+    path.write_bytes(data)
+    expected = np.asarray(load_image(str(path)))
+    made = decode_image(data)
+    assert made.dtype == np.uint8
+    np.testing.assert_array_equal(made, expected)
+    assert image_size(io.BytesIO(data)) == expected.shape[:2]
+
+
+@pytest.mark.parametrize(
+    ("format", "mode"),
+    [
+        *(("JPEG", mode) for mode in ("RGB", "L", "CMYK")),
+        *(("PNG", mode) for mode in ("RGB", "L", "1", "P", "RGBA", "LA", "I;16")),
+        *(("WEBP", mode) for mode in ("RGB", "RGBA")),
+        *(("GIF", mode) for mode in ("P", "L", "1")),
+        *(("BMP", mode) for mode in ("RGB", "L", "1", "P")),
+        *(("TIFF", mode) for mode in ("RGB", "L", "1", "P", "RGBA", "CMYK", "I;16", "F")),
+    ],
+)
+def test_every_mode_has_the_pixels_of_transformers(format, mode, tmp_path):
+    check_as_transformers(encoded(image(mode), format), tmp_path)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_images_are_turned_as_exif_says(format, orientation, tmp_path):
+    data = turned(orientation, format)
+    check_as_transformers(data, tmp_path)
+    assert decode_image(data).shape[:2] == ((WIDTH, HEIGHT) if orientation > 4 else (HEIGHT, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        ("JPEG", {"progressive": True}),
+        ("JPEG", {"quality": 95, "subsampling": 0}),
+        ("WEBP", {"lossless": True}),
+        ("WEBP", {"save_all": True, "append_images": [Image.new("RGB", (WIDTH, HEIGHT), "red")]}),
+        ("GIF", {"save_all": True, "append_images": [Image.new("RGB", (WIDTH, HEIGHT), "red")]}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("TIFF", {"compression": "jpeg"}),
+        ("MPO", {"save_all": True, "append_images": [Image.new("RGB", (WIDTH, HEIGHT), "red")]}),
+    ],
+)
+def test_variants_of_a_format_and_first_frames_have_the_pixels_of_transformers(format, options, tmp_path):
+    check_as_transformers(encoded(image(), format, **options), tmp_path)
+
+
+def test_an_orientation_in_xmp_counts_too(tmp_path):
+    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    for data in (encoded(image(), "JPEG", xmp=xmp), encoded(image(), "WEBP", xmp=xmp)):
+        check_as_transformers(data, tmp_path)
+        assert decode_image(data).shape == (WIDTH, HEIGHT, 3)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_a_size_costs_less_than_two_kilobytes_however_large_the_file(format):
+    large = Image.fromarray(picture(700, 900))
+    file = Counting(encoded(large, format))
+    assert len(file.getvalue()) > 40_000
+    assert image_size(file) == (700, 900)
+    assert file.taken < 2048
+
+
+def test_one_core_reads_the_sizes_of_two_thousand_files_in_a_second(tmp_path):
+    data = turned(6, "JPEG")
+    paths = [tmp_path / f"{number}.jpg" for number in range(400)]
+    for path in paths:
+        path.write_bytes(data)
+    started = time.process_time()
+    for path in paths:
+        with path.open("rb") as file:
+            assert image_size(file) == (WIDTH, HEIGHT)
+    assert time.process_time() - started < len(paths) / 2000
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_a_cut_file_is_bad_or_whole_never_half_an_image(format):
+    data = encoded(image(), format)
+    whole, reasons = decode_image(data), set()
+    for cut in [*range(1, 60), *np.linspace(60, len(data) - 1, 60).astype(int)]:
+        try:
+            made = decode_image(data[:cut])
+        except BadMedia as error:
+            reasons.add(str(error))
+        else:  # only what follows the pixels was cut off
+            np.testing.assert_array_equal(made, whole)
+            assert cut > 0.9 * len(data)
+    assert reasons
+    assert not any("\n" in reason or " at 0x" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_bytes_that_were_overwritten_never_end_in_anything_but_an_image_or_bad_media(format):
+    data, rng = encoded(image(), format), np.random.default_rng(0)
+    for _ in range(150):
+        broken = bytearray(data)
+        for at in rng.integers(0, len(data), 3):
+            broken[at] = rng.integers(256)
+        try:
+            made = decode_image(bytes(broken))
+        except BadMedia:
+            continue
+        assert made.shape[:2] == image_size(io.BytesIO(bytes(broken)))
+
+
+def test_a_changed_byte_of_a_png_is_found():
+    data = bytearray(encoded(image(), "PNG"))
+    data[len(data) // 2] ^= 1
+    with pytest.raises(BadMedia, match=r"^(corrupt|truncated) PNG"):
+        decode_image(bytes(data))
+
+
+def test_what_is_no_image_says_so():
+    for data in (b"<html>not found</html>", b"\0" * 100, b"RIFF0000WAVEfmt ", b"%PDF-1.7", b"\x80\x04cposix\nsystem\n"):
+        with pytest.raises(BadMedia, match="no image of a known format"):
+            image_size(io.BytesIO(data))
+    with pytest.raises(BadMedia, match=r"an empty file \(0 bytes\)"):
+        decode_image(b"")
+
+
+@pytest.mark.parametrize(("format", "at", "size"), [("PNG", 16, 8), ("GIF", 6, 4), ("BMP", 18, 8)])
+def test_an_image_without_pixels_says_so(format, at, size):
+    data = encoded(image("P"), format)
+    with pytest.raises(BadMedia, match="an image of 0 x 0 pixels is empty"):
+        image_size(io.BytesIO(data[:at] + bytes(size) + data[at + size :]))
+
+
+def test_a_decompression_bomb_is_refused_by_its_header_alone():
+    rows = zlib.compress(bytes(10_001 * (1 + 10_000 // 8)), 9)
+    header = struct.pack(">IIBBBBB", 10_000, 10_001, 1, 0, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", rows) + png_chunk(b"IEND", b"")
+    started = time.process_time()
+    with pytest.raises(BadMedia, match="10001 x 10000 pixels has more than 100000000 of them: a decompression bomb"):
+        decode_image(data)
+    assert time.process_time() - started < 0.1
+    assert image_size(io.BytesIO(data), MediaLimits(pixels=200_000_000)) == (10_001, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("size", "limits", "reason"),
+    [
+        ((1, 5000), MediaLimits(), "5000 x 1 pixels: one side is more than 200 times the other"),
+        ((5000, 1), MediaLimits(), "1 x 5000 pixels: one side is more than 200 times the other"),
+        ((7, 9), MediaLimits(min_side=8), "9 x 7 pixels has a side of less than 8"),
+        ((7, 90), MediaLimits(max_side=80), "90 x 7 pixels has a side of more than 80"),
+        ((50, 50), MediaLimits(pixels=2499), "50 x 50 pixels has more than 2499 of them"),
+    ],
+)
+def test_sizes_beyond_the_limits_say_which(size, limits, reason):
+    data = encoded(Image.new("RGB", size), "PNG")
+    for read in (lambda: image_size(io.BytesIO(data), limits), lambda: decode_image(data, limits)):
+        with pytest.raises(BadMedia, match=reason):
+            read()
+
+
+def test_exif_after_the_pixels_may_turn_an_image_over_but_not_on_its_side(tmp_path):
+    plain, end = encoded(image(), "PNG"), png_chunk(b"IEND", b"")
+    assert plain.endswith(end)
+    for orientation, message in ((3, None), (6, "only after its pixels that it lies on its side")):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        data = plain.removesuffix(end) + png_chunk(b"eXIf", exif.tobytes()[6:]) + end
+        if message is None:
+            check_as_transformers(data, tmp_path)
+            continue
+        with pytest.raises(BadMedia, match=message):
+            decode_image(data)
+
+
+def test_an_error_of_the_file_itself_is_no_bad_media():
+    class Lost(io.BytesIO):
+        good, reads = 0, 0
+
+        def read(self, count: int | None = -1) -> bytes:
+            self.reads += 1
+            if self.reads > self.good:
+                raise ConnectionResetError("lost")
+            return super().read(count)
+
+    for format, good in (("JPEG", 2), ("PNG", 2), ("WEBP", 1), ("TIFF", 0)):
+        Lost.good = good
+        with pytest.raises(ConnectionResetError, match="lost"):
+            image_size(Lost(encoded(image(), format)))

@@ -1,0 +1,242 @@
+"""A checkpoint's folder says how its images and clips are prepared: read, they come out as from transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_shapes import picture
+from PIL import Image
+from transformers import WhisperFeatureExtractor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from mmjax.config import DynamicTiles, FixedSize, SmartResize, WhisperMel
+from mmjax.data.image_items import items_of_image
+from mmjax.data.media import patchify
+from mmjax.data.processor_files import IMAGENET_MEAN, IMAGENET_STD, read_audio_processing, read_image_processing
+from mmjax.data.whisper_mel import log_mel
+from mmjax.errors import UserError
+
+SHAPES = ((60, 90), (91, 37), (1, 40), (512, 640))
+LARGE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+PROCESSORS = {
+    "CLIPImageProcessor": (CLIPImageProcessorPil, LARGE),
+    "SiglipImageProcessor": (SiglipImageProcessorPil, {"size": {"height": 48, "width": 40}, "resample": 2}),
+    "LlavaImageProcessor": (LlavaImageProcessorPil, LARGE | {"do_pad": True, "image_mean": [0.1, 0.9, 0.5]}),
+    "LlavaNextImageProcessor": (
+        LlavaNextImageProcessorPil,
+        LARGE | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
+    ),
+    "LlavaOnevisionImageProcessor": (
+        LlavaOnevisionImageProcessorPil,
+        {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": [[28, 56], [84, 56], [56, 84]]},
+    ),
+    "Qwen2VLImageProcessor": (
+        Qwen2VLImageProcessorPil,
+        {"size": {"shortest_edge": 1024, "longest_edge": 9000}, "patch_size": 16, "image_mean": [0.5, 0.5, 0.5]},
+    ),
+    "GotOcr2ImageProcessor": (
+        GotOcr2ImageProcessorPil,
+        {"size": {"height": 40, "width": 40}, "crop_to_patches": True, "max_patches": 6, "min_patches": 2},
+    ),
+}
+
+
+def write(folder: Path, name: str, tree: Any) -> Path:
+    (folder / name).write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    return folder
+
+
+def check(folder: Path, processor: Any) -> None:
+    """What the folder says makes the pixel values that the processor makes, normalised and all."""
+    how, mean, std, rescale = read_image_processing(folder)
+    for shape in SHAPES:
+        expected = np.asarray(processor([Image.fromarray(picture(*shape))])["pixel_values"])
+        if isinstance(how, SmartResize):
+            (item,) = items_of_image(how, picture(*shape))
+            made = patchify(item, how.patch, how.merge).reshape(-1, how.patch, how.patch, 3)
+            expected = expected.reshape(len(made), 3, 2, how.patch, how.patch)[:, :, 0].transpose(0, 2, 3, 1)
+        else:
+            made = np.stack(items_of_image(how, picture(*shape)))
+            expected = expected.reshape(-1, *expected.shape[-3:]).transpose(0, 2, 3, 1)
+        np.testing.assert_allclose((made * rescale - np.array(mean)) / np.array(std), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_what_transformers_saved_is_read(name, tmp_path):
+    cls, options = PROCESSORS[name]
+    processor = cls(**options)
+    processor.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "preprocessor_config.json").read_text())["image_processor_type"] == name
+    check(tmp_path, processor)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors_inside_processor_config_win_over_the_file_beside_it(name, tmp_path):
+    cls, options = PROCESSORS[name]
+    write(tmp_path, "preprocessor_config.json", {"image_processor_type": "CLIPImageProcessor", "size": 7})
+    write(tmp_path, "processor_config.json", {"image_processor": cls(**options).to_dict(), "processor_class": "Other"})
+    check(tmp_path, cls(**options))
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("suffix", ["", "Fast"])
+def test_fields_that_are_missing_or_null_are_the_processors_own_defaults(name, suffix, tmp_path):
+    nothing = dict.fromkeys(("size", "crop_size", "image_mean", "do_normalize", "rescale_factor", "resample"))
+    # LLaVA-NeXT's own default resolutions do not fit its own default size.
+    needed = {"image_grid_pinpoints": [[224, 448], [448, 448]]} if name == "LlavaNextImageProcessor" else {}
+    write(tmp_path, "preprocessor_config.json", {"image_processor_type": name + suffix} | nothing | needed)
+    check(tmp_path, PROCESSORS[name][0](**needed))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("CLIPImageProcessor", {"size": 50, "crop_size": 44}),
+        ("CLIPImageProcessor", {"size": [50, 60], "do_center_crop": False}),
+        ("CLIPImageProcessor", {"do_resize": False, "crop_size": 60, "do_normalize": False}),
+        ("SiglipImageProcessor", {"do_rescale": False, "image_std": [2.0, 3.0, 4.0], "resample": 1}),
+        ("SiglipImageProcessor", {"rescale_factor": 0.01, "do_center_crop": True, "crop_size": 30}),
+        ("LlavaImageProcessor", {"do_pad": True, "size": {"height": 40, "width": 50}, "do_center_crop": False}),
+        ("Qwen2VLImageProcessor", {"min_pixels": 900, "max_pixels": 5000, "merge_size": 1}),
+        ("Qwen2VLImageProcessor", {"min_pixels": 900, "size": {"shortest_edge": 5, "longest_edge": 6000}}),
+        ("GotOcr2ImageProcessor", {"size": 44}),
+        ("GotOcr2ImageProcessor", {"size": 44, "crop_to_patches": True, "max_patches": 1}),
+        ("LlavaNextImageProcessor", {"size": 224, "image_grid_pinpoints": [[224, 448]], "do_resize": False}),
+    ],
+)
+def test_every_way_to_write_a_field_is_read_as_transformers_reads_it(name, options, tmp_path):
+    write(tmp_path, "preprocessor_config.json", {"image_processor_type": name} | options)
+    check(tmp_path, PROCESSORS[name][0](**options))
+
+
+def test_older_names_are_known(tmp_path):
+    write(tmp_path, "preprocessor_config.json", {"feature_extractor_type": "CLIPFeatureExtractor", "size": 60})
+    check(tmp_path, CLIPImageProcessorPil(size=60))
+    old = {"image_processor_type": "Qwen2_5_VLImageProcessor", "size": {"min_pixels": 900, "max_pixels": 9000}}
+    write(tmp_path, "preprocessor_config.json", old)
+    check(tmp_path, Qwen2VLImageProcessorPil(min_pixels=900, max_pixels=9000))
+
+
+@pytest.mark.parametrize("says", ["processor_config", "preprocessor_config", "config"])
+def test_internvls_processor_tiles_whatever_the_image_processor_says(says, tmp_path):
+    fields = {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": False, "size": 40}
+    named = {"processor_class": "InternVLProcessor"}
+    write(tmp_path, "preprocessor_config.json", fields | (named if says == "preprocessor_config" else {}))
+    if says == "processor_config":
+        write(tmp_path, "processor_config.json", named | {"image_seq_length": 256})
+    if says == "config":
+        write(tmp_path, "config.json", {"model_type": "internvl"})
+    check(tmp_path, GotOcr2ImageProcessorPil(crop_to_patches=True, size=40))
+
+
+def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
+    config = {"model_type": "internvl_chat", "force_image_size": 448, "max_dynamic_patch": 12, "min_dynamic_patch": 1}
+    tiles = config | {"dynamic_image_size": True, "use_thumbnail": True, "pad2square": False, "downsample_ratio": 0.5}
+    write(tmp_path, "preprocessor_config.json", {"feature_extractor_type": "CLIPFeatureExtractor", "size": 448})
+    read = read_image_processing(write(tmp_path, "config.json", tiles))
+    assert read == (DynamicTiles(), IMAGENET_MEAN, IMAGENET_STD, 1 / 255)
+    least = {"model_type": "internvl_chat", "dynamic_image_size": True, "vision_config": {"image_size": 224}}
+    read = read_image_processing(write(tmp_path, "config.json", least))
+    assert read.how == DynamicTiles(tile=(224, 224), max_tiles=6, thumbnail=False)
+    read = read_image_processing(write(tmp_path, "config.json", config))
+    assert read.how == FixedSize(resize=(448, 448), crop=())
+    with pytest.raises(UserError, match=r"config\.json: pad2square=True: only false is known"):
+        read_image_processing(write(tmp_path, "config.json", tiles | {"pad2square": True}))
+    with pytest.raises(UserError, match=r"config\.json: force_image_size=None: give a whole number"):
+        read_image_processing(write(tmp_path, "config.json", {"model_type": "internvl_chat"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("BitImageProcessor", {}, "image_processor_type='BitImageProcessor': known are CLIPImageProcessor"),
+        ("CLIPImageProcessor", {"do_pad": True}, "do_pad=True: only LlavaImageProcessor pads"),
+        ("CLIPImageProcessor", {"use_square_size": True}, "use_square_size=True: give height and width"),
+        ("CLIPImageProcessor", {"size": {"longest_edge": 9}}, "size={'longest_edge': 9}: give height and width, or"),
+        ("CLIPImageProcessor", {"size": {"shortest_edge": 9, "longest_edge": 20}}, "give height and width, or"),
+        ("CLIPImageProcessor", {"size": 22.5}, "size=22.5: give height and width, or shortest_edge"),
+        ("CLIPImageProcessor", {"size": 0}, "size=0: give height and width, or shortest_edge"),
+        ("CLIPImageProcessor", {"crop_size": {"shortest_edge": 9}}, "crop_size={'shortest_edge': 9}: give height and"),
+        ("CLIPImageProcessor", {"resample": "bicubic"}, "resample='bicubic': give Pillow's number, 0 to 5"),
+        ("CLIPImageProcessor", {"image_mean": [0.5]}, "image_mean=[0.5]: give three numbers"),
+        ("CLIPImageProcessor", {"do_resize": "yes"}, "do_resize='yes': give true or false"),
+        ("CLIPImageProcessor", {"rescale_factor": "1"}, "rescale_factor='1': give a number"),
+        ("Qwen2VLImageProcessor", {"do_resize": False}, "do_resize=False: images that are not whole merge windows"),
+        ("Qwen2VLImageProcessor", {"size": 500}, "size=500: give shortest_edge and longest_edge"),
+        ("Qwen2VLImageProcessor", {"size": {"shortest_edge": 500}}, "give longest_edge, in pixels"),
+        ("Qwen2VLImageProcessor", {"patch_size": 0}, "patch_size=0: give a whole number above 0"),
+        ("GotOcr2ImageProcessor", {"size": {"shortest_edge": 9}}, "size={'shortest_edge': 9}: give height and width"),
+        ("LlavaNextImageProcessor", {"size": 336}, "size and crop_size the same; crop_size is {'height': 224"),
+        ("LlavaNextImageProcessor", {"image_grid_pinpoints": [[300, 448]]}, "in multiples of size, 224"),
+        ("LlavaNextImageProcessor", {"image_grid_pinpoints": []}, "give [height, width] of each"),
+        ("LlavaOnevisionImageProcessor", {"size": [384, 400]}, "size=[384, 400]: tiles must be square"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_file_and_field(name, options, message, tmp_path):
+    write(tmp_path, "preprocessor_config.json", {"image_processor_type": name} | options)
+    with pytest.raises(UserError) as caught:
+        read_image_processing(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'preprocessor_config.json'}: ")
+    assert message in str(caught.value)
+
+
+def test_a_folder_without_a_processor_says_what_is_missing(tmp_path):
+    with pytest.raises(UserError, match=r"no preprocessor_config\.json, and no image_processor in"):
+        read_image_processing(tmp_path)
+    for content, reason in (("{", "not readable as JSON"), ("[]", "not a JSON object")):
+        with pytest.raises(UserError, match=reason):
+            read_image_processing(write(tmp_path, "preprocessor_config.json", content))
+    write(tmp_path, "preprocessor_config.json", {})
+    nested = {"image_processor": {"image_processor_type": "CLIPImageProcessor", "size": -1}}
+    with pytest.raises(UserError, match=r"processor_config\.json: image_processor\.size=-1"):
+        read_image_processing(write(tmp_path, "processor_config.json", nested))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_whispers_extractor_is_read(nested, tmp_path):
+    extractor = WhisperFeatureExtractor(feature_size=40, hop_length=100, chunk_length=3, n_fft=300)
+    if nested:
+        write(tmp_path, "processor_config.json", {"feature_extractor": extractor.to_dict()})
+    else:
+        extractor.save_pretrained(tmp_path)
+    how = read_audio_processing(tmp_path)
+    assert how == WhisperMel(mels=40, hop=100, seconds=3, window=300)
+    wave = np.random.default_rng(0).normal(0, 0.1, 20_000).astype(np.float32)
+    expected = extractor(wave, sampling_rate=16_000, return_tensors="np")["input_features"][0].T
+    np.testing.assert_allclose(log_mel(how, wave, 3000), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"dither": 0.1}, "dither=0.1: only 0 is known"),
+        ({"padding_value": 1.0}, "padding_value=1.0: only 0 is known"),
+        ({"padding_side": "left"}, "padding_side='left': only 'right' is known"),
+        ({"sampling_rate": 8000}, "sampling_rate=8000: only 16000 is known"),
+        ({"n_fft": 401}, "n_fft=401: only even windows are known"),
+        ({"feature_size": "80"}, "feature_size='80': give a whole number above 0"),
+        ({"feature_extractor_type": "ClapFeatureExtractor"}, "known is WhisperFeatureExtractor"),
+    ],
+)
+def test_what_is_not_known_of_clips_is_refused_by_field(field, message, tmp_path):
+    write(tmp_path, "preprocessor_config.json", {"feature_extractor_type": "WhisperFeatureExtractor"} | field)
+    with pytest.raises(UserError) as caught:
+        read_audio_processing(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_whispers_defaults_are_its_own(tmp_path):
+    write(tmp_path, "preprocessor_config.json", {"feature_extractor_type": "WhisperFeatureExtractor"})
+    extractor, how = WhisperFeatureExtractor(), read_audio_processing(tmp_path)
+    given = (extractor.feature_size, extractor.sampling_rate, extractor.n_fft, extractor.hop_length)
+    assert (how.mels, how.sample_rate, how.window, how.hop, how.seconds) == (*given, extractor.chunk_length)
