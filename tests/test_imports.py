@@ -47,7 +47,10 @@ RULES = {
         ),
         NUMERIC,
     ),
-    "data": May((*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"), NUMERIC | {"grain", "absl"}),
+    "data": May(
+        (*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"),
+        NUMERIC | {"grain", "absl", "tokenizers", "jinja2"},
+    ),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
         (
@@ -86,6 +89,8 @@ ONLY_IN = {
     "absl": "mmjax.data.pipeline",
     "orbax": "mmjax.training.checkpoint",
     "matplotlib": "mmjax.pictures",
+    "tokenizers": "mmjax.data.tokenizer",
+    "jinja2": "mmjax.data.template",
 }
 
 
