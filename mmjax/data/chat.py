@@ -142,7 +142,10 @@ class Chat:
     # --------------------------------------------------------------------------------------------------- tokens
 
     def _tokens(self, line: Line, encoded: Encoded) -> Tokens:
-        """Which tokens train: those that hold a character of an answer, without media and what stands around them."""
+        """Which tokens train: those of the answers, without media and what stands around them.
+
+        A token over the border of an answer is one of it if it holds any of its characters but white space.
+        """
         media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values()))) if self.token else np.empty(0, np.int64)
         if len(media) != len(line.media):
             raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
@@ -151,9 +154,15 @@ class Chat:
         trained = np.zeros(len(encoded.ids), bool)
         for begin, end in line.answers:
             at = encoded.touching(begin, end)
-            if not self.template.marked and at.start < at.stop and encoded.begin[at.start] < begin:
-                raise BadSample("an answer's first characters and its prompt's last are one token; strip the answer")
             trained[at] = True
+            for edge in (at.start, at.stop - 1) if at.start < at.stop else ():
+                first, last = int(encoded.begin[edge]), int(encoded.end[edge])
+                if first < begin and not self.template.marked:
+                    raise BadSample(
+                        "an answer's first characters and its prompt's last are one token; strip the answer"
+                    )
+                if first < begin or last > end:
+                    trained[edge] = bool(line.text[max(first, begin) : min(last, end)].strip())
         for span in line.media:
             trained[encoded.touching(*span)] = False
         if not around[0]:

@@ -10,7 +10,7 @@ from transformers import TokenizersBackend
 
 CORPUS = [
     "What is in the picture? A cat sits on a mat, and the dog looks at it.",
-    "How many apples are there? There are 12 apples; 3 of them are green.",
+    "How many apples are there? This and that: there are 12 apples; 3 of them are green.",
     "Describe the sound. It's glass breaking, then somebody isn't amused.",
     "  Indented text,\n\n\twith tabs and blank lines.\n\nAnother paragraph follows here.\r\n",
     "Der Bär läuft über die Straße. Où est la gare? 今天天气很好。",
@@ -32,8 +32,11 @@ def special(*tokens: str) -> list[AddedToken]:
     return [AddedToken(token, special=True, normalized=False) for token in tokens]
 
 
-def byte_level(tokens: tuple[str, ...], bos: str = "") -> Backend:
-    """Byte-level BPE with the special tokens behind the words, as Qwen and Llama 3 have it."""
+def byte_level(tokens: tuple[str, ...], bos: str = "", trim: bool = True) -> Backend:
+    """Byte-level BPE with the special tokens behind the words, as Qwen and Llama 3 have it.
+
+    trim: places of tokens leave out the spaces before them.
+    """
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
@@ -42,7 +45,7 @@ def byte_level(tokens: tuple[str, ...], bos: str = "") -> Backend:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet))
     backend.add_special_tokens(special(*tokens))
-    after: list[processors.PostProcessor] = [processors.ByteLevel(trim_offsets=True)]
+    after: list[processors.PostProcessor] = [processors.ByteLevel(trim_offsets=trim)]
     if bos:
         known = [(bos, backend.token_to_id(bos))]
         after.append(processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=known))
@@ -57,7 +60,7 @@ def llama2(tokens: tuple[str, ...] = ()) -> Backend:
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
     pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(pieces)
-    lines = [word for line in CORPUS for word in line.replace(" ", " \0").split("\0")]
+    lines = [word for line in CORPUS for word in line.replace(" ", "\0 ").split("\0")]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=first, max_token_length=12)
     backend.train_from_iterator(lines, trainer)
     backend.add_special_tokens(special(*first[:3], *tokens))
