@@ -204,6 +204,8 @@ def _numbered(conversation: Conversation, encoders: Sequence[Sequence[str]]) -> 
     items: dict[str, list[list[Item]]] = {medium.kind: [] for medium in media}
     number = 0
     for medium, names in zip(media, encoders, strict=True):
+        if not names:
+            raise BadSample(f"its medium {len(items[medium.kind])} of the kind {medium.kind} has no items")
         items[medium.kind].append([Item(name, number + i) for i, name in enumerate(names)])
         number += len(names)
     return {kind: iter(of) for kind, of in items.items()}
@@ -224,6 +226,10 @@ def load_chat(form: ChatFormat) -> Chat:
     for kind in placeholders:
         if kind not in ("image", "audio"):
             raise UserError(f"chat.placeholders.{kind}: a medium is image or audio")
+    if len({p.written for p in placeholders.values()}) < len(placeholders):
+        raise UserError(
+            "chat.placeholders: images and clips are written alike; write them so that they can be told apart"
+        )
     chat = Chat(
         form=form,
         tokenizer=tokenizer,

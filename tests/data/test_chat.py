@@ -13,6 +13,8 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import (
     AutoTokenizer,
@@ -168,6 +170,36 @@ def test_an_answer_whose_first_characters_are_one_token_with_its_prompt_is_refus
     with pytest.raises(BadSample, match="are one token; strip the answer"):
         chat.sample(talk)
     assert "one token" in str(chat.text_tokens([talk])[0])
+
+
+TEXTS = st.text(alphabet=" \n\tab.,3's天😀", min_size=1)
+UNMARKED: dict[str, Chat] = {}
+
+
+@pytest.fixture(scope="module")
+def _chats(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for name in set(BACKENDS) - {"marked"}:
+        backend, source, named = BACKENDS[name]
+        folder = checkpoints.save(tmp_path_factory.mktemp(name), backend(), source, **named)
+        UNMARKED[name] = load_chat(ChatFormat(str(folder)))
+
+
+@pytest.mark.usefixtures("_chats")
+@settings(deadline=None, max_examples=100)
+@given(TEXTS, TEXTS)
+def test_what_is_asked_is_how_what_was_trained_begins(question: str, answer: str) -> None:
+    """Token by token, for every sample that is not refused."""
+    turns = said(("user", question), ("assistant", answer))
+    for name, chat in UNMARKED.items():
+        counted = chat.text_tokens([turns])[0]
+        if isinstance(counted, BadSample):
+            continue
+        ids, weights = flat(chat.sample(turns))
+        prompt, _ = flat(chat.prompt(Conversation(turns.messages[:1])))
+        assert len(ids) == counted, name
+        assert ids[: len(prompt)] == prompt, name
+        assert not any(weights[: len(prompt)]), name
+        assert weights[len(prompt)] == 1, name
 
 
 def test_a_template_whose_every_answer_begins_within_a_token_is_refused(tmp_path: Path) -> None:
@@ -471,10 +503,19 @@ def test_special_tokens_that_no_template_writes_may_stand_in_a_text(tmp_path: Pa
     assert weights[ids.index(chat.tokenizer.id("<|box_start|>"))] == 1
 
 
-@pytest.mark.parametrize("encoders", [[], [["vision"], ["vision"]]])
-def test_a_place_without_its_image_and_an_image_without_its_place_are_refused(tmp_path: Path, encoders: Any) -> None:
+@pytest.mark.parametrize(
+    ("encoders", "reason"),
+    [
+        ([], "it has 1 places for media, and 0 media"),
+        ([["vision"], ["vision"]], "it has 1 places for media, and 2 media"),
+        ([[]], "its medium 0 of the kind image has no items"),
+    ],
+)
+def test_a_place_without_its_image_and_an_image_without_its_place_are_refused(
+    tmp_path: Path, encoders: Any, reason: str
+) -> None:
     chat = qwen(tmp_path, checkpoints.QWEN2_VL, placeholders={"image": Placeholder("<|image_pad|>")})
-    with pytest.raises(BadSample, match=f"it has 1 places for media, and {len(encoders)} media"):
+    with pytest.raises(BadSample, match=reason):
         chat.sample(said(("user", (IMAGE, "a")), ("assistant", "b")), encoders)
 
 
@@ -502,6 +543,9 @@ def test_a_placeholder_that_is_no_token_is_refused(tmp_path: Path) -> None:
         qwen(tmp_path, placeholders={"image": Placeholder("<picture>")})
     with pytest.raises(UserError, match="a medium is image or audio"):
         qwen(tmp_path, placeholders={"video": Placeholder("<|video_pad|>")})
+    alike = Placeholder("<|image_pad|>")
+    with pytest.raises(UserError, match="are written alike"):
+        qwen(tmp_path, placeholders={"image": alike, "audio": alike})
 
 
 def test_only_a_question_can_be_asked(tmp_path: Path) -> None:
