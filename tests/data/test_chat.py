@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import time
 from collections.abc import Sequence
 from fractions import Fraction
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import Made, config, index_of, plan_of
 from PIL import Image
 from transformers import (
     AutoTokenizer,
@@ -32,6 +34,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mmjax.config import ChatFormat, Placeholder
 from mmjax.data.chat import Chat, load_chat
 from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.packing import Arrays, pack_microbatch
+from mmjax.data.pipeline import reader_of
 from mmjax.data.sample import Item, Sample, Text
 from mmjax.errors import UserError
 
@@ -383,6 +387,29 @@ def test_clips_take_the_positions_that_the_processor_gives_them(tmp_path: Path) 
     sample = chat.sample(talk, [["audio"], ["audio"]])
     assert flat(sample, positions, chat.tokenizer.id("<|AUDIO|>"))[0] == np.array(out["input_ids"]).reshape(-1).tolist()
     assert trained(chat, sample) == ["Glass.<|im_end|>", "b<|im_end|>"]
+
+
+def test_packed_samples_predict_exactly_what_trains(tmp_path: Path) -> None:
+    """Through the length index and the packer: targets with a weight are the answers' tokens, in order."""
+    chat = pickle.loads(pickle.dumps(qwen(tmp_path, checkpoints.QWEN2_VL, loss_reduction="square", placeholders=PAD)))
+    arrays = [np.zeros((8, 12, 1), np.uint8), np.zeros((4, 4, 1), np.uint8), np.zeros((20, 8, 1), np.uint8)]
+    talks, media = [LOOK, TALKS[0]], [arrays, []]
+    samples = [chat.sample(talk, [["vision"]] * len(of)) for talk, of in zip(talks, media, strict=True)]
+    source = Made([(sample.segments, of) for sample, of in zip(samples, media, strict=True)])
+    index = index_of(source, config())
+    assert index.text_tokens.tolist() == chat.text_tokens(talks)
+    lengths = tuple(int(total) for total in index.totals.sum(0))
+    parts = index.parts(np.arange(2))
+    plan = plan_of(parts, np.zeros(len(parts.module), np.int64), lengths, np.arange(2))
+    encoders = config().model.encoders
+    packed = pack_microbatch(plan, Arrays(encoders, "causal", len(chat.tokenizer)), reader_of({"made": source}, index))
+    predicted = packed.text.weight > 0
+    expected = [[i for i, w in zip(*flat(s, [1] * 3), strict=True) if w] for s in samples]
+    assert packed.text.target[predicted].tolist() == [token for tokens in expected for token in tokens]
+    np.testing.assert_allclose(packed.text.weight.sum(), sum(len(tokens) ** 0.5 for tokens in expected), rtol=1e-6)
+
+
+PAD = {"image": Placeholder("<|image_pad|>")}
 
 
 def test_internvl_chat_writes_images_as_its_own_code_does(tmp_path: Path) -> None:
