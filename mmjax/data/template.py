@@ -78,7 +78,7 @@ class Template:
             )
         except _Refusal as error:
             raise BadSample(f"the chat template refuses it: {error}") from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise UserError(
                 f"the chat template {self.where} fails: {error}; mend it, or give another one as chat.template"
             ) from error

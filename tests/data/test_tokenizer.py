@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from mmjax.data.tokenizer import load_tokenizer
 from mmjax.errors import UserError
@@ -61,6 +62,23 @@ def assert_same(folder: Path) -> None:
 def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     backend, named = KINDS[kind]
     assert_same(checkpoints.save(tmp_path, backend(), **named))
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        (LlamaTokenizer, checkpoints.llama2),
+        (Qwen2Tokenizer, lambda: checkpoints.byte_level(checkpoints.CHATML)),
+        (GemmaTokenizer, checkpoints.gemma),
+    ],
+)
+def test_folders_of_the_families_own_classes_are_read(tmp_path: Path, family: type, backend: Any) -> None:
+    model = json.loads(backend().to_str())["model"]
+    made = family(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
+    made.add_special_tokens({"extra_special_tokens": ["<image>", "<|im_start|>"]})
+    made.save_pretrained(tmp_path)
+    assert type(AutoTokenizer.from_pretrained(tmp_path)) is family
+    assert_same(tmp_path)
 
 
 def test_special_tokens_that_only_the_files_beside_it_name_are_added(tmp_path: Path) -> None:
