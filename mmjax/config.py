@@ -41,6 +41,29 @@ class FunctionSource:
 
 
 @dataclass(frozen=True)
+class Placeholder:
+    """How a medium stands in the text: what is written for it becomes `before`, its items' tokens and `after`."""
+
+    written: str  # by the template, or for it where it takes nothing but strings
+    token: str = ""  # one of the tokenizer's that stands for one position of an item; empty = what is written
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How conversations become tokens: by the tokenizer and the chat template of a Hugging Face folder."""
+
+    folder: str
+    template: str = ""  # a Jinja file to use instead of the folder's template
+    variables: dict[str, int | float | str | bool] = field(default_factory=dict)  # for the template: enable_thinking
+    placeholders: dict[str, Placeholder] = field(default_factory=dict)  # of image, audio; empty = as the folder says
+    train_on: Literal["assistant", "last_assistant"] = "assistant"  # every answer, or each conversation's last
+    loss_reduction: Literal["token", "sample", "square"] = "token"  # n tokens of a sample weigh n, 1, sqrt(n)
+    date: str = "2025-01-01"  # today, for templates that write it: a sample stays the same every day
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where samples come from, and how they are brought to the step."""
 

@@ -53,7 +53,7 @@ RULES = {
     ),
     "data": May(
         (*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"),
-        NUMERIC | {"grain", "absl", "PIL", "soundfile", "soxr"},
+        NUMERIC | {"grain", "absl", "PIL", "soundfile", "soxr", "tokenizers", "jinja2"},
     ),
     "hf": May(("mmjax.hf", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
@@ -95,6 +95,8 @@ ONLY_IN = {
     "absl": "mmjax.data.pipeline",
     "orbax": "mmjax.training.checkpoint",
     "matplotlib": "mmjax.pictures",
+    "tokenizers": "mmjax.data.tokenizer",
+    "jinja2": "mmjax.data.template",
 }
 
 

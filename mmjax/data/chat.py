@@ -1,0 +1,291 @@
+"""From conversations to token sequences, by a checkpoint's own tokenizer and chat template.
+
+A conversation's text is tokenized whole, so that ids are those that the checkpoint was trained with; what the assistant
+says is then found again by where its characters are. A medium stands in the text as one token, and its items in its
+place: they take as many positions as their encoder gives them tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmjax.config import ChatFormat, Placeholder
+from mmjax.data.conversation import BadSample, Conversation, Message
+from mmjax.data.placeholders import Line, any_of, check_places, folder_placeholders, write_media
+from mmjax.data.sample import Item, Sample, Text
+from mmjax.data.template import ASSISTANT, BEGIN, END, Rendered, Template, load_template
+from mmjax.data.tokenizer import Encoded, Tokenizer, load_tokenizer
+from mmjax.errors import UserError
+
+BATCH = 1024  # conversations that are tokenized at once
+# What no text may hold: halves of UTF-16 pairs, which are no characters, and the marks of what is generated.
+_NO_TEXT = re.compile(f"[\ud800-\udfff{BEGIN}{END}]")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A conversation's tokens, one for each medium; without what the tokenizer itself puts around a text."""
+
+    ids: np.ndarray  # int32 [n]
+    trained: np.ndarray  # bool [n]
+    media: np.ndarray  # int64 [m]: where media stand
+    kinds: tuple[str, ...]  # of these media
+    around: tuple[tuple[int, ...], tuple[int, ...]]  # what the tokenizer itself puts around this text
+
+    def text_tokens(self) -> int:
+        """All of them but those that stand for media."""
+        return len(self.ids) - len(self.media) + sum(map(len, self.around))
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A checkpoint's tokenizer and chat template, put to use."""
+
+    form: ChatFormat
+    tokenizer: Tokenizer
+    template: Template
+    placeholders: dict[str, Placeholder]  # by medium
+    token: dict[str, int]  # that stands for a medium
+    written: re.Pattern[str]  # what the template writes for any medium
+    control: re.Pattern[str]  # tokens that only the template may write
+    processor: bool  # the folder has a processor for media, which keeps what the tokenizer puts around a text
+    notes: tuple[str, ...] = ()  # what a user should know
+
+    def sample(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
+        """What a conversation trains: only what the assistant says, and the token that ends its turn.
+
+        `encoders` names, for each medium in order, the encoder of each of its items. Raises BadSample where the
+        conversation can't be trained on.
+        """
+        line = self._line(conversation)
+        tokens = self._tokens(line, self.tokenizer.encode(line.text))
+        count = int(tokens.trained.sum())
+        share = {"token": 1.0, "sample": 1 / count, "square": count**-0.5}[self.form.loss_reduction]
+        return _sample(tokens, tokens.trained * np.float32(share), _numbered(conversation, encoders))
+
+    def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
+        """A conversation that waits for an answer, up to where the answer begins. Nothing in it has a weight.
+
+        Raises BadSample where it ends with the assistant's own words, or can't be used.
+        """
+        if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
+            raise BadSample("it does not end with a question, so there is nothing to answer")
+        text, _ = self.template.render(self._messages(conversation), True)
+        line = self._with_media(Rendered(text, ()), conversation)
+        tokens = self._tokens(line, self.tokenizer.encode(line.text))
+        return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders))
+
+    def text_tokens(self, conversations: Sequence[Conversation]) -> list[int | BadSample]:
+        """How many tokens of text each one's sample has, its media left out; or why `sample` refuses it."""
+        found: list[int | BadSample] = []
+        for first in range(0, len(conversations), BATCH):
+            found += self._count(conversations[first : first + BATCH])
+        return found
+
+    def _count(self, conversations: Sequence[Conversation]) -> list[int | BadSample]:
+        lines = [_or_bad(self._line, conversation) for conversation in conversations]
+        good = [line for line in lines if isinstance(line, Line)]
+        encoded = iter(self.tokenizer.encode_all([line.text for line in good]))
+        tokens = [_or_bad(self._tokens, x, next(encoded)) if isinstance(x, Line) else x for x in lines]
+        return [x.text_tokens() if isinstance(x, Tokens) else x for x in tokens]
+
+    def fingerprint(self) -> str:
+        """Changes when any conversation's tokens or weights may."""
+        media = {kind: asdict(p) for kind, p in self.placeholders.items()}
+        parts = (self.tokenizer.fingerprint(), self.template.source, repr(self.form), repr(media))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+    # ----------------------------------------------------------------------------------------------------- text
+
+    def _line(self, conversation: Conversation) -> Line:
+        """The text to tokenize, and where the answers that train stand in it."""
+        if not any(message.role == ASSISTANT for message in conversation.messages):
+            raise BadSample("the assistant says nothing in it")
+        rendered = self.template.rendered(self._messages(conversation), self.form.train_on == "last_assistant")
+        if not rendered.answers:
+            raise BadSample("the chat template writes nothing that the assistant says")
+        return self._with_media(rendered, conversation)
+
+    def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """The messages for the template. BadSample where their text would be taken for something else."""
+        for k, message in enumerate(conversation.messages):
+            text = "".join(part for part in message.parts if isinstance(part, str))
+            media = any(not isinstance(part, str) for part in message.parts) and message.role != ASSISTANT
+            if not (text.strip() or media or message.role == "system"):
+                raise BadSample(f"message {k} ({message.role}) is empty")
+            if found := self.control.search(text):
+                raise BadSample(
+                    f"message {k} ({message.role}) says {found[0]!r}, which only the chat template may write"
+                )
+            if _NO_TEXT.search(text):
+                raise BadSample(f"message {k} ({message.role}) is not Unicode text")
+        for medium in conversation.media():
+            if medium.kind not in self.placeholders:
+                raise UserError(
+                    f"the data has media of the kind {medium.kind}, but it is not known how {self.form.folder} writes "
+                    f"them (known: {', '.join(self.placeholders) or 'none'}); say it: chat.placeholders.{medium.kind}"
+                )
+        return self.template.messages(conversation, {kind: p.written for kind, p in self.placeholders.items()})
+
+    def _with_media(self, rendered: Rendered, conversation: Conversation) -> Line:
+        line = write_media(rendered, self.placeholders, self.written)
+        check_places(line.kinds, [medium.kind for medium in conversation.media()])
+        return line
+
+    # --------------------------------------------------------------------------------------------------- tokens
+
+    def _tokens(self, line: Line, encoded: Encoded) -> Tokens:
+        """Which tokens train: those of the answers, without media and what stands around them.
+
+        A token over the border of an answer is one of it if it holds any of its characters but white space.
+        """
+        media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values()))) if self.token else np.empty(0, np.int64)
+        if len(media) != len(line.media):
+            raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
+        begun = line.text.startswith(self.tokenizer.named.get("bos_token") or "\0")
+        around = self.tokenizer.around if self.processor and not begun else ((), ())
+        trained = np.zeros(len(encoded.ids), bool)
+        for begin, end in line.answers:
+            at = encoded.touching(begin, end)
+            trained[at] = True
+            for edge in (at.start, at.stop - 1) if at.start < at.stop else ():
+                first, last = int(encoded.begin[edge]), int(encoded.end[edge])
+                if first < begin and not self.template.marked:
+                    raise BadSample(
+                        "an answer's first characters and its prompt's last are one token; strip the answer"
+                    )
+                if first < begin or last > end:
+                    trained[edge] = bool(line.text[max(first, begin) : min(last, end)].strip())
+        for span in line.media:
+            trained[encoded.touching(*span)] = False
+        if not around[0]:
+            trained[:1] = False  # nothing is before it that could predict it
+        if line.answers and not trained.any():
+            raise BadSample("no token of what the assistant says can be predicted from one before it")
+        return Tokens(encoded.ids, trained, media, line.kinds, around)
+
+
+def _or_bad(function: Any, *arguments: Any) -> Any:
+    """What the function gives, or the BadSample that it raises."""
+    try:
+        return function(*arguments)
+    except BadSample as bad:
+        return bad
+
+
+def _sample(tokens: Tokens, weights: np.ndarray, items: dict[str, Iterator[list[Item]]]) -> Sample:
+    """Text and items in order; `items` has those of the next medium of a kind."""
+    before, after = tokens.around
+    ids = np.concatenate([np.array(before, np.int32), tokens.ids, np.array(after, np.int32)])
+    weights = np.pad(weights, (len(before), len(after)))
+    segments: list[Text | Item] = []
+    begin = 0
+    for at, kind in zip([*(tokens.media + len(before)), len(ids)], [*tokens.kinds, None], strict=True):
+        if begin < at:
+            segments.append(Text(ids[begin:at], weights[begin:at]))
+        if kind is not None:
+            segments += next(items[kind])
+        begin = at + 1
+    return Sample(tuple(segments))
+
+
+def _numbered(conversation: Conversation, encoders: Sequence[Sequence[str]]) -> dict[str, Iterator[list[Item]]]:
+    """By kind, the items of each medium. Numbers are those of the conversation; a template may write others first."""
+    media = list(conversation.media())
+    if len(media) != len(encoders):
+        raise BadSample(f"it has {len(media)} places for media, and {len(encoders)} media")
+    items: dict[str, list[list[Item]]] = {medium.kind: [] for medium in media}
+    number = 0
+    for medium, names in zip(media, encoders, strict=True):
+        if not names:
+            raise BadSample(f"its medium {len(items[medium.kind])} of the kind {medium.kind} has no items")
+        items[medium.kind].append([Item(name, number + i) for i, name in enumerate(names)])
+        number += len(names)
+    return {kind: iter(of) for kind, of in items.items()}
+
+
+# -------------------------------------------------------------------------------------------------------- loading
+
+
+def load_chat(form: ChatFormat) -> Chat:
+    """The tokenizer and chat template of a folder, tried out on a conversation.
+
+    Raises UserError where a file is missing or wrong, a placeholder is no token, or it can't be told what trains.
+    """
+    tokenizer = load_tokenizer(form.folder)
+    template = load_template(form, tokenizer)
+    own = folder_placeholders(form.folder, tokenizer.named)
+    placeholders = {**own, **form.placeholders}
+    for kind in placeholders:
+        if kind not in ("image", "audio"):
+            raise UserError(f"chat.placeholders.{kind}: a medium is image or audio")
+    if len({p.written for p in placeholders.values()}) < len(placeholders):
+        raise UserError(
+            "chat.placeholders: images and clips are written alike; write them so that they can be told apart"
+        )
+    chat = Chat(
+        form=form,
+        tokenizer=tokenizer,
+        template=template,
+        placeholders=placeholders,
+        token={kind: _token_of(tokenizer, kind, p) for kind, p in placeholders.items()},
+        written=any_of(p.written for p in placeholders.values()),
+        control=any_of(_control_tokens(tokenizer, template, placeholders)),
+        processor=bool(own),
+    )
+    return replace(chat, notes=_try_out(chat))
+
+
+def _token_of(tokenizer: Tokenizer, kind: str, place: Placeholder) -> int:
+    token = place.token or place.written
+    found = tokenizer.id(token)
+    if found is None or tokenizer.encode(token).ids.tolist() != [found]:
+        raise UserError(
+            f"{Path(tokenizer.folder) / 'tokenizer.json'} has no special token {token!r}, which is to stand for media "
+            f"of the kind {kind}; add it with transformers, or name another one as chat.placeholders.{kind}.token"
+        )
+    return found
+
+
+def _control_tokens(tokenizer: Tokenizer, template: Template, placeholders: dict[str, Placeholder]) -> set[str]:
+    """What begins and ends turns and texts, and stands for media. Other special tokens may stand in a text: boxes."""
+    tried = "".join(_tried(template, roles) for roles in (("system", "user", ASSISTANT), ("user", ASSISTANT)))
+    named = {tokenizer.named.get(f"{name}_token", "") for name in ("bos", "eos", "pad")}
+    written = {t for t in tokenizer.special if t.strip() and (t in template.source or t in tried)}
+    media = {text for p in placeholders.values() for text in (p.written, p.token, p.before, p.after)}
+    return named | written | media
+
+
+def _tried(template: Template, roles: Sequence[str]) -> str:
+    """The text of a conversation about nothing; empty where the template refuses it."""
+    try:
+        messages = template.messages(Conversation(tuple(Message(role, ("a",)) for role in roles)), {})
+        return template.render(messages, False)[0] + template.render(messages[:-1], True)[0]
+    except BadSample:
+        return ""
+
+
+def _try_out(chat: Chat) -> tuple[str, ...]:
+    """What a conversation about nothing shows. Raises UserError where it can't be told what trains in it."""
+    try:
+        line = chat._line(Conversation((Message("user", ("What?",)), Message(ASSISTANT, ("This.",)))))
+        chat._tokens(line, chat.tokenizer.encode(line.text))
+    except BadSample as bad:
+        raise UserError(
+            f"the chat template {chat.template.where} can't be trained with, not even on a question and its answer: "
+            f"{bad}; put {{% generation %}} and {{% endgeneration %}} around what the assistant says in a copy of it, "
+            "and give the copy as chat.template"
+        ) from None
+    if line.text[slice(*line.answers[-1])].rstrip().endswith(chat.template.special):
+        return ()
+    return (
+        f"the chat template {chat.template.where} ends no answer with a token of its own, so nothing teaches the model "
+        "to stop; write {{ eos_token }} behind the answer in a copy of it, and give the copy as chat.template",
+    )

@@ -1,0 +1,170 @@
+"""A folder's tokenizer gives what transformers' AutoTokenizer gives for the same folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
+
+from mmjax.data.tokenizer import load_tokenizer
+from mmjax.errors import UserError
+
+TEXTS = [
+    *checkpoints.CORPUS[:6],
+    "",
+    " ",
+    "  two  spaces ",
+    "\n\n\nlines\n",
+    "naïve cafe\u0301 ﬁ 😀👩‍👩‍👧 ع",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "<s> a</s> b <s>c <image> <image><image>\n</s>",
+    "a <mask> b<extra>c",
+]
+KINDS = {
+    "qwen": (
+        lambda: checkpoints.byte_level(checkpoints.QWEN_VL),
+        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+    ),
+    "llama3": (
+        lambda: checkpoints.byte_level(checkpoints.LLAMA3, "<|begin_of_text|>"),
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    ),
+    "llama2": (
+        lambda: checkpoints.llama2(("<image>",)),
+        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    ),
+    "unigram": (checkpoints.unigram, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
+    "gemma": (checkpoints.gemma, {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}),
+}
+
+
+def assert_same(folder: Path) -> None:
+    ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert len(ours) == len(theirs)
+    assert (ours.bos, ours.eos, ours.pad) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
+    assert ours.named == theirs.special_tokens_map
+    for text in TEXTS:
+        for around in (False, True):
+            ids = theirs.encode(text, add_special_tokens=around)
+            assert ours.encode(text, around).ids.tolist() == ids, text
+            for skip in (False, True):
+                assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), text
+        before, after = ours.around
+        assert [*before, *theirs.encode(text, add_special_tokens=False), *after] == theirs.encode(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    backend, named = KINDS[kind]
+    assert_same(checkpoints.save(tmp_path, backend(), **named))
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        (LlamaTokenizer, checkpoints.llama2),
+        (Qwen2Tokenizer, lambda: checkpoints.byte_level(checkpoints.CHATML)),
+        (GemmaTokenizer, checkpoints.gemma),
+    ],
+)
+def test_folders_of_the_families_own_classes_are_read(tmp_path: Path, family: type, backend: Any) -> None:
+    model = json.loads(backend().to_str())["model"]
+    made = family(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
+    made.add_special_tokens({"extra_special_tokens": ["<image>", "<|im_start|>"]})
+    made.save_pretrained(tmp_path)
+    assert type(AutoTokenizer.from_pretrained(tmp_path)) is family
+    assert_same(tmp_path)
+
+
+def test_special_tokens_that_only_the_files_beside_it_name_are_added(tmp_path: Path) -> None:
+    named = {"bos_token": "<s>", "eos_token": "</s>", "mask_token": "<mask>"}
+    checkpoints.save(tmp_path, checkpoints.llama2(), **named)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != "<mask>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"additional_special_tokens": ["<extra>"]}))
+    assert_same(tmp_path)
+    assert load_tokenizer(str(tmp_path)).id("<extra>") is not None
+
+
+def test_special_tokens_of_older_files_are_read(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    ways = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    decoder = {"900": {"content": "<extra>", **ways, "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            config
+            | {"added_tokens_decoder": decoder, "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", **ways}}
+        )
+    )
+    assert_same(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im_end|>", **ways}, "pad_token": "<|endoftext|>"})
+    )
+    assert_same(tmp_path)
+
+
+def test_every_character_belongs_to_a_token(tmp_path: Path) -> None:
+    """Also spaces, which byte-level tokenizers leave out of their offsets unless told."""
+    tokenizer = load_tokenizer(str(checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML))))
+    text = "a  cat\n\n sits   on <|im_end|> mats  "
+    encoded = tokenizer.encode(text)
+    covered = np.zeros(len(text), bool)
+    for begin, end in zip(encoded.begin, encoded.end, strict=True):
+        assert begin < end
+        covered[begin:end] = True
+    assert covered.all()
+    at = encoded.touching(text.index("cat"), text.index("cat") + 3)
+    assert text[encoded.begin[at.start] : encoded.end[at.stop - 1]].strip() == "cat"
+
+
+def test_padding_and_truncation_saved_with_a_tokenizer_are_not_used(tmp_path: Path) -> None:
+    backend = checkpoints.llama2()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64, pad_token="</s>")
+    checkpoints.save(tmp_path, backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer.encode(checkpoints.CORPUS[0]).ids) == checkpoints.CORPUS[0]
+
+
+def test_an_answer_ends_with_what_generation_config_says(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML), eos_token="<|im_end|>")
+    end, stop = (load_tokenizer(str(tmp_path)).id(t) for t in ("<|im_end|>", "<|endoftext|>"))
+    assert load_tokenizer(str(tmp_path)).ends == (end,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, stop]}))
+    assert load_tokenizer(str(tmp_path)).ends == (end, stop)
+
+
+def test_the_fingerprint_changes_with_the_vocabulary(tmp_path: Path) -> None:
+    one = load_tokenizer(str(checkpoints.save(tmp_path / "a", checkpoints.byte_level(checkpoints.CHATML))))
+    two = load_tokenizer(str(checkpoints.save(tmp_path / "b", checkpoints.byte_level(checkpoints.QWEN_VL))))
+    assert one.fingerprint() == load_tokenizer(str(tmp_path / "a")).fingerprint() != two.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "AutoTokenizer.from_pretrained"),
+        ({"tokenizer.json": "{"}, "can't be read as JSON"),
+        ({"tokenizer.json": "[]"}, "no JSON object"),
+        ({"tokenizer.json": '{"model": 3}'}, "not a tokenizer that"),
+    ],
+)
+def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a folder"):
+        load_tokenizer(str(tmp_path / "none"))
