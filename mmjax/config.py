@@ -397,6 +397,7 @@ class VisionConfig:
     channels: int = 3
     mean: tuple[float, ...] = (0.5,)  # of each channel, or of all; pixels are (x / 255 - mean) / std
     std: tuple[float, ...] = (0.5,)
+    images: ImagePreparation = AsIs()  # before they are cut into patches
     positions: RotaryGrid | LearnedGrid = RotaryGrid()
     class_token: bool = False  # a learned token beside the patches of every image; the LLM does not see it
     embed_bias: bool = True
@@ -408,6 +409,7 @@ class VisionConfig:
     gated: bool = False  # the MLP has a gate
     biases: tuple[Biased, ...] = ("query", "value", "output", "up", "down")  # the matrices of a layer that have one
     qk_norm: Literal["none", "width"] = "none"  # of queries and keys, over all heads
+    qk_norm_eps: float = 1e-6
     layer_scale: bool = False  # learned scales of what attention and the MLP add to the residual stream
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"

@@ -60,13 +60,18 @@ class Family:
     """A kind of decoder: its documented defaults, and what sets it apart."""
 
     own: Callable[[Fields, DecoderConfig], DecoderConfig]
+    width: int = 4096
+    layers: int = 32
+    heads: int = 32
+    mlp_width: int = 22_016
+    vocab: int = 151_936
     theta: float = 10_000.0
     positions: int = 32_768  # max_position_embeddings
     norm_eps: float = 1e-6
     tied: bool = False
     activation: str = "hidden_act"  # the field that names it
     head_width: int | None = None  # None: width / heads
-    kv_heads: int | None = None  # None: as many as heads
+    kv_heads: int | None = 32  # None: as many as heads
 
 
 def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
@@ -81,18 +86,20 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
             f"{fields.where}: model_type={kind!r} is no decoder that can be read; known: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
-    width, heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
+    width, heads = fields.get("hidden_size", int, family.width), fields.get("num_attention_heads", int, family.heads)
+    # null says as many as heads, and a field that is missing the family's default.
+    kv_heads = heads if "num_key_value_heads" in fields.of else family.kv_heads or heads
     head_width = fields.get("head_dim", int, family.head_width or width // heads)
     theta, scaling, sections, interleaved = rope_of(fields, family)
     own_tied = fields.get("tie_word_embeddings", bool, family.tied)
     plain = DecoderConfig(
-        layers=fields.get("num_hidden_layers", int),
+        layers=fields.get("num_hidden_layers", int, family.layers),
         width=width,
         heads=heads,
-        kv_heads=fields.get("num_key_value_heads", int, family.kv_heads or heads),
+        kv_heads=fields.get("num_key_value_heads", int, kv_heads),
         head_width=head_width,
-        mlp_width=fields.get("intermediate_size", int),
-        vocab=fields.get("vocab_size", int),
+        mlp_width=fields.get("intermediate_size", int, family.mlp_width),
+        vocab=fields.get("vocab_size", int, family.vocab),
         rope_theta=theta,
         rope_scaling=scaling,
         rope_sections=sections,
@@ -226,9 +233,21 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
 FAMILIES = {
     "qwen2": Family(_qwen2),
     "qwen3": Family(_qwen3, head_width=128),
-    "llama": Family(_llama, positions=2048),
-    "mistral": Family(_mistral, positions=4096 * 32, kv_heads=8),
-    "gemma2": Family(_gemma2, positions=8192, tied=True, activation="hidden_activation", head_width=256, kv_heads=4),
+    "llama": Family(_llama, mlp_width=11_008, vocab=32_000, positions=2048, kv_heads=None),
+    "mistral": Family(_mistral, mlp_width=14_336, vocab=32_000, positions=4096 * 32, kv_heads=8),
+    "gemma2": Family(
+        _gemma2,
+        width=2304,
+        layers=26,
+        heads=8,
+        mlp_width=9216,
+        vocab=256_000,
+        positions=8192,
+        tied=True,
+        activation="hidden_activation",
+        head_width=256,
+        kv_heads=4,
+    ),
 }
 
 

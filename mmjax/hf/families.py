@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mmjax.config import ModelConfig
+import numpy as np
+
+from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
-from mmjax.hf import decoders
+from mmjax.hf import decoders, internvl, llava
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.fields import Fields
 from mmjax.hf.folder import HfFolder
-from mmjax.hf.parts import Parts
+from mmjax.hf.layout import Layout
 
-BUFFERS = ("*.rotary_emb.inv_freq", "*.position_ids", "*.masked_bias")  # that old versions saved; nothing to read
+ROWS = 4096  # of the tables of the vocabulary that are compared at a time
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where a checkpoint's modules lie, by our names: "llm", an encoder's, "<encoder>.connector"."""
+class Checkpoints:
+    """Checkpoints of one kind: the model that a config says, and where its tensors lie."""
 
-    modules: Mapping[str, Parts]
-    prefixes: Mapping[str, tuple[str, ...]]  # what a module's tensors begin with
-    unused: tuple[str, ...] = ()  # patterns of tensors that no computation here reads
+    read: Callable[[HfFolder, Fields], ModelConfig]
+    layout: Callable[[HfFolder, ModelConfig], Layout]
 
-    def strangers(self, folder: HfFolder, read: set[str], modules: Sequence[str]) -> list[str]:
-        """Tensors of these modules that nobody reads and that are not known to be unused."""
-        own = tuple(prefix for module in modules for prefix in self.prefixes[module])
-        known = (*self.unused, *BUFFERS)
-        return sorted(
-            key
-            for key in set(folder.tensors) - read
-            if key.startswith(own) and not any(fnmatchcase(key, pattern) for pattern in known)
-        )
+
+def _decoder(folder: HfFolder, fields: Fields) -> ModelConfig:
+    return ModelConfig(decoder_of(fields))
+
+
+def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    inner, output = find_decoder(folder)
+    unused = (f"{output}.weight",) if model.llm.tied else ()
+    return Layout({"llm": decoder_parts(model.llm, inner, output)}, {"llm": (inner, output)}, unused)
+
+
+CHECKPOINTS = {
+    **dict.fromkeys(decoders.FAMILIES, Checkpoints(_decoder, _decoder_layout)),
+    "llava": Checkpoints(llava.read, llava.layout),
+    "internvl": Checkpoints(internvl.read, internvl.layout),
+    "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
+}
 
 
 def from_hf(folder: str | Path, freeze: Sequence[str] = ()) -> ModelConfig:
@@ -45,12 +53,14 @@ def from_hf(folder: str | Path, freeze: Sequence[str] = ()) -> ModelConfig:
     folder, family or field that cannot be read, naming it.
     """
     opened = HfFolder.open(Path(folder).expanduser().absolute())
-    fields = Fields(opened.config, str(opened.path / "config.json"))
-    kind = fields.get("model_type", str)
-    if kind not in decoders.FAMILIES:
-        raise UserError(f"{fields.where}: model_type={kind!r} cannot be read; known: {', '.join(decoders.FAMILIES)}")
-    llm = decoder_of(fields)
-    return frozen(ModelConfig(replace(llm, weights=str(opened.path))), freeze)
+    model = _kind(opened).read(opened, _fields(opened))
+    model = replace(model, llm=replace(model.llm, tied=_tied(opened, model.llm)))
+    return frozen(_from(model, str(opened.path)), freeze)
+
+
+def layout_of(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Where the modules that this model takes from a folder lie there."""
+    return _kind(folder).layout(folder, model)
 
 
 def frozen(model: ModelConfig, freeze: Sequence[str]) -> ModelConfig:
@@ -66,8 +76,35 @@ def frozen(model: ModelConfig, freeze: Sequence[str]) -> ModelConfig:
     return replace(model, llm=replace(model.llm, frozen="llm" in freeze), encoders=encoders)
 
 
-def layout_of(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where the modules that this model takes from a folder lie there."""
+def _kind(folder: HfFolder) -> Checkpoints:
+    kind = _fields(folder).get("model_type", str)
+    if kind not in CHECKPOINTS:
+        where = folder.path / "config.json"
+        raise UserError(f"{where}: model_type={kind!r} cannot be read; known: {', '.join(CHECKPOINTS)}")
+    return CHECKPOINTS[kind]
+
+
+def _fields(folder: HfFolder) -> Fields:
+    return Fields(folder.config, str(folder.path / "config.json"))
+
+
+def _from(model: ModelConfig, folder: str) -> ModelConfig:
+    """The model with this folder's weights in every module."""
+    encoders = {
+        name: replace(e, weights=folder, connector=replace(e.connector, weights=folder))
+        for name, e in model.encoders.items()
+    }
+    return replace(model, llm=replace(model.llm, weights=folder), encoders=encoders)
+
+
+def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
+    """Whether the tables are one. Where a config says so and both are stored and differ, they are not, as there."""
     inner, output = find_decoder(folder)
-    unused = (f"{output}.weight",) if model.llm.tied else ()
-    return Layout({"llm": decoder_parts(model.llm, inner, output)}, {"llm": (inner, output)}, unused)
+    first, second = f"{inner}embed_tokens.weight", f"{output}.weight"
+    if not llm.tied or second not in folder.tensors:
+        return llm.tied
+    if folder.stored(first).shape != folder.stored(second).shape:
+        return False
+    starts = range(0, folder.stored(first).shape[0], ROWS)
+    parts = ((folder.read(key, slice(at, at + ROWS)) for key in (first, second)) for at in starts)
+    return all(np.array_equal(*pair) for pair in parts)

@@ -9,7 +9,6 @@ from mmjax.models.layers import Block, LayerNorm, RMSNorm
 
 WHISPER_BIASES = ("query", "value", "output", "up", "down")  # all but the keys
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
-QK_NORM_EPS = 1e-6
 
 
 def encoder_block(config: VisionConfig | AudioConfig) -> Block:
@@ -29,6 +28,6 @@ def encoder_block(config: VisionConfig | AudioConfig) -> Block:
         activation=c.activation,
         gated=vision is not None and vision.gated,
         biases=vision.biases if vision else WHISPER_BIASES,
-        width_norm=partial(RMSNorm, eps=QK_NORM_EPS) if vision and vision.qk_norm == "width" else None,
+        width_norm=partial(RMSNorm, eps=vision.qk_norm_eps) if vision and vision.qk_norm == "width" else None,
         layer_scale=vision is not None and vision.layer_scale,
     )

@@ -24,9 +24,9 @@ class PatchEmbedding(nnx.Module):
         c = config
         self.patches = Linear(c.patch**2 * c.channels, c.width, (None, "embed"), rngs, bias=c.embed_bias)
         self.class_token = PositionTable(1, c.width, rngs) if c.class_token else None
-        self.positions = None
-        if isinstance(c.positions, LearnedGrid):
-            self.positions = PositionTable(c.positions.rows * c.positions.columns + c.class_token, c.width, rngs)
+        grid = c.positions if isinstance(c.positions, LearnedGrid) else None
+        places = 0 if grid is None else grid.rows * grid.columns + c.class_token
+        self.positions = PositionTable(places, c.width, rngs) if places else None
         self.norm = NORMS[c.norm](c.width, c.norm_eps) if c.embed_norm else None
         self.config = c
 

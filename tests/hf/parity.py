@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,15 +111,17 @@ def check_gradients(
         names = tuple(key.key for key in path)
         inside = names[1:] if names[0] == "llm" else names[2:]
         part = layout.modules[module_of(names)].find(inside)
-        tensor = there[part.key]
-        rows = tensor if part.rows is None else tensor[slice(*part.rows)]
+        rows = there.read(part.key, slice(None) if part.rows is None else slice(*part.rows))
         wanted = part.ours(rows, gradient.shape)
         scale = max(np.abs(wanted).max(), 1e-3)
         np.testing.assert_allclose(np.asarray(gradient), wanted, atol=2e-4 * scale, err_msg=".".join(names))
 
 
-def saved_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Gradients by the names under which `save_pretrained` stores their parameters."""
+def saved_gradients(model: torch.nn.Module) -> HfFolder:
+    """The gradients in the places of their parameters, saved as a checkpoint: under the names that these have there."""
     with torch.no_grad():
-        kept = {name: p.grad for name, p in model.named_parameters()}
-    return {name: (torch.zeros(1) if g is None else g).numpy() for name, g in kept.items()}
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    return HfFolder.open(folder)

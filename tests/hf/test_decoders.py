@@ -212,7 +212,7 @@ def test_tensors_that_do_not_go_with_the_config_are_named(tmp_path, change, mess
     ("change", "message"),
     [
         ({"model_type": "bert"}, r"model_type='bert' cannot be read; known: qwen2"),
-        ({"hidden_size": None}, r"config.json has no 'hidden_size'"),
+        ({"model_type": None}, r"config.json has no 'model_type'"),
         ({"hidden_size": "48"}, r"hidden_size='48' is no int"),
         ({"hidden_act": "mish"}, r"hidden_act='mish' is not supported"),
         ({"rope_parameters": {"rope_type": "spiral"}}, r"rope_type='spiral' is not supported; known: default"),

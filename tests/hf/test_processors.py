@@ -22,9 +22,9 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from mmjax.config import DynamicTiles, FixedSize, SmartResize, WhisperMel
 from mmjax.data.image_items import items_of_image
 from mmjax.data.media import patchify
-from mmjax.data.processor_files import IMAGENET_MEAN, IMAGENET_STD, read_audio_processing, read_image_processing
 from mmjax.data.whisper_mel import log_mel
 from mmjax.errors import UserError
+from mmjax.hf.processors import IMAGENET_MEAN, IMAGENET_STD, read_audio_processing, read_image_processing
 
 SHAPES = ((60, 90), (91, 37), (1, 40), (512, 640))
 LARGE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}

@@ -1,0 +1,75 @@
+"""InternVL 2.5 and 3: InternViT, pixel shuffle, an MLP, a decoder; in transformers' layout and in OpenGVLab's own."""
+
+from __future__ import annotations
+
+from mmjax.config import ConnectorConfig, ModelConfig
+from mmjax.errors import UserError
+from mmjax.hf.decoders import ACTIVATIONS, decoder_of
+from mmjax.hf.fields import Fields
+from mmjax.hf.folder import HfFolder
+from mmjax.hf.layout import Layout
+from mmjax.hf.llava import PROJECTORS, text_of, tower_fields, whole_layout
+from mmjax.hf.parts import Parts, linear, norm
+from mmjax.hf.vision import vision_of, with_images
+
+PROJECTOR_EPS = 1e-5  # of PyTorch's LayerNorm; no config says it
+OPEN = "mlp1."  # OpenGVLab's projector
+
+
+def read(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that a config of transformers' layout says."""
+    # The class ties the tables unless a config says otherwise.
+    tied = fields.get("tie_word_embeddings", bool, True)
+    llm = text_of(Fields({**fields.of, "tie_word_embeddings": tied}, fields.where), "qwen2")
+    layer = fields.get("vision_feature_layer", (int, list), -1)
+    if isinstance(layer, list):
+        raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
+    fields.refuse("vision_feature_select_strategy", "default")
+    connector = _connector(fields, llm.width, fields.choice("projector_hidden_act", ACTIVATIONS, "gelu"))
+    tower = tower_fields(fields, {"model_type": "internvl_vision"})
+    return ModelConfig(llm, {"vision": with_images(folder, vision_of(tower, layer, layer == -1, connector))})
+
+
+def layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Where the tensors of transformers' layout lie."""
+    projector = next((p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1])
+    parts = {
+        "norm": norm(f"{projector}layer_norm"),
+        "mlp.up": linear(f"{projector}linear_1"),
+        "mlp.down": linear(f"{projector}linear_2"),
+    }
+    return whole_layout(folder, model, "internvl_vision", Parts(parts), projector)
+
+
+def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that OpenGVLab's own config (`internvl_chat`) says."""
+    text = fields.inner("llm_config")
+    llm = decoder_of(text, fields.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False)))
+    fields.refuse("ps_version", "v2")
+    tower = fields.inner("vision_config")
+    forced = fields.get("force_image_size", int, tower.get("image_size", int, 224))
+    if forced != tower.get("image_size", int, 224):
+        raise UserError(
+            f"{fields.where}: force_image_size={forced} differs from vision_config.image_size, so positions would have "
+            "to be interpolated, which is not supported"
+        )
+    tower = Fields({**tower.of, "model_type": "intern_vit_6b"}, tower.where)
+    connector = _connector(fields, llm.width, "gelu")
+    vision = vision_of(tower, fields.get("select_layer", int, -1), True, connector)
+    return ModelConfig(llm, {"vision": with_images(folder, vision)})
+
+
+def layout_chat(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Where the tensors of OpenGVLab's layout lie."""
+    parts = {"norm": norm(f"{OPEN}0"), "mlp.up": linear(f"{OPEN}1"), "mlp.down": linear(f"{OPEN}3")}
+    return whole_layout(folder, model, "intern_vit_6b", Parts(parts), OPEN)
+
+
+def _connector(fields: Fields, width: int, activation: str) -> ConnectorConfig:
+    ratio = fields.get("downsample_ratio", float, 0.5)
+    merge = round(1 / ratio)
+    if merge < 1 or abs(merge * ratio - 1) > 1e-6:
+        raise UserError(f"{fields.where}: downsample_ratio={ratio} is no part 1/n of one, which is not supported")
+    return ConnectorConfig(
+        merge=merge, mlp_width=width, norm="merged_layer", norm_eps=PROJECTOR_EPS, activation=activation
+    )

@@ -1,0 +1,254 @@
+"""Vision towers: CLIP, SigLIP and InternViT, the latter in transformers' layout and in OpenGVLab's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mmjax.config import Biased, ConnectorConfig, LearnedGrid, VisionConfig
+from mmjax.errors import UserError
+from mmjax.hf.decoders import ACTIVATIONS, QKV
+from mmjax.hf.fields import Fields
+from mmjax.hf.folder import HfFolder
+from mmjax.hf.parts import Leaves, Part, Parts, convolution, linear, norm, third
+from mmjax.hf.processors import read_image_processing
+
+ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
+TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_model.", "")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column, channel
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A kind of vision tower."""
+
+    read: Callable[[Fields], VisionConfig]  # all its layers
+    marker: str  # a tensor that it has, below its prefix
+    parts: Callable[[VisionConfig, str], Parts]  # below a prefix
+    layers: str  # the prefix of its layers, below it
+    unused: tuple[str, ...]  # patterns of tensors that the LLM's features do not need, below the prefix
+
+
+def vision_of(fields: Fields, feature_layer: int, final_norm: bool, connector: ConnectorConfig) -> VisionConfig:
+    """The tower that a vision config says, up to the layer whose output a connector reads.
+
+    feature_layer: as transformers counts: 0 the embedding, -1 the last layer. final_norm: whether the norm after the
+    last layer counts as part of it. Raises UserError for an unknown kind, or a layer that there is not.
+    """
+    kind = kind_of(fields)
+    whole = TOWERS_BY_KIND[kind].read(fields)
+    layers = feature_layer if feature_layer >= 0 else whole.layers + 1 + feature_layer
+    if not 1 <= layers <= whole.layers:
+        raise UserError(f"{fields.where}: feature layer {feature_layer} is none of {whole.layers} layers")
+    return replace(whole, layers=layers, head_norm=whole.head_norm and final_norm, connector=connector)
+
+
+def kind_of(fields: Fields) -> str:
+    """The kind of a vision config. OpenGVLab's says none of its own but `intern_vit_6b`."""
+    kind = fields.get("model_type", str, "intern_vit_6b")
+    if kind not in TOWERS_BY_KIND:
+        raise UserError(f"{fields.where}: model_type={kind!r} is no vision tower that can be read; known: "
+                        f"{', '.join(TOWERS_BY_KIND)}")  # fmt: skip
+    return kind
+
+
+def find_tower(folder: HfFolder, kind: str) -> str:
+    """The prefix of a vision tower in a checkpoint. Raises UserError where there is none."""
+    marker = TOWERS_BY_KIND[kind].marker
+    for prefix in TOWERS:
+        for inner in (prefix, f"{prefix}vision_model."):
+            if f"{inner}{marker}" in folder.tensors:
+                return inner
+    raise UserError(f"{folder.path} has no {kind}: no tensor is called [...]{marker}")
+
+
+def vision_parts(config: VisionConfig, kind: str, prefix: str) -> Parts:
+    """Where a tower's parameters lie below a prefix."""
+    return TOWERS_BY_KIND[kind].parts(config, prefix)
+
+
+def unused_in(config: VisionConfig, kind: str, prefix: str, most: int = 1000) -> tuple[str, ...]:
+    """Patterns of the tower's tensors that nothing here reads: what comes after the layer whose output is read."""
+    tower = TOWERS_BY_KIND[kind]
+    later = tuple(f"{prefix}{tower.layers}{i}.*" for i in range(config.layers, most))
+    return later + tuple(f"{prefix}{pattern}" for pattern in tower.unused)
+
+
+# ------------------------------------------------------------------------------------------------- CLIP and SigLIP
+
+
+def _clip(fields: Fields) -> VisionConfig:
+    return _two_norms(fields, "quick_gelu", 1e-5, class_token=True)
+
+
+def _siglip(fields: Fields) -> VisionConfig:
+    return _two_norms(fields, "gelu_pytorch_tanh", 1e-6, class_token=False)
+
+
+def _two_norms(fields: Fields, activation: str, eps: float, class_token: bool) -> VisionConfig:
+    width = fields.get("hidden_size", int, 768)
+    patch, grid = _patches(fields, 224, 32 if class_token else 16)
+    return VisionConfig(
+        layers=fields.get("num_hidden_layers", int, 12),
+        width=width,
+        heads=fields.get("num_attention_heads", int, 12),
+        mlp_width=fields.get("intermediate_size", int, 3072),
+        patch=patch,
+        channels=fields.get("num_channels", int, 3),
+        positions=grid,
+        class_token=class_token,
+        embed_bias=not class_token,
+        embed_norm=class_token,
+        norm_eps=fields.get("layer_norm_eps", float, eps),
+        activation=fields.choice("hidden_act", ACTIVATIONS, activation),
+        biases=ALL_BIASES,
+    )
+
+
+def _patches(fields: Fields, image: int, patch: int) -> tuple[int, LearnedGrid]:
+    """The side of a patch and the grid of an image, both square where one number is given."""
+    size, side = fields.get("image_size", (int, list), image), fields.get("patch_size", (int, list), patch)
+    rows, columns = size if isinstance(size, list) else (size, size)
+    sides = side if isinstance(side, list) else [side, side]
+    if len(set(sides)) != 1:
+        raise UserError(f"{fields.where}: patch_size={sides} is not square, which is not supported")
+    return sides[0], LearnedGrid(rows // sides[0], columns // sides[0])
+
+
+def _clip_parts(config: VisionConfig, prefix: str) -> Parts:
+    layer = f"{prefix}encoder.layers.*."
+    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+    return Parts(
+        {
+            "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
+            "embed.class_token": {"weight": Part(f"{prefix}embeddings.class_embedding", (0,))},
+            "embed.positions": {"weight": Part(f"{prefix}embeddings.position_embedding.weight")},
+            "embed.norm": norm(f"{prefix}pre_layrnorm"),
+            "layers.*.attention_norm": norm(f"{layer}layer_norm1"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}") for ours, name in named.items()},
+            "layers.*.mlp_norm": norm(f"{layer}layer_norm2"),
+            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
+            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
+            "head": norm(f"{prefix}post_layernorm"),
+        }
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- InternViT
+
+
+def _intern(fields: Fields) -> VisionConfig:
+    patch, grid = _patches(fields, 448, 14)
+    fields.refuse("use_absolute_position_embeddings", True)
+    fields.refuse("use_mask_token", False)
+    biases = ALL_BIASES if fields.get("attention_bias", bool, False) else ("output", "up", "down")
+    return VisionConfig(
+        layers=fields.get("num_hidden_layers", int, 24),
+        width=fields.get("hidden_size", int, 1024),
+        heads=fields.get("num_attention_heads", int, 16),
+        mlp_width=fields.get("intermediate_size", int, 4096),
+        patch=patch,
+        channels=fields.get("num_channels", int, 3),
+        positions=grid,
+        class_token=True,
+        norm=fields.choice("norm_type", {"layer_norm": "layer", "rms_norm": "rms"}, "layer_norm"),
+        norm_eps=fields.get("layer_norm_eps", float, 1e-6),
+        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        biases=biases,
+        qk_norm="width" if fields.get("use_qk_norm", bool, False) else "none",
+        layer_scale=True,
+        head_norm=not fields.get("use_mean_pooling", bool, True),
+    )
+
+
+def _intern_parts(config: VisionConfig, prefix: str) -> Parts:
+    layer = f"{prefix}encoder.layer.*."
+    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "projection_layer"}
+    return Parts(
+        {
+            "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
+            "embed.class_token": {"weight": Part(f"{prefix}embeddings.cls_token", (0, 1, 2))},
+            "embed.positions": {"weight": Part(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
+            "layers.*.attention_norm": norm(f"{layer}layernorm_before"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
+            "layers.*.attention.query_norm": norm(f"{layer}attention.q_norm"),
+            "layers.*.attention.key_norm": norm(f"{layer}attention.k_norm"),
+            "layers.*.attention_after": {"scale": Part(f"{layer}lambda_1")},
+            "layers.*.mlp_norm": norm(f"{layer}layernorm_after"),
+            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
+            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
+            "layers.*.mlp_after": {"scale": Part(f"{layer}lambda_2")},
+            "head": norm(f"{prefix}layernorm"),
+        }
+    )
+
+
+def _open_intern(fields: Fields) -> VisionConfig:
+    patch, grid = _patches(fields, 224, 14)
+    biases: tuple[Biased, ...] = ("output", "up", "down")
+    return VisionConfig(
+        layers=fields.get("num_hidden_layers", int, 48),
+        width=fields.get("hidden_size", int, 3200),
+        heads=fields.get("num_attention_heads", int, 25),
+        mlp_width=fields.get("intermediate_size", int, 12_800),
+        patch=patch,
+        channels=fields.get("num_channels", int, 3),
+        positions=grid,
+        class_token=True,
+        norm=fields.choice("norm_type", {"layer_norm": "layer", "rms_norm": "rms"}, "rms_norm"),
+        norm_eps=fields.get("layer_norm_eps", float, 1e-6),
+        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        biases=(*QKV, *biases) if fields.get("qkv_bias", bool, False) else biases,
+        qk_norm="width" if fields.get("qk_normalization", bool, True) else "none",
+        qk_norm_eps=fields.get("layer_norm_eps", float, 1e-6),
+        layer_scale=True,
+        head_norm=False,
+    )
+
+
+def _open_intern_parts(config: VisionConfig, prefix: str) -> Parts:
+    layer = f"{prefix}encoder.layers.*."
+    fused = linear(f"{layer}attn.qkv")
+    thirds: dict[str, Leaves] = {
+        f"layers.*.attention.{ours}": third(fused, i, config.width) for i, ours in enumerate(QKV)
+    }
+    return Parts(
+        {
+            "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
+            "embed.class_token": {"weight": Part(f"{prefix}embeddings.class_embedding", (0, 1, 2))},
+            "embed.positions": {"weight": Part(f"{prefix}embeddings.position_embedding", (0, 1, 2))},
+            "layers.*.attention_norm": norm(f"{layer}norm1"),
+            **thirds,
+            "layers.*.attention.output": linear(f"{layer}attn.proj"),
+            "layers.*.attention.query_norm": norm(f"{layer}attn.q_norm"),
+            "layers.*.attention.key_norm": norm(f"{layer}attn.k_norm"),
+            "layers.*.attention_after": {"scale": Part(f"{layer}ls1")},
+            "layers.*.mlp_norm": norm(f"{layer}norm2"),
+            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
+            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
+            "layers.*.mlp_after": {"scale": Part(f"{layer}ls2")},
+        }
+    )
+
+
+_CLIP = Tower(_clip, "pre_layrnorm.weight", _clip_parts, "encoder.layers.", ("post_layernorm.*",))
+_SIGLIP_UNUSED = ("post_layernorm.*", "head.*")
+TOWERS_BY_KIND = {
+    "clip_vision_model": _CLIP,
+    "siglip_vision_model": Tower(
+        _siglip, "embeddings.position_embedding.weight", _clip_parts, "encoder.layers.", _SIGLIP_UNUSED
+    ),
+    "internvl_vision": Tower(_intern, "embeddings.cls_token", _intern_parts, "encoder.layer.", ("layernorm.*",)),
+    "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", _open_intern_parts, "encoder.layers.", ()),
+}
+
+
+def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
+    """The tower with what the folder says of how its images are prepared; as it is where it says nothing."""
+    if not any((folder.path / name).exists() for name in PROCESSORS) and folder.config["model_type"] != "internvl_chat":
+        return vision
+    how, mean, std, rescale = read_image_processing(folder.path)
+    # Here pixels are divided by 255, there multiplied by `rescale`.
+    mean, std = (tuple(x / (255 * rescale) for x in numbers) for numbers in (mean, std))
+    return replace(vision, images=how, mean=mean, std=std)

@@ -1,0 +1,105 @@
+"""Multimodal checkpoints: several samples with images and clips in one packed row, against one by one there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from parity import check_gradients, loaded
+
+from mmjax.batch import Microbatch
+from mmjax.config import BatchConfig, Config, DataConfig, ModelConfig, NoGrouping, Samples, TrainingConfig
+from mmjax.data.index import build_index
+from mmjax.data.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.plan import make_planner
+from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.hf.folder import HfFolder
+
+Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
+
+
+@dataclass(frozen=True)
+class Given:
+    """A source of samples given whole: stretches of tokens, images (uint8 [h, w, 3]) and clips (float [n])."""
+
+    samples: Sequence[Sequence[Part]]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def fingerprint(self) -> str:
+        return "given"
+
+    def items(self, index: int) -> list[Part]:
+        return [part for part in self.samples[index] if not is_text(part)]
+
+    def facts(self, index: int) -> Facts:
+        text = sum(len(part) for part in self.samples[index] if is_text(part))
+        return Facts(text, tuple((encoder(part), part.shape[:2]) for part in self.items(index)))
+
+    def sample(self, index: int) -> Sample:
+        segments, number = [], 0
+        for at, part in enumerate(self.samples[index]):
+            if is_text(part):
+                weights = np.ones(len(part), np.float32)
+                weights[0] = at > 0
+                segments.append(Text(part.astype(np.int32), weights))
+            else:
+                segments.append(Item(encoder(part), number))
+                number += 1
+        return Sample(tuple(segments))
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        return self.items(index)[number]
+
+
+def is_text(part: Part) -> bool:
+    return part.ndim == 1 and np.issubdtype(part.dtype, np.integer)
+
+
+def encoder(part: Part) -> str:
+    return "vision" if part.ndim == 3 else "audio"
+
+
+def packed(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Microbatch:
+    """All samples in one row of each module, by the real index, planner and packer."""
+    source, modules = Given(samples), ("llm", *model.encoders)
+    batch = BatchConfig(Samples(len(samples)), dict.fromkeys(modules, 1), grouping=NoGrouping())
+    config = Config("given", DataConfig(), batch, model, TrainingConfig(1))
+    index = build_index({"given": source}, model.encoders)
+    planner, _ = make_planner(index, config, [1.0])
+    (plan,) = planner.plan_once(np.arange(len(samples)))
+    reader = Reader(source.sample, source.item, index.source_of, index.name)
+    return pack_microbatch(plan, Arrays.of(model), reader)
+
+
+Theirs = Callable[[torch.nn.Module, Sequence[Part]], torch.Tensor]  # logits [t, v] of one sample, expanded
+
+
+def check_samples(
+    model: torch.nn.Module, folder: Path, samples: Sequence[Sequence[Part]], theirs: Theirs
+) -> dict[str, Any]:
+    """Logits of packed samples to 1e-4, and every gradient of the mean loss over all of them."""
+    ours, params, config = loaded(folder)
+    batch = jax.tree.map(jnp.asarray, packed(config, samples))
+    text = jax.device_get(batch.text)
+    logits = np.asarray(jax.jit(ours.logits)(params, batch))
+    total = torch.zeros(())
+    for number, sample in enumerate(samples):
+        row, at = np.argwhere(text.owner == number)[0]
+        here = slice(at, at + int((text.owner[row] == number).sum()))
+        wanted = theirs(model, sample)
+        assert len(wanted) == here.stop - here.start, f"{len(wanted)} tokens there, {here} here"
+        np.testing.assert_allclose(logits[row, here], wanted.detach().numpy(), atol=1e-4, err_msg=f"sample {number}")
+        target, weight = (torch.tensor(getattr(text, f)[row, here]) for f in ("target", "weight"))
+        total = total + (torch.nn.functional.cross_entropy(wanted, target.long(), reduction="none") * weight).sum()
+    count = float(text.weight.sum())
+    (total / count).backward()
+    check_gradients(ours, params, batch, model, HfFolder.open(folder), count)
+    return params

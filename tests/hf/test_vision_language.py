@@ -1,0 +1,116 @@
+"""LLaVA-1.5 and InternVL compute what transformers computes, with images of one size or in tiles."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from parity import random_model
+from parity_samples import check_samples, is_text
+from transformers import (
+    CLIPVisionConfig,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
+
+VOCAB, IMAGE = 61, 60
+SIDE = 16  # pixels
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3}
+TOWER |= {"image_size": SIDE, "patch_size": 4}
+QWEN2, LLAMA = transformers.Qwen2Config(**TEXT), transformers.LlamaConfig(**TEXT)
+LLAVA = {
+    "clip": (CLIPVisionConfig(**TOWER), LLAMA, {}),
+    "clip, last layer, no biases": (
+        CLIPVisionConfig(**TOWER | {"hidden_act": "gelu", "layer_norm_eps": 1e-3}),
+        QWEN2,
+        {"vision_feature_layer": -1, "multimodal_projector_bias": False, "projector_hidden_act": "relu"},
+    ),
+    "siglip": (
+        SiglipVisionConfig(**TOWER, vision_use_head=False),
+        transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
+        {"vision_feature_select_strategy": "full", "vision_feature_layer": -2},
+    ),
+}
+INTERN = {
+    "plain": ({}, QWEN2, {}),
+    "norms and biases": (
+        {"use_qk_norm": True, "attention_bias": True, "norm_type": "rms_norm"},
+        QWEN2,
+        {"tie_word_embeddings": False, "projector_hidden_act": "silu"},
+    ),
+    "final norm": (
+        {"use_mean_pooling": False, "layer_norm_eps": 1e-4},
+        transformers.LlamaConfig(**TEXT),
+        {"tie_word_embeddings": False},
+    ),
+    "earlier layer": ({}, QWEN2, {"vision_feature_layer": -2}),
+    "no shuffle": ({}, QWEN2, {"downsample_ratio": 1.0}),
+}
+
+
+def samples(seed=0):
+    """Text alone; one image; two images with text between; an image first."""
+    rng = np.random.default_rng(seed)
+    words = lambda n: rng.integers(1, IMAGE, n)  # noqa: E731
+    image = lambda: rng.integers(0, 256, (SIDE, SIDE, 3), np.uint8)  # noqa: E731
+    return [
+        [words(9)],
+        [words(3), image(), words(5)],
+        [words(2), image(), words(1), image(), words(4)],
+        [image(), words(6)],
+    ]
+
+
+def theirs(tokens_per_image):
+    def logits(model, sample):
+        tokens = [part if is_text(part) else np.full(tokens_per_image, IMAGE) for part in sample]
+        images = [(part / 255 - MEAN) / STD for part in sample if not is_text(part)]
+        inputs = {}
+        if images:
+            inputs["pixel_values"] = torch.tensor(np.stack(images).transpose(0, 3, 1, 2), dtype=torch.float32)
+        ids = torch.tensor(np.concatenate(tokens))[None].long()
+        return model(input_ids=ids, use_cache=False, **inputs).logits[0]
+
+    return logits
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    processor = {"image_processor_type": "CLIPImageProcessor", "image_mean": MEAN, "image_std": STD}
+    processor |= {"size": {"height": SIDE, "width": SIDE}, "do_center_crop": False}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+@pytest.mark.parametrize("kind", LLAVA)
+def test_llava_is_what_transformers_makes_of_it(kind, tmp_path):
+    vision, text, own = LLAVA[kind]
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, **own)
+    model = random_model(config, LlavaForConditionalGeneration)
+    save(model, tmp_path)
+    check_samples(model, tmp_path, samples(), theirs((SIDE // 4) ** 2))
+
+
+@pytest.mark.parametrize("kind", INTERN)
+def test_internvl_is_what_transformers_makes_of_it(kind, tmp_path):
+    vision, text, own = INTERN[kind]
+    vision = InternVLVisionConfig(**TOWER | vision)
+    config = InternVLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, **own)
+    model = random_model(config, InternVLForConditionalGeneration)
+    save(model, tmp_path)
+    check_samples(model, tmp_path, samples(), theirs((SIDE // 4 // (1 if kind == "no shuffle" else 2)) ** 2))
