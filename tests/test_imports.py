@@ -14,7 +14,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}  # where an import is not called as its distribution
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "array_record": "array-record",
+    "orbax": "orbax-checkpoint",
+}  # where an import is not called as its distribution
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,10 @@ RULES = {
         ),
         NUMERIC,
     ),
-    "data": May((*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"), NUMERIC | {"grain", "absl"}),
+    "data": May(
+        (*CONFIG, "mmjax.config_values", "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"),
+        NUMERIC | {"grain", "absl", "array_record", "fsspec", "pyarrow", "soundfile"},
+    ),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
         (
@@ -84,6 +91,8 @@ RULES = {
 ONLY_IN = {
     "grain": "mmjax.data.pipeline",
     "absl": "mmjax.data.pipeline",
+    "array_record": "mmjax.data.array_records",
+    "pyarrow": "mmjax.data.parquet",
     "orbax": "mmjax.training.checkpoint",
     "matplotlib": "mmjax.pictures",
 }

@@ -9,6 +9,10 @@ from typing import Literal, Protocol
 Medium = Literal["image", "audio"]
 
 
+class BadSample(ValueError):
+    """A record that cannot be trained on: one plain reason, without the record's place, which the caller knows."""
+
+
 @dataclass(frozen=True)
 class Media:
     """A place in a message where an image or a clip stands; which one is its number among the conversation's media."""
@@ -36,7 +40,10 @@ class Conversation:
 
 
 class Conversations(Protocol):
-    """Random access to the records of a data set, and to the encoded files of their media. Nothing is decoded."""
+    """Random access to the records of a data set, and to the encoded files of their media. Nothing is decoded.
+
+    `conversation` and `encoded` raise BadSample for a record that cannot be used.
+    """
 
     def __len__(self) -> int: ...
 

@@ -1,0 +1,171 @@
+"""Records of JSON files, one line each or as one big array, found by where they start: none is held in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+from mmjax.data.conversation import BadSample
+from mmjax.data.stored import digest, local_copy
+from mmjax.errors import UserError
+
+_VERSION = "1"
+_CHUNK = 1 << 24
+
+
+class JsonRecords:
+    """The records of several files, one file after the other.
+
+    Where each record starts and stops is kept under `cache`, by the file's path, size and time of change. Raises
+    UserError for a file that is no JSON array and no JSON lines.
+    """
+
+    def __init__(self, paths: Sequence[str], cache: Path) -> None:
+        self._files = [_IndexedFile(path, cache) for path in paths]
+        self._starts = np.cumsum([0, *(len(file.spans) for file in self._files)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def fingerprint(self) -> str:
+        """Of all bytes of all files."""
+        return digest(*(file.digest for file in self._files))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One record. Raises BadSample where it is no JSON object."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        try:
+            record = json.loads(self._files[number].record(index - int(self._starts[number])))
+        except (ValueError, RecursionError) as error:
+            raise BadSample(f"is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise BadSample(f"is a JSON {type(record).__name__}, not an object")
+        return record
+
+
+class _IndexedFile:
+    def __init__(self, path: str, cache: Path) -> None:
+        try:
+            local = local_copy(path, cache / "copies")
+            found = local.stat()
+            self._file = local.open("rb")
+        except (OSError, BadSample) as error:
+            raise UserError(f"{path}: cannot be read: {error}") from None
+        stamp = digest(str(local.absolute()), str(found.st_size), str(found.st_mtime_ns), _VERSION)
+        folder = cache / f"records-{stamp}"
+        if not folder.exists():
+            _write(folder, *_indexed(path, local))
+        self.spans = np.load(folder / "spans.npy", mmap_mode="r")
+        self.digest = (folder / "digest").read_text()
+
+    def record(self, number: int) -> bytes:
+        """The text of one."""
+        start, stop = map(int, self.spans[number])
+        return os.pread(self._file.fileno(), stop - start, start)
+
+
+def _write(folder: Path, spans: np.ndarray, content: str) -> None:
+    """A folder that is there already is whole: it was renamed into place."""
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    np.save(partial / "spans.npy", spans)
+    (partial / "digest").write_text(content)
+    try:
+        partial.rename(folder)
+    except OSError:  # another process was faster
+        if not folder.exists():
+            raise
+        shutil.rmtree(partial)
+
+
+def _indexed(path: str, local: Path) -> tuple[np.ndarray, str]:
+    """Where each record starts and stops, int64 `[n, 2]`, and a hash of the file."""
+    with local.open("rb") as file:
+        content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    if not local.stat().st_size:
+        return np.empty((0, 2), np.int64), content
+    data = np.memmap(local, np.uint8, "r")
+    head = bytes(data[:_CHUNK])
+    if head[:2] == b"\x1f\x8b" or head[:4] == b"(\xb5/\xfd" or head[:2] == b"PK":
+        raise UserError(f"{path} is compressed, so no record of it can be found alone; unpack it")
+    mark = 3 if head.startswith(b"\xef\xbb\xbf") else 0
+    first = head[mark:].lstrip()[:1]
+    if first == b"[":
+        spans, end = _elements(data[mark:])
+        if end < 0:
+            raise UserError(f"{path} is truncated: its array has {len(spans):,} whole records and no end")
+    elif first in (b"{", b""):
+        spans = _lines(data[mark:])
+    else:
+        raise UserError(f"{path} is neither a JSON array nor JSON lines: it starts with {head[mark : mark + 20]!r}")
+    return spans + mark, content
+
+
+@numba.njit(cache=True, nogil=True)
+def _lines(data: np.ndarray) -> np.ndarray:
+    """Lines that hold something, without the white space around it, int64 `[n, 2]`."""
+    spans, count = np.empty((1024, 2), np.int64), 0
+    start, stop = -1, -1
+    for i in range(len(data) + 1):
+        if i == len(data) or data[i] == 10:
+            if start >= 0:
+                if count == len(spans):
+                    spans = np.concatenate((spans, np.empty_like(spans)))
+                spans[count, 0], spans[count, 1] = start, stop
+                count += 1
+            start = -1
+        elif data[i] not in (32, 9, 13):
+            if start < 0:
+                start = i
+            stop = i + 1
+    return spans[:count]
+
+
+@numba.njit(cache=True, nogil=True)
+def _elements(data: np.ndarray) -> tuple[np.ndarray, int]:
+    """Elements of the outermost array, int64 `[n, 2]`, and where it ends; -1 if it does not."""
+    spans, count = np.empty((1024, 2), np.int64), 0
+    depth, quoted, escaped, start, stop = 0, False, False, -1, -1
+    for i in range(len(data)):
+        c = data[i]
+        if quoted:
+            if escaped:
+                escaped = False
+            elif c == 92:
+                escaped = True
+            elif c == 34:
+                quoted = False
+            stop = i + 1
+            continue
+        if c in (32, 9, 10, 13):
+            continue
+        if depth == 1 and c in (44, 93):
+            if start >= 0:
+                if count == len(spans):
+                    spans = np.concatenate((spans, np.empty_like(spans)))
+                spans[count, 0], spans[count, 1] = start, stop
+                count += 1
+            start = -1
+            if c == 93:
+                return spans[:count], i + 1
+            continue
+        if depth > 0 and start < 0:
+            start = i
+        stop = i + 1
+        if c == 34:
+            quoted = True
+        elif c in (91, 123):
+            depth += 1
+        elif c in (93, 125):
+            depth -= 1
+    return spans[:count], -1
