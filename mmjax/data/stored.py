@@ -28,8 +28,12 @@ _STAMPS = ("ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModif
 T = TypeVar("T")
 
 
+class Unreadable(BadSample):
+    """A file that is missing or cannot be read; that may change, other than what is wrong with its bytes."""
+
+
 class Stored(Protocol):
-    """An encoded file. All methods raise BadSample where it is missing or cannot be read."""
+    """An encoded file. All methods raise Unreadable where it is missing or cannot be read."""
 
     @property
     def name(self) -> str:
@@ -93,7 +97,7 @@ class LocalFile:
         except (OSError, ValueError) as error:
             raise _unreadable(self.path, error) from None
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its writer
-            raise BadSample(f"{self.path} is not a file")
+            raise Unreadable(f"{self.path} is not a file")
         return f"{found.st_size}-{found.st_mtime_ns}"
 
     def open(self) -> BinaryIO:
@@ -135,8 +139,8 @@ class RemoteFile:
         return self.url
 
     def stamp(self) -> str:
-        """The server's tag or time of change, and the size. Raises BadSample also where it says neither."""
-        found = self._info()
+        """The server's tag or time of change, and the size. Raises Unreadable."""
+        found = self._info
         told = [f"{key}={found[key]}" for key in _STAMPS if found.get(key) is not None]
         return f"{found.get('size')}-{'-'.join(told)}"
 
@@ -145,9 +149,9 @@ class RemoteFile:
         return io.BufferedReader(_Ranges(self, self.size()), HEAD)
 
     def size(self) -> int:
-        """Bytes. Raises BadSample where the server does not say."""
-        if (size := self._info().get("size")) is None:
-            raise BadSample(f"{self.url}: the server does not say how long it is")
+        """Bytes. Raises Unreadable where the server does not say."""
+        if (size := self._info.get("size")) is None:
+            raise Unreadable(f"{self.url}: the server does not say how long it is")
         return int(size)
 
     def read(self) -> bytes:
@@ -159,8 +163,12 @@ class RemoteFile:
         found: bytes = _tried(self.url, lambda: filesystem(self.url).cat_file(self.url, start=start, end=stop))
         return found if len(found) <= stop - start else found[start:stop]
 
+    @property
     def _info(self) -> dict[str, Any]:
-        return _tried(self.url, lambda: _info(self.url))
+        """Asked once; not a cached_property, which before Python 3.12 makes all threads wait for each other."""
+        if "info" not in self.__dict__:
+            self.__dict__["info"] = _tried(self.url, lambda: _info(self.url))
+        return self.__dict__["info"]
 
 
 File = LocalFile | RemoteFile
@@ -296,8 +304,8 @@ def local_copy(path: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         partial = copy.with_name(f"{copy.name}.{os.getpid()}.partial")
         _tried(path, lambda: filesystem(path).get_file(path, str(partial)))
-        if (size := file._info().get("size")) not in (None, partial.stat().st_size):
-            raise UserError(f"{path}: only {partial.stat().st_size} of {size} bytes came; run again")
+        if partial.stat().st_size != file.size():
+            raise UserError(f"{path}: only {partial.stat().st_size} of {file.size()} bytes came; run again")
         partial.rename(copy)
     return copy
 
@@ -312,11 +320,11 @@ def _info(url: str) -> dict[str, Any]:
         return dict(filesystem(url).info(url))
     except FileNotFoundError:  # HTTP's says so whatever went wrong; reading tells
         filesystem(url).cat_file(url, start=0, end=1)
-        raise
+        return dict(filesystem(url).info(url))
 
 
 def _tried(url: str, read: Callable[[], T]) -> T:
-    """What `read` gives, tried again after a while where the fault may pass. Raises BadSample."""
+    """What `read` gives, tried again after a while where the fault may pass. Raises Unreadable."""
     for attempt in range(_ATTEMPTS):
         try:
             return read()
@@ -331,10 +339,10 @@ def _tried(url: str, read: Callable[[], T]) -> T:
     raise AssertionError("unreachable")
 
 
-def _unreadable(path: str, error: Exception) -> BadSample:
+def _unreadable(path: str, error: Exception) -> Unreadable:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return BadSample(f"{path} is missing")
-    return BadSample(f"{path} cannot be read: {_first_line(error)}")
+        return Unreadable(f"{path} is missing")
+    return Unreadable(f"{path} cannot be read: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
