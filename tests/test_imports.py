@@ -14,11 +14,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
-DISTRIBUTIONS = {
+DISTRIBUTIONS = {  # where an import is not called as its distribution
     "absl": "absl-py",
     "array_record": "array-record",
     "orbax": "orbax-checkpoint",
-}  # where an import is not called as its distribution
+    "PIL": "pillow",
+}
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ def open_conversations(source: FileSource, split: Split, cache: Path, key: str) 
     where = f"{key}.{'path' if split == 'train' else split}"
     if not (path := path_of(source, split)):
         raise UserError(f"{where} is empty: the source has no {split} files; name some")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.cache={cache}: {error.strerror}; name a folder that you may write") from None
     opened = _open(source, os.path.expanduser(path), cache, key, where)
     if not len(opened):
         raise UserError(f"{where}={path}: holds no records")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -28,7 +27,8 @@ from mmjax.data.excerpts import Cut
 from mmjax.data.stored import Stored, StoredConversations, Unreadable, digest, is_url, local_copy
 
 KINDS: tuple[Medium, ...] = ("image", "audio")
-Probe = Callable[[BinaryIO], tuple[int, int]]  # (height, width) of an image, (frames, rate) of a clip, from its header
+# (height, width) of an image, (frames, rate) of a clip, from its header. It passes on what reading the file raises.
+Probe = Callable[[BinaryIO], tuple[int, int]]
 Progress = Callable[[int], None]  # told how many records are done
 
 _VERSION = "1"
@@ -279,43 +279,16 @@ def _hash(text: str) -> int:
 
 
 def _probed(stored: Stored, kind: Medium, probe: Probe) -> tuple[int, int]:
-    with stored.open() as opened:
-        file = _Watched(opened)
+    with stored.open() as file:
         try:
             first, second = probe(file)
-        except BadSample as error:
-            raise file.failure or BadSample(f"{stored.name}: {error}") from None
+        except Unreadable:
+            raise
         except Exception as error:  # decoders raise what they like for hostile bytes
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise file.failure or BadSample(f"{stored.name} is no {kind} that can be read: {told}") from None
+            told = " ".join(str(error).split())[:200] or type(error).__name__
+            if isinstance(error, OSError) and error.errno is not None:  # of reading, not of what was read
+                raise Unreadable(f"{stored.name} cannot be read: {told}") from None
+            raise BadSample(f"{stored.name} is a bad {kind} file: {told}") from None
     if first <= 0 or second <= 0:
         raise BadSample(f"{stored.name} is an empty {kind}: {first} x {second}")
     return int(first), int(second)
-
-
-class _Watched(io.RawIOBase):
-    """Keeps the failure of reading, which C libraries lose, and gives them the end of the file in its place."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.failure = file, None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            found = self._file.read(len(buffer))
-        except (Unreadable, OSError) as error:
-            self.failure = error if isinstance(error, Unreadable) else Unreadable(f"cannot be read: {error}")
-            return 0
-        buffer[: len(found)] = found
-        return len(found)

@@ -75,9 +75,14 @@ def test_bad_media_and_records_have_their_reason_and_no_media(tmp_path: Path) ->
         assert facts.bad.tolist() == [1, 2, 3, 4, 5, 6, 7]
         assert facts.start.tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]
         told = dict(zip(facts.bad.tolist(), facts.reason.tolist(), strict=True))
-        for index, words in ((1, "cut.png"), (2, "is no image"), (3, "gone.png is missing"), (5, "points outside")):
+        for index, words in (
+            (1, "cut.png"),
+            (2, "text.png is a bad image file"),
+            (3, "gone.png is missing"),
+            (5, "points outside"),
+        ):
             assert words in told[index]
-        assert "is no audio" in told[6]
+        assert "is a bad audio file" in told[6]
         assert "2 places" in told[7]
 
 
