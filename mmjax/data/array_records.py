@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -148,7 +149,7 @@ class ArrayRecords:
         self._starts = np.cumsum([0, *self._contents.records])
         if len(self._headers) != len(self):
             raise UserError(f"{folder}: {len(self._headers)} headers for {len(self)} records; write the folder again")
-        self._reader = lru_cache(64)(self._open)
+        self._reader, self._lock = lru_cache(64)(self._open), threading.Lock()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -167,7 +168,8 @@ class ArrayRecords:
             raise IndexError(f"record {index} of {len(self)}")
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         try:
-            (record,) = self._reader(shard).read([index - int(self._starts[shard])])
+            with self._lock:  # a reader serves one thread at a time
+                (record,) = self._reader(shard).read([index - int(self._starts[shard])])
         except (RuntimeError, ValueError, IndexError) as error:
             raise BadSample(f"{self._shards[shard]} cannot be read: {error}") from None
         return tuple(map(Inline, unpacked(record)[1]))

@@ -17,35 +17,41 @@ from mmjax.data.conversation import BadSample
 from mmjax.data.stored import digest, local_copy
 from mmjax.errors import UserError
 
-_VERSION = "1"
+_VERSION = "2"
 _CHUNK = 1 << 24
 
 
 class JsonRecords:
     """The records of several files, one file after the other.
 
-    Where each record starts and stops is kept under `cache`, by the file's path, size and time of change. Raises
-    UserError for a file that is no JSON array and no JSON lines.
+    Where each record starts and stops is kept under `cache`, by the file's path, size and time of change. Files are
+    opened to be read and closed again: there may be thousands. Raises UserError for one that is no JSON array and no
+    JSON lines.
     """
 
     def __init__(self, paths: Sequence[str], cache: Path) -> None:
-        self._files = [_IndexedFile(path, cache) for path in paths]
-        self._starts = np.cumsum([0, *(len(file.spans) for file in self._files)])
+        self._paths, folders = zip(*(_indexed_file(path, cache) for path in paths), strict=True)
+        folder = folders[0] if len(folders) == 1 else _together(folders, cache)
+        self._starts, self._spans = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("starts", "spans"))
+        self._content = (folder / "content").read_text()
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._spans)
 
     def fingerprint(self) -> str:
         """Of all bytes of all files."""
-        return digest(*(file.digest for file in self._files))
+        return self._content
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One record. Raises BadSample where it is no JSON object."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        start, stop = self._spans[index].tolist()
         try:
-            record = json.loads(self._files[number].record(index - int(self._starts[number])))
+            with open(self._paths[int(self._starts.searchsorted(index, side="right")) - 1], "rb", 0) as file:
+                record = json.loads(os.pread(file.fileno(), stop - start, start))
+        except OSError as error:
+            raise BadSample(f"cannot be read: {error}") from None
         except (ValueError, RecursionError) as error:
             raise BadSample(f"is not JSON: {error}") from None
         if not isinstance(record, dict):
@@ -53,33 +59,43 @@ class JsonRecords:
         return record
 
 
-class _IndexedFile:
-    def __init__(self, path: str, cache: Path) -> None:
-        try:
-            local = local_copy(path, cache / "copies")
-            found = local.stat()
-            self._file = local.open("rb")
-        except (OSError, BadSample) as error:
-            raise UserError(f"{path}: cannot be read: {error}") from None
-        stamp = digest(str(local.absolute()), str(found.st_size), str(found.st_mtime_ns), _VERSION)
-        folder = cache / f"records-{stamp}"
+def _indexed_file(path: str, cache: Path) -> tuple[Path, Path]:
+    """A file of this machine, and the folder that has where its records are."""
+    try:
+        local = local_copy(path, cache / "copies")
+        found = local.stat()
+        folder = (
+            cache / f"records-{digest(str(local.absolute()), str(found.st_size), str(found.st_mtime_ns), _VERSION)}"
+        )
         if not folder.exists():
-            _write(folder, *_indexed(path, local))
-        self.spans = np.load(folder / "spans.npy", mmap_mode="r")
-        self.digest = (folder / "digest").read_text()
-
-    def record(self, number: int) -> bytes:
-        """The text of one."""
-        start, stop = map(int, self.spans[number])
-        return os.pread(self._file.fileno(), stop - start, start)
+            spans, content = _indexed(path, local)
+            _write(folder, np.array([0, len(spans)]), spans, content)
+    except (OSError, BadSample) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    return local, folder
 
 
-def _write(folder: Path, spans: np.ndarray, content: str) -> None:
-    """A folder that is there already is whole: it was renamed into place."""
+def _together(folders: Sequence[Path], cache: Path) -> Path:
+    """One folder for several: each memory-mapped array holds a file open."""
+    joined = cache / f"records-{digest(*(folder.name for folder in folders))}"
+    if not joined.exists():
+        spans = [np.load(folder / "spans.npy") for folder in folders]
+        content = digest(*((folder / "content").read_text() for folder in folders))
+        _write(joined, np.cumsum([0, *map(len, spans)]), np.concatenate(spans), content)
+    return joined
+
+
+def _write(folder: Path, starts: np.ndarray, spans: np.ndarray, content: str) -> None:
+    """A folder that is there already is whole: it was renamed into place.
+
+    starts: first record of each file `[files + 1]`; spans: where each starts and stops in its file `[n, 2]`; content: a
+    hash of the files' bytes.
+    """
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
+    np.save(partial / "starts.npy", starts)
     np.save(partial / "spans.npy", spans)
-    (partial / "digest").write_text(content)
+    (partial / "content").write_text(content)
     try:
         partial.rename(folder)
     except OSError:  # another process was faster

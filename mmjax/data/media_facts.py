@@ -197,8 +197,10 @@ class _KnownFiles:
         self._before: dict[tuple[int, int], tuple[int, int]] = {}  # what was written last
         self._new_bad: list[tuple[int, int, str]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        self._settled = np.load(folder / "all.npy", mmap_mode="r") if (folder / "all.npy").exists() else _sorted([])
-        self._recent = _sorted([np.load(path) for path in self._shards()])
+        settled = np.load(folder / "all.npy", mmap_mode="r") if (folder / "all.npy").exists() else _sorted([])
+        recent = _sorted([np.load(path) for path in self._shards()])
+        # Of keys beside each other: searching among rows would copy all keys each time.
+        self._known = [(np.ascontiguousarray(rows["key"]), rows) for rows in (settled, recent) if len(rows)]
         self._bad = {(key, stamp): reason for key, stamp, reason in _read_lines(folder / "bad.jsonl")}
 
     def size(self, kind: Medium, stored: Stored, probe: Probe) -> tuple[int, int]:
@@ -208,10 +210,10 @@ class _KnownFiles:
             raise BadSample(reason)
         if (found := self._new.get((key, stamp)) or self._before.get((key, stamp))) is not None:
             return found
-        for rows in (self._settled, self._recent):
-            at = int(np.searchsorted(rows["key"], np.uint64(key)))
-            if at < len(rows) and rows["key"][at] == key and rows["stamp"][at] == stamp:
-                return int(rows["size"][at, 0]), int(rows["size"][at, 1])
+        for keys, rows in self._known:
+            at = int(keys.searchsorted(np.uint64(key)))
+            if at < len(keys) and keys[at] == key and (row := rows[at])["stamp"] == stamp:
+                return int(row["size"][0]), int(row["size"][1])
         try:
             size = _probed(stored, kind, probe)
         except Unreadable:

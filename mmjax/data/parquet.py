@@ -6,9 +6,9 @@ import io
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -24,7 +24,7 @@ from mmjax.data.media_folder import MediaFolder
 from mmjax.data.stored import Stored, digest, filesystem, is_url, stored
 from mmjax.errors import UserError
 
-_KEPT_GROUPS = 4  # row groups of texts, and of each media column, that stay in memory
+_KEPT_GROUPS = 4  # row groups of each column that stay in memory
 
 
 class ParquetRecords:
@@ -36,12 +36,17 @@ class ParquetRecords:
 
     def __init__(self, paths: Sequence[str], source: ParquetSource, folder: MediaFolder, key: str) -> None:
         self._source, self._folder, self._paths = source, folder, paths
-        self._files = [_File(path) for path in paths]
+        held = _Held()
+        self._files = [_File(path, held) for path in paths]
         named = {name: getattr(source, name) for name in ("messages", "question", "answer", "images", "audio")}
         for file in self._files:
             for name, column in named.items():
                 if column and column not in file.columns:
                     raise UserError(f"{key}.{name}={column}: {file.path} has none{did_you_mean(column, file.columns)}")
+                if "." in column:  # which separates a struct's name from its field's
+                    raise UserError(
+                        f"{key}.{name}={column}: a name with a point in it cannot be read; rename the column"
+                    )
         self._texts = tuple(named[name] for name in ("messages", "question", "answer") if named[name])
         media: dict[Medium, str] = {"image": source.images, "audio": source.audio}
         self._media = {medium: column for medium, column in media.items() if column}
@@ -126,52 +131,69 @@ class Cell:
         return find(value, self.folder).read()
 
 
-@dataclass(eq=False)
+class _Held:
+    """The row groups that were read last, of all files together: a few of each column."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[tuple[str, int, str], pyarrow.ChunkedArray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: str, group: int, leaf: str) -> pyarrow.ChunkedArray | None:
+        """What was put there, if it is still held."""
+        with self._lock:
+            if (path, group, leaf) in self._groups:
+                self._groups.move_to_end((path, group, leaf))
+            return self._groups.get((path, group, leaf))
+
+    def put(self, path: str, group: int, leaf: str, column: pyarrow.ChunkedArray) -> None:
+        """In place of the one of this column that was not wanted for longest."""
+        with self._lock:
+            self._groups[path, group, leaf] = column
+            same = [kept for kept in self._groups if kept[2] == leaf]
+            for kept in same[:-_KEPT_GROUPS]:
+                del self._groups[kept]
+
+
 class _File:
-    """One Parquet file, opened when it is first read."""
+    """One Parquet file. It is opened to be read and closed again: there may be thousands."""
 
-    path: str
-    _groups: OrderedDict[tuple[int, str], pyarrow.ChunkedArray] = field(default_factory=OrderedDict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
+    def __init__(self, path: str, held: _Held) -> None:
+        self.path, self._held, self._lock = path, held, threading.Lock()
         try:
-            self.stamp = stored(self.path).stamp()
-            metadata = self._opened.metadata
+            self.stamp = stored(path).stamp()
+            with self._opened() as file:
+                self._metadata, self.columns = file.metadata, file.schema_arrow.names
+                self._leaves = [file.schema.column(k).path for k in range(len(file.schema))]
         except (BadSample, OSError, pyarrow.ArrowException) as error:
-            raise UserError(f"{self.path} cannot be read as Parquet: {error}") from None
-        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self.starts = np.cumsum([0, *rows])
-        self.columns = self._opened.schema_arrow.names
-
-    @cached_property
-    def _opened(self) -> pyarrow.parquet.ParquetFile:
-        file = filesystem(self.path).open(self.path) if is_url(self.path) else self.path
-        return pyarrow.parquet.ParquetFile(file, pre_buffer=is_url(self.path))
+            raise UserError(f"{path} cannot be read as Parquet: {error}") from None
+        groups = range(self._metadata.num_row_groups)
+        self.starts = np.cumsum([0, *(self._metadata.row_group(group).num_rows for group in groups)])
 
     def shallow(self, column: str) -> str:
         """What to read of a media column to know how many there are: the paths if it has them, else all of it."""
-        schema = self._opened.schema
-        leaves = [schema.column(k).path for k in range(len(schema))]
-        return next((leaf for leaf in leaves if leaf.startswith(f"{column}.") and leaf.endswith(".path")), column)
+        named = (leaf for leaf in self._leaves if leaf.startswith(f"{column}.") and leaf.endswith(".path"))
+        return next(named, column)
 
     def values(self, row: int, leaves: tuple[str, ...]) -> dict[str, Any]:
         """What a row holds, by column; of each leaf only what lies under it. Raises BadSample."""
         group = int(np.searchsorted(self.starts, row, side="right")) - 1
-        found = {}
-        with self._lock:  # a ParquetFile serves one reader at a time
-            for leaf in leaves:
-                found[leaf.partition(".")[0]] = self._group(group, leaf)[row - int(self.starts[group])].as_py()
-        return found
+        at = row - int(self.starts[group])
+        with self._lock:  # so that threads that want the same row group read it once
+            return {leaf.partition(".")[0]: self._group(group, leaf)[at].as_py() for leaf in leaves}
 
     def _group(self, group: int, leaf: str) -> pyarrow.ChunkedArray:
-        if (group, leaf) not in self._groups:
+        if (column := self._held.get(self.path, group, leaf)) is None:
             try:
-                table = self._opened.read_row_group(group, [leaf], use_threads=False)
+                with self._opened() as file:
+                    column = file.read_row_group(group, [leaf], use_threads=False).column(0)
             except (OSError, pyarrow.ArrowException) as error:
                 raise BadSample(f"row group {group} of {self.path} cannot be read: {error}") from None
-            while sum(kept[1] == leaf for kept in self._groups) >= _KEPT_GROUPS:
-                del self._groups[next(kept for kept in self._groups if kept[1] == leaf)]
-            self._groups[group, leaf] = table.column(0)
-        self._groups.move_to_end((group, leaf))
-        return self._groups[group, leaf]
+            self._held.put(self.path, group, leaf, column)
+        return column
+
+    @contextmanager
+    def _opened(self) -> Iterator[pyarrow.parquet.ParquetFile]:
+        remote, known = is_url(self.path), getattr(self, "_metadata", None)
+        with ExitStack() as closing:
+            file = closing.enter_context(filesystem(self.path).open(self.path)) if remote else self.path
+            yield closing.enter_context(pyarrow.parquet.ParquetFile(file, metadata=known, pre_buffer=remote))

@@ -213,7 +213,7 @@ def test_an_array_of_many_records_is_not_held_in_memory(tmp_path: Path) -> None:
     assert len(got) == 5000
     for i in (0, 1234, 4999):
         assert got.conversation(i).messages[0].parts == (records[i]["conversations"][0]["value"],)
-    assert isinstance(got._records._files[0].spans, np.memmap)
+    assert isinstance(got._records._spans, np.memmap)
 
 
 def test_annotations_and_media_behind_http_are_read_like_local_ones(tmp_path: Path) -> None:
