@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import io
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 from files_made import asked, clip, lines, picture, served, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmjax.config import LlavaSource, ManifestSource, MessagesSource, ShareGptSource
 from mmjax.data.conversation import BadSample, Conversation, Media, Message
 from mmjax.data.file_sources import open_conversations
+from mmjax.data.json_records import JsonRecords
 from mmjax.errors import UserError
 
 IMAGE, AUDIO = Media("image"), Media("audio")
@@ -204,6 +208,25 @@ def test_several_files_follow_each_other_and_a_changed_one_is_read_again(tmp_pat
     assert len(again) == 5
     assert again.conversation(1).messages[0].parts == ("new?",)
     assert again.fingerprint() != got.fingerprint()
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('ab"\\{}[],:é \n'), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.sampled_from('k"]}\\'), max_size=3), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), max_size=5), st.sampled_from([None, 0, 3]))
+def test_every_record_of_an_array_is_found_whatever_it_holds(records, indent) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "d.json").write_text(json.dumps(records, indent=indent, ensure_ascii=False), "utf-8")
+        lines(folder / "d.jsonl", records)
+        for file in ("d.json", "d.jsonl"):
+            read = JsonRecords([str(folder / file)], folder / "cache")
+            assert [read[i] for i in range(len(read))] == records
 
 
 def test_an_array_of_many_records_is_not_held_in_memory(tmp_path: Path) -> None:
