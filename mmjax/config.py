@@ -14,6 +14,7 @@ Remat = Literal["none", "products", "attention_mlp", "attention", "offload", "fu
 # Of a tower: one for all its layers, or what the memory allows, decided before step 0 (`planning.fit`).
 TowerRemat = Literal["auto", "none", "products", "attention_mlp", "attention", "offload", "full"]
 Exchange = Literal["padded", "ragged"]
+Outside = Literal["refuse", "allow"]  # of references that lead out of a source's folder
 
 
 # ------------------------------------------------------------------------------------------------------------- data
@@ -38,6 +39,102 @@ class FunctionSource:
     arguments: dict[str, int | float | str | bool] = field(default_factory=dict)
     kind: Literal["function"] = "function"
     weight: float = 1.0
+
+
+# Of files: paths of this machine, or URLs that fsspec opens. `path` is what is trained on, with `*` for several files;
+# `validation` and `test`, where given, are files of the same format. `images` and `audio` are the folder, URL, .zip or
+# .tar that the records' paths are relative to; empty: the folder of the file itself. What leads out of them (absolute
+# paths, URLs, `..`, links) is refused unless outside="allow".
+
+
+@dataclass(frozen=True)
+class LlavaSource:
+    """LLaVA's JSON or JSON lines: {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>..."}]}."""
+
+    path: str
+    images: str = ""
+    audio: str = ""
+    validation: str = ""
+    test: str = ""
+    outside: Outside = "refuse"
+    kind: Literal["llava"] = "llava"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class ShareGptSource:
+    """ShareGPT's JSON or JSON lines: {"conversations": [{"from": "human", "value": "..."}]}, "images", "audios"."""
+
+    path: str
+    images: str = ""
+    audio: str = ""
+    validation: str = ""
+    test: str = ""
+    outside: Outside = "refuse"
+    kind: Literal["sharegpt"] = "sharegpt"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class MessagesSource:
+    """OpenAI-style JSON or JSON lines: {"messages": [{"role": "user", "content": "..." or typed parts}]}."""
+
+    path: str
+    images: str = ""
+    audio: str = ""
+    validation: str = ""
+    test: str = ""
+    outside: Outside = "refuse"
+    kind: Literal["messages"] = "messages"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class ManifestSource:
+    """NeMo's audio manifests, JSON lines: {"audio_filepath": "a.wav", "text": "...", "offset": 0, "duration": 2.5}."""
+
+    path: str
+    audio: str = ""
+    prompt: str = "Transcribe the audio."  # after the clip, where a line has no prompt of its own
+    validation: str = ""
+    test: str = ""
+    outside: Outside = "refuse"
+    kind: Literal["manifest"] = "manifest"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """Parquet as Hugging Face's data sets have it: media are {"bytes", "path"} or bytes, or lists of them.
+
+    The text is in one column of messages, or in two of questions and answers.
+    """
+
+    path: str
+    messages: str = ""  # columns by name; empty: there is none
+    question: str = ""
+    answer: str = ""
+    images: str = ""
+    audio: str = ""
+    validation: str = ""
+    test: str = ""
+    outside: Outside = "refuse"
+    kind: Literal["parquet"] = "parquet"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class ArrayRecordSource:
+    """A folder that `python -m mmjax.index --to arrayrecord` wrote: the format to train on at scale."""
+
+    path: str
+    validation: str = ""
+    test: str = ""
+    kind: Literal["arrayrecord"] = "arrayrecord"
+    weight: float = 1.0
+
+
+FileSource = LlavaSource | ShareGptSource | MessagesSource | ManifestSource | ParquetSource | ArrayRecordSource
 
 
 @dataclass(frozen=True)
@@ -67,7 +164,10 @@ class ChatFormat:
 class DataConfig:
     """Where samples come from, and how they are brought to the step."""
 
-    sources: dict[str, EmbeddedSource | FunctionSource] = field(default_factory=dict)
+    sources: dict[str, EmbeddedSource | FunctionSource | FileSource] = field(default_factory=dict)
+    cache: str = ""  # a folder for what is learned of the sources' files; empty: ~/.cache/mmjax/data
+    on_bad_sample: Literal["skip", "raise"] = "skip"  # one that cannot be read: listed, then skipped or fatal
+    max_bad_share: float = 0.01  # of the samples: more are fatal also where they are skipped
     alphabet: str = ""  # one token per character; token 0 is padding, 1 ends an answer
     workers: int = 2  # processes that load, decode and pack; 0 does it in the training process
     prefetch: int = 4  # steps that each worker keeps ready

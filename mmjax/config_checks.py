@@ -16,6 +16,7 @@ from mmjax.config import (
     DecoderConfig,
     DynamicTiles,
     EmbeddedSource,
+    FileSource,
     FixedSize,
     ImagePreparation,
     LearnedGrid,
@@ -23,6 +24,7 @@ from mmjax.config import (
     LongRope,
     MediaLimits,
     ModelConfig,
+    ParquetSource,
     SmartResize,
     VisionConfig,
     WhisperMel,
@@ -198,6 +200,8 @@ def _divides(where: str, whole: int, whole_name: str, part: int, part_name: str)
 def _check_data(data: DataConfig) -> None:
     for name, source in data.sources.items():
         _at_least(0, f"data.sources.{name}", source, ("weight",))
+        if isinstance(source, FileSource):
+            _check_files(f"data.sources.{name}", source)
     weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
     _check(
         not weights or sum(weights.values()) > 0,
@@ -207,6 +211,19 @@ def _check_data(data: DataConfig) -> None:
     _check(not twice, f"data.alphabet holds {', '.join(map(repr, twice))} more than once; each character is one token")
     _at_least(0, "data", data, ("workers",))
     _at_least(1, "data", data, ("prefetch",))
+    share = data.max_bad_share
+    _check(0 <= share <= 1, f"data.max_bad_share={share}: it is a part of the samples; choose 0 to 1")
+
+
+def _check_files(where: str, source: FileSource) -> None:
+    _check(bool(source.path), f"{where}.path is empty; name a file, a folder or a URL")
+    if isinstance(source, ParquetSource):
+        paired = bool(source.question) and bool(source.answer)
+        _check(
+            paired != bool(source.messages) and bool(source.question) == bool(source.answer),
+            f"{where}: name the columns that hold the text, either {where}.messages=messages or both "
+            f"{where}.question=question and {where}.answer=answer",
+        )
 
 
 def _check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:

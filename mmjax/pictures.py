@@ -27,6 +27,7 @@ Work = Mapping[str, np.ndarray]  # of each module, [steps, ranks]
 WIDTH, LEFT, RIGHT, GAP = 1000, 64, 20, 22  # of the picture, its margins, between panels that are side by side
 PANEL, BAR, HEADING, TALLEST = 104, 26, 22, 64  # heights: of a panel, a bar, a heading; ranks in one column
 ACROSS, SHADES = 3, 32  # panels side by side; from an idle rank to the fullest
+SPREADS, BINS = 2, 48  # panels of lengths side by side; bars in each
 PIXELS = 100  # of an inch, in the units above; a PNG has twice as many
 
 PAPER, INK, PALE, ALARM = "#fbfbf9", "#222222", "#666666", "#b3261e"
@@ -101,6 +102,44 @@ def draw_plan(path: Path, outlook: Outlook) -> None:
     }
     _works(figure, tops[2], works, headings)
     _save(figure, path, f"Plan of {title}")
+
+
+@matplotlib.rc_context(STYLE)
+def draw_lengths(path: Path, title: str, subtitle: str, lengths: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    """Write a picture of how values spread; lengths: `[n]` by what is measured, then by where it was."""
+    names = list(dict.fromkeys(name for of in lengths.values() for name in of))
+    shades = (*MODULES.values(), *OTHERS)
+    colours = {name: shades[k % len(shades)] for k, name in enumerate(names)}
+    lines = -(-len(lengths) // SPREADS)
+    figure = _figure(96 + lines * (PANEL + 62), title, subtitle)
+    _legend(figure, 58, "values of", colours)
+    width = (WIDTH - LEFT - RIGHT - GAP * (SPREADS - 1)) / SPREADS
+    for k, (measured, of) in enumerate(lengths.items()):
+        line, column = divmod(k, SPREADS)
+        top, left = 112 + line * (PANEL + 62), LEFT + column * (width + GAP)
+        joined = np.concatenate(list(of.values()))
+        median, most = np.median(joined), joined.max()
+        _text(figure, left, top - 6, measured, weight="bold")
+        _text(figure, left + width, top - 6, f"median {count(median)}, largest {count(most)}", ha="right", color=PALE)
+        _spread(_axes(figure, left, top, width, PANEL), of, colours)
+    _save(figure, path, title)
+
+
+def _spread(axes: Axes, of: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
+    """How many values are about as large, on a logarithmic axis; zeros are left out."""
+    joined = np.concatenate(list(of.values()))
+    above = joined[joined > 0]
+    bounds = np.geomspace(above.min() / 1.05, above.max() * 1.05, BINS + 1)
+    for name, values in of.items():
+        counts = np.histogram(values, bounds)[0]
+        axes.stairs(counts, bounds, fill=True, color=colours[name], alpha=0.35)
+        axes.stairs(counts, bounds, color=colours[name], linewidth=1.1)
+    axes.set(xscale="log", yticks=[], facecolor=PAPER, xlim=(bounds[0], bounds[-1]), ylim=(0, None))
+    axes.xaxis.set_major_formatter(lambda value, _: count(value))
+    axes.xaxis.set_minor_formatter(lambda value, _: "")
+    axes.tick_params(labelsize=8, color="#999999", labelcolor=PALE, which="both")
+    for side in axes.spines.values():
+        side.set(color="#999999", linewidth=0.5)
 
 
 # ------------------------------------------------------------------------------------------------------ memory and time

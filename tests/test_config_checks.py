@@ -38,6 +38,7 @@ def message(*overrides: str) -> str:
         ("model.encoders.vision.connector.merge=0", "model.encoders.vision.connector.merge=0: must be at least 1"),
         ("model.encoders.vision.connector.position_grid=-1", "position_grid=-1: must be at least 0"),
         ("model.encoders.vision.patch=0", "model.encoders.vision.patch=0: must be at least 1"),
+        ("data.max_bad_share=1.5", "data.max_bad_share=1.5: it is a part of the samples; choose 0 to 1"),
         ("data.sources.embedded.weight=-1", "data.sources.embedded.weight=-1.0: must be at least 0"),
         ("data.sources.embedded.weight=0", "data.sources.embedded.weight sum to zero"),
         ("data.sources.embedded.modalities=()", "modalities is empty"),
@@ -90,3 +91,22 @@ def test_the_embedded_data_needs_the_encoders_of_its_modalities() -> None:
 
 def test_the_embedded_clips_have_the_rate_that_is_checked() -> None:
     assert EMBEDDED_RATE == SAMPLE_RATE
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["data.sources.own=llava"], "missing key 'data.sources.own.path'"),
+        (["data.sources.own=lava"], "did you mean 'llava'?"),
+        (["data.sources.own=messages", "data.sources.own.path="], "data.sources.own.path is empty"),
+        (["data.sources.own=manifest", "data.sources.own.path=a", "data.sources.own.weight=-1"], "must be at least 0"),
+        (["data.sources.own=sharegpt", "data.sources.own.path=a", "data.sources.own.outside=ask"], "refuse, allow"),
+        (["data.sources.own=parquet", "data.sources.own.path=a"], "name the columns that hold the text"),
+        (
+            ["data.sources.own=parquet", "data.sources.own.path=a", "data.sources.own.question=q"],
+            "or both data.sources.own.question=question and data.sources.own.answer=answer",
+        ),
+    ],
+)
+def test_a_source_of_files_that_cannot_be_read_names_its_key(overrides: list[str], error: str) -> None:
+    assert error in message(*overrides)

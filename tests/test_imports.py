@@ -14,11 +14,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
-DISTRIBUTIONS = {
+DISTRIBUTIONS = {  # where an import is not called as its distribution
     "absl": "absl-py",
+    "array_record": "array-record",
     "orbax": "orbax-checkpoint",
     "PIL": "pillow",
-}  # where an import is not called as its distribution
+}
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ RULES = {
         NUMERIC,
     ),
     "data": May(
-        (*CONFIG, "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"),
-        NUMERIC | {"grain", "absl", "PIL", "soundfile", "soxr", "tokenizers", "jinja2"},
+        (*CONFIG, "mmjax.config_values", "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"),
+        NUMERIC
+        | {"grain", "absl", "array_record", "fsspec", "pyarrow", "PIL", "soundfile", "soxr", "tokenizers", "jinja2"},
     ),
     "hf": May(("mmjax.hf", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
@@ -93,6 +95,8 @@ RULES = {
 ONLY_IN = {
     "grain": "mmjax.data.pipeline",
     "absl": "mmjax.data.pipeline",
+    "array_record": "mmjax.data.array_records",
+    "pyarrow": "mmjax.data.parquet",
     "orbax": "mmjax.training.checkpoint",
     "matplotlib": "mmjax.pictures",
     "tokenizers": "mmjax.data.tokenizer",

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from mmjax.balance.metrics import dist_ratio
 from mmjax.config_files import find, load
 from mmjax.data.lengths import index_of_lengths
-from mmjax.pictures import KINDS, PARTS, TALLEST, draw_plan, draw_work, folded, module_colours, time_parts
+from mmjax.pictures import KINDS, PARTS, TALLEST, draw_lengths, draw_plan, draw_work, folded, module_colours, time_parts
 from mmjax.planning.clusters import cluster_of
 from mmjax.planning.times import StepTime
 from mmjax.training.outlook import Outlook, look_ahead
@@ -90,3 +90,21 @@ def test_a_picture_of_thousands_of_ranks_and_many_modules_is_small(tmp_path: Pat
 def test_every_module_has_a_colour_of_its_own() -> None:
     modules = dict.fromkeys(("llm", "depth", "vision", "video", "audio"), np.zeros((1, 1)))
     assert len(set(module_colours(modules).values())) == 5
+
+
+def test_lengths_are_drawn_the_same_each_time_with_every_source_and_measure(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lengths = {
+        "text, characters": {"photos": rng.integers(0, 900, 400).astype(float), "speech": np.full(3, 7.0)},
+        "clip, seconds": {"speech": np.array([2.5])},
+    }
+    for name in ("a.svg", "b.svg"):
+        draw_lengths(tmp_path / name, "Data of mine", "403 records", lengths)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    for text in ("Data of mine", "403 records", "photos", "speech", "clip, seconds", "median 2.5, largest 2.5"):
+        assert text in said(tmp_path / "a.svg")
+
+
+def test_nothing_to_draw_is_drawn_as_nothing(tmp_path: Path) -> None:
+    draw_lengths(tmp_path / "a.svg", "Data of mine", "0 records", {})
+    assert "Data of mine" in said(tmp_path / "a.svg")

@@ -40,7 +40,10 @@ class Conversation:
 
 
 class Conversations(Protocol):
-    """Random access to the records of a data set, and to the encoded files of their media. Nothing is decoded."""
+    """Random access to the records of a data set, and to the encoded files of their media. Nothing is decoded.
+
+    `conversation` and `encoded` raise BadSample for a record that cannot be used.
+    """
 
     def __len__(self) -> int: ...
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -65,8 +65,8 @@ def duration(seconds: float) -> str:
 class ProgressLine:
     """A bar on a terminal; a plain line every ten seconds elsewhere."""
 
-    def __init__(self, first: int, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, first: int, steps: int, unit: str = "step") -> None:
+        self._steps, self._unit = steps, unit
         self._last_line = time.monotonic()
         self._bar: Progress | None = None
         if sys.stdout.isatty() and not _muted:
@@ -76,12 +76,16 @@ class ProgressLine:
 
     def update(self, done: int, scalars: Mapping[str, float]) -> None:
         """Show the state after `done` steps."""
+        self.show(done, lambda: _describe(scalars))
+
+    def show(self, done: int, described: Callable[[], str]) -> None:
+        """Show that so much is done, and what there is to say of it."""
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=_describe(scalars))
+            self._bar.update(self._task, completed=done, description=described())
         elif now - self._last_line >= PLAIN_EVERY_SECONDS or done == self._steps:
             self._last_line = now
-            say(f"step {done}/{self._steps}  {_describe(scalars)}")
+            say(f"{self._unit} {done}/{self._steps}  {described()}")
 
     def __enter__(self) -> ProgressLine:
         if self._bar is not None:

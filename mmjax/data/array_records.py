@@ -1,0 +1,183 @@
+"""Conversations in ArrayRecord files: everything of a sample in one record, the format to train on at scale.
+
+A record is `MMJ1`, the length of a header (uint32, little endian), the header (JSON), and the encoded media one after
+the other. The header:
+
+    {"messages": [["user", [0, "What is this?"]], ["assistant", ["A cat."]]], "media": [["image", 48211]]}
+
+where a number among a message's parts is the place of that medium, and `media` has each one's kind and bytes. A folder
+holds shards `00000.arrayrecord`, ..., the headers again as `00000.jsonl`, ... (texts are read without the media), what
+is known of the media (`media_facts.py`), and `index.json`, which is written last: without it the folder is not whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.json_records import JsonRecords
+from mmjax.data.stored import Inline, Stored, digest, local_copy, stored
+from mmjax.errors import UserError
+
+MAGIC = b"MMJ1"
+INDEX = "index.json"
+FACTS = "facts"
+_FORMAT = "mmjax-conversations-1"
+_LENGTH = struct.Struct("<I")
+
+
+def header_of(conversation: Conversation, lengths: Sequence[int]) -> dict[str, Any]:
+    """A conversation as JSON; `lengths` are the bytes of its media."""
+    number, media, messages = 0, [], []
+    for message in conversation.messages:
+        parts: list[str | int] = []
+        for part in message.parts:
+            if isinstance(part, Media):
+                parts.append(number)
+                media.append([part.kind, lengths[number]])
+                number += 1
+            else:
+                parts.append(part)
+        messages.append([message.role, parts])
+    return {"messages": messages, "media": media}
+
+
+def conversation_of(header: Mapping[str, Any]) -> Conversation:
+    """What `header_of` was given. Raises BadSample."""
+    try:
+        kinds = [Media(kind) for kind, _ in header["media"]]
+        return Conversation(
+            tuple(
+                Message(role, tuple(part if isinstance(part, str) else kinds[part] for part in parts))
+                for role, parts in header["messages"]
+            )
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise BadSample(f"has a header that is not of this format: {error!r}") from None
+
+
+def packed(header: Mapping[str, Any], media: Sequence[bytes]) -> bytes:
+    """One record."""
+    text = json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return b"".join((MAGIC, _LENGTH.pack(len(text)), text, *media))
+
+
+def unpacked(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
+    """What a record holds. Raises BadSample where it is not whole."""
+    start = len(MAGIC) + _LENGTH.size
+    if record[: len(MAGIC)] != MAGIC or len(record) < start:
+        raise BadSample("is no record of a conversation")
+    stop = start + _LENGTH.unpack_from(record, len(MAGIC))[0]
+    try:
+        header = json.loads(record[start:stop].decode("utf-8", "surrogatepass"))
+        bounds = np.cumsum([stop, *(length for _, length in header["media"])]).tolist()
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadSample(f"has a header that is not of this format: {error!r}") from None
+    if bounds[-1] != len(record):
+        raise BadSample(f"has {len(record)} bytes, not {bounds[-1]}")
+    return conversation_of(header), tuple(record[a:b] for a, b in pairwise(bounds))
+
+
+class Shard:
+    """One file that is being written; it gets its name when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._partial = path, path.with_name(f"{path.name}.{os.getpid()}.partial")
+        self._writer = ArrayRecordWriter(str(self._partial), "group_size:1,uncompressed")  # media are compressed
+
+    def write(self, record: bytes) -> None:
+        """Append one."""
+        self._writer.write(record)
+
+    def close(self) -> None:
+        """The file is there now."""
+        self._writer.close()
+        self._partial.rename(self._path)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """`index.json`: records of each shard, and what they were made from."""
+
+    records: tuple[int, ...]
+    made_from: str
+
+    def write(self, folder: Path) -> None:
+        """Make a folder whole."""
+        told = {"format": _FORMAT, "records": list(self.records), "made_from": self.made_from}
+        partial = folder / f"{INDEX}.{os.getpid()}.partial"
+        partial.write_text(json.dumps(told) + "\n")
+        partial.rename(folder / INDEX)
+
+    @classmethod
+    def read(cls, folder: str) -> Contents:
+        """Raises UserError where the folder is not whole, or of another format."""
+        try:
+            told = json.loads(stored(os.path.join(folder, INDEX)).read())
+            if told["format"] != _FORMAT:
+                raise UserError(f"{folder}: its format is {told['format']!r}; this version reads {_FORMAT!r}")
+            return cls(tuple(told["records"]), told["made_from"])
+        except BadSample:
+            raise UserError(
+                f"{folder} has no {INDEX}: it is no folder of conversations, or one that was not written to its end; "
+                f"write it with python -m mmjax.index CONFIG --to arrayrecord OUT"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder}/{INDEX} is not whole: {error!r}; write the folder again") from None
+
+
+class ArrayRecords:
+    """`Conversations` of a folder of shards. Shards behind a URL are copied into `cache` when they are first needed."""
+
+    def __init__(self, folder: str, cache: Path) -> None:
+        self.folder, self._cache, self._contents = folder, cache, Contents.read(folder)
+        names = [os.path.join(folder, f"{shard:05d}") for shard in range(len(self._contents.records))]
+        self._shards = [f"{name}.arrayrecord" for name in names]
+        self._headers = JsonRecords([f"{name}.jsonl" for name in names], cache)
+        self._starts = np.cumsum([0, *self._contents.records])
+        if len(self._headers) != len(self):
+            raise UserError(f"{folder}: {len(self._headers)} headers for {len(self)} records; write the folder again")
+        self._reader, self._lock = lru_cache(64)(self._open), threading.Lock()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def fingerprint(self) -> str:
+        """Of what the folder was made from, and all its texts."""
+        return digest(self._contents.made_from, self._headers.fingerprint())
+
+    def conversation(self, index: int) -> Conversation:
+        """What a record says. Raises BadSample."""
+        return conversation_of(self._headers[index])
+
+    def media(self, index: int) -> tuple[Stored, ...]:
+        """A record's media, all read at once. Raises BadSample."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        try:
+            with self._lock:  # a reader serves one thread at a time
+                (record,) = self._reader(shard).read([index - int(self._starts[shard])])
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise BadSample(f"{self._shards[shard]} cannot be read: {error}") from None
+        return tuple(map(Inline, unpacked(record)[1]))
+
+    def encoded(self, index: int, number: int) -> bytes:
+        """One medium's file. Raises BadSample."""
+        return self.media(index)[number].read()
+
+    def _open(self, shard: int) -> ArrayRecordReader:
+        local = local_copy(self._shards[shard], self._cache / "copies")
+        return ArrayRecordReader(str(local), "readahead_buffer_size:0,max_parallelism:0")

@@ -1,0 +1,191 @@
+"""What one record of a chat data set says, in the shapes that people write: who said what, and which files it names.
+
+Text stands as it is written, `<image>` and `<audio>` cut out where media stand. Nothing is guessed: a place without its
+file, a file without its place, an unknown role or an empty message is a bad sample.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from mmjax.data.conversation import BadSample, Conversation, Media, Medium, Message
+
+KEYS: Mapping[Medium, tuple[str, ...]] = {"image": ("images", "image"), "audio": ("audios", "audio")}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "tool": "tool",
+}
+_PLACE = re.compile(r"<(image|audio)>")
+_PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {  # by a part's type: where its file is named
+    "image": ("image", ("image", "path", "url", "bytes")),
+    "image_url": ("image", ("image_url",)),
+    "input_image": ("image", ("image_url",)),
+    "audio": ("audio", ("audio", "path", "url", "bytes")),
+    "audio_url": ("audio", ("audio_url",)),
+    "input_audio": ("audio", ("input_audio",)),
+}
+
+Reference = Any  # a path, a URL, bytes, {"bytes", "path"}, ... as the record has it; of a manifest an Excerpt
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Seconds of a clip's file; a duration of None is to its end."""
+
+    path: str
+    offset: float
+    duration: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A conversation and what it says of each of its media, in order."""
+
+    conversation: Conversation
+    references: tuple[Reference, ...]
+
+
+def chat_record(record: Mapping[str, Any], turns: str) -> Record:
+    """A record whose messages are under the key `turns`: {"from", "value"} or {"role", "content"} each.
+
+    Media are named at their place in the content, or beside the messages ("image", "images", "audio", "audios") and
+    marked in the text. Raises BadSample.
+    """
+    said = record.get(turns)
+    if not isinstance(said, Sequence) or isinstance(said, str) or not said:
+        raise BadSample(f"has no {turns}")
+    if record.get("videos") or record.get("video"):
+        raise BadSample("has videos, which are not read")
+    beside = {medium: deque(_listed(record, keys)) for medium, keys in KEYS.items()}
+    given = {medium: len(waiting) for medium, waiting in beside.items()}
+    messages, references, places = [], [], Counter[str]()
+    if isinstance(system := record.get("system"), str) and system.strip():
+        messages.append(Message("system", (system,)))
+    for number, turn in enumerate(said, start=1):
+        role, content = _turn(turn, number)
+        parts: list[str | Media] = []
+        for part in _parts(content, number):
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            medium, reference = part
+            if reference is None:
+                places[medium] += 1
+                reference = beside[medium].popleft() if beside[medium] else None
+            references.append(reference)
+            parts.append(Media(medium))
+        if any(isinstance(part, Media) or part.strip() for part in parts):
+            messages.append(Message(role, tuple(parts)))
+        elif role != "system":  # an empty one says nothing, and many data sets have it
+            raise BadSample(f"message {number} ({role}) is empty")
+    for medium, count in given.items():
+        if places[medium] != count:
+            raise BadSample(f"has {places[medium]} places <{medium}> for {count} {medium} file(s)")
+    return Record(_checked(tuple(messages)), tuple(references))
+
+
+def question_record(question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]]) -> Record:
+    """One question and its answer. Media stand where the question marks them; where it marks none, before it.
+
+    Raises BadSample.
+    """
+    if isinstance(answer, Sequence) and not isinstance(answer, str) and answer:
+        answer = answer[0]  # of several that are right
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise BadSample("has no question" if not isinstance(question, str) else "has no answer")
+    if not _PLACE.search(question):
+        question = "".join(f"<{medium}>" * len(files) for medium, files in media.items()) + question
+    said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return chat_record({"messages": said} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
+
+
+def clip_record(record: Mapping[str, Any], prompt: str) -> Record:
+    """A line of an audio manifest: {"audio_filepath", "text", "offset", "duration", "prompt"}.
+
+    The clip comes before the prompt, which `prompt` stands in for. Raises BadSample.
+    """
+    path = record.get("audio_filepath")
+    if not isinstance(path, str) or not path:
+        raise BadSample("has no audio_filepath")
+    offset, duration = (_seconds(record, key) for key in ("offset", "duration"))
+    if duration == 0:
+        raise BadSample("has duration=0: an empty clip")
+    clip = Excerpt(path, offset or 0.0, duration)
+    own = record.get("prompt")
+    return question_record(own if isinstance(own, str) else prompt, record.get("text"), {"audio": [clip]})
+
+
+def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
+    """What a record names beside its messages, under the first of these keys that it has."""
+    for key in keys:
+        if (found := record.get(key)) not in (None, "", []):
+            return list(found) if isinstance(found, list | tuple) else [found]
+    return []
+
+
+def _turn(turn: Any, number: int) -> tuple[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise BadSample(f"message {number} is not an object")
+    name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if name not in ROLES:
+        raise BadSample(f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}")
+    return ROLES[name], content
+
+
+def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference | None]]:
+    """Text, and media with what is said of them; None where it is said beside the messages."""
+    if isinstance(content, str):
+        pieces = _PLACE.split(content)
+        for k, piece in enumerate(pieces):
+            if k % 2:
+                yield cast(Medium, piece), None
+            elif piece:
+                yield piece
+        return
+    if not isinstance(content, Sequence):
+        raise BadSample(f"message {number} has no content")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("text", "input_text"):
+            if not isinstance(part.get("text"), str):
+                raise BadSample(f"message {number} has a text part without text")
+            if part["text"]:
+                yield part["text"]
+        elif kind in _PART_KEYS:
+            medium, keys = _PART_KEYS[kind]
+            yield medium, next((part[key] for key in keys if part.get(key) is not None), None)
+        else:
+            known = ", ".join(("text", *_PART_KEYS))
+            raise BadSample(f"message {number} has a part of the unknown type {kind!r}; known: {known}")
+
+
+def _checked(messages: tuple[Message, ...]) -> Conversation:
+    if not any(message.role == "assistant" for message in messages):
+        raise BadSample("has no message of the assistant: there is nothing to learn")
+    try:
+        "".join(part for message in messages for part in message.parts if isinstance(part, str)).encode()
+    except UnicodeEncodeError:
+        raise BadSample("has half of a surrogate pair in its text") from None
+    return Conversation(messages)
+
+
+def _seconds(record: Mapping[str, Any], key: str) -> float | None:
+    value = record.get(key)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 <= value < 1e9):
+        raise BadSample(f"has {key}={value!r}; it is in seconds, at least 0")
+    return None if value is None else float(value)

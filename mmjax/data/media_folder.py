@@ -1,0 +1,177 @@
+"""Where a data set's media lie: a folder, a URL or an archive, and nothing outside of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import posixpath
+import stat
+import struct
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes
+
+import numpy as np
+
+from mmjax.config import Outside
+from mmjax.data.conversation import BadSample
+from mmjax.data.stored import File, Inline, LocalFile, Piece, RemoteFile, Stored, digest, is_url, stored
+from mmjax.errors import UserError
+
+ARCHIVES = (".zip", ".tar")
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a member of a .zip: its name and extra field follow
+_LINK, _ENCRYPTED, _METHOD = 2, 3, 4  # why a member cannot be read; 0 is stored as it is, 1 is deflated
+_WHY = {_LINK: "is a link", _ENCRYPTED: "is encrypted", _METHOD: "is packed by an unknown method"}
+
+
+@dataclass(frozen=True)
+class MediaFolder:
+    """Finds what a record refers to.
+
+    root: a folder, a URL, or a .zip or .tar, whose members are indexed once, under `cache`. Unless `outside` is
+    "allow", a reference that leaves it is refused: an absolute path, a URL, `..`, a link.
+    """
+
+    root: str
+    outside: Outside
+    cache: Path
+
+    def find(self, reference: str) -> Stored:
+        """The file of a path in this folder, or the bytes of a data: URL. Raises BadSample, naming the reference."""
+        if reference.startswith("data:"):
+            return Inline(data_url(reference))
+        if not reference or "\0" in reference:
+            raise BadSample(f"refers to a file without a name: {reference!r}")
+        if is_url(reference) or os.path.isabs(reference):
+            if self.outside == "refuse":
+                raise self._leaves(reference)
+            return stored(reference)
+        plain = unquote(reference) if is_url(self.root) else reference  # a server would take %2e for a point
+        inside = posixpath.normpath(plain)
+        if (inside == ".." or inside.startswith(("../", "/"))) and self.outside == "refuse":
+            raise self._leaves(reference)
+        if self._archive is not None:
+            return self._archive.find(inside)
+        if is_url(self.root):
+            return RemoteFile(posixpath.join(self.root, reference))
+        path = os.path.join(self._real_root, inside)
+        leads = os.path.realpath(path)
+        if self.outside == "refuse" and os.path.commonpath([self._real_root, leads]) != self._real_root:
+            raise BadSample(f"{reference!r} is a link that leads outside of {self.root} (outside=allow reads it)")
+        return LocalFile(path)
+
+    def _leaves(self, reference: str) -> BadSample:
+        return BadSample(f"{reference[:200]!r} points outside of {self.root} (outside=allow reads it)")
+
+    @cached_property
+    def _real_root(self) -> str:
+        return os.path.realpath(self.root)
+
+    @cached_property
+    def _archive(self) -> Archive | None:
+        if self.root.endswith(_COMPRESSED):
+            raise UserError(f"{self.root} is compressed as a whole, so nothing in it can be found alone; unpack it")
+        return Archive.open(self.root, self.cache) if self.root.endswith(ARCHIVES) else None
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The members of a .zip or .tar: where each lies, sorted by the hash of its name, memory-mapped."""
+
+    file: File
+    stamp: str
+    name: np.ndarray  # "S32" [n], sorted
+    where: np.ndarray  # int64 [n, 4]: start and stop in the archive, size when inflated, how it is kept
+
+    @classmethod
+    def open(cls, path: str, cache: Path) -> Archive:
+        """Index an archive, or open what was kept of it. Raises UserError where it is none."""
+        file = stored(path)
+        try:
+            stamp = file.stamp()
+            kept = cache / f"members-{digest(os.path.abspath(path) if not is_url(path) else path, stamp)}.npy"
+            if not kept.exists():
+                _keep(kept, file)
+        except (BadSample, OSError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError) as error:
+            raise UserError(f"{path}: the archive cannot be read: {error}") from None
+        members = np.load(kept, mmap_mode="r")
+        return cls(file, stamp, members["name"], members["where"])
+
+    def find(self, member: str) -> Piece:
+        """Raises BadSample where there is none of this name, or it is a link or can't be unpacked."""
+        at = int(np.searchsorted(self.name, digest(member).encode(), side="right")) - 1
+        if at < 0 or self.name[at] != digest(member).encode():
+            raise BadSample(f"{self.file.name}::{member} is missing")
+        start, stop, size, kind = map(int, self.where[at])
+        if kind in _WHY:
+            raise BadSample(f"{self.file.name}::{member} {_WHY[kind]}")
+        if self.file.name.endswith(".zip"):
+            start, stop = self._after_header(member, start, stop)
+        return Piece(self.file, self.stamp, member, start, stop, size, kind)
+
+    def _after_header(self, member: str, start: int, stop: int) -> tuple[int, int]:
+        """A .zip's directory says where a member's own header is, of a length that only this header tells."""
+        header = self.file.range(start, start + _LOCAL_HEADER.size)
+        if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+            raise BadSample(f"{self.file.name}::{member} is corrupt: it does not start where the directory says")
+        skipped = _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header)[1:])
+        return start + skipped, stop + skipped
+
+
+def _keep(path: Path, file: File) -> None:
+    with file.open() as opened:
+        rows = list(_zipped(opened) if file.name.endswith(".zip") else _taped(opened))
+    inside = [(digest(name), where) for name, where in rows if not name.startswith(("/", "../"))]
+    members = np.array(inside, [("name", "S32"), ("where", np.int64, 4)])
+    members = members[np.argsort(members["name"], kind="stable")]  # of equal names the last counts, as in unpacking
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.npy")
+    np.save(partial, members)
+    partial.rename(path)
+
+
+def _zipped(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+    with zipfile.ZipFile(opened) as archive:
+        for member in archive.infolist():
+            if member.is_dir():
+                continue
+            kind = {zipfile.ZIP_STORED: 0, zipfile.ZIP_DEFLATED: 1}.get(member.compress_type, _METHOD)
+            if member.flag_bits & 1:
+                kind = _ENCRYPTED
+            if stat.S_ISLNK(member.external_attr >> 16):
+                kind = _LINK
+            start = member.header_offset
+            yield posixpath.normpath(member.filename), (start, start + member.compress_size, member.file_size, kind)
+
+
+def _taped(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+    with tarfile.open(fileobj=opened, mode="r:") as archive:
+        for member in archive:
+            if not member.isdir():
+                plain = member.isreg() and not member.issparse()
+                start = member.offset_data
+                kind = 0 if plain else _LINK if member.islnk() or member.issym() else _METHOD
+                yield posixpath.normpath(member.name), (start, start + member.size, member.size, kind)
+
+
+def data_url(url: str) -> bytes:
+    """What a `data:image/png;base64,...` holds. Raises BadSample."""
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise BadSample(f"{head[:40]!r} is a data: URL without data")
+    return unbase64(body) if head.endswith(";base64") else unquote_to_bytes(body)
+
+
+def unbase64(text: str) -> bytes:
+    """Raises BadSample where it is no base64."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadSample(f"holds base64 that cannot be decoded: {error}") from None

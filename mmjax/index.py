@@ -1,0 +1,198 @@
+"""See what the data of a config's files are like: ``python -m mmjax.index CONFIG [a.b=value ...]``.
+
+Reads the headers of all media, once for each file, counts and names what cannot be used, and draws how long everything
+is. ``--to arrayrecord OUT`` writes the format to train on at scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import soundfile
+from PIL import Image
+
+from mmjax.config import Config, FileSource
+from mmjax.config_files import default_config, find, load
+from mmjax.data.array_record_writing import LEFT_OUT, write_array_records
+from mmjax.data.conversation import Medium
+from mmjax.data.file_sources import Split, cache_folder, open_conversations, path_of
+from mmjax.data.media_facts import MediaFacts, Probe, read_facts
+from mmjax.data.quarantine import Bad
+from mmjax.data.stored import StoredConversations
+from mmjax.errors import UserError, run_command
+from mmjax.training.console import ProgressLine, count, say, table
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+TO = "arrayrecord"
+PICTURE, BAD = "lengths.svg", "bad.jsonl"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One split of one source."""
+
+    source: str
+    split: Split
+    conversations: StoredConversations
+    facts: MediaFacts
+
+    @property
+    def name(self) -> str:
+        """For a person; training's split, which most sources have alone, goes without saying."""
+        return self.source if self.split == "train" else f"{self.source} {self.split}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m mmjax.index", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG | a.b=value", help="a config's file or name, and edits of it"
+    )
+    parser.add_argument("--to", nargs=2, metavar=("FORMAT", "OUT"), help=f"write the data as {TO} into a folder")
+    parser.add_argument("--out", type=Path, help="a folder for the picture and the list of what is bad (index/NAME)")
+    args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    if args.to and args.to[0] != TO:
+        raise UserError(f"--to {args.to[0]}: there is no writing that; say --to {TO} {args.to[1]}")
+    named = next((word for word in args.words if "=" not in word), "")
+    config = load(find(named) if named else default_config(), [word for word in args.words if word is not named])
+    out = _folder("--out", args.out or Path("index") / config.name)
+    parts = list(read_parts(config))
+    say(*report(parts))
+    _list_bad(parts, out / BAD)
+    draw(config, parts, out / PICTURE)
+    if args.to:
+        _convert(parts, _folder("--to", Path(args.to[1])))
+
+
+def _folder(option: str, path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}; name a folder that you may write") from None
+    return path
+
+
+def read_parts(config: Config) -> Iterator[Part]:
+    """The splits that sources of files have, with their facts. Raises UserError where there are none."""
+    sources = {name: source for name, source in config.data.sources.items() if isinstance(source, FileSource)}
+    if not sources:
+        raise UserError("data.sources has no source of files; name one, such as data.sources.mine=llava")
+    cache = cache_folder(config.data)
+    say(f"index  {config.name}: facts of media are kept in {cache}")
+    for name, source in sources.items():
+        for split in SPLITS:
+            if split == "train" or path_of(source, split):
+                conversations = open_conversations(source, split, cache, f"data.sources.{name}")
+                with ProgressLine(0, len(conversations), "record") as line:
+
+                    def show(done: int, line: ProgressLine = line, told: str = f"{name} {split}") -> None:
+                        line.show(done, lambda: told)
+
+                    facts = read_facts(conversations, PROBES, cache, show)
+                yield Part(name, split, conversations, facts)
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+def measures(facts: MediaFacts) -> dict[str, np.ndarray]:
+    """What is told of a data set's good records, by what it is called."""
+    pixels, clips = facts.of("image").astype(float), facts.of("audio").astype(float)
+    measured = {
+        "text, characters": facts.characters[facts.good()].astype(float),
+        "image, megapixels": pixels.prod(axis=1) / 1e6,
+        "image, longer side": pixels.max(axis=1, initial=0),
+        "clip, seconds": clips[:, 0] / clips[:, 1],
+        "media of a record": np.diff(facts.start)[facts.good()].astype(float),
+    }
+    return {name: values for name, values in measured.items() if values.any()}
+
+
+def report(parts: Sequence[Part]) -> list[str]:
+    """What a person reads."""
+    rows = [("source", "records", "bad", "images", "clips")]
+    sizes = [("source", "of", "count", "min", "median", "p90", "max", "sum")]
+    for part in parts:
+        facts = part.facts
+        media = len(facts.of("image")), len(facts.of("audio"))
+        rows.append((part.name, *(f"{n:,}" for n in (len(facts), len(facts.bad), *media))))
+        for name, values in measures(facts).items():
+            quantiles = np.quantile(values, [0, 0.5, 0.9, 1])
+            sizes.append((part.name, name, f"{len(values):,}", *map(count, quantiles), count(values.sum())))
+    return [*table(rows), *table(sizes)]
+
+
+def _list_bad(parts: Sequence[Part], path: Path) -> None:
+    found = [
+        Bad(f"{part.name}[{index}]", reason)
+        for part in parts
+        for index, reason in zip(part.facts.bad.tolist(), part.facts.reason.tolist(), strict=True)
+    ]
+    path.write_text("".join(bad.line() + "\n" for bad in found))
+    if found:
+        say(f"bad    {len(found):,} records cannot be used; the first, {found[0].sample}: {found[0].reason}")
+        say(f"       all are in {path}")
+
+
+def draw(config: Config, parts: Sequence[Part], path: Path) -> None:
+    """Write the picture of how long everything is."""
+    from mmjax.pictures import draw_lengths  # matplotlib looks for fonts when it is first imported
+
+    by_measure: dict[str, dict[str, np.ndarray]] = {}
+    for part in parts:
+        for name, values in measures(part.facts).items():
+            by_measure.setdefault(name, {})[part.name] = values
+    records = sum(len(part.facts) for part in parts)
+    draw_lengths(path, f"Data of {config.name}", f"{records:,} records", by_measure)
+    say(f"plot   {path}")
+
+
+# ------------------------------------------------------------------------------------------------------- converting
+
+
+def _convert(parts: Sequence[Part], out: Path) -> None:
+    words = []
+    for part in parts:
+        folder = out / part.source / part.split
+        with ProgressLine(0, len(part.facts.good()), "record") as line:
+
+            def show(done: int, line: ProgressLine = line, told: str = f"to {folder}") -> None:
+                line.show(done, lambda: told)
+
+            contents = write_array_records(part.conversations, part.facts, folder, show)
+        say(f"wrote  {sum(contents.records):,} records in {len(contents.records)} shard(s): {folder}")
+        if (left := folder / LEFT_OUT).exists():
+            say(f"       {len(left.read_text().splitlines()):,} could not be read and are left out: {left}")
+        key = f"data.sources.{part.source}"
+        if part.split == "train":
+            words.append(f"{key}={TO}")
+        words.append(f"{key}.{'path' if part.split == 'train' else part.split}={folder}")
+    say("train on it with", *(f"  {word}" for word in words))
+
+
+# ---------------------------------------------------------------------------------------------------------- headers
+
+
+def image_size(file: BinaryIO) -> tuple[int, int]:
+    """Height and width, from the header."""
+    with Image.open(file) as image:
+        return image.height, image.width
+
+
+def clip_length(file: BinaryIO) -> tuple[int, int]:
+    """Frames and rate, from the header."""
+    found = soundfile.info(file)
+    return found.frames, found.samplerate
+
+
+PROBES: Mapping[Medium, Probe] = {"image": image_size, "audio": clip_length}
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,258 @@
+"""Facts from headers: right, read once, quick where files come late, and kept when a run is killed."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from files_made import asked, audio_length, clip, image_size, lines, picture, served, write
+from PIL import Image
+
+from mmjax.config import LlavaSource, ManifestSource, ParquetSource
+from mmjax.data.file_sources import open_conversations
+from mmjax.data.media_facts import open_facts, read_facts
+
+
+class Counted:
+    """Probes that count how often they were asked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.probes = {"image": self._counting(image_size), "audio": self._counting(audio_length)}
+
+    def _counting(self, probe: Callable) -> Callable:
+        def counted(file):
+            self.count += 1
+            return probe(file)
+
+        return counted
+
+
+def opened(source, tmp_path: Path):
+    return open_conversations(source, "train", tmp_path / "cache", "data.sources.mine")
+
+
+def photos(folder: Path, count: int) -> LlavaSource:
+    """Images of sizes (1 + i, 2 + i), one in each record; every fifth has text alone."""
+    write(folder, {f"{i}.png": picture(1 + i % 50, 2 + i % 50) for i in range(count)})
+    records = [asked("text?") if i % 5 == 0 else asked("<image>", image=f"{i}.png") for i in range(count)]
+    return LlavaSource(lines(folder / "d.jsonl", records))
+
+
+def test_sizes_of_images_and_clips_are_those_of_their_files(tmp_path: Path) -> None:
+    write(tmp_path, {"a.png": picture(3, 5), "b.jpg": picture(70, 40, kind="JPEG"), "c.flac": clip(900, 16000, "FLAC")})
+    records = [asked("<image><audio><image>", image=["b.jpg", "a.png"], audio="c.flac"), asked("four", "chars")]
+    got = opened(LlavaSource(lines(tmp_path / "d.jsonl", records)), tmp_path)
+    facts = read_facts(got, Counted().probes, tmp_path / "cache")
+    assert facts.start.tolist() == [0, 3, 3]
+    assert facts.kind.tolist() == [0, 1, 0]
+    assert facts.size.tolist() == [[70, 40], [900, 16000], [3, 5]]
+    assert facts.characters.tolist() == [3, 9]
+    assert facts.of("audio").tolist() == [[900, 16000]]
+    assert facts.good().tolist() == [0, 1]
+
+
+def test_bad_media_and_records_have_their_reason_and_no_media(tmp_path: Path) -> None:
+    whole = picture(30, 30)
+    bad = {"cut.png": whole[:20], "text.png": b"hello", "empty.png": b"", "noise.wav": b"RIFF\0\0\0\0WAVE"}
+    write(tmp_path, {"a.png": whole, **bad})
+    names = ["a.png", "cut.png", "text.png", "gone.png", "empty.png", "../a.png"]
+    records = [asked("<image>", image=name) for name in names]
+    records += [asked("<audio>", audio="noise.wav"), asked("<image><image>", image="a.png"), asked("fine")]
+    got = opened(LlavaSource(lines(tmp_path / "d.jsonl", records)), tmp_path)
+    for _ in range(2):
+        facts = read_facts(got, Counted().probes, tmp_path / "cache")
+        assert facts.bad.tolist() == [1, 2, 3, 4, 5, 6, 7]
+        assert facts.start.tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+        told = dict(zip(facts.bad.tolist(), facts.reason.tolist(), strict=True))
+        for index, words in (
+            (1, "cut.png"),
+            (2, "text.png is a bad image file"),
+            (3, "gone.png is missing"),
+            (5, "points outside"),
+        ):
+            assert words in told[index]
+        assert "is a bad audio file" in told[6]
+        assert "2 places" in told[7]
+
+
+def test_a_file_is_probed_once_until_it_changes(tmp_path: Path) -> None:
+    source, cache, counted = photos(tmp_path, 40), tmp_path / "cache", Counted()
+    first = read_facts(opened(source, tmp_path), counted.probes, cache)
+    assert counted.count == 32
+    again = read_facts(opened(source, tmp_path), counted.probes, cache)
+    assert counted.count == 32
+    assert np.array_equal(first.size, again.size)
+    write(tmp_path, {"7.png": picture(99, 88), "8.png": b"broken"})
+    changed = read_facts(opened(source, tmp_path), counted.probes, cache)
+    assert counted.count == 34
+    assert changed.size[changed.start[7]].tolist() == [99, 88]
+    assert changed.bad.tolist() == [8]
+    read_facts(opened(source, tmp_path), counted.probes, cache)
+    assert counted.count == 34, "a bad file is not probed again either"
+
+
+def test_another_data_set_of_the_same_files_probes_none(tmp_path: Path) -> None:
+    photos(tmp_path, 20)
+    counted = Counted()
+    read_facts(opened(LlavaSource(str(tmp_path / "d.jsonl")), tmp_path), counted.probes, tmp_path / "cache")
+    path = lines(tmp_path / "other.jsonl", [asked("<image>!", image="3.png"), asked("<image>", image="4.png")])
+    before = counted.count
+    facts = read_facts(opened(LlavaSource(path), tmp_path), counted.probes, tmp_path / "cache")
+    assert facts.size.tolist() == [[4, 5], [5, 6]]
+    assert counted.count == before
+
+
+def test_what_was_found_is_opened_without_looking_at_any_file(tmp_path: Path) -> None:
+    source, cache = photos(tmp_path, 10), tmp_path / "cache"
+    got = opened(source, tmp_path)
+    assert open_facts(got, cache) is None
+    facts = read_facts(got, Counted().probes, cache)
+    for image in tmp_path.glob("*.png"):
+        image.unlink()
+    kept = open_facts(opened(source, tmp_path), cache)
+    assert kept.size.tolist() == facts.size.tolist()
+    assert isinstance(kept.size, np.memmap)
+
+
+def test_cuts_of_a_clip_read_its_header_once_and_have_their_own_lengths(tmp_path: Path) -> None:
+    write(tmp_path, {"a.wav": clip(8000, 8000)})
+    parts = [{"audio_filepath": "a.wav", "offset": k / 4, "duration": 0.25, "text": "x"} for k in range(5)]
+    counted = Counted()
+    got = opened(ManifestSource(lines(tmp_path / "m.jsonl", parts)), tmp_path)
+    facts = read_facts(got, counted.probes, tmp_path / "cache")
+    assert facts.size.tolist() == [[2000, 8000]] * 4
+    assert facts.bad.tolist() == [4]
+    assert counted.count == 1
+
+
+def test_media_in_parquet_have_facts_by_row(tmp_path: Path) -> None:
+    rows = [{"bytes": picture(2 + i, 3), "path": None} for i in range(9)] + [{"bytes": b"broken", "path": None}]
+    table = pyarrow.table({"q": ["?"] * 10, "a": ["!"] * 10, "image": rows})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=4)
+    source = ParquetSource(str(tmp_path / "d.parquet"), question="q", answer="a", images="image")
+    counted = Counted()
+    for _ in range(2):
+        facts = read_facts(opened(source, tmp_path), counted.probes, tmp_path / "cache")
+        assert facts.size[:, 0].tolist() == list(range(2, 11))
+        assert facts.bad.tolist() == [9]
+        assert counted.count == 10
+
+
+def test_taking_records_takes_their_media(tmp_path: Path) -> None:
+    facts = read_facts(opened(photos(tmp_path, 20), tmp_path), Counted().probes, tmp_path / "cache")
+    some = facts.take(np.array([7, 0, 3]))
+    assert some.start.tolist() == [0, 1, 1, 2]
+    assert some.size.tolist() == [[8, 9], [4, 5]]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+from files_made import image_size
+from mmjax.config import LlavaSource
+from mmjax.data import media_facts
+from mmjax.data.file_sources import open_conversations
+
+media_facts._SECONDS, media_facts._CHUNK = 0.0, 20
+folder = Path({folder!r})
+
+def slow(file):
+    time.sleep(0.002)
+    return image_size(file)
+
+def told(done):
+    print(done, flush=True)
+
+got = open_conversations(LlavaSource(str(folder / "d.jsonl")), "train", folder / "cache", "mine")
+media_facts.read_facts(got, {{"image": slow}}, folder / "cache", told)
+"""
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    source, counted = photos(tmp_path, 2000), Counted()
+    script = KILLED.format(path=[str(Path(__file__).parent), os.getcwd()], folder=str(tmp_path))
+    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    done = next(int(line) for line in run.stdout if int(line) >= 200)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    assert open_facts(opened(source, tmp_path), tmp_path / "cache") is None
+    facts = read_facts(opened(source, tmp_path), counted.probes, tmp_path / "cache")
+    assert len(facts.size) == 1600
+    assert counted.count <= 1600 - done * 4 // 5
+
+
+def test_headers_behind_a_server_that_answers_late_are_read_many_at_a_time(tmp_path: Path) -> None:
+    count, rates = 1500, []
+    noise = np.random.default_rng(0).bytes(100_000)  # behind the image: never read
+    site = write(tmp_path / "site", {f"{i}.png": picture(1 + i % 50, 9) + noise for i in range(count)})
+    path = lines(tmp_path / "d.jsonl", [asked("<image>", image=f"{i}.png") for i in range(count)])
+    with served(site, 0.05) as server:
+        got = opened(LlavaSource(path, images=server.url), tmp_path)
+        while len(rates) < 3 and max(rates, default=0) < 400:  # the server and other tests share the machine's cores
+            cache, server.given, began = tmp_path / f"cache{len(rates)}", 0, time.perf_counter()
+            facts = read_facts(got, Counted().probes, cache)
+            rates.append(count / (time.perf_counter() - began))
+            assert facts.size[:, 0].tolist() == [1 + i % 50 for i in range(count)]
+            assert server.given < count * 10_000
+        counted = Counted()
+        read_facts(got, counted.probes, cache)
+        assert counted.count == 0
+    print(*(f"{rate:.0f} files/s" for rate in rates))
+    assert max(rates) >= 400, "one after the other there would be 10"
+
+
+def test_the_headers_of_two_thousand_local_images_are_read_in_a_second(tmp_path: Path) -> None:
+    rng, count, rates = np.random.default_rng(0), 2000, []
+    noise = Image.fromarray(rng.integers(0, 255, (120, 160, 3), np.uint8)).resize((640, 480))
+    file = io.BytesIO()
+    noise.save(file, "JPEG", quality=90)
+    assert 50_000 < len(file.getvalue()) < 300_000
+    write(tmp_path, {f"{i}.jpg": file.getvalue() for i in range(count)})
+    got = opened(
+        LlavaSource(lines(tmp_path / "d.jsonl", [asked("<image>", image=f"{i}.jpg") for i in range(count)])), tmp_path
+    )
+    while len(rates) < 3 and max(rates, default=0) < 2000:
+        began = time.perf_counter()
+        facts = read_facts(got, Counted().probes, tmp_path / f"cache{len(rates)}")
+        rates.append(count / (time.perf_counter() - began))
+    assert facts.size.tolist() == [[480, 640]] * count
+    print(*(f"{rate:.0f} images/s" for rate in rates))
+    assert max(rates) >= 2000
+
+
+def test_a_server_s_passing_fault_is_tried_again_and_a_lasting_one_is_no_fact(tmp_path: Path) -> None:
+    site = write(tmp_path / "site", {f"{i}.png": picture(2, 3) for i in range(3)})
+    path = lines(tmp_path / "d.jsonl", [asked("<image>", image=f"{i}.png") for i in range(4)])
+    with served(site, 0.0) as server:
+        server.broken.update({"/1.png": 2, "/2.png": 10**6})
+        source = LlavaSource(path, images=server.url)
+        facts = read_facts(opened(source, tmp_path), Counted().probes, tmp_path / "cache")
+        assert facts.bad.tolist() == [2, 3]
+        assert "2.png cannot be read" in facts.reason[0]
+        assert "3.png is missing" in facts.reason[1]
+        server.broken.clear()
+        assert read_facts(opened(source, tmp_path), Counted().probes, tmp_path / "cache").bad.tolist() == [3]
+
+
+@pytest.mark.parametrize("extra", [0, 30_000])
+def test_a_long_header_is_read_on_from_where_it_stops(tmp_path: Path, extra: int) -> None:
+    image = picture(20, 30, kind="JPEG")
+    comment = b"\xff\xfe" + (extra + 2).to_bytes(2, "big") + bytes(extra)
+    site = write(tmp_path / "site", {"a.jpg": image[:2] + comment + image[2:] + bytes(500_000)})
+    path = lines(tmp_path / "d.jsonl", [asked("<image>", image="a.jpg")])
+    with served(site, 0.0) as server:
+        facts = read_facts(opened(LlavaSource(path, images=server.url), tmp_path), Counted().probes, tmp_path / "cache")
+        assert facts.size.tolist() == [[20, 30]]
+        assert server.given < 4 * (extra + 10_000)

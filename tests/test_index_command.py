@@ -1,0 +1,193 @@
+"""`python -m mmjax.index`: what data sets of files are like, what is bad in them, and the same data as ArrayRecord."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from commands import finish, run, start
+
+sys.path.append(str(Path(__file__).parent / "data"))
+from files_made import asked, clip, lines, picture, served, write
+
+from mmjax import index
+from mmjax.config import ArrayRecordSource
+from mmjax.data.array_record_writing import write_array_records
+from mmjax.data.array_records import ArrayRecords
+from mmjax.data.file_sources import open_conversations
+from mmjax.data.media_facts import open_facts, read_facts
+from mmjax.errors import UserError
+from mmjax.index import PROBES
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A config's edits: photos with two bad records, speech with a validation split, and a folder for facts."""
+    write(tmp_path, {f"photos/{i}.png": picture(10 + i, 20) for i in range(20)})
+    write(tmp_path, {"photos/3.png": b"broken", **{f"speech/{i}.wav": clip(800 * (1 + i)) for i in range(5)}})
+    records = [asked("<image>what?", image=f"{i}.png") for i in range(21)]
+    lines(tmp_path / "photos.jsonl", records)
+    said = [{"audio_filepath": f"{i}.wav", "text": f"number {i}"} for i in range(5)]
+    lines(tmp_path / "speech.jsonl", said[:4])
+    lines(tmp_path / "held.jsonl", said[4:])
+    return [
+        "tiny_omni",
+        "data.sources.photos=llava",
+        f"data.sources.photos.path={tmp_path}/photos.jsonl",
+        f"data.sources.photos.images={tmp_path}/photos",
+        "data.sources.speech=manifest",
+        f"data.sources.speech.path={tmp_path}/speech.jsonl",
+        f"data.sources.speech.validation={tmp_path}/held.jsonl",
+        f"data.sources.speech.audio={tmp_path}/speech",
+        f"data.cache={tmp_path}/cache",
+        f"--out={tmp_path}/out",
+    ]
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    ended = run(capsys, index.main, *words)
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+def test_every_modality_is_counted_and_what_is_bad_is_named(words, tmp_path, capsys) -> None:
+    out = told(capsys, *words)
+    rows = {tuple(line.split()) for line in out.splitlines()}
+    assert ("photos", "21", "2", "19", "0") in rows
+    assert ("speech", "4", "0", "0", "4") in rows
+    assert ("speech", "validation", "1", "0", "0", "1") in rows
+    assert ("photos", "image,", "longer", "side", "19", "20", "20", "27.2", "29", "425") in rows
+    assert ("speech", "clip,", "seconds", "4", "0.1", "0.25", "0.37", "0.4", "1") in rows
+    bad = [json.loads(line) for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()]
+    assert [line["sample"] for line in bad] == ["photos[3]", "photos[20]"]
+    assert "3.png is a bad image file" in bad[0]["reason"]
+    assert "20.png is missing" in bad[1]["reason"]
+    drawn = "\n".join(ElementTree.parse(tmp_path / "out" / "lengths.svg").getroot().itertext())
+    for text in ("image, megapixels", "clip, seconds", "text, characters", "speech validation", "26 records"):
+        assert text in drawn
+
+
+def test_a_second_run_says_the_same_and_probes_nothing(words, capsys, monkeypatch) -> None:
+    first = told(capsys, *words)
+    monkeypatch.setattr(index, "PROBES", dict.fromkeys(PROBES, None))
+    assert told(capsys, *words) == first
+
+
+def test_all_of_it_as_arrayrecord_is_the_same_data(words, tmp_path, capsys) -> None:
+    out = told(capsys, *words, "--to", "arrayrecord", tmp_path / "records")
+    assert f"data.sources.speech.validation={tmp_path}/records/speech/validation" in out
+    written = open_conversations(ArrayRecordSource(f"{tmp_path}/records/photos/train"), "train", tmp_path / "c", "mine")
+    assert len(written) == 19
+    assert [written.encoded(i, 0) for i in (0, 3, 18)] == [picture(10 + i, 20) for i in (0, 4, 19)]
+    facts = open_facts(written, tmp_path / "c")
+    assert facts.size.tolist() == [[10 + i, 20] for i in range(20) if i != 3]
+    used = [word.strip() for word in out.partition("train on it with\n")[2].splitlines()]
+    again = told(capsys, "tiny_omni", *used, f"data.cache={tmp_path}/cache", f"--out={tmp_path}/out2")
+    assert ("photos", "19", "0", "19", "0") in {tuple(line.split()) for line in again.splitlines()}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "records").rglob("*.arrayrecord")}
+    told(capsys, *words, "--to", "arrayrecord", tmp_path / "records")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "records").rglob("*.arrayrecord")} == before
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (["--to", "tfrecord", "x"], "say --to arrayrecord x"),
+        (["data.sources.photos.path=gone.json"], "data.sources.photos.path: gone.json is missing"),
+        (["data.cache=/proc/nowhere"], "data.cache=/proc/nowhere"),
+        (["--out=/proc/nowhere"], "--out /proc/nowhere"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(words, capsys, more, error) -> None:
+    ended = run(capsys, index.main, *words, *more)
+    assert ended.code == 2
+    assert error in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_a_config_without_files_is_refused(capsys) -> None:
+    ended = run(capsys, index.main, "tiny_omni")
+    assert ended.code == 2
+    assert "data.sources has no source of files" in ended.err
+
+
+def photos(tmp_path: Path, count: int):
+    """Conversations of as many records, and their facts."""
+    write(tmp_path, {f"{i}.png": picture(2 + i % 9, 3, i) for i in range(count)})
+    path = lines(tmp_path / "d.jsonl", [asked(f"<image>{i}", image=f"{i}.png") for i in range(count)])
+    source = index.load("tiny_omni", ["data.sources.a=llava", f"data.sources.a.path={path}"]).data.sources["a"]
+    opened = open_conversations(source, "train", tmp_path / "cache", "a")
+    return opened, read_facts(opened, PROBES, tmp_path / "cache")
+
+
+def test_a_killed_conversion_is_not_whole_and_goes_on_with_the_shards_that_it_lacks(tmp_path: Path) -> None:
+    photos(tmp_path, 6000)
+    edits = ["data.sources.a=llava", f"data.sources.a.path={tmp_path}/d.jsonl", f"data.cache={tmp_path}/cache"]
+    command = ["mmjax.index", "tiny_omni", *edits, f"--out={tmp_path}/out", "--to", "arrayrecord", tmp_path / "to"]
+    process, folder = start(*command), tmp_path / "to" / "a" / "train"
+    while len(list(folder.glob("*.arrayrecord"))) < 2 and process.poll() is None:
+        signal.sigtimedwait([], 0.001)
+    process.kill()
+    finish(process)
+    written = {path: path.stat().st_mtime_ns for path in folder.glob("*.arrayrecord")}
+    assert 2 <= len(written) < 6
+    with pytest.raises(UserError, match="not written to its end"):
+        ArrayRecords(str(folder), tmp_path / "cache")
+    assert finish(start(*command)).code == 0
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    whole = ArrayRecords(str(folder), tmp_path / "cache")
+    assert len(whole) == 6000
+    for i in (0, 999, 1000, 3456, 5999):
+        assert whole.encoded(i, 0) == picture(2 + i % 9, 3, i)
+        assert whole.conversation(i).messages[0].parts[1] == str(i)
+    assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".arrayrecord", ".jsonl", ".json"}
+
+
+def test_a_record_that_cannot_be_read_any_more_is_left_out_and_listed(tmp_path: Path) -> None:
+    opened, facts = photos(tmp_path, 10)
+    (tmp_path / "4.png").unlink()
+    write_array_records(opened, facts, tmp_path / "to", lambda done: None)
+    whole = ArrayRecords(str(tmp_path / "to"), tmp_path / "cache")
+    assert len(whole) == len(open_facts(whole, tmp_path / "cache")) == 9
+    left = json.loads((tmp_path / "to" / "left_out.jsonl").read_text())
+    assert left["record"] == 4
+    assert "4.png is missing" in left["reason"]
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    opened, facts = photos(tmp_path / "one", 3)
+    other, of_other = photos(tmp_path / "two", 4)
+    write_array_records(opened, facts, tmp_path / "to", lambda done: None)
+    with pytest.raises(UserError, match="holds another data set"):
+        write_array_records(other, of_other, tmp_path / "to", lambda done: None)
+    write(tmp_path / "mine", {"letter.txt": b"dear"})
+    with pytest.raises(UserError, match="is not empty"):
+        write_array_records(opened, facts, tmp_path / "mine", lambda done: None)
+    write(tmp_path / "half", {"making.json": b'{"made_from": "else"}'})
+    with pytest.raises(UserError, match="a part of another data set"):
+        write_array_records(opened, facts, tmp_path / "half", lambda done: None)
+
+
+def test_parquet_behind_a_server_becomes_arrayrecord(tmp_path: Path, capsys) -> None:
+    rows = [{"bytes": picture(3 + i, 4), "path": None} for i in range(7)]
+    table = pyarrow.table({"q": [f"{i}?" for i in range(7)], "a": ["!"] * 7, "image": rows})
+    (tmp_path / "site").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "site" / "d.parquet", row_group_size=2)
+    with served(tmp_path / "site", 0.0) as server:
+        edits = ["path=" + f"{server.url}/d.parquet", "question=q", "answer=a", "images=image"]
+        words = [
+            "data.sources.a=parquet",
+            *(f"data.sources.a.{edit}" for edit in edits),
+            f"data.cache={tmp_path}/cache",
+        ]
+        told(capsys, "tiny_omni", *words, f"--out={tmp_path}/out", "--to", "arrayrecord", tmp_path / "to")
+    whole = ArrayRecords(str(tmp_path / "to" / "a" / "train"), tmp_path / "cache")
+    assert [whole.encoded(i, 0) for i in range(7)] == [row["bytes"] for row in rows]
+    assert np.array_equal(open_facts(whole, tmp_path / "cache").size[:, 0], np.arange(3, 10))
