@@ -168,6 +168,7 @@ class DataConfig:
     cache: str = ""  # a folder for what is learned of the sources' files; empty: ~/.cache/mmjax/data
     on_bad_sample: Literal["skip", "raise"] = "skip"  # one that cannot be read: listed, then skipped or fatal
     max_bad_share: float = 0.01  # of the samples: more are fatal also where they are skipped
+    chat: ChatFormat | None = None  # of the conversations in sources of files
     alphabet: str = ""  # one token per character; token 0 is padding, 1 ends an answer
     workers: int = 2  # processes that load, decode and pack; 0 does it in the training process
     prefetch: int = 4  # steps that each worker keeps ready

@@ -16,13 +16,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import inspect
 import json
 import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,17 @@ _reading: ContextVar[Read | None] = ContextVar("reading", default=None)
 def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a file, or of one of mmjax's by name (`tiny_vlm`), edited by lines `a.b=value`, and validated.
 
-    Raises UserError, with file and line for a fault of the file, with the key for a fault of a value.
+    Lines `name=text` whose name is one of config()'s own parameters are given to it. Raises UserError, with file and
+    line for a fault of the file, with the key for a fault of a value.
     """
     path = find(path_or_name)
     with _one_reading() as read:
         module = _execute(path, read)
-        tree = _tree_of(module, path, read)
+        given = _arguments(module, overrides)
+        tree = _tree_of(module, path, read, given)
     for line in overrides:
-        assign(Config, tree, line)
+        if line.partition("=")[0] not in given:
+            assign(Config, tree, line)
     config = decode(Config, tree, "")
     try:
         validate(config)
@@ -128,7 +132,9 @@ def keep(path_or_name: str | Path, folder: Path) -> None:
     """Copy a config file into a run's folder as `config.py`, and beside it the files that it derives from."""
     path = find(path_or_name)
     with _one_reading() as read:
-        _tree_of(_execute(path, read), path, read)
+        module = _execute(path, read)
+        with suppress(UserError):  # of what it was given to start with, nothing is known here
+            _tree_of(module, path, read)
         texts = {p.name if p != path else KEPT: p.read_text() for p in read if p == path or p.parent != _shipped()}
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -185,12 +191,24 @@ def _faults_in(path: Path, read: Read) -> Iterator[None]:
         raise UserError(f"{place}: " + " ".join(f"{type(error).__name__}: {error}".split())) from None
 
 
-def _tree_of(module: types.ModuleType, path: Path, read: Read) -> dict[str, Any]:
+def _arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[str, str]:
+    """Of lines `name=text`, those that name a parameter of the module's config()."""
+    make = getattr(module, "config", None)
+    known = inspect.signature(make).parameters if isinstance(make, types.FunctionType) else {}
+    return {name: text for name, _, text in (line.partition("=") for line in lines) if name in known}
+
+
+def _tree_of(
+    module: types.ModuleType, path: Path, read: Read, given: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     make = getattr(module, "config", None)
     if not isinstance(make, types.FunctionType):
         raise UserError(f"{path}:1: has no function config; a config file defines def config() -> Config")
+    needed = [p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+    if missing := [name for name in needed if name not in (given or {})]:
+        raise UserError(f"{path}: config() asks for {missing[0]}; say it after the config's name: {missing[0]}=...")
     with _faults_in(path, read):
-        made = make()
+        made = make(**(given or {}))
     if type(made) is not Config:
         line = make.__code__.co_firstlineno
         raise UserError(f"{path}:{line}: config() returns {type(made).__name__}, expected mmjax.config.Config")

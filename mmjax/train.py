@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -14,11 +14,13 @@ import numpy as np
 
 from mmjax.config import Config
 from mmjax.config_files import default_config, describe, find, load
-from mmjax.data.index import cached_index
+from mmjax.data.index import LengthIndex, cached_index
 from mmjax.data.layout import RankLayout
 from mmjax.data.pipeline import StepLoader
 from mmjax.data.plan import make_planner
-from mmjax.data.sources import open_sources
+from mmjax.data.quarantine import Bad, Quarantine
+from mmjax.data.sample import Source
+from mmjax.data.sources import look_again, open_sources
 from mmjax.errors import UserError, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
@@ -49,7 +51,7 @@ def open_session(
     programs = ProgramCounter()
 
     sources = open_sources(config, "train", folder.path)
-    processes.led(lambda: str(cached_index(sources, config.model.encoders, folder.index)[1]))
+    processes.led(lambda: _indexed(sources, config, folder))
     index, index_folder = cached_index(sources, config.model.encoders, folder.index)
     weights = [s.weight for s in config.data.sources.values()]
     topology = topology_of(mesh, config.mesh)
@@ -58,6 +60,7 @@ def open_session(
     held = held_ranks(mesh), processes.leads(), held_ranks(mesh, encoder_axes(config.mesh))
     loader = StepLoader(config, grouper.budget, layout, index_folder, folder.path, *held)
     processes.led(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
+    processes.led(lambda: _quarantined(index, folder, config))
 
     def layouts(other: Config) -> RankLayout:
         return layout if other == config else make_planner(index, other, weights, topology)[1]
@@ -72,6 +75,19 @@ def open_session(
     evaluator = Evaluator(model, mesh, rules, questions, config, topology)
     peak = peak_of(devices, config.training.precision)
     return Session(config, folder, resumed, mesh, executor, loader, checkpoints, evaluator, programs, peak, fitted)
+
+
+def _indexed(sources: Mapping[str, Source], config: Config, folder: RunFolder) -> str:
+    look_again(sources)
+    return str(cached_index(sources, config.model.encoders, folder.index)[1])
+
+
+def _quarantined(index: LengthIndex, folder: RunFolder, config: Config) -> None:
+    """Write down the samples that cannot be used. Raises UserError where they are fatal."""
+    bad = (Bad(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True))
+    found = Quarantine(folder.quarantine, config.data, len(index)).add(bad)
+    if found:
+        say(f"{len(found)} of {len(index)} samples cannot be used; they are skipped, and listed in {folder.quarantine}")
 
 
 def train(

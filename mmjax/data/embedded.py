@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from mmjax.config import EmbeddedSource
 from mmjax.data import digits, tones
 from mmjax.data.digits import Split, Strip
 from mmjax.data.questions import ENCODER, Ask, Family, choose, possible
-from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.sample import Facts, Item, Question, Sample, Text
 from mmjax.data.tones import Clip
 
 ALPHABET = " abcdefghijklmnopqrstuvwxyz0123456789*#?+"
@@ -42,17 +41,6 @@ _MIXES = ((0.66, "ia"), (0.79, "iia"), (0.92, "iaa"), (0.97, "iiia"), (1.0, "iia
 _WORDS = ("here", "now", "then", "look", "note", "see", "this", "page", "call", "line", "from", "next", "one", "memo")
 _TOKEN = np.zeros(128, np.int32)
 _TOKEN[np.frombuffer(ALPHABET.encode(), np.uint8)] = np.arange(2, 2 + len(ALPHABET))
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question of a sample, for evaluation."""
-
-    family: Family
-    task: str  # family.name
-    prompt: Sample  # its last text ends right before the answer
-    answer: str
-    needs: tuple[str, ...]  # encoders of the items that the answer depends on; none for text
 
 
 class Recipe(NamedTuple):

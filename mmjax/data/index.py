@@ -10,17 +10,21 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mmjax.balance.parts import Parts
 from mmjax.config import AudioConfig, VisionConfig
+from mmjax.data.conversation import BadSample
 from mmjax.data.media import item_size, positions_per_token
-from mmjax.data.sample import Source
+from mmjax.data.sample import Facts, Source
 from mmjax.errors import UserError
+
+AT_ONCE = 4096  # samples of which a source is asked together
 
 Encoders = Mapping[str, VisionConfig | AudioConfig]
 
@@ -39,6 +43,9 @@ class LengthIndex:
     item_useful: np.ndarray  # int32 [p]: of those, patches or frames that hold something
     item_tokens: np.ndarray  # int32 [p]: in the LLM
     positions_per_token: np.ndarray  # int32 [encoders]: of an encoder's row for each token that it gives the LLM
+    # Samples that cannot be used, whose lengths are 0, and why.
+    bad: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [b], in order
+    reason: np.ndarray = field(default_factory=partial(np.empty, 0, "U1"))  # str [b]
 
     def __len__(self) -> int:
         return len(self.text_tokens)
@@ -118,13 +125,21 @@ class LengthIndex:
 
 
 def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthIndex:
-    """Index every sample of every source. Raises UserError where an item has no encoder or a size is impossible."""
+    """Index every sample of every source; those that their source cannot use are in `bad`.
+
+    Raises UserError where an item has no encoder or a size is impossible.
+    """
     numbers = {name: k for k, name in enumerate(encoders)}
     text, item_count, item_rows = [], [], []
+    bad: dict[int, str] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]] = {}
     for source_name, source in sources.items():
-        for i in range(len(source)):
-            facts = source.facts(i)
+        for i, facts in enumerate(_all_facts(source)):
+            if isinstance(facts, BadSample):
+                bad[len(text)] = str(facts)
+                text.append(0)
+                item_count.append(0)
+                continue
             if not facts.text_tokens and not facts.items:
                 raise UserError(
                     f"sample {source_name}[{i}] is empty: neither text nor items; leave it out of its source"
@@ -153,7 +168,22 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
         item_tokens=items[:, 2],
         item_useful=items[:, 3],
         positions_per_token=np.array([positions_per_token(e) for e in encoders.values()], np.int32),
+        bad=np.array(list(bad), np.int64),
+        reason=np.array(list(bad.values()), np.str_),
     )
+
+
+def _all_facts(source: Source) -> Iterator[Facts | BadSample]:
+    """Of every sample in order; many at once where the source can."""
+    if hasattr(source, "all_facts"):
+        for first in range(0, len(source), AT_ONCE):
+            yield from source.all_facts(range(first, min(first + AT_ONCE, len(source))))
+        return
+    for i in range(len(source)):
+        try:
+            yield source.facts(i)
+        except BadSample as bad:
+            yield bad
 
 
 def _measure(encoders: Encoders, encoder: str, size: tuple[int, ...], place: str) -> tuple[int, int, int]:

@@ -10,22 +10,36 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, Samples
-from mmjax.data.embedded import Question, decode
+from mmjax.data.embedded import decode
 from mmjax.data.index import build_index
 from mmjax.data.packing import Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.placement import ONE_RANK, Topology
 from mmjax.data.plan import make_planner
-from mmjax.data.sample import Facts, Sample, Source, Text
+from mmjax.data.sample import Facts, Question, Sample, Source, Text
 from mmjax.errors import UserError
 
 PROMPTS_PER_BATCH = 48
 
 
 class QuestionSource(Source, Protocol):
-    """A source that can also be asked."""
+    """A source that can also be asked.
+
+    Where tokens are not characters it also has `answer_tokens(answer)`, how many an answer takes with its end, and
+    `decode(tokens)`, what they say up to there.
+    """
 
     def question(self, index: int) -> Question: ...
+
+
+def answer_tokens(source: QuestionSource, answer: str) -> int:
+    """Tokens that an answer takes, its end included."""
+    return source.answer_tokens(answer) if hasattr(source, "answer_tokens") else len(answer) + 1
+
+
+def decoded(source: QuestionSource, tokens: Sequence[int]) -> str:
+    """What tokens say, up to where the answer ends."""
+    return source.decode(tokens) if hasattr(source, "decode") else decode(tokens)
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,8 @@ class PromptLoader:
 
     def __init__(self, sources: Mapping[str, QuestionSource], config: Config, topology: Topology = ONE_RANK) -> None:
         self.sources = dict(sources)
-        longest = max(len(s.question(i).answer) for s in sources.values() for i in range(len(s)))
-        prompts = {name: Prompts(source, longest + 1) for name, source in sources.items()}
+        room = max(answer_tokens(s, s.question(i).answer) for s in sources.values() for i in range(len(s)))
+        prompts = {name: Prompts(source, room) for name, source in sources.items()}
         index = build_index(prompts, config.model.encoders)
         size = Samples(min(PROMPTS_PER_BATCH, len(index)))
         batch = BatchConfig(size=size, rows=config.batch.rows, alignment=config.batch.alignment, shapes=1)
@@ -97,10 +111,10 @@ class PromptLoader:
             yield lies, packed
 
 
-def read_answers(tokens: np.ndarray, batch: Microbatch, lies: np.ndarray) -> dict[int, str]:
-    """The answers written into `tokens` `[R, T]`, by sample; up to the end token."""
+def read_answers(tokens: np.ndarray, batch: Microbatch, lies: np.ndarray, source: QuestionSource) -> dict[int, str]:
+    """The answers written into `tokens` `[R, T]`, by sample of this source; up to where they end."""
     answers = {}
     for row, slot in np.argwhere(lies >= 0):
         at = np.flatnonzero((batch.text.sample[row] == slot) & (batch.text.weight[row] > 0)) + 1
-        answers[int(lies[row, slot])] = decode(tokens[row, at].tolist())
+        answers[int(lies[row, slot])] = decoded(source, tokens[row, at].tolist())
     return answers

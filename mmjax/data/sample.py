@@ -36,6 +36,17 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Question:
+    """One question of a sample, for evaluation."""
+
+    family: str
+    task: str  # family.name
+    prompt: Sample  # its last text ends right before the answer
+    answer: str
+    needs: tuple[str, ...]  # encoders of the items that the answer depends on; none for text
+
+
+@dataclass(frozen=True)
 class Facts:
     """What is known of a sample from headers alone, without decoding anything."""
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from mmjax.config import Config, EmbeddedSource, FunctionSource
+from mmjax.config import Config, EmbeddedSource, FileSource, FunctionSource
 from mmjax.config_files import resolve
+from mmjax.data.chat import Chat, load_chat
+from mmjax.data.chat_source import ChatSource
 from mmjax.data.embedded import EmbeddedDataset
+from mmjax.data.file_sources import Split, cache_folder, open_conversations, path_of
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
-
-Split = Literal["train", "validation", "test"]
-
 
 REQUIRED = ("__len__", "fingerprint", "facts", "sample", "item")  # of a Source
 
@@ -22,18 +23,60 @@ def open_sources(config: Config, split: Split, config_folder: Path) -> dict[str,
     """The sources of one split, by name, in the config's order.
 
     A function source is called with its arguments and the split, and must return a `Source`. Raises UserError where it
-    can't be called so, or returns something else, and where there are no sources.
+    can't be called so, or returns something else, and where there are no sources. A source of files that has none for
+    the split is left out.
     """
     if not config.data.sources:
         raise UserError("data.sources is empty; name at least one, such as data.sources.digits=embedded")
-    return {name: _open(name, source, split, config, config_folder) for name, source in config.data.sources.items()}
+    there = {
+        name: source
+        for name, source in config.data.sources.items()
+        if not isinstance(source, FileSource) or path_of(source, split)
+    }
+    chat = _chat(config, there)
+    return {name: _open(name, source, split, config, config_folder, chat) for name, source in there.items()}
+
+
+def look_again(sources: Mapping[str, Source]) -> None:
+    """See what has changed in the sources' files since they were read last."""
+    for source in sources.values():
+        if isinstance(source, ChatSource):
+            source.refresh()
+
+
+def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:
+    """The tokenizer and template, if there are conversations."""
+    of_files = [name for name, source in sources.items() if isinstance(source, FileSource)]
+    if not of_files:
+        return None
+    if config.data.chat is None:
+        raise UserError(
+            f"data.sources.{of_files[0]} has conversations, but data.chat does not say how they become tokens; name "
+            "the folder of the checkpoint whose tokenizer and chat template to use: data.chat.folder=FOLDER"
+        )
+    chat = load_chat(config.data.chat)
+    if (tokens := len(chat.tokenizer)) > (vocab := config.model.llm.vocab):
+        raise UserError(
+            f"data.chat.folder={config.data.chat.folder}: its tokenizer has {tokens} tokens, model.llm.vocab={vocab}; "
+            "use the model's own tokenizer"
+        )
+    return chat
 
 
 def _open(
-    name: str, source: EmbeddedSource | FunctionSource, split: Split, config: Config, config_folder: Path
+    name: str,
+    source: EmbeddedSource | FunctionSource | FileSource,
+    split: Split,
+    config: Config,
+    config_folder: Path,
+    chat: Chat | None,
 ) -> Source:
     if isinstance(source, EmbeddedSource):
         return EmbeddedDataset(source, split, config.seed)
+    if isinstance(source, FileSource):
+        cache = cache_folder(config.data)
+        conversations = open_conversations(source, split, cache, f"data.sources.{name}")
+        return ChatSource(conversations, chat, config.model.encoders, cache)
     make, arguments = resolve(source.function, config_folder), {"split": split, **source.arguments}
     try:
         inspect.signature(make).bind(**arguments)

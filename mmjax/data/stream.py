@@ -35,12 +35,21 @@ class Pool:
 
 
 def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray) -> list[Pool]:
-    """The usable samples of every source. Raises UserError where one that should be drawn from has none."""
-    pools = []
+    """The usable samples of every source: not those that are excluded or bad.
+
+    Raises UserError where a source that should be drawn from has none.
+    """
+    excluded, pools = np.union1d(excluded, index.bad), []
     for s, weight in enumerate(weights):
         start, stop = map(int, index.source_start[s : s + 2])
         pools.append(Pool(start, stop, excluded[(excluded >= start) & (excluded < stop)]))
         if weight > 0 and not len(pools[-1]):
+            if np.isin(np.arange(start, stop), index.bad).all() and stop > start:
+                reason = index.reason[np.searchsorted(index.bad, start)]
+                raise UserError(
+                    f"data.sources.{index.source_name[s]}: none of its {stop - start} samples can be used; the first: "
+                    f"{reason}"
+                )
             shortest = f"; the shortest has {index.llm_tokens[start:stop].min()} LLM tokens" if stop > start else ""
             raise UserError(
                 f"data.sources.{index.source_name[s]}: none of its {stop - start} samples fits the batch{shortest}; "

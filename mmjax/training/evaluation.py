@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.data.embedded import decode
 from mmjax.data.placement import Topology
-from mmjax.data.prompts import PromptLoader, QuestionSource, read_answers
+from mmjax.data.prompts import PromptLoader, QuestionSource, decoded, read_answers
 from mmjax.data.sample import Sample, Text
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
@@ -72,10 +71,10 @@ class Evaluator:
         said: dict[int, str] = {}
         for lies, batch in self._loader.batches(source, samples):
             tokens = self._answers(params, put_rows(batch, self._mesh, self._rules))
-            said |= read_answers(np.asarray(tokens), batch, lies)
+            said |= read_answers(np.asarray(tokens), batch, lies, self.sources[source])
         questions = [self.sources[source].question(i) for i in samples]
         return [
-            Answered(q.family, q.task, readable(q.prompt), q.answer, said[i], q.needs)
+            Answered(q.family, q.task, readable(q.prompt, self.sources[source]), q.answer, said[i], q.needs)
             for i, q in zip(samples, questions, strict=True)
         ]
 
@@ -98,9 +97,11 @@ def question_sources(config: Config, splits: Sequence[str], folder: Any) -> dict
     }
 
 
-def readable(prompt: Sample) -> str:
+def readable(prompt: Sample, source: QuestionSource) -> str:
     """A prompt as text, its items as <encoder>."""
-    return " ".join(decode(s.tokens) if isinstance(s, Text) else f"<{s.encoder}>" for s in prompt.segments)
+    return " ".join(
+        decoded(source, s.tokens.tolist()) if isinstance(s, Text) else f"<{s.encoder}>" for s in prompt.segments
+    )
 
 
 def exact_match(answered: Sequence[Answered]) -> Scores:

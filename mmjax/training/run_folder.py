@@ -63,6 +63,11 @@ class RunFolder:
         """Samples that fit no budget, one JSON object each."""
         return self.path / "oversize.jsonl"
 
+    @property
+    def quarantine(self) -> Path:
+        """Samples that cannot be used and why, one JSON object each."""
+        return self.path / "quarantine.jsonl"
+
     def list_oversize(self, samples: Iterable[str], action: Literal["skip", "raise"]) -> None:
         """Write down the samples that fit no budget. Raises UserError where the config says that they are fatal."""
         names = list(samples)

@@ -10,7 +10,7 @@ from made import config, image, plan_of
 
 from mmjax.config import EmbeddedSource
 from mmjax.config_files import default_config, load
-from mmjax.data.embedded import EmbeddedDataset, Question, encode
+from mmjax.data.embedded import EmbeddedDataset, encode
 from mmjax.data.index import build_index
 from mmjax.data.packing import Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
@@ -58,14 +58,14 @@ def test_answers_are_read_from_where_they_are_written():
                 at = np.flatnonzero((batch.text.sample[row] == slot) & (batch.text.weight[row] > 0)) + 1
                 tokens[row, at[: len(answer)]] = answer
                 tokens[row, at[len(answer) :]] = 5  # behind the end: not read
-            read |= read_answers(tokens, batch, lies)
+            read |= read_answers(tokens, batch, lies, dataset)
         assert read == {i: dataset.question(i).answer for i in range(100)}
 
 
 def test_an_unanswered_question_has_no_answer():
     answers = {}
     for lies, batch in LOADER.batches("test/embedded", range(20)):
-        answers |= read_answers(batch.text.token, batch, lies)
+        answers |= read_answers(batch.text.token, batch, lies, SOURCES["test/embedded"])
     assert answers == dict.fromkeys(range(20), "")
 
 

@@ -1,0 +1,37 @@
+"""Full instruction tuning of a checkpoint on a LLaVA-style file and a folder of images.
+
+    python -m mmjax.train llava_style checkpoint=llava-1.5-7b-hf data=llava_v1_5_mix665k.json images=images
+
+checkpoint: a Hugging Face folder (docs/models.md says which). data: a .json or .jsonl; validation: one to ask while
+training. The recipe is LLaVA-1.5's second stage: all but the vision tower train, batch 128, learning rate 2e-5.
+"""
+
+from mmjax.config import (
+    AdamW,
+    BatchConfig,
+    ChatFormat,
+    Config,
+    DataConfig,
+    LlavaSource,
+    MeshConfig,
+    Samples,
+    Schedule,
+    TrainingConfig,
+)
+from mmjax.hf.families import from_hf
+
+
+def config(checkpoint: str, data: str, images: str = "", validation: str = "") -> Config:
+    model = from_hf(checkpoint, freeze=["vision"])
+    return Config(
+        name="llava_style",
+        data=DataConfig(
+            sources={"chat": LlavaSource(data, images=images, validation=validation)}, chat=ChatFormat(checkpoint)
+        ),
+        batch=BatchConfig(size=Samples(128), rows={"llm": 8, **dict.fromkeys(model.encoders, 8)}),
+        model=model,
+        training=TrainingConfig(steps=5000, precision="bfloat16", evaluate_every=500, checkpoint_every=500),
+        optimizer=AdamW(learning_rate=2e-5, weight_decay=0.0, b2=0.999),
+        schedule=Schedule(warmup=150, final=0.0),
+        mesh=MeshConfig(data=1, fsdp=-1),
+    )
