@@ -281,7 +281,7 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
         if not path:
             tree[name] = _assigned(hint, tree.get(name), text, where)
             return
-        if name not in tree:
+        if tree.get(name) is None:
             tree[name] = _new_entry(hint, key, where)
         tree = tree[name]
 
@@ -301,7 +301,7 @@ def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[st
 def _new_entry(hint: Hint, key: str, where: str) -> Tree:
     if found := kinds(hint):
         raise UserError(f"unknown key {key!r}: there is no {where!r}; say {where}=<kind> first ({', '.join(found)})")
-    (member,) = members(hint)
+    member = next(m for m in members(hint) if m is not type(None))
     return defaults(member, where) if dataclasses.is_dataclass(member) else {}
 
 
@@ -312,6 +312,8 @@ def _assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
         # Naming the kind that is there already must not throw its settings away.
         return old if isinstance(old, dict) and old.get("kind") == text else defaults(found[text], where)
     if section := next((m for m in members(hint) if dataclasses.is_dataclass(m)), None):
+        if text == "none" and type(None) in members(hint):
+            return None
         fields = ", ".join(join(where, name) for name in field_hints(section))
         raise UserError(f"{where}: got {text!r}, but it has fields; set one of {fields}")
     return parse(hint, text, where)

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
-import soundfile
-from PIL import Image
 
 from mmjax.config import Config, FileSource
 from mmjax.config_files import default_config, find, load
 from mmjax.data.array_record_writing import LEFT_OUT, write_array_records
-from mmjax.data.conversation import Medium
+from mmjax.data.chat_source import PROBES
 from mmjax.data.file_sources import Split, cache_folder, open_conversations, path_of
-from mmjax.data.media_facts import MediaFacts, Probe, read_facts
+from mmjax.data.media_facts import MediaFacts, read_facts
 from mmjax.data.quarantine import Bad
 from mmjax.data.stored import StoredConversations
 from mmjax.errors import UserError, run_command
@@ -174,24 +171,6 @@ def _convert(parts: Sequence[Part], out: Path) -> None:
             words.append(f"{key}={TO}")
         words.append(f"{key}.{'path' if part.split == 'train' else part.split}={folder}")
     say("train on it with", *(f"  {word}" for word in words))
-
-
-# ---------------------------------------------------------------------------------------------------------- headers
-
-
-def image_size(file: BinaryIO) -> tuple[int, int]:
-    """Height and width, from the header."""
-    with Image.open(file) as image:
-        return image.height, image.width
-
-
-def clip_length(file: BinaryIO) -> tuple[int, int]:
-    """Frames and rate, from the header."""
-    found = soundfile.info(file)
-    return found.frames, found.samplerate
-
-
-PROBES: Mapping[Medium, Probe] = {"image": image_size, "audio": clip_length}
 
 
 if __name__ == "__main__":

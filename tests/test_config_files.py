@@ -25,7 +25,8 @@ from mmjax.errors import UserError
 from mmjax.planning.cost import parameters
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+ASKING = {"llava_style"}  # for a checkpoint and its data
+SHIPPED = sorted({path.stem for path in (ROOT / "configs").glob("*.py")} - ASKING)
 
 VARIANT = """
 from dataclasses import replace
@@ -368,3 +369,28 @@ def test_a_function_that_the_file_does_not_have_is_refused_when_it_is_loaded(tmp
 def test_find_gives_the_file_that_load_reads() -> None:
     assert find("tiny_omni") == default_config()
     assert math.isclose(load(find("tiny_omni")).model.llm.rope_theta, 1000.0)
+
+
+ASKS = """
+from dataclasses import replace
+
+from mmjax.config_files import sibling
+
+base = sibling(__file__, "tiny_text")
+
+
+def config(label: str, size: str = "24"):
+    return replace(base.config(), name=label, seed=int(size))
+"""
+
+
+def test_a_config_may_ask_for_words(tmp_path: Path) -> None:
+    path = tmp_path / "asks.py"
+    path.write_text(ASKS)
+    made = load(path, ["label=mine", "training.steps=70", "size=7"])
+    assert (made.name, made.training.steps, made.seed) == ("mine", 70, 7)
+    with pytest.raises(UserError, match=r"asks\.py: config\(\) asks for label; say it after the config's name: label="):
+        load(path, ["size=7"])
+    (tmp_path / "kept").mkdir()
+    keep(path, tmp_path / "kept")
+    assert (tmp_path / "kept" / "config.py").read_text() == ASKS

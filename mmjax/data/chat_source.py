@@ -17,7 +17,7 @@ from mmjax.data.decode import ClipFacts, clip_facts, clip_samples, decode_clip, 
 from mmjax.data.image_items import items_of_image, items_of_size
 from mmjax.data.index import Encoders
 from mmjax.data.media_facts import KINDS, MediaFacts, Probe, open_facts, read_facts
-from mmjax.data.sample import Facts, Question, Sample
+from mmjax.data.sample import Facts, Question, Sample, Text
 from mmjax.data.stored import StoredConversations
 from mmjax.data.template import ASSISTANT
 from mmjax.errors import BadMedia, UserError
@@ -171,12 +171,18 @@ class ChatSource:
         needs = tuple(dict.fromkeys(name for of in names for name in of))
         return Question("chat", "chat.answer", prompt, "".join(last.parts).strip(), needs)
 
-    def answer_tokens(self, answer: str) -> int:
-        """Tokens that an answer takes, its end included."""
-        return len(self.chat.tokenizer.encode(answer).ids) + 1
+    def answer_tokens(self, index: int) -> int:
+        """Tokens that a question's answer takes, its end included."""
+        asked, answered = self.question(index).prompt, self.sample(index)
+        return sum(_text_tokens(answered)) - sum(_text_tokens(asked))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """What tokens say, up to where the answer ends."""
         ends = self.chat.tokenizer.ends
         stop = next((k for k, token in enumerate(tokens) if token in ends), len(tokens))
         return self.chat.tokenizer.decode(list(tokens[:stop]), skip_special=True).strip()
+
+
+def _text_tokens(sample: Sample) -> list[int]:
+    """Tokens of each stretch of text."""
+    return [len(segment.tokens) for segment in sample.segments if isinstance(segment, Text)]

@@ -25,16 +25,16 @@ PROMPTS_PER_BATCH = 48
 class QuestionSource(Source, Protocol):
     """A source that can also be asked.
 
-    Where tokens are not characters it also has `answer_tokens(answer)`, how many an answer takes with its end, and
+    Where tokens are not characters it also has `answer_tokens(index)`, how many an answer takes with its end, and
     `decode(tokens)`, what they say up to there.
     """
 
     def question(self, index: int) -> Question: ...
 
 
-def answer_tokens(source: QuestionSource, answer: str) -> int:
-    """Tokens that an answer takes, its end included."""
-    return source.answer_tokens(answer) if hasattr(source, "answer_tokens") else len(answer) + 1
+def answer_tokens(source: QuestionSource, index: int) -> int:
+    """Tokens that the answer to a question takes, its end included."""
+    return source.answer_tokens(index) if hasattr(source, "answer_tokens") else len(source.question(index).answer) + 1
 
 
 def decoded(source: QuestionSource, tokens: Sequence[int]) -> str:
@@ -81,7 +81,7 @@ class PromptLoader:
 
     def __init__(self, sources: Mapping[str, QuestionSource], config: Config, topology: Topology = ONE_RANK) -> None:
         self.sources = dict(sources)
-        room = max(answer_tokens(s, s.question(i).answer) for s in sources.values() for i in range(len(s)))
+        room = max(answer_tokens(s, i) for s in sources.values() for i in range(len(s)))
         prompts = {name: Prompts(source, room) for name, source in sources.items()}
         index = build_index(prompts, config.model.encoders)
         size = Samples(min(PROMPTS_PER_BATCH, len(index)))

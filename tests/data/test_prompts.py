@@ -15,7 +15,7 @@ from mmjax.data.index import build_index
 from mmjax.data.packing import Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.prompts import PROMPTS_PER_BATCH, PromptLoader, Prompts, read_answers
-from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.sample import Facts, Item, Question, Sample, Text
 from mmjax.errors import UserError
 
 

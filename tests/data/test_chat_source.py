@@ -1,0 +1,137 @@
+"""Conversations in files become samples: what the index promises is what is read, and what is bad is named."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from llava_folder import save_checkpoint, save_questions
+
+from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, LlavaSource, Samples, TrainingConfig
+from mmjax.config_files import edit, from_json, to_json
+from mmjax.data.conversation import BadSample
+from mmjax.data.index import build_index
+from mmjax.data.packing import Arrays, pack_microbatch
+from mmjax.data.pipeline import reader_of
+from mmjax.data.plan import make_planner
+from mmjax.data.sample import Item, Text
+from mmjax.data.sources import look_again, open_sources
+from mmjax.errors import UserError
+from mmjax.hf.families import from_hf
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def config_of(checkpoint, folder, **data) -> Config:
+    model = from_hf(checkpoint)
+    source = LlavaSource(str(folder / "data.json"), images=str(folder / "images"))
+    return Config(
+        "chat",
+        DataConfig({"chat": source}, chat=ChatFormat(str(checkpoint)), cache=str(folder / "cache"), **data),
+        BatchConfig(Samples(8), {"llm": 2, "vision": 2}),
+        model,
+        TrainingConfig(100),
+    )
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    save_questions(folder, COUNT)
+    config = config_of(checkpoint, folder)
+    return config, open_sources(config, "train", folder)
+
+
+def test_the_index_promises_what_is_read(made):
+    config, sources = made
+    index, source = build_index(sources, config.model.encoders), sources["chat"]
+    assert len(index) == COUNT
+    assert not len(index.bad)
+    for i in range(COUNT):
+        segments = source.sample(i).segments
+        text = sum(len(s.tokens) for s in segments if isinstance(s, Text))
+        assert index.text_tokens[i] == text
+        assert [s for s in segments if isinstance(s, Item)] == [Item("vision", 0)]
+        assert source.item(i, 0).shape == (16, 16, 3)
+        assert index.llm_tokens[i] == text + 16
+
+
+def test_only_the_answer_and_its_end_train(made):
+    config, sources = made
+    index, source = build_index(sources, config.model.encoders), sources["chat"]
+    planner, _ = make_planner(index, config, [1.0])
+    (plan,) = planner.plan_once(np.arange(6))
+    text = pack_microbatch(plan, Arrays.of(config.model), reader_of(sources, index)).text
+    for i in range(6):
+        mine = (text.owner == i) & (text.weight > 0)
+        trained = text.target[mine].tolist()
+        assert source.decode(trained) == source.question(i).answer
+        assert trained[-1] in source.chat.tokenizer.ends
+
+
+def test_a_question_is_its_sample_up_to_the_answer(made):
+    source = made[1]["chat"]
+    question, sample = source.question(3), source.sample(3)
+    tokens = lambda s: np.concatenate([part.tokens for part in s.segments if isinstance(part, Text)])  # noqa: E731
+    asked, whole = tokens(question.prompt), tokens(sample)
+    np.testing.assert_array_equal(whole[: len(asked)], asked)
+    assert source.answer_tokens(3) == len(whole) - len(asked) > 1
+
+
+def test_the_config_of_a_checkpoint_is_rebuilt_from_its_json(made):
+    assert from_json(to_json(made[0])) == made[0]
+
+
+def spoiled(folder):
+    """Records that cannot be used, by what is said of them."""
+    save_questions(folder, COUNT)
+    records = json.loads((folder / "data.json").read_text())
+    (folder / "images" / "0.jpg").unlink()
+    (folder / "images" / "1.png").write_bytes(b"no image")
+    records[2]["conversations"][0]["value"] = "What colour?"
+    records[3]["conversations"][0]["value"] = "<image><image> What colour?"
+    records[4]["conversations"][1]["value"] = ""
+    records[5]["image"] = "../data.json"
+    (folder / "data.json").write_text(json.dumps(records))
+    return {0: "no such file|cannot be read|No such", 1: "bad image", 2: "", 3: "", 4: "empty", 5: "outside"}
+
+
+def test_bad_samples_are_named_and_never_drawn(checkpoint, tmp_path):
+    reasons = spoiled(tmp_path)
+    config = config_of(checkpoint, tmp_path, max_bad_share=0.5)
+    sources = open_sources(config, "train", tmp_path)
+    look_again(sources)
+    index = build_index(sources, config.model.encoders)
+    assert index.bad.tolist() == list(reasons)
+    assert all(str(reason) for reason in index.reason)
+    assert "bad image" in index.reason[1]
+    assert "empty" in index.reason[4]
+    planner, _ = make_planner(index, config, [1.0])
+    drawn = np.concatenate([planner.plan(step).samples() for step in range(9)])
+    assert set(drawn.tolist()) == set(range(6, COUNT))
+    with pytest.raises(BadSample, match="bad image"):
+        sources["chat"].facts(1)
+
+
+def test_a_source_with_nothing_but_bad_samples_is_refused_with_the_first_reason(checkpoint, tmp_path):
+    save_questions(tmp_path, 3)
+    for image in (tmp_path / "images").iterdir():
+        image.write_bytes(b"")
+    config = config_of(checkpoint, tmp_path)
+    index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
+    with pytest.raises(UserError, match=r"none of its 3 samples can be used; the first: .*image"):
+        make_planner(index, config, [1.0])
+
+
+def test_conversations_without_a_template_are_refused(checkpoint, tmp_path):
+    save_questions(tmp_path, 3)
+    config = edit(config_of(checkpoint, tmp_path), ["data.chat=none"])
+    with pytest.raises(UserError, match=r"data\.chat does not say how they become tokens"):
+        open_sources(config, "train", tmp_path)
+    assert edit(config, [f"data.chat.folder={checkpoint}"]).data.chat == ChatFormat(str(checkpoint))
