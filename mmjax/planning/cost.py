@@ -14,14 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, VisionConfig
+from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, StoredTable, VisionConfig
 from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
 from mmjax.planning.work import (
     CONV_STRIDE,
     CONV_TAPS,
     Encoder,
     Work,
+    connector_weights,
     layer_of,
+    layer_positions,
     merged_positions,
     norm_parameters,
     row_work,
@@ -57,13 +59,15 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         if isinstance(encoder, VisionConfig):
             embed, axes, norms = _patch_embedding(encoder), 2, norm_parameters(encoder) * encoder.head_norm
         else:
-            embed, axes = (CONV_TAPS * encoder.mels + 1) * width + (CONV_TAPS * width + 1) * width, 1
+            table = encoder.positions.positions if isinstance(encoder.positions, StoredTable) else 0
+            embed, axes = (CONV_TAPS * (encoder.mels + width) + 2 + table) * width, 1
             norms = norm_parameters(encoder)
         counts[name] = embed + encoder.layers * layer_of(encoder).parameters + norms
         merged = merged_positions(encoder) * width
         norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
-        mlp = (merged + ("up" in c.biases)) * c.mlp_width + (c.mlp_width + ("down" in c.biases)) * llm.width
-        counts[f"{name}.connector"] = norm + mlp + axes * c.position_grid * llm.width
+        biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
+        weights = connector_weights(encoder, llm.width)
+        counts[f"{name}.connector"] = norm + weights + biases + axes * c.position_grid * llm.width
     return counts
 
 
@@ -156,8 +160,7 @@ def _products(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, Product
             data = CONV_TAPS * config.mels * config.width * w.inputs
             weights += CONV_TAPS * config.width**2 * w.positions
         products[name] = Products(data, weights, attention)
-        mlp = merged_positions(config) * config.width + model.llm.width
-        products[f"{name}.connector"] = Products(0, config.connector.mlp_width * mlp * w.tokens, 0)
+        products[f"{name}.connector"] = Products(0, connector_weights(config, model.llm.width) * w.tokens, 0)
     return products
 
 
@@ -200,7 +203,7 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
 
     Attention makes it grow with the row: this is the cost at rows of about `length` positions.
     """
-    steps = {name: CONV_STRIDE * merged_positions(encoder) for name, encoder in model.encoders.items()}
+    steps = {name: CONV_STRIDE * layer_positions(encoder) for name, encoder in model.encoders.items()}
     short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
     costs = []
     for name, (_, step) in short.items():

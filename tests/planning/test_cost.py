@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, ModelConfig, Remat, VisionConfig
+from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, LogMel, ModelConfig, Remat, VisionConfig
 from mmjax.models import attention
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
@@ -48,7 +48,7 @@ def make_model(scale: int = 1, layers: int = 2, encoder_layers: int = 1, **llm) 
     connector = ConnectorConfig(merge=2, mlp_width=20 * scale, position_grid=8)
     width = 24 * scale
     vision = VisionConfig(encoder_layers, width, 2, 40 * scale, patch=2, channels=3, connector=connector)
-    audio = AudioConfig(encoder_layers, width, 3, 36 * scale, mels=5, connector=replace(connector, merge=3))
+    audio = AudioConfig(encoder_layers, width, 3, 36 * scale, LogMel(mels=5), connector=replace(connector, merge=3))
     decoder = DecoderConfig(layers, 32 * scale, 4, 2, 6 * scale, 44 * scale, vocab=29)
     return ModelConfig(replace(decoder, **llm), {"vision": vision, "audio": audio})
 
