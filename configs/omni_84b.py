@@ -60,7 +60,7 @@ def config() -> Config:
                     width=3072,
                     heads=24,
                     mlp_width=12_288,
-                    preparation=LogMel(mels=128),
+                    clips=LogMel(mels=128),
                     connector=ConnectorConfig(merge=4, mlp_width=8192),
                     attention="blockwise",
                 ),

@@ -56,7 +56,7 @@ def config() -> Config:
                     width=96,
                     heads=4,
                     mlp_width=288,
-                    preparation=LogMel(mels=20, sample_rate=4000, window=128, hop=64),
+                    clips=LogMel(mels=20, sample_rate=4000, window=128, hop=64),
                     connector=ConnectorConfig(merge=2, position_grid=64),
                 ),
             },

@@ -559,7 +559,7 @@ class AudioConfig:
     width: int
     heads: int
     mlp_width: int
-    preparation: AudioPreparation = LogMel()
+    clips: AudioPreparation = LogMel()
     positions: Sinusoids | StoredTable = Sinusoids()
     norm_eps: float = 1e-5
     activation: Activation = "gelu_tanh"
@@ -576,7 +576,7 @@ class AudioConfig:
     @property
     def mels(self) -> int:
         """Width of one frame."""
-        return self.preparation.mels
+        return self.clips.mels
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,9 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
 
 
 def _check_audio(where: str, encoder: AudioConfig) -> None:
-    how, positions = encoder.preparation, encoder.positions
+    how, positions = encoder.clips, encoder.positions
     _at_least(1, where, encoder, ("pool",))
-    check_audio(f"{where}.preparation", how)
+    check_audio(f"{where}.clips", how)
     if isinstance(positions, StoredTable):
         _at_least(1, f"{where}.positions", positions, ("positions",))
     _check(encoder.width % 2 == 0, f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even")
@@ -171,7 +171,7 @@ def _check_audio(where: str, encoder: AudioConfig) -> None:
         frames = how.seconds * how.sample_rate // how.hop
         _check(
             frames <= 2 * positions.positions,
-            f"{where}.preparation: a window of {frames} frames is longer than the {2 * positions.positions} of which "
+            f"{where}.clips: a window of {frames} frames is longer than the {2 * positions.positions} of which "
             f"positions.positions={positions.positions} has any; make seconds smaller",
         )
 
@@ -248,8 +248,8 @@ def _check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
             given = f"model.encoders.vision.channels={encoder.channels}"
             _check(encoder.channels == 1, f"{given}: the images of {where} are grey; set it to 1")
         if isinstance(encoder, AudioConfig) and name == "audio":
-            rate = encoder.preparation.sample_rate
-            given = f"model.encoders.audio.preparation.sample_rate={rate}"
+            rate = encoder.clips.sample_rate
+            given = f"model.encoders.audio.clips.sample_rate={rate}"
             _check(rate == EMBEDDED_RATE, f"{given}: the clips of {where} have {EMBEDDED_RATE} Hz; set that")
 
 

@@ -57,7 +57,7 @@ MODEL = ModelConfig(
         "audio": AudioConfig(
             **_TOWER,
             layers=48,
-            preparation=LogMel(mels=16, sample_rate=4000, window=64, hop=32),
+            clips=LogMel(mels=16, sample_rate=4000, window=64, hop=32),
             connector=_CONNECTOR,
         ),
     },
@@ -85,7 +85,7 @@ class LengthSource:
     def facts(self, index: int) -> Facts:
         """An image is a strip of two rows of patches, so that it has as many as wanted, or one more."""
         items: list[tuple[str, tuple[int, ...]]] = []
-        vision, clips = MODEL.encoders["vision"], MODEL.encoders["audio"].preparation
+        vision, clips = MODEL.encoders["vision"], MODEL.encoders["audio"].clips
         if patches := int(self.vision[index]):
             items.append(("vision", (2 * vision.patch, -(-patches // 2) * vision.patch)))
         if frames := int(self.audio[index]):

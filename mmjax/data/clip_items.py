@@ -28,9 +28,9 @@ class ClipSize(NamedTuple):
 def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
     """The frames of a clip of so many samples.
 
-    BadMedia for a clip that is longer than the window of its preparation or the encoder's table of positions.
+    BadMedia for a clip that is longer than the window of `clips` or the encoder's table of positions.
     """
-    how, table = encoder.preparation, encoder.positions
+    how, table = encoder.clips, encoder.positions
     most = table.positions * CONV_STRIDE if isinstance(table, StoredTable) else None
     if isinstance(how, LogMel):
         frames = held = log_mel.frame_count(samples, how.window, how.hop)
@@ -47,7 +47,7 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
 
 def clip_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
     """Frames float32 `[held, mels]` of a clip float `[samples]`, as many as `clip_size` says. Errors as there."""
-    how = encoder.preparation
+    how = encoder.clips
     if isinstance(how, LogMel):
         return log_mel.log_mel(wave, how.sample_rate, how.window, how.hop, how.mels)
     held = clip_size(encoder, len(wave)).held

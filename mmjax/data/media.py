@@ -41,7 +41,7 @@ def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
     """
     if isinstance(encoder, VisionConfig):
         return int(encoder.class_token)
-    how = encoder.preparation
+    how = encoder.clips
     return int(encoder.pool > 1 or (not isinstance(how, LogMel) and how.attended == "clip"))
 
 

@@ -57,9 +57,8 @@ class AudioStem(nnx.Module):
         c = config
         self.first = Linear(3 * c.mels, c.width, (None, "embed"), rngs, bias=True)
         self.second = Linear(3 * c.width, c.width, ("embed", None), rngs, bias=True)
-        self.positions = None
-        if isinstance(c.positions, StoredTable):
-            self.positions = FixedTable(sinusoids(jnp.arange(c.positions.positions)[None], c.width)[0])
+        stored = c.positions.positions if isinstance(c.positions, StoredTable) else 0
+        self.positions = FixedTable(sinusoids(jnp.arange(stored)[None], c.width)[0]) if stored else None
         self.activation = c.stem_activation
 
     def __call__(

@@ -91,7 +91,7 @@ def needed(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> di
     do not run.
     """
     flops = {}
-    for module, p in _products(model, work).items():
+    for module, p in _products(model, work, frozen).items():
         trainable, upstream = _gradients(module, model, _running(work), frozen)
         backward = trainable * (p.data + p.weights) + (trainable or upstream) * (p.weights + 2 * p.attention)
         flops[module] = Flops(2 * (p.data + p.weights + p.attention), 2 * backward)
@@ -143,7 +143,7 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
     return module not in frozen, bool(before - frozen)
 
 
-def _products(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, Products]:
+def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Products]:
     """Multiply-adds of every module's forward pass."""
     products = {}
     for name, w in work.items():
@@ -160,7 +160,10 @@ def _products(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, Product
             data = CONV_TAPS * config.mels * config.width * w.inputs
             weights += CONV_TAPS * config.width**2 * w.positions
         products[name] = Products(data, weights, attention)
-        products[f"{name}.connector"] = Products(0, connector_weights(config, model.llm.width) * w.tokens, 0)
+        # Without a norm before it, the first matrix of a connector is the first thing that may want a gradient.
+        whole, after = connector_weights(config, model.llm.width), config.connector.mlp_width * model.llm.width
+        first = (whole - after) * (config.connector.norm == "none" and name in frozen)
+        products[f"{name}.connector"] = Products(first * w.tokens, (whole - first) * w.tokens, 0)
     return products
 
 
@@ -178,7 +181,7 @@ def executed(
     """
     work = row_work(model, shape)
     flops = {}
-    for module, p in _products(model, work).items():
+    for module, p in _products(model, work, frozen).items():
         trainable, upstream = _gradients(module, model, _running(work), frozen)
         tower = module.removesuffix(".connector")
         config = model.llm if module == "llm" else model.encoders[tower]

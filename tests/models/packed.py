@@ -36,7 +36,7 @@ def tiny(
             attention=attention, remat=remat,
         ),
         "audio": AudioConfig(
-            layers=2, width=32, heads=2, mlp_width=48, preparation=LogMel(mels=5), connector=connector,
+            layers=2, width=32, heads=2, mlp_width=48, clips=LogMel(mels=5), connector=connector,
             attention=attention, remat=remat,
         ),
     }  # fmt: skip

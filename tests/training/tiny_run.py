@@ -74,7 +74,7 @@ def tiny_config(**changes: Any) -> Config:
                 "vision": VisionConfig(**tower, patch=4, channels=1, connector=connector),
                 "audio": AudioConfig(
                     **tower,
-                    preparation=LogMel(mels=20, sample_rate=4000, window=128, hop=64),
+                    clips=LogMel(mels=20, sample_rate=4000, window=128, hop=64),
                     connector=replace(connector, position_grid=64),
                 ),
             },
