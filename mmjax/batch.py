@@ -42,7 +42,9 @@ class ItemBatch(NamedTuple):
 
     values: Array  # [R, L, F]: pixels of a patch, uint8, or log-mel bins, float32
     item: Array  # int32 [R, L]: which of the row's items, -1 = padding
-    coordinates: Array  # int32 [R, L, 3]: (t, y, x) of the patch, (t, 0, 0) of the frame
+    # int32 [R, L, 3]: (t, y, x) of the patch, (t, 0, 0) of the frame; (t, -1, 0) of one after its clip's end, which the
+    # convolutions see but no layer: it is the silence that Whisper's extractor pads a clip with.
+    coordinates: Array
     owner: Array  # int32 [R, L]: id of the item's sample in the length index, -1 = padding
     offset: Array  # int32 [R, L]: index among the positions of all items of that sample and encoder
 

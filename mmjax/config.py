@@ -243,6 +243,17 @@ ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes
 
 
 @dataclass(frozen=True)
+class LogMel:
+    """Log-mel frames of a clip alone, of any length, laid out from its loudest bin."""
+
+    mels: int = 80
+    sample_rate: int = 16_000
+    window: int = 400  # samples
+    hop: int = 160  # samples
+    kind: Literal["log_mel"] = "log_mel"
+
+
+@dataclass(frozen=True)
 class WhisperMel:
     """Log-mel frames as Whisper's extractor makes them of a window of `seconds`, silent after the clip's end."""
 
@@ -252,7 +263,12 @@ class WhisperMel:
     hop: int = 160  # samples
     seconds: int = 30
     longer: Literal["refuse", "split"] = "refuse"  # a clip beyond the window is bad, or several items in turn
+    # What an encoder's layers see and make tokens of: the clip alone, as Qwen2-Audio, or the window with its silence.
+    attended: Literal["clip", "window"] = "clip"
     kind: Literal["whisper_mel"] = "whisper_mel"
+
+
+AudioPreparation = LogMel | WhisperMel
 
 
 # ------------------------------------------------------------------------------------------------- what is bad media
@@ -459,7 +475,7 @@ class ConnectorConfig:
     """An MLP from an encoder's width to the LLM's, over `merge` neighbours (per axis for images)."""
 
     merge: int = 2
-    mlp_width: int = 256
+    mlp_width: int = 256  # 0 = no MLP but a single matrix, whose bias is "down"
     norm: Literal["none", "layer", "rms", "merged_layer"] = "layer"  # before neighbours are merged, or after
     norm_eps: float = 0.0  # 0 = the encoder's
     activation: Activation = "gelu_tanh"
@@ -522,6 +538,21 @@ class VisionConfig:
 
 
 @dataclass(frozen=True)
+class Sinusoids:
+    """Whisper's formula, for clips of any length."""
+
+    kind: Literal["sinusoids"] = "sinusoids"
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A vector for every position of a clip, as Whisper's checkpoints store them; training leaves them as they are."""
+
+    positions: int = 1500
+    kind: Literal["stored"] = "stored"
+
+
+@dataclass(frozen=True)
 class AudioConfig:
     """Whisper's encoder over packed log-mel frames: two convolutions (the second of stride 2), then a transformer."""
 
@@ -529,12 +560,12 @@ class AudioConfig:
     width: int
     heads: int
     mlp_width: int
-    mels: int = 80
-    sample_rate: int = 16_000
-    window: int = 400  # samples
-    hop: int = 160  # samples
+    clips: AudioPreparation = LogMel()
+    positions: Sinusoids | StoredTable = Sinusoids()
     norm_eps: float = 1e-5
     activation: Activation = "gelu_tanh"
+    stem_activation: Activation = "gelu_tanh"  # of the convolutions
+    pool: int = 1  # so many positions become their mean before the last norm; those left over at the end are dropped
     connector: ConnectorConfig = ConnectorConfig()
     attention: Literal["dense", "blockwise"] = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"
@@ -542,6 +573,11 @@ class AudioConfig:
     frozen: bool = False
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["audio"] = "audio"
+
+    @property
+    def mels(self) -> int:
+        """Width of one frame."""
+        return self.clips.mels
 
 
 @dataclass(frozen=True)

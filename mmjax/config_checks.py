@@ -10,6 +10,7 @@ from mmjax.config import (
     AdamW,
     AnyRes,
     AudioConfig,
+    AudioPreparation,
     BatchConfig,
     Config,
     DataConfig,
@@ -21,11 +22,13 @@ from mmjax.config import (
     ImagePreparation,
     LearnedGrid,
     Llama3Rope,
+    LogMel,
     LongRope,
     MediaLimits,
     ModelConfig,
     ParquetSource,
     SmartResize,
+    StoredTable,
     VisionConfig,
     WhisperMel,
 )
@@ -86,8 +89,8 @@ def _check_model(model: ModelConfig) -> None:
         _divides(where, encoder.width, "width", encoder.heads, "heads")
         _check_remat(where, encoder)
         _check_dropout(where, encoder)
-        _at_least(1, f"{where}.connector", encoder.connector, ("merge", "mlp_width"))
-        _at_least(0, f"{where}.connector", encoder.connector, ("position_grid",))
+        _at_least(1, f"{where}.connector", encoder.connector, ("merge",))
+        _at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
         if isinstance(encoder, VisionConfig):
             _check_vision(where, encoder)
         else:
@@ -158,18 +161,19 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
 
 
 def _check_audio(where: str, encoder: AudioConfig) -> None:
-    _at_least(1, where, encoder, ("mels", "sample_rate", "hop"))
-    _at_least(2, where, encoder, ("window",))
+    how, positions = encoder.clips, encoder.positions
+    _at_least(1, where, encoder, ("pool",))
+    check_audio(f"{where}.clips", how)
+    if isinstance(positions, StoredTable):
+        _at_least(1, f"{where}.positions", positions, ("positions",))
     _check(encoder.width % 2 == 0, f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even")
-    _check(
-        encoder.hop <= encoder.window,
-        f"{where}.hop={encoder.hop} is longer than window={encoder.window}: samples would be skipped; make hop smaller",
-    )
-    bins = encoder.window // 2 + 1
-    _check(
-        encoder.mels <= bins,
-        f"{where}.mels={encoder.mels}: window={encoder.window} has only {bins} frequencies; make mels at most that",
-    )
+    if isinstance(how, WhisperMel) and how.attended == "window" and isinstance(positions, StoredTable):
+        frames = how.seconds * how.sample_rate // how.hop
+        _check(
+            frames <= 2 * positions.positions,
+            f"{where}.clips: a window of {frames} frames is longer than the {2 * positions.positions} of which "
+            f"positions.positions={positions.positions} has any; make seconds smaller",
+        )
 
 
 def _check_remat(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
@@ -244,10 +248,9 @@ def _check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
             given = f"model.encoders.vision.channels={encoder.channels}"
             _check(encoder.channels == 1, f"{given}: the images of {where} are grey; set it to 1")
         if isinstance(encoder, AudioConfig) and name == "audio":
-            given = f"model.encoders.audio.sample_rate={encoder.sample_rate}"
-            _check(
-                encoder.sample_rate == EMBEDDED_RATE, f"{given}: the clips of {where} have {EMBEDDED_RATE} Hz; set that"
-            )
+            rate = encoder.clips.sample_rate
+            given = f"model.encoders.audio.clips.sample_rate={rate}"
+            _check(rate == EMBEDDED_RATE, f"{given}: the clips of {where} have {EMBEDDED_RATE} Hz; set that")
 
 
 def check_images(where: str, how: ImagePreparation) -> None:
@@ -283,10 +286,27 @@ def check_images(where: str, how: ImagePreparation) -> None:
             _check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={how.tile}")
 
 
-def check_audio(where: str, how: WhisperMel) -> None:
+def check_audio(where: str, how: AudioPreparation) -> None:
     """Raises UserError, naming the key under `where`, for clips that could not be prepared so."""
-    _at_least(1, where, how, ("mels", "sample_rate", "hop", "seconds"))
+    _at_least(1, where, how, ("mels", "sample_rate", "hop"))
+    if isinstance(how, LogMel):
+        _check_log_mel(where, how)
+        return
+    _at_least(1, where, how, ("seconds",))
     _check(how.window >= 2 and how.window % 2 == 0, f"{where}.window={how.window}: must be even, and at least 2")
+
+
+def _check_log_mel(where: str, how: LogMel) -> None:
+    _at_least(2, where, how, ("window",))
+    _check(
+        how.hop <= how.window,
+        f"{where}.hop={how.hop} is longer than window={how.window}: samples would be skipped; make hop smaller",
+    )
+    bins = how.window // 2 + 1
+    _check(
+        how.mels <= bins,
+        f"{where}.mels={how.mels}: window={how.window} has only {bins} frequencies; make mels at most that",
+    )
 
 
 def check_limits(where: str, limits: MediaLimits) -> None:

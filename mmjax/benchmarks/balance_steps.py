@@ -21,6 +21,7 @@ from mmjax.config import (
     DecoderConfig,
     FunctionSource,
     LlmBalance,
+    LogMel,
     ModelConfig,
     NoBalance,
     NoGrouping,
@@ -53,7 +54,12 @@ MODEL = ModelConfig(
     DecoderConfig(**_TOWER, layers=80, kv_heads=16, head_width=16, vocab=VOCAB),
     {
         "vision": VisionConfig(**_TOWER, layers=96, patch=4, channels=1, connector=_CONNECTOR),
-        "audio": AudioConfig(**_TOWER, layers=48, mels=16, sample_rate=4000, window=64, hop=32, connector=_CONNECTOR),
+        "audio": AudioConfig(
+            **_TOWER,
+            layers=48,
+            clips=LogMel(mels=16, sample_rate=4000, window=64, hop=32),
+            connector=_CONNECTOR,
+        ),
     },
 )
 
@@ -79,11 +85,11 @@ class LengthSource:
     def facts(self, index: int) -> Facts:
         """An image is a strip of two rows of patches, so that it has as many as wanted, or one more."""
         items: list[tuple[str, tuple[int, ...]]] = []
-        vision, audio = MODEL.encoders["vision"], MODEL.encoders["audio"]
+        vision, clips = MODEL.encoders["vision"], MODEL.encoders["audio"].clips
         if patches := int(self.vision[index]):
             items.append(("vision", (2 * vision.patch, -(-patches // 2) * vision.patch)))
         if frames := int(self.audio[index]):
-            items.append(("audio", (audio.window + (frames - 1) * audio.hop,)))
+            items.append(("audio", (clips.window + (frames - 1) * clips.hop,)))
         return Facts(int(self.text[index]), tuple(items))
 
     def sample(self, index: int) -> Sample:

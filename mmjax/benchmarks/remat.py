@@ -20,7 +20,7 @@ from mmjax.planning.cost import executed, frozen_modules, recomputed
 from mmjax.planning.fit import Room, fit
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import OnDevice, Spread
-from mmjax.planning.work import CONV_STRIDE, merged_positions, row_work
+from mmjax.planning.work import CONV_STRIDE, layer_positions, row_work
 from mmjax.training.residuals import kept_per_layer
 
 PRESETS = ("omni-10b", "omni-18b", "omni-84b")
@@ -97,7 +97,7 @@ def _shape(model: ModelConfig, longest: np.ndarray) -> dict[str, tuple[int, int]
     """One row of each tower with at least these positions in its layers."""
     shape = {"llm": (1, int(longest[LLM]))}
     for (name, encoder), positions in zip(model.encoders.items(), longest[1:], strict=True):
-        group = merged_positions(encoder)
+        group = layer_positions(encoder)
         whole = -(-int(positions) // group) * group
         shape[name] = (1, whole * (CONV_STRIDE if isinstance(encoder, AudioConfig) else 1))
     return shape

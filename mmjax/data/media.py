@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, LearnedGrid, VisionConfig
-
-CONV_STRIDE = 2  # of the audio encoder's second convolution
-RANGE = 8.0  # decades of power that log-mel keeps below the clip's loudest bin, as Whisper
-QUIET = -2.0  # log10 power; a clip whose loudest bin is below this stays quiet instead of being raised to full scale
+from mmjax.config import AudioConfig, LearnedGrid, LogMel, VisionConfig
+from mmjax.data.clip_items import CONV_STRIDE, clip_frames, clip_size
+from mmjax.errors import BadMedia
 
 
 class ItemSize(NamedTuple):
@@ -19,7 +17,7 @@ class ItemSize(NamedTuple):
 
     positions: int  # in the encoder, padded to whole windows (vision) or to the total stride (audio); the class token
     tokens: int  # in the LLM
-    valid: int  # positions that hold something of the item
+    valid: int  # positions that hold something of the item, or of the silence after it that convolutions reach
 
 
 class Prepared(NamedTuple):
@@ -33,18 +31,25 @@ class Prepared(NamedTuple):
 def positions_per_token(encoder: VisionConfig | AudioConfig) -> int:
     """Positions of an encoder's row that become one token of the LLM."""
     merge = encoder.connector.merge
-    return merge * merge if isinstance(encoder, VisionConfig) else CONV_STRIDE * merge
+    return merge * merge if isinstance(encoder, VisionConfig) else CONV_STRIDE * encoder.pool * merge
 
 
 def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
-    """Tokens at the end of each item that an encoder makes for itself and the LLM does not see: the class token's."""
-    return int(isinstance(encoder, VisionConfig) and encoder.class_token)
+    """Tokens at the end of each item that an encoder makes for itself and the LLM does not see.
+
+    The class token's; of clips, one for the silence after them, or for positions that are too few to be pooled.
+    """
+    if isinstance(encoder, VisionConfig):
+        return int(encoder.class_token)
+    how = encoder.clips
+    return int(encoder.pool > 1 or (not isinstance(how, LogMel) and how.attended == "clip"))
 
 
 def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> ItemSize:
     """Length of an item of `size` ((height, width) in pixels, (samples,) of a clip).
 
-    ValueError if it is empty, or reaches beyond the connector's learned positions.
+    ValueError if it is empty, or reaches beyond the connector's learned positions; BadMedia, which is one, for a clip
+    that is too short or too long.
     """
     if any(extent < 1 for extent in size):
         raise ValueError(f"an item of size {size} is empty")
@@ -55,10 +60,12 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
         _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
         windows, own = -(-height // merge) * -(-width // merge), hidden_tokens(encoder)
         return ItemSize((windows + own) * merge * merge, windows, height * width + own)
-    frames = frame_count(size[0], encoder.window, encoder.hop)
-    tokens = -(-frames // (CONV_STRIDE * merge))
+    clip = clip_size(encoder, size[0])
+    tokens = -(-(clip.positions // encoder.pool) // merge)
+    if not tokens:
+        raise BadMedia(f"a clip of {size[0]} samples is too short: the encoder makes no token of it")
     _check_positions(encoder, size, tokens)
-    return ItemSize(tokens * CONV_STRIDE * merge, tokens, frames)
+    return ItemSize((tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.held)
 
 
 def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
@@ -89,12 +96,13 @@ def prepare(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Prepared:
             raise ValueError(f"an image of shape {array.shape} is not [height, width, {encoder.channels}]")
         found = patches(array, encoder.patch, encoder.connector.merge)
         return _with_class_token(found, encoder.connector.merge) if encoder.class_token else found
-    frames = log_mel(array, encoder.sample_rate, encoder.window, encoder.hop, encoder.mels)
+    frames = clip_frames(encoder, array)
     positions = item_size(encoder, array.shape).positions
     values = np.zeros((positions, encoder.mels), np.float32)
     values[: len(frames)] = frames
     coordinates = np.zeros((positions, 3), np.int32)
     coordinates[:, 0] = np.arange(positions)
+    coordinates[clip_size(encoder, len(array)).frames :, 1] = -1
     return Prepared(values, coordinates, coordinates[:, 0] < len(frames))
 
 
@@ -149,50 +157,3 @@ def _merge_order(height: int, width: int, merge: int) -> tuple[np.ndarray, np.nd
     valid = (coordinates[:, 1] < height) & (coordinates[:, 2] < width)
     coordinates.flags.writeable = valid.flags.writeable = False
     return coordinates, valid
-
-
-def frame_count(samples: int, window: int, hop: int) -> int:
-    """Frames of a clip: the first starts at sample 0, and the last reaches the clip's end (zeros fill it up)."""
-    return 1 + max(0, -(-(samples - window) // hop))
-
-
-def log_mel(wave: np.ndarray, sample_rate: int, window: int, hop: int, mels: int) -> np.ndarray:
-    """Log-mel frames float32 `[frame_count, mels]` of a clip `[n]`: Hann window, power, Slaney mel filters, log10.
-
-    As Whisper's, clamped to 8 decades below the loudest bin, but laid out from there: the loudest bin is 1, and two
-    decades are one unit, so that gain does not matter and a tone stands well off the noise around it. A silent clip is
-    -3 everywhere.
-    """
-    if wave.ndim != 1 or not np.issubdtype(wave.dtype, np.floating):
-        raise ValueError(f"a clip must be floats [samples], not {wave.dtype} {list(wave.shape)}")
-    if wave.size == 0:
-        raise ValueError("a clip of 0 samples is empty")
-    count = frame_count(wave.size, window, hop)
-    padded = np.zeros((count - 1) * hop + window, np.float32)
-    padded[: wave.size] = wave
-    taper, filters = _hann(window), mel_filters(sample_rate, window, mels)
-    frames = np.lib.stride_tricks.as_strided(padded, (count, window), (padded.strides[0] * hop, padded.strides[0]))
-    spectrum = np.fft.rfft(frames * taper)
-    power = np.square(spectrum.real) + np.square(spectrum.imag)
-    decades = np.log10(np.maximum(power @ filters, np.float32(1e-10)))
-    loudest = max(float(decades.max()), QUIET)
-    return (np.maximum(decades, loudest - RANGE) - loudest) / np.float32(2) + np.float32(1)
-
-
-@functools.cache
-def _hann(window: int) -> np.ndarray:
-    return (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)).astype(np.float32)
-
-
-@functools.cache
-def mel_filters(sample_rate: int, window: int, mels: int) -> np.ndarray:
-    """Triangular filters float32 `[window // 2 + 1, mels]`, evenly spaced in Slaney's mel, of equal area in Hz."""
-    logarithmic, step = 15.0, np.log(6.4) / 27  # linear up to 1 kHz (15 mel), then 27 mel for a factor of 6.4
-    nyquist = sample_rate / 2
-    top = nyquist * 3 / 200 if nyquist < 1000 else logarithmic + np.log(nyquist / 1000) / step
-    mel = np.linspace(0, top, mels + 2)
-    edges = np.where(mel < logarithmic, mel * 200 / 3, 1000 * np.exp(step * (mel - logarithmic)))
-    bins = np.arange(window // 2 + 1) * sample_rate / window
-    rising = (bins[:, None] - edges[:-2]) / (edges[1:-1] - edges[:-2])
-    falling = (edges[2:] - bins[:, None]) / (edges[2:] - edges[1:-1])
-    return (np.maximum(0, np.minimum(rising, falling)) * 2 / (edges[2:] - edges[:-2])).astype(np.float32)

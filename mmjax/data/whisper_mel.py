@@ -6,12 +6,10 @@ silence, so only those are made that are asked for; what they hold is the same.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from mmjax.config import WhisperMel
-from mmjax.data.media import mel_filters
+from mmjax.data.log_mel import hann, mel_filters
 from mmjax.errors import BadMedia
 
 FLOOR = 1e-10  # of power
@@ -43,16 +41,21 @@ def pieces(how: WhisperMel, samples: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(start + window, samples)) for start in range(0, samples, window))
 
 
+def one_piece(how: WhisperMel, samples: int) -> None:
+    """BadMedia for an empty clip, or one that is longer than the window: cut it as `pieces` says."""
+    if len(pieces(how, samples)) > 1:
+        raise BadMedia(f"a piece of {samples} samples is longer than the encoder's {how.seconds} s")
+
+
 def log_mel(how: WhisperMel, wave: np.ndarray, extra_frames: int = 0) -> np.ndarray:
     """Frames float32 `[valid_frames + extra_frames, mels]` of a clip float32 `[n]` at `how.sample_rate`.
 
     extra_frames: frames after the valid ones, out of the silence that pads the clip (no more than the window has).
-    BadMedia for an empty clip, or one that is longer than the window: cut it as `pieces` says.
+    BadMedia as `one_piece`.
     """
     if wave.ndim != 1 or not np.issubdtype(wave.dtype, np.floating):
         raise ValueError(f"a clip must be floats [samples], not {wave.dtype} {list(wave.shape)}")
-    if len(pieces(how, wave.size)) > 1:
-        raise BadMedia(f"a piece of {wave.size} samples is longer than the encoder's {how.seconds} s")
+    one_piece(how, wave.size)
     valid = valid_frames(how, wave.size)
     frames = min(valid + extra_frames, most_frames(how))
     # The frames that reach into the clip, which may be some after the last valid one; all others are silent.
@@ -72,11 +75,6 @@ def _mel_power(how: WhisperMel, wave: np.ndarray, count: int) -> np.ndarray:
         padded[half + window :] = padded[half + window - 2 : half + window - 2 - beyond : -1]
     stride = padded.strides[0]
     frames = np.lib.stride_tricks.as_strided(padded, (count, how.window), (stride * how.hop, stride))
-    spectrum = np.fft.rfft(frames * _hann(how.window))
+    spectrum = np.fft.rfft(frames * hann(how.window))
     power = np.square(spectrum.real) + np.square(spectrum.imag)
     return power @ mel_filters(how.sample_rate, how.window, how.mels)
-
-
-@functools.cache
-def _hann(window: int) -> np.ndarray:
-    return (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)).astype(np.float32)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import DecoderConfig, ModelConfig
+from mmjax.config import AudioConfig, DecoderConfig, ModelConfig
 from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
-from mmjax.hf import decoders, internvl, llava
+from mmjax.hf import audio, decoders, internvl, llava
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.fields import Fields
 from mmjax.hf.folder import HfFolder
@@ -22,10 +22,11 @@ ROWS = 4096  # of the tables of the vocabulary that are compared at a time
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Checkpoints of one kind: the model that a config says, and where its tensors lie."""
+    """Checkpoints of one kind: the model that a config says, where its tensors lie, and the encoder that it says."""
 
-    read: Callable[[HfFolder, Fields], ModelConfig]
+    read: Callable[[HfFolder, Fields], ModelConfig] | None  # None: there is no decoder
     layout: Callable[[HfFolder, ModelConfig], Layout]
+    encoder: Callable[[HfFolder, Fields], AudioConfig] | None = None  # to be had alone
 
 
 def _decoder(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -43,6 +44,9 @@ CHECKPOINTS = {
     "llava": Checkpoints(llava.read, llava.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
+    "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
+    "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of),
+    "whisper": Checkpoints(None, audio.encoder_layout, audio.encoder_of),
 }
 
 
@@ -53,9 +57,25 @@ def from_hf(folder: str | Path, freeze: Sequence[str] = ()) -> ModelConfig:
     folder, family or field that cannot be read, naming it.
     """
     opened = HfFolder.open(Path(folder).expanduser().absolute())
-    model = _kind(opened).read(opened, _fields(opened))
+    kind = _kind(opened)
+    if kind.read is None:
+        raise UserError(f"{opened.path} has an encoder, and no decoder that can be read; see encoder_from_hf")
+    model = kind.read(opened, _fields(opened))
     model = replace(model, llm=replace(model.llm, tied=_tied(opened, model.llm)))
     return frozen(_from(model, str(opened.path)), freeze)
+
+
+def encoder_from_hf(folder: str | Path) -> AudioConfig:
+    """The encoder of a Hugging Face folder, whose weights it will start from, with a connector that starts at random.
+
+    Raises UserError for a folder, family or field that cannot be read, naming it.
+    """
+    opened = HfFolder.open(Path(folder).expanduser().absolute())
+    encoder = _kind(opened).encoder
+    if encoder is None:
+        known = ", ".join(name for name, kind in CHECKPOINTS.items() if kind.encoder)
+        raise UserError(f"{opened.path} has no encoder that can be read alone; known are those of {known}")
+    return replace(encoder(opened, _fields(opened)), weights=str(opened.path))
 
 
 def layout_of(folder: HfFolder, model: ModelConfig) -> Layout:

@@ -1,4 +1,4 @@
-"""Whisper's encoder over packed log-mel frames: two convolutions, sinusoidal positions, a transformer.
+"""Whisper's encoder over packed log-mel frames: two convolutions, positions, a transformer.
 
 A convolution is written as explicit taps (shift, mask, matrix product), so that a tap which would reach into the next
 clip, or into padding, is zero: a packed clip sees exactly the zero padding that it would see alone.
@@ -6,17 +6,16 @@ clip, or into padding, is zero: a packed clip sees exactly the zero padding that
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch
-from mmjax.config import AudioConfig
+from mmjax.config import AudioConfig, StoredTable
 from mmjax.models.attention import items_mask
 from mmjax.models.encoder_block import encoder_block
 from mmjax.models.layer_runs import LayerRuns, Run
-from mmjax.models.layers import Context, LayerNorm, Linear, TransformerLayer
+from mmjax.models.layers import ACTIVATIONS, Context, FixedTable, LayerNorm, Linear, TransformerLayer
 from mmjax.parallel.sharding import constrain
 
 STRIDE = 2  # frames per position after the second convolution
@@ -52,47 +51,73 @@ def sinusoids(time: Int[Array, "r l"], width: int) -> Float[Array, "r l d"]:
 
 
 class AudioStem(nnx.Module):
-    """Two convolutions of kernel 3 with GELU, the second of stride 2, then positions in the clip."""
+    """Two convolutions of kernel 3, the second of stride 2, then positions in the clip."""
 
-    def __init__(self, mels: int, width: int, rngs: nnx.Rngs):
-        self.first = Linear(3 * mels, width, (None, "embed"), rngs, bias=True)
-        self.second = Linear(3 * width, width, ("embed", None), rngs, bias=True)
+    def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
+        c = config
+        self.first = Linear(3 * c.mels, c.width, (None, "embed"), rngs, bias=True)
+        self.second = Linear(3 * c.width, c.width, ("embed", None), rngs, bias=True)
+        stored = c.positions.positions if isinstance(c.positions, StoredTable) else 0
+        self.positions = FixedTable(sinusoids(jnp.arange(stored)[None], c.width)[0]) if stored else None
+        self.activation = c.stem_activation
 
     def __call__(
         self, x: Float[Array, "r l f"], item: Int[Array, "r l"], time: Int[Array, "r m"]
     ) -> Float[Array, "r m d"]:
-        x = jax.nn.gelu(self.first(taps(x, item, 1)))
-        x = jax.nn.gelu(self.second(taps(x, item, STRIDE)))
-        return x + sinusoids(time, x.shape[-1]).astype(x.dtype)
+        f = ACTIVATIONS[self.activation]
+        x = f(self.first(taps(x, item, 1)))
+        x = f(self.second(taps(x, item, STRIDE)))
+        table = self.positions
+        return x + (sinusoids(time, x.shape[-1]).astype(x.dtype) if table is None else table(time, x.dtype))
 
 
 class AudioEncoder(nnx.Module):
-    """embed -> layers -> head over frames in time order; every clip starts at a multiple of the stride."""
+    """embed -> layers -> head over frames in time order; every clip starts at a multiple of the stride.
+
+    The convolutions see all frames of a clip, the layers those up to its end (`ItemBatch.coordinates`): the frames
+    after it are what the last positions of a clip that is padded with silence are made of.
+    """
 
     def __init__(self, config: AudioConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
-        self.embed = AudioStem(c.mels, c.width, rngs)
+        self.embed = AudioStem(c, rngs)
         block = encoder_block(c)
         self.layers = LayerRuns(lambda rngs: TransformerLayer(block, rngs), plan, rngs)
         self.head = LayerNorm(c.width, c.norm_eps)
+        self.pool = c.pool
         self.dropout = c.dropout
         self.dtype = dtype
 
     def embedded(self, items: ItemBatch) -> Float[Array, "r m d"]:
-        if items.values.shape[1] % STRIDE:
-            raise ValueError(f"a row of {items.values.shape[1]} audio frames is no multiple of the stride {STRIDE}")
-        time = self.places(items)[1][..., 0]
-        x = self.embed(items.values.astype(self.dtype), items.item, time)
+        if items.values.shape[1] % (STRIDE * self.pool):
+            raise ValueError(
+                f"a row of {items.values.shape[1]} audio frames is no multiple of the stride {STRIDE * self.pool}"
+            )
+        x = self.embed(items.values.astype(self.dtype), items.item, items.coordinates[:, ::STRIDE, 0] // STRIDE)
         return constrain(x, "rows", "length", "width")
 
     def context(self, items: ItemBatch) -> Context:
         """The mask of a batch; positions are in the activations already."""
-        return Context(items_mask(self.places(items)[0]))
+        return Context(items_mask(self._seen(items)))
+
+    def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
+        """The mean of every `pool` positions, and the head, on the output of the last layer."""
+        if self.pool > 1:
+            x = x.reshape(len(x), x.shape[1] // self.pool, self.pool, x.shape[2]).mean(2)
+        return self.head(x)
 
     def origin(self, items: ItemBatch) -> tuple[Int[Array, "r m"], Int[Array, "r m"]]:
         """The sample of every position and the index of its first frame among those of the sample's clips."""
         return items.owner[:, ::STRIDE], items.offset[:, ::STRIDE]
 
-    def places(self, items: ItemBatch) -> tuple[Int[Array, "r m"], Int[Array, "r m 3"]]:
-        """Item and coordinates of every output position, time in units of the stride."""
-        return items.item[:, ::STRIDE], items.coordinates[:, ::STRIDE] // STRIDE
+    def places(self, items: ItemBatch) -> tuple[Int[Array, "r n"], Int[Array, "r n 3"]]:
+        """Item and coordinates of every output position, time in units of the whole stride.
+
+        Positions at a clip's end that are too few to be pooled are padding.
+        """
+        whole = STRIDE * self.pool
+        return self._seen(items)[:, self.pool - 1 :: self.pool], items.coordinates[:, ::whole] // whole
+
+    def _seen(self, items: ItemBatch) -> Int[Array, "r m"]:
+        """Item of every position of the layers."""
+        return jnp.where(items.coordinates[..., 1] < 0, -1, items.item)[:, ::STRIDE]

@@ -7,12 +7,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import ConnectorConfig
-from mmjax.models.layers import MLP, LayerNorm, PositionTable, RMSNorm
+from mmjax.models.layers import MLP, LayerNorm, Linear, PositionTable, RMSNorm
 from mmjax.parallel.sharding import constrain
 
 
 class Connector(nnx.Module):
-    """A norm, concatenation of each group of neighbours, an MLP, plus positions if there is a table.
+    """A norm, concatenation of each group of neighbours, an MLP or one matrix, plus positions if there is a table.
 
     A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
     names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
@@ -29,7 +29,9 @@ class Connector(nnx.Module):
         norm, width = norms.get(c.norm, (None, 0))
         self.norm = None if norm is None else norm(width, eps)
         self.norm_merged = c.norm == "merged_layer"
-        self.mlp = MLP(merged, c.mlp_width, outputs, c.activation, rngs, biases=c.biases)
+        mlp, bias = c.mlp_width, "down" in c.biases
+        self.mlp = MLP(merged, mlp, outputs, c.activation, rngs, biases=c.biases) if mlp else None
+        self.linear = None if mlp else Linear(merged, outputs, ("mlp", "embed"), rngs, bias=bias)
         tables = [PositionTable(config.position_grid, outputs, rngs) for _ in axes] if config.position_grid else []
         self.positions = nnx.Dict({("t", "y", "x")[axis]: table for axis, table in zip(axes, tables, strict=False)})
 
@@ -42,7 +44,8 @@ class Connector(nnx.Module):
         if self.norm is not None and not self.norm_merged:
             x = self.norm(x)
         x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group * width)
-        x = self.mlp(self.norm(x) if self.norm_merged else x)
+        x = self.norm(x) if self.norm_merged else x
+        x = self.linear(x) if self.mlp is None else self.mlp(x)
         # The first member of a group is its top left one, which an image that reaches into the group always has.
         corner = coordinates[:, :: self.group] // self.merge
         for name, table in self.positions.items():

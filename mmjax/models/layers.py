@@ -61,6 +61,17 @@ class PositionTable(nnx.Module):
         return constrain(self.weight[...].astype(dtype), None, None)[index]
 
 
+class FixedTable(nnx.Module):
+    """A vector per position that comes with the weights: it gets no gradient, and no weight decay."""
+
+    def __init__(self, table: Float[Array, "n d"]):
+        self.weight = nnx.Param(table, axes=("fixed", "embed"))
+
+    def __call__(self, index: Int[Array, "r m"], dtype: jnp.dtype) -> Float[Array, "r m d"]:
+        table = constrain(jax.lax.stop_gradient(self.weight[...]).astype(dtype), None, None)
+        return table[jnp.minimum(index, len(table) - 1)]
+
+
 class RMSNorm(nnx.Module):
     """Divides by the root mean square of each position, times `offset + scale`; float32 inside."""
 
@@ -89,7 +100,7 @@ class LayerNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
@@ -118,7 +129,7 @@ class MLP(nnx.Module):
         self.activation: Activation = activation
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        f = _ACTIVATIONS[self.activation]
+        f = ACTIVATIONS[self.activation]
         return self.down(f(self.up(x)) if self.gate is None else f(self.gate(x)) * self.up(x))
 
 

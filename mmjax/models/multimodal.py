@@ -57,8 +57,7 @@ class MultimodalModel(nnx.Module):
     def connected(self, name: str, x: Float[Array, "r l w"], batch: ItemBatch) -> Float[Array, "r m d"]:
         """The head of an encoder and its connector, on the output of the encoder's last layer."""
         encoder = self.encoders[name]
-        x = x if encoder.head is None else encoder.head(x)
-        return self.connectors[name](x, *encoder.places(batch))
+        return self.connectors[name](encoder.finished(x), *encoder.places(batch))
 
     def decode(
         self, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None

@@ -66,6 +66,10 @@ class VisionEncoder(nnx.Module):
     def embedded(self, items: ItemBatch) -> Float[Array, "r l d"]:
         return constrain(self.embed(items, self.dtype), "rows", "length", "width")
 
+    def finished(self, x: Float[Array, "r l d"]) -> Float[Array, "r l d"]:
+        """The head, on the output of the last layer."""
+        return x if self.head is None else self.head(x)
+
     def context(self, items: ItemBatch) -> Context:
         """The mask, and the rotary angles if positions are rotary."""
         mask, positions = items_mask(items.item), self.config.positions

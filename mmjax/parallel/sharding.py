@@ -39,6 +39,7 @@ class ShardingRules:
     kv_heads: tuple[str, ...] = ("tensor",)
     mlp: tuple[str, ...] = ("tensor",)
     vocab: tuple[str, ...] = ("tensor",)
+    fixed: tuple[str, ...] = ()  # of tables that are never trained
 
     @classmethod
     def of(cls, config: MeshConfig) -> ShardingRules:

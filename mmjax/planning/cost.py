@@ -14,14 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, VisionConfig
+from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, StoredTable, VisionConfig
 from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
 from mmjax.planning.work import (
     CONV_STRIDE,
     CONV_TAPS,
     Encoder,
     Work,
+    connector_weights,
     layer_of,
+    layer_positions,
     merged_positions,
     norm_parameters,
     row_work,
@@ -57,13 +59,15 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         if isinstance(encoder, VisionConfig):
             embed, axes, norms = _patch_embedding(encoder), 2, norm_parameters(encoder) * encoder.head_norm
         else:
-            embed, axes = (CONV_TAPS * encoder.mels + 1) * width + (CONV_TAPS * width + 1) * width, 1
+            table = encoder.positions.positions if isinstance(encoder.positions, StoredTable) else 0
+            embed, axes = (CONV_TAPS * (encoder.mels + width) + 2 + table) * width, 1
             norms = norm_parameters(encoder)
         counts[name] = embed + encoder.layers * layer_of(encoder).parameters + norms
         merged = merged_positions(encoder) * width
         norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
-        mlp = (merged + ("up" in c.biases)) * c.mlp_width + (c.mlp_width + ("down" in c.biases)) * llm.width
-        counts[f"{name}.connector"] = norm + mlp + axes * c.position_grid * llm.width
+        biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
+        weights = connector_weights(encoder, llm.width)
+        counts[f"{name}.connector"] = norm + weights + biases + axes * c.position_grid * llm.width
     return counts
 
 
@@ -87,7 +91,7 @@ def needed(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> di
     do not run.
     """
     flops = {}
-    for module, p in _products(model, work).items():
+    for module, p in _products(model, work, frozen).items():
         trainable, upstream = _gradients(module, model, _running(work), frozen)
         backward = trainable * (p.data + p.weights) + (trainable or upstream) * (p.weights + 2 * p.attention)
         flops[module] = Flops(2 * (p.data + p.weights + p.attention), 2 * backward)
@@ -139,7 +143,7 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
     return module not in frozen, bool(before - frozen)
 
 
-def _products(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, Products]:
+def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Products]:
     """Multiply-adds of every module's forward pass."""
     products = {}
     for name, w in work.items():
@@ -156,8 +160,10 @@ def _products(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, Product
             data = CONV_TAPS * config.mels * config.width * w.inputs
             weights += CONV_TAPS * config.width**2 * w.positions
         products[name] = Products(data, weights, attention)
-        mlp = merged_positions(config) * config.width + model.llm.width
-        products[f"{name}.connector"] = Products(0, config.connector.mlp_width * mlp * w.tokens, 0)
+        # Without a norm before it, the first matrix of a connector is the first thing that may want a gradient.
+        whole, after = connector_weights(config, model.llm.width), config.connector.mlp_width * model.llm.width
+        first = (whole - after) * (config.connector.norm == "none" and name in frozen)
+        products[f"{name}.connector"] = Products(first * w.tokens, (whole - first) * w.tokens, 0)
     return products
 
 
@@ -175,7 +181,7 @@ def executed(
     """
     work = row_work(model, shape)
     flops = {}
-    for module, p in _products(model, work).items():
+    for module, p in _products(model, work, frozen).items():
         trainable, upstream = _gradients(module, model, _running(work), frozen)
         tower = module.removesuffix(".connector")
         config = model.llm if module == "llm" else model.encoders[tower]
@@ -200,7 +206,7 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
 
     Attention makes it grow with the row: this is the cost at rows of about `length` positions.
     """
-    steps = {name: CONV_STRIDE * merged_positions(encoder) for name, encoder in model.encoders.items()}
+    steps = {name: CONV_STRIDE * layer_positions(encoder) for name, encoder in model.encoders.items()}
     short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
     costs = []
     for name, (_, step) in short.items():

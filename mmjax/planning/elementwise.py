@@ -61,7 +61,8 @@ def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
     forward, backward = layer_elementwise(config, work)
     per = _per_element(config)
     half_norms = (per.width[0] // 2, per.width[1] // 2)
-    outside = [(half_norms, config.width * work.positions)]
+    pool = config.pool if isinstance(config, AudioConfig) else 1
+    outside = [(half_norms, config.width * work.positions // pool)]
     if isinstance(config, DecoderConfig):
         outside.append((LOGITS, config.vocab * work.positions))
     elif isinstance(config, AudioConfig):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mmjax.config import AdamW, AudioConfig, DecoderConfig, ModelConfig, Muon, VisionConfig
 from mmjax.planning.cost import frozen_modules, parameters
-from mmjax.planning.work import Encoder, layer_of, merged_positions, row_work
+from mmjax.planning.work import Encoder, connector_weights, layer_of, merged_positions, row_work
 
 MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's moments are float32
 LOADED = 2  # steps whose batches lie on the devices: the one that runs and the next
@@ -100,8 +100,7 @@ def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> di
         return kept
     matrices = {name: c.layers * layer_of(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
     for name, encoder in model.encoders.items():
-        ends = merged_positions(encoder) * encoder.width + model.llm.width
-        matrices[f"{name}.connector"] = encoder.connector.mlp_width * ends
+        matrices[f"{name}.connector"] = connector_weights(encoder, model.llm.width)
     return {module: n - matrices[module] for module, n in kept.items()}
 
 

@@ -84,6 +84,17 @@ def merged_positions(encoder: Encoder) -> int:
     return encoder.connector.merge ** (2 if isinstance(encoder, VisionConfig) else 1)
 
 
+def layer_positions(encoder: Encoder) -> int:
+    """Positions of an encoder's layers that become one token: as many, and of audio those that are pooled before."""
+    return merged_positions(encoder) * (encoder.pool if isinstance(encoder, AudioConfig) else 1)
+
+
+def connector_weights(encoder: Encoder, outputs: int) -> int:
+    """Elements of a connector's matrices, or of its only one; also the multiply-adds per token."""
+    inputs, hidden = merged_positions(encoder) * encoder.width, encoder.connector.mlp_width
+    return hidden * (inputs + outputs) if hidden else inputs * outputs
+
+
 def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]) -> dict[str, Work]:
     """What the arrays of a microbatch hold, without padding, by tower."""
     pairs = int(allowed_pairs(text).sum())
@@ -91,9 +102,12 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
         encoder = model.encoders[name]
-        placed = batch.item[:, ::CONV_STRIDE] if isinstance(encoder, AudioConfig) else batch.item
-        rows, group = len(placed), merged_positions(encoder)
-        seen = np.where(batch.coordinates[..., 1] >= 0, batch.item, -1) if isinstance(encoder, VisionConfig) else placed
+        # Below 0 are what gives the LLM nothing: a class token, which the layers see, and silence, which they do not.
+        seen = np.where(batch.coordinates[..., 1] >= 0, batch.item, -1)
+        placed, rows, group = batch.item, len(batch.item), merged_positions(encoder)
+        if isinstance(encoder, AudioConfig):
+            placed = seen[:, ::CONV_STRIDE]
+            seen = placed[:, encoder.pool - 1 :: encoder.pool]
         groups = seen.reshape(rows, seen.shape[1] // group, group).max(-1, initial=-1)
         inputs, positions, tokens = (int((x >= 0).sum()) for x in (batch.item, placed, groups))
         work[name] = Work(positions, int(item_pairs(placed).sum()), inputs, tokens)
@@ -145,7 +159,7 @@ def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[s
         if name == "llm":
             work[name] = Work(positions, rows * pairs)
         else:
-            work[name] = Work(positions, rows * pairs, rows * length, positions // merged_positions(config))
+            work[name] = Work(positions, rows * pairs, rows * length, positions // layer_positions(config))
     return work
 
 

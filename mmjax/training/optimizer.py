@@ -48,8 +48,8 @@ class Optimizer:
     ) -> tuple[Params, optax.OptState, jax.Array]:
         """New parameters and state, and the global gradient norm before clipping.
 
-        Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms, biases), also where
-        the gradient is zero: an encoder that saw nothing in this step still decays.
+        Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms, biases, fixed
+        tables), also where the gradient is zero: an encoder that saw nothing in this step still decays.
         """
         norm = optax.tree.norm(gradients)
         scale = jnp.minimum(1.0, hyper.clip / jnp.maximum(norm, 1e-12))
@@ -82,7 +82,7 @@ def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
     adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     by_path = _axes_by_path(axes)
     # A stack of layers has its layers in front, which no axis names.
-    matrices = frozenset(path for path, names in by_path.items() if len(names) >= 2)
+    matrices = frozenset(path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names)
     if isinstance(config, AdamW):
         return Optimizer(adam, module_of, matrices)
 

@@ -18,6 +18,7 @@ from mmjax.config import (
     DataConfig,
     DecoderConfig,
     FunctionSource,
+    LogMel,
     ModelConfig,
     PackGrouping,
     Samples,
@@ -35,7 +36,7 @@ VOCAB = 50
 ONE_RANK = Topology()
 DRY_RUN_STEPS = 16  # enough to find shapes by, and quick
 VISION = VisionConfig(1, 16, 2, 16, patch=2, channels=1, connector=ConnectorConfig(merge=2))  # 4 x 4 pixels a token
-AUDIO = AudioConfig(1, 16, 2, 16, mels=3, sample_rate=1000, window=8, hop=4, connector=ConnectorConfig(merge=3))
+AUDIO = AudioConfig(1, 16, 2, 16, LogMel(mels=3, sample_rate=1000, window=8, hop=4), connector=ConnectorConfig(merge=3))
 
 
 class Made:

@@ -31,9 +31,10 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mmjax.config import ChatFormat, Placeholder
+from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, WhisperMel
 from mmjax.data.chat import Chat, load_chat
 from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.media import item_size
 from mmjax.data.packing import Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.sample import Item, Sample, Text
@@ -383,7 +384,8 @@ def test_clips_take_the_positions_that_the_processor_gives_them(tmp_path: Path) 
     text = processor.apply_chat_template(hugging_face(talk, ["", ""]), tokenize=False)
     out = processor(text=text, audio=clips, sampling_rate=16000)
     chat = load_chat(ChatFormat(str(tmp_path)))
-    positions = [(((n - 1) // 2 + 1) - 2) // 2 + 1 for n in (70, 230)]
+    encoder = AudioConfig(1, 16, 2, 16, WhisperMel(mels=16), pool=2, connector=ConnectorConfig(merge=1))
+    positions = [item_size(encoder, clip.shape).tokens for clip in clips]
     sample = chat.sample(talk, [["audio"], ["audio"]])
     assert flat(sample, positions, chat.tokenizer.id("<|AUDIO|>"))[0] == np.array(out["input_ids"]).reshape(-1).tolist()
     assert trained(chat, sample) == ["Glass.<|im_end|>", "b<|im_end|>"]

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from mmjax.config import AudioConfig, EmbeddedSource, VisionConfig
+from mmjax.config import AudioConfig, EmbeddedSource, LogMel, VisionConfig
 from mmjax.data import digits, tones
 from mmjax.data.digits import Strip
 from mmjax.data.embedded import (
@@ -27,7 +27,7 @@ from mmjax.data.tones import Clip
 
 ENCODERS = {
     "vision": VisionConfig(1, 16, 2, 16, patch=4, channels=1),
-    "audio": AudioConfig(1, 16, 2, 16, mels=20, sample_rate=tones.SAMPLE_RATE, window=128, hop=64),
+    "audio": AudioConfig(1, 16, 2, 16, LogMel(mels=20, sample_rate=tones.SAMPLE_RATE, window=128, hop=64)),
 }
 SPLITS = ("train", "validation", "test")
 

@@ -76,7 +76,7 @@ def test_other_data_or_preprocessing_has_another_index(change, tmp_path):
     elif change == "name":
         name = "renamed"
     else:
-        encoders = ENCODERS | {"audio": replace(AUDIO, hop=2)}
+        encoders = ENCODERS | {"audio": replace(AUDIO, clips=replace(AUDIO.clips, hop=2))}
     source.measured.clear()
     index, other = cached_index({name: source}, encoders, tmp_path)
     assert other != path

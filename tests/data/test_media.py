@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.config import AudioConfig, ConnectorConfig, VisionConfig
-from mmjax.data.media import frame_count, item_size, log_mel, mel_filters, patches, prepare
+from mmjax.config import AudioConfig, ConnectorConfig, LogMel, VisionConfig
+from mmjax.data.log_mel import frame_count, log_mel, mel_filters
+from mmjax.data.media import item_size, patches, prepare
 
 
 def vision(patch: int = 4, merge: int = 2, channels: int = 1) -> VisionConfig:
@@ -15,7 +16,7 @@ def vision(patch: int = 4, merge: int = 2, channels: int = 1) -> VisionConfig:
 
 def audio(merge: int = 2) -> AudioConfig:
     connector = ConnectorConfig(merge=merge)
-    return AudioConfig(1, 16, 2, 16, mels=20, sample_rate=4000, window=128, hop=64, connector=connector)
+    return AudioConfig(1, 16, 2, 16, LogMel(mels=20, sample_rate=4000, window=128, hop=64), connector=connector)
 
 
 shapes = {"height": st.integers(1, 40), "width": st.integers(1, 40), "channels": st.sampled_from([1, 3])}

@@ -17,6 +17,7 @@ from mmjax.batch import PADDING, Microbatch, TextBatch
 from mmjax.config import MeshConfig, ModelConfig
 from mmjax.hf.families import from_hf, layout_of
 from mmjax.hf.folder import HfFolder
+from mmjax.hf.layout import Layout
 from mmjax.models.layer_runs import layers_one_by_one
 from mmjax.models.model import Model, module_of
 from mmjax.parallel.mesh import make_mesh
@@ -104,14 +105,16 @@ def check_gradients(
     def loss(params: Params) -> jax.Array:
         return step_loss(token_losses(ours.logits(params, batch), batch.text), batch.text, float(count), 1)[0]
 
-    gradients = layers_one_by_one(jax.jit(jax.grad(loss))(params))
-    layout = layout_of(folder, ours.config)
-    there = saved_gradients(model)
-    for path, gradient in jax.tree.leaves_with_path(gradients):
+    same_gradients(jax.jit(jax.grad(loss))(params), layout_of(folder, ours.config), saved_gradients(model))
+
+
+def same_gradients(ours: Params, layout: Layout, theirs: HfFolder) -> None:
+    """Every gradient here is the one there, by the checkpoint's layout."""
+    for path, gradient in jax.tree.leaves_with_path(layers_one_by_one(ours)):
         names = tuple(key.key for key in path)
         inside = names[1:] if names[0] == "llm" else names[2:]
         part = layout.modules[module_of(names)].find(inside)
-        rows = there.read(part.key, slice(None) if part.rows is None else slice(*part.rows))
+        rows = theirs.read(part.key, slice(None) if part.rows is None else slice(*part.rows))
         wanted = part.ours(rows, gradient.shape)
         scale = max(np.abs(wanted).max(), 1e-3)
         np.testing.assert_allclose(np.asarray(gradient), wanted, atol=2e-4 * scale, err_msg=".".join(names))

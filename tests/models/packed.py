@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
+from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, LogMel, ModelConfig, VisionConfig
 from mmjax.models.layer_runs import into_runs, layers_one_by_one
 from mmjax.models.model import Model
 
@@ -36,7 +36,8 @@ def tiny(
             attention=attention, remat=remat,
         ),
         "audio": AudioConfig(
-            layers=2, width=32, heads=2, mlp_width=48, mels=5, connector=connector, attention=attention, remat=remat
+            layers=2, width=32, heads=2, mlp_width=48, clips=LogMel(mels=5), connector=connector,
+            attention=attention, remat=remat,
         ),
     }  # fmt: skip
     llm = DecoderConfig(

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
@@ -15,7 +16,16 @@ import numpy as np
 import pytest
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, ModelConfig, Remat, VisionConfig
+from mmjax.config import (
+    AudioConfig,
+    ConnectorConfig,
+    DecoderConfig,
+    LogMel,
+    ModelConfig,
+    Remat,
+    StoredTable,
+    VisionConfig,
+)
 from mmjax.models import attention
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
@@ -48,9 +58,22 @@ def make_model(scale: int = 1, layers: int = 2, encoder_layers: int = 1, **llm) 
     connector = ConnectorConfig(merge=2, mlp_width=20 * scale, position_grid=8)
     width = 24 * scale
     vision = VisionConfig(encoder_layers, width, 2, 40 * scale, patch=2, channels=3, connector=connector)
-    audio = AudioConfig(encoder_layers, width, 3, 36 * scale, mels=5, connector=replace(connector, merge=3))
+    audio = AudioConfig(encoder_layers, width, 3, 36 * scale, LogMel(mels=5), connector=replace(connector, merge=3))
     decoder = DecoderConfig(layers, 32 * scale, 4, 2, 6 * scale, 44 * scale, vocab=29)
     return ModelConfig(replace(decoder, **llm), {"vision": vision, "audio": audio})
+
+
+def pooled(model: ModelConfig) -> ModelConfig:
+    """Its clips as Qwen2-Audio has them: stored positions, pooled before the last norm, one matrix to the LLM."""
+    connector = ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",))
+    audio = replace(model.encoders["audio"], positions=StoredTable(9), pool=2, connector=connector)
+    return replace(model, encoders=model.encoders | {"audio": audio})
+
+
+def without_norms(model: ModelConfig) -> ModelConfig:
+    """Its connectors take what encoders give as it is."""
+    encoders = {name: replace(e, connector=replace(e.connector, norm="none")) for name, e in model.encoders.items()}
+    return replace(model, encoders=encoders)
 
 
 def make_text(sample: np.ndarray, span: np.ndarray | None = None) -> TextBatch:
@@ -183,14 +206,30 @@ def test_needed_is_exactly_a_count_of_every_multiply_add(frozen: frozenset[str],
     assert step_needed(model, batch.text, batch.items, frozen) == 2 * sum(map(sum, expected.values()))
 
 
+@pytest.mark.parametrize("kind", [lambda model: model, pooled, without_norms], ids=["merged", "pooled", "no norms"])
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
-def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(frozen: frozenset[str]) -> None:
-    model = make_model()
+def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(
+    frozen: frozenset[str], kind: Callable[[ModelConfig], ModelConfig]
+) -> None:
+    model = kind(make_model())
     batch = make_batch(model, {"llm": (2, 12), "vision": (1, 8), "audio": (2, 12)})
     function, params = gradient(model, frozen)
     assert step_needed(model, batch.text, batch.items, frozen) == 2 * traced_products(
         jax.make_jaxpr(function)(*params, batch).jaxpr
     )
+
+
+def test_silence_after_a_clip_is_read_but_passes_through_no_layer() -> None:
+    """Clips of 5 and 4 frames, which the convolutions see 7 and 5 frames of: 3 and 2 positions, one token each."""
+    model = pooled(make_model())
+    item = np.array([[0] * 7 + [-1] + [1] * 5 + [-1] * 7], np.int32)
+    batch = make_items(model.encoders["audio"], item)
+    batch.coordinates[0, [5, 6, 12], 1] = -1
+    text = make_text(np.zeros((1, 4), np.int32))
+    found = useful_work(model, text, {"audio": batch})["audio"]
+    assert found == work.Work(positions=5, pairs=3**2 + 2**2, inputs=12, tokens=2)
+    lengths = np.array([4]), np.array([1, 1]), np.array([7, 5]), np.array([1, 1])
+    assert work.length_work(model, *lengths)["audio"] == found
 
 
 def test_padding_needs_nothing() -> None:
@@ -318,11 +357,12 @@ def test_what_a_window_forbids_is_not_needed() -> None:
 def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
     model = make_model(encoder_layers=3, **llm)
     towers = {e: replace(c, connector=replace(c.connector, position_grid=grid)) for e, c in model.encoders.items()}
-    model = replace(model, encoders=towers)
-    counts: Counter[str] = Counter()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(Model.build(model, jnp.float32).abstract)[0]:
-        counts[module_of(tuple(k.key for k in path))] += leaf.size
-    assert parameters(model) == counts
+    plain = replace(model, encoders=towers)
+    for model in (plain, pooled(plain)):
+        counts: Counter[str] = Counter()
+        for path, leaf in jax.tree_util.tree_flatten_with_path(Model.build(model, jnp.float32).abstract)[0]:
+            counts[module_of(tuple(k.key for k in path))] += leaf.size
+        assert parameters(model) == counts
 
 
 def test_relative_cost_is_what_another_stretch_of_a_row_executes() -> None:

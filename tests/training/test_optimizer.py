@@ -122,6 +122,18 @@ def test_muon_treats_a_layer_in_a_stack_as_it_does_one_alone():
         np.testing.assert_allclose(together["llm"]["query"][i], alone["llm"]["query"], atol=1e-4)
 
 
+@pytest.mark.parametrize("config", [AdamW(), Muon()], ids=["adamw", "muon"])
+def test_a_fixed_table_stays_as_it_is(config):
+    params = {"encoders": {"audio": {"table": normal(0)["llm"]["embed"], "up": normal(1)["llm"]["embed"]}}}
+    optimizer = make_optimizer(config, {"encoders": {"audio": {"table": ("fixed", "embed"), "up": ("embed", "mlp")}}})
+    groups = {optimizer.group_of(("encoders", "audio", name)) for name in ("table", "up")}
+    rates = Hyperparameters(dict.fromkeys(groups, (np.float32(0.1), np.float32(0.5))), np.float32(1))
+    moved, _, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params, rates)
+    before, after = params["encoders"]["audio"], moved["encoders"]["audio"]
+    np.testing.assert_array_equal(after["table"], before["table"])
+    np.testing.assert_allclose(after["up"], 0.95 * before["up"], rtol=1e-5)
+
+
 def test_the_schedule_warms_up_linearly_and_ends_at_its_final_share():
     schedule = Schedule(warmup=4, final=0.1)
     found = [schedule_factor(schedule, step, 15) for step in range(15)]

@@ -1,0 +1,142 @@
+"""Audio: Whisper's encoder, and whole Qwen2-Audio checkpoints. What configs say, where tensors lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable, WhisperMel
+from mmjax.errors import UserError
+from mmjax.hf.decoders import ACTIVATIONS, decoder_parts, find_decoder
+from mmjax.hf.fields import Fields
+from mmjax.hf.folder import HfFolder
+from mmjax.hf.layout import Layout
+from mmjax.hf.llava import text_of
+from mmjax.hf.parts import Parts, convolution, linear, norm, table
+from mmjax.hf.processors import read_audio_processing
+
+TOWERS = ("model.audio_tower.", "audio_tower.", "model.encoder.", "encoder.", "")
+PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.")
+POSITIONS_PER_SECOND = 50  # a hop of 10 ms, and a convolution of stride 2
+EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
+ENCODERS: dict[str, dict[str, Any]] = {  # what their config's classes document as defaults
+    "whisper": {
+        "d_model": 384,
+        "encoder_layers": 4,
+        "encoder_attention_heads": 6,
+        "encoder_ffn_dim": 1536,
+        "num_mel_bins": 80,
+    },
+    "qwen2_audio_encoder": {
+        "d_model": 1280,
+        "encoder_layers": 32,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "num_mel_bins": 128,
+    },
+}
+
+
+def read(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that a Qwen2-Audio config says, its encoder called "audio"."""
+    connector = ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",))
+    return ModelConfig(text_of(fields, "qwen2"), {"audio": replace(encoder_of(folder, fields), connector=connector)})
+
+
+def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
+    """The audio encoder that a checkpoint's config says. Its layers see clips alone, without the silence after them.
+
+    Raises UserError for a kind that is not in `ENCODERS`, and for a field that is not supported.
+    """
+    kind = fields.get("model_type", str)
+    if kind == "qwen2_audio":
+        given = fields.get("audio_config", dict, {})
+        inner = Fields({"model_type": "qwen2_audio_encoder", **given}, f"{fields.where}: audio_config")
+        return encoder_of(folder, inner)
+    if kind not in ENCODERS:
+        raise UserError(f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}")
+    found = Fields(ENCODERS[kind] | {k: v for k, v in fields.of.items() if v is not None}, fields.where)
+    positions = found.get("max_source_positions", int, 1500)
+    return AudioConfig(
+        layers=found.get("encoder_layers", int),
+        width=found.get("d_model", int),
+        heads=found.get("encoder_attention_heads", int),
+        mlp_width=found.get("encoder_ffn_dim", int),
+        clips=_clips(folder, found.get("num_mel_bins", int), positions),
+        positions=StoredTable(positions),
+        activation=found.choice("activation_function", ACTIVATIONS, "gelu"),
+        stem_activation="gelu",
+        pool=1 if kind == "whisper" else 2,
+    )
+
+
+def _clips(folder: HfFolder, mels: int, positions: int) -> WhisperMel:
+    """How the folder says that clips are prepared; where it does not, as long as the encoder has positions."""
+    if not any((folder.path / name).exists() for name in EXTRACTORS):
+        return WhisperMel(mels=mels, seconds=max(1, -(-positions // POSITIONS_PER_SECOND)))
+    how = read_audio_processing(folder.path)
+    if how.mels != mels:
+        raise UserError(
+            f"{folder.path}: its feature extractor makes {how.mels} bins (feature_size), its config.json says "
+            f"num_mel_bins={mels}; make them the same"
+        )
+    return how
+
+
+# ---------------------------------------------------------------------------------------------------------- tensors
+
+
+def layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Where a Qwen2-Audio checkpoint's tensors lie, whichever of its modules a model has."""
+    name, tower, (inner, output) = _name(folder, model), find_tower(folder), find_decoder(folder)
+    projector = next((p for p in PROJECTORS if f"{p}linear.weight" in folder.tensors), PROJECTORS[-1])
+    return Layout(
+        {
+            "llm": decoder_parts(model.llm, inner, output),
+            name: encoder_parts(tower),
+            f"{name}.connector": Parts({"linear": linear(f"{projector}linear")}),
+        },
+        {"llm": (inner, output), name: (tower,), f"{name}.connector": (projector,)},
+        (f"{output}.weight",) if model.llm.tied else (),
+    )
+
+
+def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Where the encoder of a checkpoint lies; all else there, such as Whisper's decoder, is left alone."""
+    name, tower = _name(folder, model), find_tower(folder)
+    others = tuple(key for key in folder.tensors if not key.startswith(tower))
+    return Layout({name: encoder_parts(tower)}, {name: (tower,)}, others)
+
+
+def _name(folder: HfFolder, model: ModelConfig) -> str:
+    """What a model calls the encoder that it takes from this folder."""
+    return next((name for name, e in model.encoders.items() if e.weights and Path(e.weights) == folder.path), "audio")
+
+
+def find_tower(folder: HfFolder) -> str:
+    """The prefix of an audio encoder in a checkpoint. Raises UserError where there is none."""
+    found = next((p for p in TOWERS if f"{p}conv1.weight" in folder.tensors), None)
+    if found is None:
+        raise UserError(f"{folder.path} has no audio encoder: no tensor is called [...]conv1.weight")
+    return found
+
+
+def encoder_parts(tower: str) -> Parts:
+    """Where an audio encoder's parameters lie under the prefix `tower`."""
+    layer, taps_first = f"{tower}layers.*.", (2, 1, 0)
+    parts = {
+        "embed.first": convolution(f"{tower}conv1", taps_first),
+        "embed.second": convolution(f"{tower}conv2", taps_first),
+        "embed.positions": table(f"{tower}embed_positions"),
+        "layers.*.attention_norm": norm(f"{layer}self_attn_layer_norm"),
+        "layers.*.attention.query": linear(f"{layer}self_attn.q_proj"),
+        "layers.*.attention.key": linear(f"{layer}self_attn.k_proj"),
+        "layers.*.attention.value": linear(f"{layer}self_attn.v_proj"),
+        "layers.*.attention.output": linear(f"{layer}self_attn.out_proj"),
+        "layers.*.mlp_norm": norm(f"{layer}final_layer_norm"),
+        "layers.*.mlp.up": linear(f"{layer}fc1"),
+        "layers.*.mlp.down": linear(f"{layer}fc2"),
+        "head": norm(f"{tower}layer_norm"),
+    }
+    return Parts(parts)
