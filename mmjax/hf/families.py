@@ -10,7 +10,7 @@ from pathlib import Path
 from mmjax.config import ModelConfig
 from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
-from mmjax.hf import decoders
+from mmjax.hf import decoders, qwen_vl
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.fields import Fields
 from mmjax.hf.folder import HfFolder
@@ -47,8 +47,11 @@ def from_hf(folder: str | Path, freeze: Sequence[str] = ()) -> ModelConfig:
     opened = HfFolder.open(Path(folder).expanduser().absolute())
     fields = Fields(opened.config, str(opened.path / "config.json"))
     kind = fields.get("model_type", str)
+    if kind in qwen_vl.FAMILIES:
+        return frozen(qwen_vl.model_of(fields, opened.path), freeze)
     if kind not in decoders.FAMILIES:
-        raise UserError(f"{fields.where}: model_type={kind!r} cannot be read; known: {', '.join(decoders.FAMILIES)}")
+        known = ", ".join((*decoders.FAMILIES, *qwen_vl.FAMILIES))
+        raise UserError(f"{fields.where}: model_type={kind!r} cannot be read; known: {known}")
     llm = decoder_of(fields)
     return frozen(ModelConfig(replace(llm, weights=str(opened.path))), freeze)
 
@@ -68,6 +71,8 @@ def frozen(model: ModelConfig, freeze: Sequence[str]) -> ModelConfig:
 
 def layout_of(folder: HfFolder, model: ModelConfig) -> Layout:
     """Where the modules that this model takes from a folder lie there."""
+    if folder.config.get("model_type") in qwen_vl.FAMILIES:
+        return Layout(*qwen_vl.modules_of(folder, model))
     inner, output = find_decoder(folder)
     unused = (f"{output}.weight",) if model.llm.tied else ()
     return Layout({"llm": decoder_parts(model.llm, inner, output)}, {"llm": (inner, output)}, unused)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, VisionConfig
+from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, StretchedGrid, VisionConfig
 from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
 from mmjax.planning.work import (
     CONV_STRIDE,
@@ -25,6 +25,7 @@ from mmjax.planning.work import (
     merged_positions,
     norm_parameters,
     row_work,
+    streams,
     useful_work,
 )
 
@@ -63,15 +64,17 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         merged = merged_positions(encoder) * width
         norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
         mlp = (merged + ("up" in c.biases)) * c.mlp_width + (c.mlp_width + ("down" in c.biases)) * llm.width
-        counts[f"{name}.connector"] = norm + mlp + axes * c.position_grid * llm.width
+        deeper = (streams(encoder) - 1) * (2 * merged + mlp)
+        counts[f"{name}.connector"] = norm + mlp + deeper + axes * c.position_grid * llm.width
     return counts
 
 
 def _patch_embedding(c: VisionConfig) -> int:
     """Parameters before the first layer."""
     learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
+    learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid) else 0
     vectors = c.embed_bias + c.class_token + learned
-    return (c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
+    return (c.frames * c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
 
 
 # ------------------------------------------------------------------------------------------------------------ needed
@@ -151,13 +154,13 @@ def _products(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, Product
             products[name] = Products(0, weights + config.vocab * config.width * w.positions, attention)
             continue
         if isinstance(config, VisionConfig):
-            data = config.patch**2 * config.channels * config.width * w.inputs
+            data = config.frames * config.patch**2 * config.channels * config.width * w.inputs
         else:
             data = CONV_TAPS * config.mels * config.width * w.inputs
             weights += CONV_TAPS * config.width**2 * w.positions
         products[name] = Products(data, weights, attention)
         mlp = merged_positions(config) * config.width + model.llm.width
-        products[f"{name}.connector"] = Products(0, config.connector.mlp_width * mlp * w.tokens, 0)
+        products[f"{name}.connector"] = Products(0, streams(config) * config.connector.mlp_width * mlp * w.tokens, 0)
     return products
 
 

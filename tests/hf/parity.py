@@ -103,7 +103,12 @@ def check_gradients(
     def loss(params: Params) -> jax.Array:
         return step_loss(token_losses(ours.logits(params, batch), batch.text), batch.text, float(count), 1)[0]
 
-    gradients = layers_one_by_one(jax.jit(jax.grad(loss))(params))
+    compare_gradients(ours, jax.jit(jax.grad(loss))(params), model, folder)
+
+
+def compare_gradients(ours: Model, gradients: Params, model: torch.nn.Module, folder: HfFolder) -> None:
+    """These gradients of all parameters, and those that the model there holds."""
+    gradients = layers_one_by_one(gradients)
     layout = layout_of(folder, ours.config)
     there = saved_gradients(model)
     for path, gradient in jax.tree.leaves_with_path(gradients):
@@ -117,8 +122,13 @@ def check_gradients(
         np.testing.assert_allclose(np.asarray(gradient), wanted, atol=2e-4 * scale, err_msg=".".join(names))
 
 
+OLD = {"model.visual.": "visual.", "model.language_model.": "model."}  # names that `save_pretrained` may write
+
+
 def saved_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Gradients by the names under which `save_pretrained` stores their parameters."""
+    """Gradients by the names under which `save_pretrained` stores their parameters, and by their own."""
     with torch.no_grad():
-        kept = {name: p.grad for name, p in model.named_parameters()}
-    return {name: (torch.zeros(1) if g is None else g).numpy() for name, g in kept.items()}
+        kept = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    for new, old in OLD.items():
+        kept |= {old + name.removeprefix(new): g for name, g in kept.items() if name.startswith(new)}
+    return {name: g.numpy() for name, g in kept.items()}
