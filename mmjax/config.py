@@ -503,6 +503,15 @@ class LearnedGrid:
 
 
 @dataclass(frozen=True)
+class StretchedGrid:
+    """A learned vector for every place of a square grid that is stretched to each image; patches turn too."""
+
+    side: int
+    theta: float = 10_000.0
+    kind: Literal["stretched"] = "stretched"
+
+
+@dataclass(frozen=True)
 class VisionConfig:
     """A ViT that takes images as packed patches."""
 
@@ -512,10 +521,14 @@ class VisionConfig:
     mlp_width: int
     patch: int
     channels: int = 3
+    frames: int = 1  # of a clip that make one patch; a still image is all of them
     mean: tuple[float, ...] = (0.5,)  # of each channel, or of all; pixels are (x / 255 - mean) / std
     std: tuple[float, ...] = (0.5,)
     images: ImagePreparation = AsIs()  # before they are cut into patches
-    positions: RotaryGrid | LearnedGrid = RotaryGrid()
+    positions: RotaryGrid | LearnedGrid | StretchedGrid = RotaryGrid()
+    window: int = 0  # rows and columns of patches in the squares within which the layers in `windowed` attend
+    windowed: tuple[int, ...] = ()
+    deepstack: tuple[int, ...] = ()  # layers whose outputs are added to the LLM's: the n-th's behind its layer n
     class_token: bool = False  # a learned token beside the patches of every image; the LLM does not see it
     embed_bias: bool = True
     embed_norm: bool = False  # before the first layer

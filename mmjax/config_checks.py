@@ -29,6 +29,7 @@ from mmjax.config import (
     ParquetSource,
     SmartResize,
     StoredTable,
+    StretchedGrid,
     VisionConfig,
     WhisperMel,
 )
@@ -109,9 +110,7 @@ def _check_decoder(llm: DecoderConfig) -> None:
     _check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
     _check_rope(where, llm)
     _at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window"))
-    layers = [i for i in llm.windowed if not 0 <= i < llm.layers]
-    _check(not layers, f"{where}.windowed names layer {layers[:1]}, there are 0 to {llm.layers - 1}")
-    _check(bool(llm.window) or not llm.windowed, f"{where}.windowed names layers, but window=0; say how many they see")
+    _check_windows(where, llm)
     _check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
     _check_remat(where, llm)
     _check_dropout(where, llm)
@@ -139,8 +138,24 @@ def _check_rope(where: str, llm: DecoderConfig) -> None:
         _check(scaling.low < scaling.high, f"{where}.rope_scaling: low={scaling.low} must be below high={scaling.high}")
 
 
+def _check_windows(where: str, section: DecoderConfig | VisionConfig) -> None:
+    _check_layers(where, "windowed", section)
+    stated = bool(section.window) or not section.windowed
+    _check(stated, f"{where}.windowed names layers, but window=0; say how many they see")
+
+
+def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) -> None:
+    layers = [i for i in getattr(section, name) if not 0 <= i < section.layers]
+    _check(not layers, f"{where}.{name} names layer {layers[:1]}, there are 0 to {section.layers - 1}")
+
+
 def _check_vision(where: str, encoder: VisionConfig) -> None:
-    _at_least(1, where, encoder, ("patch", "channels"))
+    _at_least(1, where, encoder, ("patch", "channels", "frames"))
+    _at_least(0, where, encoder, ("window",))
+    _check_windows(where, encoder)
+    _check_layers(where, "deepstack", encoder)
+    deep = encoder.deepstack
+    _check(list(deep) == sorted(set(deep)), f"{where}.deepstack={_listed(deep)}: name layers in order, each once")
     head_width, positions = encoder.width // encoder.heads, encoder.positions
     for name in ("mean", "std"):
         given = len(getattr(encoder, name))
@@ -152,6 +167,8 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     if isinstance(positions, LearnedGrid):
         _at_least(1, f"{where}.positions", positions, ("rows", "columns"))
         return
+    if isinstance(positions, StretchedGrid):
+        _at_least(1, f"{where}.positions", positions, ("side",))
     _above_zero(f"{where}.positions", positions, ("theta",))
     _check(
         head_width % 4 == 0,

@@ -68,6 +68,12 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
     return ItemSize((tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.held)
 
 
+def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:
+    """Times, rows and columns of the LLM's tokens of an image of (height, width) in pixels."""
+    rows, columns = (-(-extent // (encoder.patch * encoder.connector.merge)) for extent in size)
+    return 1, rows, columns
+
+
 def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
     grid = encoder.positions
     if isinstance(grid, LearnedGrid) and (height > grid.rows or width > grid.columns):

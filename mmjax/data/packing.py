@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
-from mmjax.data.media import hidden_tokens, positions_per_token, prepare
+from mmjax.data.media import hidden_tokens, positions_per_token, prepare, token_grid
 from mmjax.data.placement import MicrobatchPlan
-from mmjax.data.sample import Item, Sample, Text
+from mmjax.data.sample import Facts, Item, Sample, Text
 from mmjax.errors import UserError
 
 # Bits of `kind` and `sees`: text, then the encoders, then the branches of a sample.
@@ -32,13 +33,14 @@ class Arrays:
     encoders: dict[str, VisionConfig | AudioConfig]
     items: str  # DecoderConfig.items
     vocab: int
+    axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
 
     @classmethod
     def of(cls, model: ModelConfig) -> Arrays:
         """The arrays of a model's batches. Raises UserError where it has more encoders than the mask can tell apart."""
         if (count := len(model.encoders)) > MAX_ENCODERS:
             raise UserError(f"model.encoders has {count}; the attention mask tells {MAX_ENCODERS} apart")
-        return cls(dict(model.encoders), model.llm.items, model.llm.vocab)
+        return cls(dict(model.encoders), model.llm.items, model.llm.vocab, len(model.llm.rope_sections))
 
     def features(self, encoder: str) -> int:
         """Width of one patch or frame."""
@@ -59,6 +61,7 @@ class Reader:
     """How the loader gets at samples: by global id."""
 
     sample: Callable[[int], Sample]
+    facts: Callable[[int], Facts]
     item: Callable[[int, int], np.ndarray]
     source_of: Callable[[np.ndarray], np.ndarray]
     name: Callable[[int], str]  # for messages: "source[index]"
@@ -70,6 +73,7 @@ class Place(NamedTuple):
     encoder: str
     slot: int  # of the first, in what the rank of its sample got and made
     tokens: int
+    grid: tuple[int, int, int] | None = None  # of an image where positions have axes: times, rows, columns of tokens
 
 
 def pack_microbatch(
@@ -194,6 +198,8 @@ def _pack_text(plan: MicrobatchPlan, arrays: Arrays, share: range, reader: Reade
         at = slice(plan.offset[part], plan.offset[part] + plan.length[part])
         with _naming(f"sample {reader.name(sample)}"):
             places = [_place(plan, arrays, item, sent) for item in range(part + 1, end)]
+            if arrays.axes:
+                places = _with_grids(places, arrays, reader.facts(sample))
             _write_sample(_stretch(batch, row, at), reader.sample(sample), arrays, places, spans[row])
         batch.sample[row, at], batch.source[row, at] = samples[row], sources[index]
         batch.owner[row, at], batch.offset[row, at] = sample, np.arange(plan.length[part])
@@ -210,7 +216,7 @@ def _empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarr
         token=full(0),
         target=full(0),
         weight=np.zeros(shape, np.float32),
-        position=full(0),
+        position=np.zeros((*shape, arrays.axes) if arrays.axes else shape, np.int32),
         sample=full(PADDING),
         pos=np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
         span=full(0),
@@ -237,11 +243,29 @@ def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent
     return Place(encoder, int(sent[encoder].slot[part]), tokens)
 
 
+def _with_grids(places: Sequence[Place], arrays: Arrays, facts: Facts) -> list[Place]:
+    """Every image's place with its grid, by the sizes in its source's facts. ValueError where they have changed."""
+    if len(places) != len(facts.items):
+        raise ValueError(f"its source's facts() have {len(facts.items)} items and promised {len(places)}")
+    found = []
+    for number, (place, (_, size)) in enumerate(zip(places, facts.items, strict=True)):
+        encoder = arrays.encoders[place.encoder]
+        grid = token_grid(encoder, size) if isinstance(encoder, VisionConfig) else None
+        if grid is not None and math.prod(grid) != place.tokens:
+            raise ValueError(
+                f"its item {number} has {place.tokens} tokens, and by its source's facts() the size {size}"
+            )
+        found.append(place._replace(grid=grid))
+    return found
+
+
 def _write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequence[Place], first_span: int) -> None:
     """Write one sample into its stretch of a row (views `[n]`). ValueError where it isn't what was promised.
 
-    A position goes on from where its branch is; a new branch begins where branch 0 is. A token is the target of the one
-    before it in its own branch; items stand in branch 0, so an item's last token predicts the text after it there.
+    A position goes on from where its branch is; a new branch begins where branch 0 is. Where positions have axes, an
+    image's are its rows and columns, and what follows goes on behind the longer of both (Qwen2-VL). A token is the
+    target of the one before it in its own branch; items stand in branch 0, so an item's last token predicts the text
+    after it there.
     """
     lengths = _checked_lengths(sample, arrays, places, len(row.token))
     position: dict[int, int] = {0: 0}  # that follows in each branch
@@ -251,12 +275,15 @@ def _write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequen
         branch = segment.branch if isinstance(segment, Text) else 0
         begin = position.get(branch, position[0]) if segment.start is None else segment.start
         here = slice(at, at + n)
-        row.position[here] = np.arange(begin, begin + n)
+        along = np.arange(n)
         if isinstance(segment, Text):
             _write_text(row, here, segment, arrays, last.get(branch))
         else:
             _write_item(row, here, places[segment.number], arrays, first_span + segment.number + 1)
-        position[branch] = begin + n
+            if (grid := places[segment.number].grid) is not None:
+                along = np.stack(np.unravel_index(along, grid), axis=-1)
+        row.position[here] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
+        position[branch] = begin + along.max(initial=-1) + 1
         at += n
         if n:
             last[branch] = at - 1

@@ -30,7 +30,7 @@ from mmjax.data.layout import RankLayout, make_placer
 from mmjax.data.packing import Arrays, Reader, pack_microbatch
 from mmjax.data.placement import MicrobatchPlan
 from mmjax.data.plan import PLANNER, StepPlan, StepPlanner
-from mmjax.data.sample import Sample, Source
+from mmjax.data.sample import Facts, Sample, Source
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError
 from mmjax.planning.cost import frozen_modules, step_needed
@@ -173,11 +173,15 @@ def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
         source, i = locate(sample)
         return source.sample(i)
 
+    def facts(sample: int) -> Facts:
+        source, i = locate(sample)
+        return source.facts(i)
+
     def item(sample: int, number: int) -> np.ndarray:
         source, i = locate(sample)
         return source.item(i, number)
 
-    return Reader(read, item, index.source_of, index.name)
+    return Reader(read, facts, item, index.source_of, index.name)
 
 
 # ---------------------------------------------------------------------------------------------------------- workers

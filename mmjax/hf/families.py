@@ -11,7 +11,7 @@ import numpy as np
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig
 from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
-from mmjax.hf import audio, decoders, internvl, llava
+from mmjax.hf import audio, decoders, internvl, llava, qwen_vl
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.fields import Fields
 from mmjax.hf.folder import HfFolder
@@ -44,6 +44,7 @@ CHECKPOINTS = {
     "llava": Checkpoints(llava.read, llava.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
+    **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout)),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
     "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of),
     "whisper": Checkpoints(None, audio.encoder_layout, audio.encoder_of),

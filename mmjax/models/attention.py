@@ -151,7 +151,7 @@ def _mask_blocks(mask: MaskSpec, size: int) -> MaskSpec:
 
 
 def _live_blocks(q: MaskSpec, k: MaskSpec) -> Bool[Array, "q k"]:
-    """Block pairs that may hold an allowed pair in some row, from the ranges of sample, pos and span in each block."""
+    """Block pairs that may hold an allowed pair in some row, from what sample, pos, span, kind and sees are in each."""
 
     def ranges(x: Array, valid: Array) -> tuple[Array, Array]:
         far = jnp.iinfo(jnp.int32).max
@@ -165,6 +165,7 @@ def _live_blocks(q: MaskSpec, k: MaskSpec) -> Bool[Array, "q k"]:
     same_sample = overlap(q.sample, q_valid, k.sample, k_valid)
     same_span = overlap(q.span, q_valid & (q.span != 0), k.span, k_valid & (k.span != 0))
     causal = ranges(k.pos, k_valid)[0] <= ranges(q.pos, q_valid)[1][:, None]
+    causal &= (jnp.bitwise_or.reduce(q.sees, axis=-1)[:, None] & jnp.bitwise_or.reduce(k.kind, axis=-1)) != 0
     if q.reach is not None:
         causal &= ranges(k.pos, k_valid)[1] > ranges(q.pos - q.reach, q_valid)[0][:, None]
     return jnp.any(same_sample & (same_span | causal), axis=-1)

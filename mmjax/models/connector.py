@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -16,10 +19,20 @@ class Connector(nnx.Module):
 
     A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
     names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
+
+    deepstack: layers whose outputs it takes beside the last one's. Each has an MLP of its own, with a norm after the
+    merge (Qwen3-VL), and what these give follows along the width.
     """
 
     def __init__(
-        self, config: ConnectorConfig, inputs: int, outputs: int, axes: tuple[int, ...], eps: float, rngs: nnx.Rngs
+        self,
+        config: ConnectorConfig,
+        inputs: int,
+        outputs: int,
+        axes: tuple[int, ...],
+        eps: float,
+        rngs: nnx.Rngs,
+        deepstack: tuple[int, ...] = (),
     ):
         self.merge = config.merge
         self.axes = axes
@@ -34,9 +47,16 @@ class Connector(nnx.Module):
         self.linear = None if mlp else Linear(merged, outputs, ("mlp", "embed"), rngs, bias=bias)
         tables = [PositionTable(config.position_grid, outputs, rngs) for _ in axes] if config.position_grid else []
         self.positions = nnx.Dict({("t", "y", "x")[axis]: table for axis, table in zip(axes, tables, strict=False)})
+        self.deepstack, own = deepstack, replace(config, norm="merged_layer", position_grid=0)
+        deeper = {str(n): Connector(own, inputs, outputs, axes, eps, rngs) for n in range(len(deepstack))}
+        self.deeper = nnx.Dict(deeper)
 
     def __call__(
-        self, x: Float[Array, "r l d"], item: Int[Array, "r l"], coordinates: Int[Array, "r l 3"]
+        self,
+        x: Float[Array, "r l d"],
+        item: Int[Array, "r l"],
+        coordinates: Int[Array, "r l 3"],
+        deeper: Sequence[Float[Array, "r l d"]] = (),
     ) -> Float[Array, "r m e"]:
         rows, length, width = x.shape
         if length % self.group:
@@ -50,4 +70,6 @@ class Connector(nnx.Module):
         corner = coordinates[:, :: self.group] // self.merge
         for name, table in self.positions.items():
             x = x + table(corner[..., ("t", "y", "x").index(name)], x.dtype)
+        more = [self.deeper[str(n)](below, item, coordinates) for n, below in enumerate(deeper)]
+        x = jnp.concatenate([x, *more], axis=-1) if more else x
         return constrain(x, "rows", "length", "width")

@@ -7,7 +7,7 @@ born in runs and never restacked or sliced inside jit, which would hold them twi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -88,9 +88,17 @@ class LayerRuns(nnx.Module):
         self.runs = nnx.Dict({run.name: _born(make, run, key) for run in plan})
 
     def __call__(
-        self, x: Float[Array, "b t d"], context: Context, start: int = 0, stop: int | None = None
+        self,
+        x: Float[Array, "b t d"],
+        context: Context,
+        start: int = 0,
+        stop: int | None = None,
+        add: Sequence[Float[Array, "b t d"]] = (),
     ) -> Float[Array, "b t d"]:
-        """Apply layers `start` to `stop` (default: all). Raises ValueError where these are not borders of runs."""
+        """Apply layers `start` to `stop` (default: all), and add the n-th of `add` to what layer n gives.
+
+        Raises ValueError where `start` and `stop` are not borders of runs, or a layer with an addition is no run.
+        """
         stop = self.plan[-1].stop if stop is None else stop
         if {start, stop} - {border for run in self.plan for border in (run.start, run.stop)}:
             raise ValueError(f"layers {start} to {stop} do not begin and end at borders of the runs {self.plan}")
@@ -98,7 +106,22 @@ class LayerRuns(nnx.Module):
             if start <= run.start < stop:
                 near = tuple(i in self.near for i in range(run.start, run.stop))
                 x = _apply(self.runs[run.name], run, x, context, near)
+                if run.start < len(add):
+                    if run.stop - run.start > 1:
+                        raise ValueError(f"something is added to layer {run.start}, which is no run of {self.plan}")
+                    x = x + add[run.start]
         return x
+
+    def outputs(
+        self, x: Float[Array, "b t d"], context: Context, layers: Sequence[int], start: int = 0, stop: int | None = None
+    ) -> list[Float[Array, "b t d"]]:
+        """As a call, but with the outputs of these layers, ascending, before that of the last. ValueError as there."""
+        found = []
+        for border in (*(layer + 1 for layer in layers), stop):
+            x = self(x, context, start, border)
+            found.append(x)
+            start = border
+        return found
 
 
 def _born(make: Callable[[nnx.Rngs], nnx.Module], run: Run, key: Array) -> nnx.Module:

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import ModelConfig, Remat, TowerRemat
+from mmjax.config import ModelConfig, Remat, TowerRemat, VisionConfig
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_runs import Run, plan_runs
 from mmjax.models.multimodal import MultimodalModel
@@ -45,7 +45,10 @@ class Model:
         towers = {"llm": config.llm, **config.encoders}
         if unknown := set(cuts or {}) - set(towers):
             raise ValueError(f"cuts for {min(unknown)!r}, which is no tower; there are {', '.join(towers)}")
-        runs = {name: plan_runs(c.layers, _decided(c.remat), (cuts or {}).get(name, ())) for name, c in towers.items()}
+        runs = {
+            name: plan_runs(c.layers, _decided(c.remat), (*(cuts or {}).get(name, ()), *_borders(config, name)))
+            for name, c in towers.items()
+        }
         dtype = jnp.dtype(dtype)
         born = partial(_born, config, runs, dtype)
         graph, state = nnx.split(nnx.eval_shape(born, jax.random.key(0)))
@@ -84,12 +87,12 @@ class Model:
 
     def encode(
         self, params: Params, items: dict[str, ItemBatch], noise: Noise | None = None
-    ) -> dict[str, Float[Array, "r m d"]]:
+    ) -> dict[str, Float[Array, "r m e"]]:
         """Every encoder's tokens for the LLM; `params` need not hold the LLM's. `noise` as in `logits`."""
         return self.module(params).encode(items, noise)
 
     def decode(
-        self, params: Params, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None
+        self, params: Params, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
     ) -> Float[Array, "b t v"]:
         """Float32 logits from encoder tokens; `params` need not hold the encoders'. `noise` as in `logits`."""
         return self.module(params).decode(text, features, noise)
@@ -99,10 +102,19 @@ class Model:
         return nnx.merge(self.graph, nnx.State(merge(self.abstract, params)))
 
     def stages(self, tower: str, cuts: tuple[int, ...]) -> list[Stage]:
-        """A tower cut before the layers in `cuts`, which must be borders of its runs."""
+        """A tower cut before the layers in `cuts`, which must be borders of its runs.
+
+        An encoder's `deepstack` must lie in its last stage, and the layers behind which it is added in the LLM's first:
+        between stages go activations alone.
+        """
         borders = {run.start for run in self.runs[tower]}
         if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
             raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
+        if wrong := [cut for cut in cuts if not _alone(self.config, tower, cut)]:
+            raise ValueError(
+                f"{tower} cannot be cut before layer {min(wrong)}: an encoder's deepstack leads out of its last stage "
+                "and into the LLM's first"
+            )
         ends = [0, *sorted(cuts), self.runs[tower][-1].stop]
         return [Stage(self, tower, a, b) for a, b in pairwise(ends)]
 
@@ -154,14 +166,16 @@ class Stage:
         """Activations, encoder tokens or logits: whatever this stage ends with. `noise` as in `Model.logits`."""
         module = self.model.module(params)
         if self.tower == "llm":
-            x = module.embedded(batch, inputs) if self.first else inputs
-            x = module.llm.layers(x, module.context("llm", batch, noise), self.start, self.stop)
+            x, add = module.embedded(batch, inputs) if self.first else (inputs, ())
+            x = module.llm.layers(x, module.context("llm", batch, noise), self.start, self.stop, add)
             return module.llm.logits(x) if self.last else x
         tower = module.encoders[self.tower]
         with encoding():
             x = tower.embedded(batch) if self.first else inputs
-            x = tower.layers(x, module.context(self.tower, batch, noise), self.start, self.stop)
-            return module.connected(self.tower, x, batch) if self.last else x
+            context = module.context(self.tower, batch, noise)
+            deep = module.connectors[self.tower].deepstack if self.last else ()
+            outputs = tower.layers.outputs(x, context, deep, self.start, self.stop)
+            return module.connected(self.tower, outputs, batch) if self.last else outputs[-1]
 
 
 def module_of(path: tuple[str, ...]) -> str:
@@ -215,6 +229,26 @@ def _born(config: ModelConfig, runs: dict[str, tuple[Run, ...]], dtype: Any, key
 def _decided(remat: TowerRemat | tuple[Remat, ...]) -> Remat | tuple[Remat, ...]:
     """What nobody has decided computes nothing again."""
     return "none" if remat == "auto" else remat
+
+
+def _deepstacks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {name: c.deepstack for name, c in config.encoders.items() if isinstance(c, VisionConfig)}
+
+
+def _borders(config: ModelConfig, tower: str) -> tuple[int, ...]:
+    """Where a tower's runs must end: what layers give there is taken for a deepstack, or has one added."""
+    if tower == "llm":
+        added = max(map(len, _deepstacks(config).values()), default=0)
+        return tuple(range(1, min(added + 1, config.llm.layers)))
+    return tuple(i + 1 for i in _deepstacks(config).get(tower, ()) if i + 1 < config.encoders[tower].layers)
+
+
+def _alone(config: ModelConfig, tower: str, cut: int) -> bool:
+    """Whether activations are all that the layers from `cut` on need of those before it."""
+    deepstacks = _deepstacks(config)
+    if tower == "llm":
+        return cut >= max(map(len, deepstacks.values()), default=0)
+    return cut <= min(deepstacks.get(tower, ()), default=cut)
 
 
 def _nested(flat: dict[tuple[str, ...], Any]) -> Params:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -27,8 +30,9 @@ class MultimodalModel(nnx.Module):
         encoders, connectors = {}, {}
         for name, c in config.encoders.items():
             tower, axes = (VisionEncoder, (1, 2)) if isinstance(c, VisionConfig) else (AudioEncoder, (0,))
+            deep = c.deepstack if isinstance(c, VisionConfig) else ()
             encoders[name] = tower(c, plans[name], dtype, rngs)
-            connectors[name] = Connector(c.connector, c.width, config.llm.width, axes, c.norm_eps, rngs)
+            connectors[name] = Connector(c.connector, c.width, config.llm.width, axes, c.norm_eps, rngs, deep)
         self.encoders = nnx.Dict(encoders)
         self.connectors = nnx.Dict(connectors)
 
@@ -43,45 +47,54 @@ class MultimodalModel(nnx.Module):
             return context
         return context._replace(dropout=tower_dropout(noise, name, tower.dropout, *tower.origin(batch)))
 
-    def encode(self, items: dict[str, ItemBatch], noise: Noise | None = None) -> dict[str, Float[Array, "r m d"]]:
-        """Every encoder's items as tokens of the LLM's width; encoders without items are left out."""
+    def encode(self, items: dict[str, ItemBatch], noise: Noise | None = None) -> dict[str, Float[Array, "r m e"]]:
+        """Every encoder's items as tokens of the LLM's width; encoders without items are left out.
+
+        Of an encoder with `deepstack`, what is added behind the LLM's first layers follows along the width.
+        """
         features = {}
         for name, batch in items.items():
             encoder = self.encoders[name]
             with encoding():
-                x = encoder.layers(encoder.embedded(batch), self.context(name, batch, noise))
-                x = self.connected(name, x, batch)
+                deep, context = self.connectors[name].deepstack, self.context(name, batch, noise)
+                x = self.connected(name, encoder.layers.outputs(encoder.embedded(batch), context, deep), batch)
             features[name] = constrain(x, "rows", "length", "width")
         return features
 
-    def connected(self, name: str, x: Float[Array, "r l w"], batch: ItemBatch) -> Float[Array, "r m d"]:
-        """The head of an encoder and its connector, on the output of the encoder's last layer."""
+    def connected(self, name: str, outputs: Sequence[Float[Array, "r l w"]], batch: ItemBatch) -> Float[Array, "r m e"]:
+        """The head of an encoder and its connector, on what the connector's `deepstack` and the last layer give."""
+        *deeper, x = outputs
         encoder = self.encoders[name]
-        return self.connectors[name](encoder.finished(x), *encoder.places(batch))
+        return self.connectors[name](encoder.finished(x), *encoder.places(batch), deeper)
 
     def decode(
-        self, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None
+        self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
     ) -> Float[Array, "b t v"]:
         """Float32 logits of the next token at every position."""
         return scores(*self.hidden_and_table(text, features, noise), self.llm.config.logit_cap)
 
     def hidden_and_table(
-        self, text: TextBatch, features: dict[str, Float[Array, "r m d"]], noise: Noise | None = None
+        self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
     ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
         """The activations and the output table whose `scores` are the logits, for who does not want all at once."""
-        x = self.llm.layers(self.embedded(text, features), self.context("llm", text, noise))
-        return self.llm.hidden_and_table(x)
+        x, add = self.embedded(text, features)
+        return self.llm.hidden_and_table(self.llm.layers(x, self.context("llm", text, noise), add=add))
 
-    def embedded(self, text: TextBatch, features: dict[str, Float[Array, "r m d"]]) -> Float[Array, "b t d"]:
-        """Token embeddings, with encoder tokens in their places."""
-        x = self.llm.embedded(text.token)
+    def embedded(
+        self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]
+    ) -> tuple[Float[Array, "b t d"], list[Float[Array, "b t d"]]]:
+        """Token embeddings with encoder tokens in their places, and what is added behind each of the first layers."""
+        x, add = self.llm.embedded(text.token), []
         for name, feature in features.items():
             if feature.size and name in text.slots:
-                x = jnp.where((text.slots[name] >= 0)[..., None], _sent(feature, text, name).astype(x.dtype), x)
-        return constrain(x, "rows", "length", "width")
+                sent = _sent(feature, text, name).astype(x.dtype)
+                first, *deeper = jnp.split(sent, sent.shape[-1] // x.shape[-1], axis=-1)
+                x = jnp.where((text.slots[name] >= 0)[..., None], first, x)
+                add = [a + b for a, b in zip_longest(add, deeper, fillvalue=0)]
+        return constrain(x, "rows", "length", "width"), add
 
 
-def _sent(feature: Float[Array, "r m d"], text: TextBatch, encoder: str) -> Float[Array, "b t d"]:
+def _sent(feature: Float[Array, "r m e"], text: TextBatch, encoder: str) -> Float[Array, "b t e"]:
     """An encoder's tokens where the text wants them, zeros elsewhere."""
     send, slots, on = text.send[encoder], text.slots[encoder], active()
     mesh, exchange = (None, "padded") if on is None else (on.mesh, on.exchange)

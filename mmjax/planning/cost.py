@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, StoredTable, VisionConfig
+from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, StoredTable, StretchedGrid, VisionConfig
 from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
 from mmjax.planning.work import (
     CONV_STRIDE,
@@ -27,6 +27,7 @@ from mmjax.planning.work import (
     merged_positions,
     norm_parameters,
     row_work,
+    streams,
     useful_work,
 )
 
@@ -66,16 +67,18 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         merged = merged_positions(encoder) * width
         norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
-        weights = connector_weights(encoder, llm.width)
-        counts[f"{name}.connector"] = norm + weights + biases + axes * c.position_grid * llm.width
+        mlp = connector_weights(encoder, llm.width) + biases
+        deeper = (streams(encoder) - 1) * (2 * merged + mlp)
+        counts[f"{name}.connector"] = norm + mlp + deeper + axes * c.position_grid * llm.width
     return counts
 
 
 def _patch_embedding(c: VisionConfig) -> int:
     """Parameters before the first layer."""
     learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
+    learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid) else 0
     vectors = c.embed_bias + c.class_token + learned
-    return (c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
+    return (c.frames * c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
 
 
 # ------------------------------------------------------------------------------------------------------------ needed
@@ -155,7 +158,7 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
             products[name] = Products(0, weights + config.vocab * config.width * w.positions, attention)
             continue
         if isinstance(config, VisionConfig):
-            data = config.patch**2 * config.channels * config.width * w.inputs
+            data = config.frames * config.patch**2 * config.channels * config.width * w.inputs
         else:
             data = CONV_TAPS * config.mels * config.width * w.inputs
             weights += CONV_TAPS * config.width**2 * w.positions
@@ -163,7 +166,7 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
         # Without a norm before it, the first matrix of a connector is the first thing that may want a gradient.
         whole, after = connector_weights(config, model.llm.width), config.connector.mlp_width * model.llm.width
         first = (whole - after) * (config.connector.norm == "none" and name in frozen)
-        products[f"{name}.connector"] = Products(first * w.tokens, (whole - first) * w.tokens, 0)
+        products[f"{name}.connector"] = Products(first * w.tokens, (streams(config) * whole - first) * w.tokens, 0)
     return products
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mmjax.config import AudioConfig, DecoderConfig, RotaryGrid, VisionConfig
-from mmjax.planning.work import Encoder, Work, layer_of
+from mmjax.config import AudioConfig, DecoderConfig, LearnedGrid, VisionConfig
+from mmjax.planning.work import Encoder, Work, layer_of, streams
 
 
 class Elementwise(NamedTuple):
@@ -35,7 +35,7 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
     """Elementwise operations of one layer, (forward, backward)."""
     layer, per = layer_of(config), _per_element(config)
     rotated = isinstance(config, DecoderConfig) or (
-        isinstance(config, VisionConfig) and isinstance(config.positions, RotaryGrid)
+        isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid)
     )
     elements = (
         (per.width, layer.width * work.positions),
@@ -73,12 +73,12 @@ def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
 
 def connector_elementwise(encoder: Encoder, llm_width: int, work: Work) -> tuple[int, int]:
     """Of a connector: the norm, the GELU, and putting its tokens where the LLM reads them."""
-    half_norms = (ENCODER.width[0] // 2, ENCODER.width[1] // 2)
+    half_norms, each = (ENCODER.width[0] // 2, ENCODER.width[1] // 2), streams(encoder)
     return _sum(
         (
-            (half_norms, encoder.width * work.positions),
-            (ENCODER.mlp, encoder.connector.mlp_width * work.tokens),
-            (half_norms, llm_width * work.tokens),
+            (half_norms, each * encoder.width * work.positions),
+            (ENCODER.mlp, each * encoder.connector.mlp_width * work.tokens),
+            (half_norms, each * llm_width * work.tokens),
         )
     )
 

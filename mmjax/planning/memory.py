@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mmjax.config import AdamW, AudioConfig, DecoderConfig, ModelConfig, Muon, VisionConfig
 from mmjax.planning.cost import frozen_modules, parameters
-from mmjax.planning.work import Encoder, connector_weights, layer_of, merged_positions, row_work
+from mmjax.planning.work import Encoder, connector_weights, layer_of, merged_positions, row_work, streams
 
 MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's moments are float32
 LOADED = 2  # steps whose batches lie on the devices: the one that runs and the next
@@ -84,7 +84,10 @@ def fixed_bytes(
         "tokens": sum(
             w.tokens * _per_token(model, model.encoders[name]) * activation for name, w in work.items() if name != "llm"
         ),
-        "exchange": sum(2 * batch.peers * n * model.llm.width * activation for n in batch.widths.values()),
+        "exchange": sum(
+            2 * batch.peers * n * streams(model.encoders[name]) * model.llm.width * activation
+            for name, n in batch.widths.items()
+        ),
         "moment": max(
             _loss(model, work["llm"].positions, spread, loss_chunks),
             max((_layer(model, name, none, spread, activation) for name, none in layers.items()), default=0.0),
@@ -100,7 +103,7 @@ def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> di
         return kept
     matrices = {name: c.layers * layer_of(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
     for name, encoder in model.encoders.items():
-        matrices[f"{name}.connector"] = connector_weights(encoder, model.llm.width)
+        matrices[f"{name}.connector"] = streams(encoder) * connector_weights(encoder, model.llm.width)
     return {module: n - matrices[module] for module, n in kept.items()}
 
 
@@ -113,7 +116,8 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) ->
 
 def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
     rows, length = batch.shape["llm"]
-    total = 4 * rows * length * (TEXT_FIELDS + len(model.encoders))
+    axes = max(len(model.llm.rope_sections), 1)  # of a position
+    total = 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
     for name, encoder in model.encoders.items():
         rows, length = batch.shape[name]
         # Pixels are bytes, log-mel bins float32.
@@ -124,7 +128,8 @@ def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
 
 def _per_token(model: ModelConfig, encoder: Encoder) -> int:
     """Numbers: an encoder token twice, the connector's input, and what is between its two products."""
-    return 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
+    each = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
+    return streams(encoder) * each
 
 
 def _table(model: ModelConfig, spread: Spread, activation: int) -> float:

@@ -72,9 +72,14 @@ def norm_parameters(config: Encoder) -> int:
     return config.width if isinstance(config, VisionConfig) and config.norm == "rms" else 2 * config.width
 
 
-def _with_windows(config: DecoderConfig, pairs: int, near: Callable[[int], int]) -> float:
-    """The mean over a decoder's layers of `pairs`, and of `near(window)` for those that have a window."""
-    if not config.windowed:
+def streams(encoder: Encoder) -> int:
+    """MLPs of its connector: one, and one for each layer of a deepstack."""
+    return 1 + (len(encoder.deepstack) if isinstance(encoder, VisionConfig) else 0)
+
+
+def _with_windows(config: DecoderConfig | Encoder, pairs: int, near: Callable[[int], int]) -> float:
+    """The mean over a tower's layers of `pairs`, and of `near(window)` for those that have a window."""
+    if isinstance(config, AudioConfig) or not config.windowed:
         return pairs
     return pairs + (near(config.window) - pairs) * len(config.windowed) / config.layers
 
@@ -110,8 +115,19 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
             seen = placed[:, encoder.pool - 1 :: encoder.pool]
         groups = seen.reshape(rows, seen.shape[1] // group, group).max(-1, initial=-1)
         inputs, positions, tokens = (int((x >= 0).sum()) for x in (batch.item, placed, groups))
-        work[name] = Work(positions, int(item_pairs(placed).sum()), inputs, tokens)
+        pairs = int(item_pairs(placed).sum())
+        pairs = _with_windows(encoder, pairs, lambda window, of=batch: int(item_pairs(_squares(of, window)).sum()))
+        work[name] = Work(positions, pairs, inputs, tokens)
     return work
+
+
+def _squares(items: ItemBatch, window: int) -> np.ndarray:
+    """Which of a row's squares of so many rows and columns of patches each patch is in, int `[R, L]`; -1 = padding."""
+    row, column = np.moveaxis(np.maximum(items.coordinates[..., 1:], 0) // window, -1, 0)
+    each = np.array([items.item.max(initial=0), row.max(initial=0), column.max(initial=0)], np.int64) + 1
+    number = np.ravel_multi_index((np.maximum(items.item, 0), row, column), each)
+    found = np.unique(number, return_inverse=True)[1].reshape(number.shape)
+    return np.where(items.item >= 0, found, -1)
 
 
 def length_work(
@@ -133,8 +149,10 @@ def length_work(
     for k, (name, config) in enumerate(model.encoders.items()):
         inputs = useful[encoder == k].astype(np.int64)
         positions = inputs // CONV_STRIDE if isinstance(config, AudioConfig) else inputs
-        counted = int(positions.sum()), int((positions**2).sum()), int(inputs.sum()), int(tokens[encoder == k].sum())
-        work[name] = Work(*counted)
+        pairs = int((positions**2).sum())
+        # Of squares that an image's edge cuts, a length says nothing.
+        pairs = _with_windows(config, pairs, lambda window, n=positions: int((n * np.minimum(n, window**2)).sum()))
+        work[name] = Work(int(positions.sum()), pairs, int(inputs.sum()), int(tokens[encoder == k].sum()))
     return work
 
 

@@ -126,7 +126,8 @@ def _one_sample(batch: TextBatch | ItemBatch) -> TextBatch | ItemBatch:
     if isinstance(zeros, ItemBatch):
         return zeros
     along = np.broadcast_to(np.arange(zeros.token.shape[1], dtype=np.int32), zeros.token.shape)
-    return zeros._replace(pos=along, position=along, offset=along)
+    position = np.zeros_like(zeros.position) + (along if zeros.position.ndim == 2 else along[..., None])
+    return zeros._replace(pos=along, position=position, offset=along)
 
 
 def _described(config: Config, tower: str, device: jax.Device) -> dict[str, Any]:

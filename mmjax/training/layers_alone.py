@@ -24,7 +24,10 @@ def tower_alone(config: ModelConfig, tower: str, layers: int, remat: Remat) -> M
     llm = replace(config.llm, vocab=VOCAB)
     if tower == "llm":
         return ModelConfig(replace(llm, layers=layers, remat=remat))
-    return ModelConfig(replace(llm, layers=1), {tower: replace(config.encoders[tower], layers=layers, remat=remat)})
+    encoder = replace(config.encoders[tower], layers=layers, remat=remat)
+    if isinstance(encoder, VisionConfig):
+        encoder = replace(encoder, deepstack=())  # whose borders would cut the stack
+    return ModelConfig(replace(llm, layers=1), {tower: encoder})
 
 
 def batch_of_tower(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:
@@ -35,7 +38,8 @@ def batch_of_tower(config: ModelConfig, tower: str, shape: tuple[int, int]) -> T
 
     if tower == "llm":
         fields = dict.fromkeys(TextBatch._fields, array())
-        return TextBatch(**fields | {"weight": array(dtype=np.float32), "slots": {}, "send": {}})
+        own = {"weight": array(dtype=np.float32), "position": array(*(3,) * bool(config.llm.rope_sections))}
+        return TextBatch(**fields | own | {"slots": {}, "send": {}})
     encoder = config.encoders[tower]
     features = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
     return ItemBatch(array(features, dtype=np.float32), array(), array(3), array(), array())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +95,31 @@ def check_text(model: torch.nn.Module, folder: Path, samples: Sequence[np.ndarra
         losses.append(torch.nn.functional.cross_entropy(theirs[:-1], targets, reduction="sum"))
     count = sum(len(tokens) - 1 for tokens in samples)
     (sum(losses) / count).backward()
-    check_gradients(ours, params, batch, model, HfFolder.open(folder), count)
+    check_gradients(ours, params, batch, model, count)
 
 
-def check_gradients(
-    ours: Model, params: Params, batch: Microbatch, model: torch.nn.Module, folder: HfFolder, count: int
-) -> None:
+def check_gradients(ours: Model, params: Params, batch: Microbatch, model: torch.nn.Module, count: int) -> None:
     """Every parameter's gradient, in its own place of the checkpoint's layout."""
 
     def loss(params: Params) -> jax.Array:
         return step_loss(token_losses(ours.logits(params, batch), batch.text), batch.text, float(count), 1)[0]
 
-    same_gradients(jax.jit(jax.grad(loss))(params), layout_of(folder, ours.config), saved_gradients(model))
+    compare_gradients(ours, jax.jit(jax.grad(loss))(params), model)
+
+
+def compare_gradients(ours: Model, gradients: Params, model: torch.nn.Module) -> None:
+    """These gradients of all parameters, and those that the model there holds."""
+    theirs = saved_gradients(model)
+    same_gradients(gradients, layout_of(theirs, moved(ours.config, theirs.path)), theirs)
+
+
+def moved(config: ModelConfig, folder: Path) -> ModelConfig:
+    """The model with its weights in another folder."""
+    encoders = {
+        name: replace(e, weights=str(folder), connector=replace(e.connector, weights=str(folder)))
+        for name, e in config.encoders.items()
+    }
+    return replace(config, llm=replace(config.llm, weights=str(folder)), encoders=encoders)
 
 
 def same_gradients(ours: Params, layout: Layout, theirs: HfFolder) -> None:

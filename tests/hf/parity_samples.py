@@ -16,10 +16,10 @@ from parity import check_gradients, loaded
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, DataConfig, ModelConfig, NoGrouping, Samples, TrainingConfig
 from mmjax.data.index import build_index
-from mmjax.data.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.packing import Arrays, pack_microbatch
+from mmjax.data.pipeline import reader_of
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Item, Sample, Text
-from mmjax.hf.folder import HfFolder
 
 Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
 
@@ -75,7 +75,7 @@ def packed(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Microbatch:
     index = build_index({"given": source}, model.encoders)
     planner, _ = make_planner(index, config, [1.0])
     (plan,) = planner.plan_once(np.arange(len(samples)))
-    reader = Reader(source.sample, source.item, index.source_of, index.name)
+    reader = reader_of({"given": source}, index)
     return pack_microbatch(plan, Arrays.of(model), reader)
 
 
@@ -101,5 +101,5 @@ def check_samples(
         total = total + (torch.nn.functional.cross_entropy(wanted, target.long(), reduction="none") * weight).sum()
     count = float(text.weight.sum())
     (total / count).backward()
-    check_gradients(ours, params, batch, model, HfFolder.open(folder), count)
+    check_gradients(ours, params, batch, model, count)
     return params

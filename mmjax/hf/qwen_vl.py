@@ -1,0 +1,264 @@
+"""Qwen2.5-VL and Qwen3-VL (dense), whole: what their configs say, where their tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, RotaryGrid, StretchedGrid, VisionConfig
+from mmjax.errors import UserError
+from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder
+from mmjax.hf.fields import Fields
+from mmjax.hf.folder import HfFolder
+from mmjax.hf.layout import Layout
+from mmjax.hf.parts import Parts, convolution, linear, norm, table, third
+from mmjax.hf.vision import with_images
+
+NAME = "vision"  # of the encoder
+EPS = 1e-6  # of all norms of the vision tower, written in no config
+VISION_FIRST = ("model.visual.", "visual.")  # what the tensors of a vision tower begin with, new and old
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one of them apart, and its documented defaults."""
+
+    decoder: str  # the text decoder that its LLM is, but for the defaults
+    text: Mapping[str, Any]  # defaults
+    sections: tuple[int, ...]
+    interleaved: bool
+    vision: Mapping[str, Any]  # defaults
+    tower: Callable[[Fields, VisionConfig], VisionConfig]
+    mean: tuple[float, ...]  # of its image processor
+    std: tuple[float, ...]
+
+
+def read(folder: HfFolder, fields: Fields) -> ModelConfig:
+    """The model that a config of one of `FAMILIES` says: "llm" and the encoder "vision".
+
+    Raises UserError for a field that is missing or not supported.
+    """
+    family = FAMILIES[fields.get("model_type", str)]
+    vision = fields.inner("vision_config")
+    vision = Fields({**family.vision, **_given(vision.of)}, vision.where)
+    llm = _llm(fields, family)
+    if (outputs := vision.get("out_hidden_size", int)) != llm.width:
+        raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
+    merge, width = vision.get("spatial_merge_size", int), vision.get("hidden_size", int)
+    connector = ConnectorConfig(merge, merge**2 * width, norm_eps=EPS, activation="gelu")
+    tower = VisionConfig(
+        layers=vision.get("depth", int),
+        width=width,
+        heads=vision.get("num_heads", int),
+        mlp_width=vision.get("intermediate_size", int),
+        patch=vision.get("patch_size", int),
+        channels=vision.get("in_channels", int, vision.get("in_chans", int, 3)),
+        frames=vision.get("temporal_patch_size", int),
+        mean=family.mean,
+        std=family.std,
+        head_norm=False,
+        norm_eps=EPS,
+        activation=vision.choice("hidden_act", ACTIVATIONS),
+        biases=(*QKV, "output", "up", "down"),
+        connector=connector,
+    )
+    return ModelConfig(llm, {NAME: with_images(folder, family.tower(vision, tower))})
+
+
+def _given(of: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON's null is a field that is missing."""
+    return {name: value for name, value in of.items() if value is not None}
+
+
+def _llm(fields: Fields, family: Family) -> DecoderConfig:
+    """The decoder, whose fields the first checkpoints have beside `vision_config`, later ones in `text_config`."""
+    flat = fields.of.get("text_config") is None
+    text = fields if flat else fields.inner("text_config")
+    given = dict(text.of)
+    if "num_key_value_heads" in given and given["num_key_value_heads"] is None:
+        given["num_key_value_heads"] = given.get("num_attention_heads")
+    text = Fields({**family.text, **_given(given), "model_type": family.decoder}, text.where)
+    tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
+    llm = decoder_of(text, tied)
+    pairs, sections = llm.head_width // 2, llm.rope_sections or family.sections
+    if len(sections) != 3:
+        raise UserError(f"{text.where}: mrope_section={list(sections)} must have three numbers: of t, y and x")
+    if family.interleaved:
+        # Turns beyond the last channel pair are none, and the first axis has every pair that no other takes.
+        y, x = (len(range(axis, min(3 * sections[axis], pairs), 3)) for axis in (1, 2))
+        sections = pairs - y - x, y, x
+    if sum(sections) != pairs:
+        raise UserError(f"{text.where}: mrope_section={list(sections)} must add up to {pairs}, a head's channel pairs")
+    return replace(llm, rope_sections=sections, rope_interleaved=family.interleaved)
+
+
+def _rope_theta(vision: Fields) -> float:
+    rope = Fields(vision.get("rope_parameters", dict, {}), f"{vision.where}: rope_parameters")
+    rope.refuse("rope_type", "axial", "default")
+    return rope.get("rope_theta", float, 10_000.0)
+
+
+def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    size, merge = vision.get("window_size", int), plain.connector.merge
+    whole = vision.get("fullatt_block_indexes", list)
+    merged = size // merge // plain.patch  # tokens along one side of a window
+    if merged < 1:
+        raise UserError(f"{vision.where}: window_size={size} is smaller than a merged patch of {merge * plain.patch}")
+    return replace(
+        plain,
+        positions=RotaryGrid(_rope_theta(vision)),
+        window=merged * merge,
+        windowed=tuple(i for i in range(plain.layers) if i not in whole),
+        embed_bias=False,
+        norm="rms",
+        gated=True,
+        biases=(*plain.biases, "gate"),
+        connector=replace(plain.connector, norm="rms"),
+    )
+
+
+def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    places, deep = vision.get("num_position_embeddings", int), vision.get("deepstack_visual_indexes", list)
+    side = round(places**0.5)
+    if side**2 != places:
+        raise UserError(f"{vision.where}: num_position_embeddings={places} is no square of a number")
+    if deep != sorted(set(deep)):
+        raise UserError(f"{vision.where}: deepstack_visual_indexes={deep} is not in the order of the layers")
+    return replace(
+        plain,
+        positions=StretchedGrid(side, _rope_theta(vision)),
+        deepstack=tuple(i for i in deep if i < plain.layers),
+    )
+
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+FAMILIES = {
+    "qwen2_5_vl": Family(
+        decoder="qwen2",
+        text={
+            "vocab_size": 152_064,
+            "hidden_size": 8192,
+            "intermediate_size": 29_568,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-5,
+            "max_window_layers": 80,
+            "rope_theta": 1_000_000.0,
+        },
+        sections=(16, 24, 24),
+        interleaved=False,
+        vision={
+            "depth": 32,
+            "hidden_size": 3584,
+            "hidden_act": "silu",
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "out_hidden_size": 3584,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+        tower=_qwen2_5,
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
+    ),
+    "qwen3_vl": Family(
+        decoder="qwen3",
+        text={
+            "vocab_size": 151_936,
+            "hidden_size": 4096,
+            "intermediate_size": 22_016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 128_000,
+            "rope_theta": 500_000.0,
+        },
+        sections=(24, 20, 20),
+        interleaved=True,
+        vision={
+            "depth": 27,
+            "hidden_size": 1152,
+            "hidden_act": "gelu_pytorch_tanh",
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 3584,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+        tower=_qwen3,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- tensors
+
+
+def layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Where the tensors lie. "llm" may be another's; an encoder that takes its weights from here may have any name."""
+    inner, output = find_decoder(folder)
+    first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
+    if first is None:
+        raise UserError(f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight")
+    parts = {"llm": decoder_parts(model.llm, inner, output)}
+    prefixes = {"llm": (inner, output)}
+    unused = (f"{output}.weight",) if model.llm.tied else ()
+    mergers = f"{first}merger.", f"{first}deepstack_merger_list."
+    for name, config in model.encoders.items():
+        taken = {Path(weights).expanduser() for weights in (config.weights, config.connector.weights) if weights}
+        if folder.path not in taken or not isinstance(config, VisionConfig):
+            continue
+        parts |= {name: _vision_parts(first, config), f"{name}.connector": _connector_parts(first, config)}
+        own = tuple(key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers))
+        prefixes |= {name: own, f"{name}.connector": mergers}
+        listed = len(folder.config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
+        unused += tuple(f"{mergers[1]}{n}.*" for n in range(len(config.deepstack), listed))
+    return Layout(parts, prefixes, unused)
+
+
+def _vision_parts(first: str, config: VisionConfig) -> Parts:
+    layer, third_of = f"{first}blocks.*", linear(f"{first}blocks.*.attn.qkv")
+    names = ("gate_proj", "up_proj", "down_proj") if config.gated else ("", "linear_fc1", "linear_fc2")
+    parts = {
+        # Stored [width, channel, frame, row, column].
+        "embed.patches": convolution(f"{first}patch_embed.proj", (2, 3, 4, 1, 0)),
+        "embed.positions": table(f"{first}pos_embed"),
+        "layers.*.attention_norm": norm(f"{layer}.norm1"),
+        "layers.*.attention.output": linear(f"{layer}.attn.proj"),
+        "layers.*.mlp_norm": norm(f"{layer}.norm2"),
+    }
+    for which, name in enumerate(QKV):
+        parts[f"layers.*.attention.{name}"] = third(third_of, which, config.width)
+    for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
+        parts[f"layers.*.mlp.{ours}"] = linear(f"{layer}.mlp.{theirs}")
+    return Parts(parts)
+
+
+def _connector_parts(first: str, config: VisionConfig) -> Parts:
+    if config.connector.norm == "rms":
+        names = f"{first}merger.ln_q", f"{first}merger.mlp.0", f"{first}merger.mlp.2"
+    else:
+        names = f"{first}merger.norm", f"{first}merger.linear_fc1", f"{first}merger.linear_fc2"
+    deeper = f"{first}deepstack_merger_list.*"
+    return Parts(
+        {
+            "norm": norm(names[0]),
+            "mlp.up": linear(names[1]),
+            "mlp.down": linear(names[2]),
+            "deeper.*.norm": norm(f"{deeper}.norm"),
+            "deeper.*.mlp.up": linear(f"{deeper}.linear_fc1"),
+            "deeper.*.mlp.down": linear(f"{deeper}.linear_fc2"),
+        }
+    )
