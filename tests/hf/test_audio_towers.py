@@ -19,9 +19,9 @@ from parity_samples import Theirs, check_samples, is_text
 from safetensors.torch import load_file, save_file
 
 from mmjax.batch import ItemBatch
-from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, LogMel, MeshConfig, ModelConfig, WhisperMel
+from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, WhisperMel
 from mmjax.data.media import item_size, positions_per_token, prepare
-from mmjax.errors import BadMedia, UserError
+from mmjax.errors import UserError
 from mmjax.hf.families import encoder_from_hf, from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
@@ -227,6 +227,15 @@ def test_old_and_new_names_of_tensors_are_the_same_model(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, old, loaded(tmp_path)[1])
 
 
+def test_what_lies_on_a_mesh_is_what_lies_on_one_device(tmp_path):
+    qwen2_audio(tmp_path)
+    _, whole, config = loaded(tmp_path)
+    model = Model.build(config, jnp.float32)
+    made = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2), jax.devices())
+    params = load_pretrained(model, parameter_shardings(model, made, ShardingRules()))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), jax.device_get(whole))
+
+
 def test_one_folder_gives_its_encoder_alone_or_all_of_it(tmp_path):
     qwen2_audio(tmp_path)
     whole = from_hf(tmp_path, freeze=["audio", "llm"])
@@ -336,38 +345,6 @@ def test_configs_that_cannot_be_read_are_refused_by_field(tmp_path, change, mess
     edit_config(tmp_path, change)
     with pytest.raises(UserError, match=message):
         from_hf(tmp_path)
-
-
-def test_clips_beyond_the_window_or_below_one_token_are_bad(tmp_path):
-    qwen2_audio(tmp_path)
-    encoder = from_hf(tmp_path).encoders["audio"]
-    with pytest.raises(BadMedia, match=r"a clip of 1\.0 s is longer than the encoder's 1 s"):
-        item_size(encoder, (16_001,))
-    with pytest.raises(BadMedia, match="a clip of 320 samples is too short"):
-        item_size(encoder, (2 * HOP,))
-    assert item_size(encoder, (2 * HOP + 1,)).tokens == 1
-
-
-def test_whispers_positions_may_be_composed_with_any_merge(tmp_path):
-    """The clip alone, or its window: as many tokens as groups of positions, and never a frame too few."""
-    whisper(tmp_path)
-    base = encoder_from_hf(tmp_path)
-    for merge in (1, 2, 3, 4):
-        for pool in (1, 2, 3):
-            for attended in ("clip", "window"):
-                how = replace(base.clips, attended=attended)
-                encoder = replace(base, clips=how, pool=pool, connector=ConnectorConfig(merge=merge))
-                for frames in (*range(6, 20), 97, 98, 99, 100):
-                    wave = clip(frames * HOP - 5)
-                    size, made = item_size(encoder, wave.shape), prepare(encoder, wave)
-                    seen = 50 if attended == "window" else -(-frames // 2)
-                    assert size.tokens == -(-(seen // pool) // merge)
-                    assert int((made.coordinates[::2, 1] >= 0)[made.valid[::2]].sum()) == seen
-                    assert (
-                        int(made.valid.sum()) == size.valid == (100 if attended == "window" else min(2 * seen + 1, 100))
-                    )
-    own = replace(base, clips=LogMel(), pool=2, connector=ConnectorConfig(merge=2))
-    assert item_size(own, (400 + 6 * HOP,))[1:] == (1, 7)
 
 
 def edit_config(folder, change):
