@@ -298,3 +298,50 @@ def test_an_empty_text_between_two_others_changes_nothing():
 def test_facts_of_a_made_sample_count_its_text_and_items():
     assert Made([GOOD]).facts(0) == Facts(3, (("vision", (4, 4)),))
     assert clip(RNG, 5).shape == (5,)
+
+
+# ----------------------------------------------------------------------------------- positions with rows and columns
+
+
+def packed_with_axes(source: Made, honest: Made | None = None) -> Microbatch:
+    """As `packed`, for an LLM with rotary sections."""
+    made = config()
+    made = replace(made, model=replace(made.model, llm=replace(made.model.llm, rope_sections=(2, 1, 1))))
+    index = index_of(source if honest is None else honest, made)
+    parts = index.parts()
+    lengths = tuple((np.maximum(parts.totals(3).sum(0), 12) // 12 * 12 + 12).tolist())
+    plan = plan_of(parts, np.zeros(len(parts.module), np.int32), lengths, np.arange(len(index)))
+    return pack_microbatch(plan, Arrays.of(made.model), reader_of({"made": source}, index))
+
+
+def test_an_images_tokens_have_its_rows_and_columns_and_text_goes_on_behind_the_longer():
+    first = text(RNG, 2, first=True), Item("vision", 0), text(RNG, 1), Item("audio", 1), text(RNG, 1)
+    given = text(RNG, 1, first=True), Item("vision", 0, start=10), text(RNG, 1), text(RNG, 2, 1, first=True)
+    wide, tall = image(RNG, 7, 12), image(RNG, 12, 8)  # 2 x 3 and 3 x 2 tokens
+    batch = packed_with_axes(Made([(first, [wide, clip(RNG, 40)]), (given, [tall])])).text
+    assert batch.position.dtype == np.int32
+    sample, position = batch.sample[0], batch.position[0].tolist()
+    clips = int((batch.kind[0] == 4).sum())
+    image_of = [[2, 2 + y, 2 + x] for y in range(2) for x in range(3)]
+    line = [[n] * 3 for n in range(5, 5 + 1 + clips + 1)]
+    assert position[: (sample == 0).sum()] == [[0] * 3, [1] * 3, *image_of, *line]
+    other = [[10, 10 + y, 10 + x] for y in range(3) for x in range(2)]
+    here = [p for p, s in zip(position, sample, strict=True) if s == 1]
+    assert here == [[0] * 3, *other, [13] * 3, [14] * 3, [15] * 3]
+    assert all(p == [0] * 3 for p, s in zip(position, sample, strict=True) if s < 0)
+
+
+def test_positions_of_one_number_are_the_first_of_three_where_there_is_no_image():
+    source = Made([s for s in random_samples(40, seed=6).samples if not any(a.ndim == 3 for a in s[1])])
+    assert len(source) > 5
+    plain, axes = packed(source).text.position, packed_with_axes(source).text.position
+    np.testing.assert_array_equal(axes, np.repeat(plain[..., None], 3, axis=-1))
+
+
+def test_facts_that_changed_behind_the_index_are_named():
+    class Changed(Made):
+        def facts(self, index: int) -> Facts:
+            return replace(super().facts(index), items=(("vision", (4, 8)),))
+
+    with pytest.raises(UserError, match=r"made\[0\]: its item 0 has 1 tokens, and by its source's facts\(\) the size"):
+        packed_with_axes(Changed([GOOD]), Made([GOOD]))

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
-from parity import random_model
+from parity import loaded, random_model
 from parity_images import check_images
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from mmjax.config import MeshConfig
+from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.pretrained import load_pretrained
+from mmjax.training.state import parameter_shardings
 
 IMAGE, VIDEO = 90, 91  # tokens
 TEXT = {
@@ -169,8 +182,173 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("2.5 tied", "3")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_a_whole_model_is_what_transformers_makes_of_it(name, tmp_path):
     model = MODELS[name]()
     model.save_pretrained(tmp_path)
     check(model, tmp_path)
+
+
+def edit_config(folder, change):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def edit_tensors(folder, change):
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def flat(config):
+    """As the first checkpoints of Qwen2.5-VL have it."""
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    sections = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    config.update({k: v for k, v in text.items() if k not in ("model_type", "layer_types")})
+    config.update(rope_theta=rope["rope_theta"], rope_scaling=sections, sliding_window=32768, use_sliding_window=False)
+    vision = config["vision_config"]
+    vision["in_chans"] = vision.pop("in_channels")
+    del vision["rope_parameters"], vision["temporal_patch_size"]
+    vision["model_type"] = "qwen2_5_vl"
+
+
+def new_keys(tensors):
+    """As later versions name what the first ones call visual.* and model.*."""
+
+    def named(key):
+        if key.startswith("visual."):
+            return f"model.{key}"
+        return f"model.language_model.{key.removeprefix('model.')}" if key.startswith("model.") else key
+
+    return {named(key): tensor for key, tensor in tensors.items()}
+
+
+def test_old_and_new_layouts_are_one_model(tmp_path):
+    model = qwen2_5()
+    model.save_pretrained(tmp_path)
+    _, old, config = loaded(tmp_path)
+    assert "visual.patch_embed.proj.weight" in load_file(tmp_path / "model.safetensors")
+    edit_tensors(tmp_path, new_keys)
+    _, new, _ = loaded(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, old, new)
+    edit_config(tmp_path, flat)
+    assert from_hf(tmp_path) == config
+    again = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(again.state_dict(), model.state_dict())
+    assert again.config.text_config.rope_parameters["mrope_section"] == SECTIONS2
+
+
+SAME = (
+    ("layers", "num_hidden_layers"),
+    ("width", "hidden_size"),
+    ("mlp_width", "intermediate_size"),
+    ("vocab", "vocab_size"),
+    ("kv_heads", "num_key_value_heads"),
+    ("norm_eps", "rms_norm_eps"),
+)
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path):
+    for kind, whole in (("qwen2_5_vl", transformers.Qwen2_5_VLConfig), ("qwen3_vl", transformers.Qwen3VLConfig)):
+        text = whole().text_config
+        sparse = {"model_type": kind, "text_config": {}, "vision_config": {"out_hidden_size": text.hidden_size}}
+        (tmp_path / "config.json").write_text(json.dumps(sparse))
+        model = from_hf(tmp_path)
+        llm, tower, vision = model.llm, model.encoders["vision"], whole().vision_config
+        for ours, theirs in SAME:
+            assert getattr(llm, ours) == getattr(text, theirs), ours
+        assert llm.rope_theta == text.rope_parameters["rope_theta"]
+        assert (tower.layers, tower.width, tower.heads) == (vision.depth, vision.hidden_size, vision.num_heads)
+        assert (tower.mlp_width, tower.patch, tower.frames) == (vision.intermediate_size, vision.patch_size, 2)
+        if kind == "qwen2_5_vl":
+            assert tower.window * tower.patch == vision.window_size
+            assert sorted({*range(tower.layers)} - {*tower.windowed}) == list(vision.fullatt_block_indexes)
+            assert llm.rope_sections == (16, 24, 24)
+        else:
+            assert tower.positions.side**2 == vision.num_position_embeddings
+            assert tower.deepstack == tuple(vision.deepstack_visual_indexes)
+            assert llm.rope_sections == (24, 20, 20)
+
+
+def test_pixels_are_normalised_as_the_image_processor_says(tmp_path):
+    qwen2_5().save_pretrained(tmp_path)
+    assert from_hf(tmp_path).encoders["vision"].mean == (0.48145466, 0.4578275, 0.40821073)
+    said = {"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    tower = from_hf(tmp_path).encoders["vision"]
+    assert (tower.mean, tower.std) == ((0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"image_mean": [0.5, 0.5, 0.5]}}))
+    tower = from_hf(tmp_path).encoders["vision"]
+    assert (tower.mean, tower.std) == ((0.5, 0.5, 0.5), (0.26862954, 0.26130258, 0.27577711))
+
+
+def test_modules_of_two_folders_make_one_model(tmp_path):
+    """A tower of one checkpoint under another's LLM; its connector begins at random."""
+    qwen3().save_pretrained(tmp_path / "eyes")
+    random_model(transformers.Qwen2Config(**TEXT)).save_pretrained(tmp_path / "words")
+    tower = from_hf(tmp_path / "eyes").encoders["vision"]
+    tower = replace(tower, connector=replace(tower.connector, weights=""))
+    config = replace(from_hf(tmp_path / "words"), encoders={"eye": tower})
+    model = Model.build(config, jnp.float32)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    params = load_pretrained(model, parameter_shardings(model, mesh, ShardingRules()))
+    assert set(params) == {"llm", "encoders"}
+    there = load_file(tmp_path / "eyes" / "model.safetensors")
+    patches = there["model.visual.patch_embed.proj.weight"].numpy()
+    ours = np.asarray(params["encoders"]["eye"]["embed"]["patches"]["weight"])
+    np.testing.assert_array_equal(ours.reshape(2, 4, 4, 3, 32), patches.transpose(2, 3, 4, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "message"),
+    [
+        ("merger.norm.bias", None, r"has no tensor model\.visual\.merger\.norm\.bias"),
+        ("patch_embed.proj.weight", None, r"has no vision tower"),
+        ("blocks.7.norm1.bias", (2,), r"1 tensors .* model\.visual\.blocks\.7"),
+        ("merger.more", (2,), r"1 tensors .* model\.visual\.merger\.more"),
+        ("deepstack_merger_list.3.norm.bias", (2,), r"1 tensors .*_list\.3"),
+        ("pos_embed.weight", (25, 32), r"pos_embed\.weight has shape \[25, 32\], this model"),
+    ],
+)
+def test_tensors_that_do_not_go_with_the_config_are_named(tmp_path, key, shape, message):
+    qwen3().save_pretrained(tmp_path)
+
+    def change(tensors):
+        others = {k: t for k, t in tensors.items() if k != f"model.visual.{key}"}
+        return others | ({f"model.visual.{key}": torch.ones(shape)} if shape else {})
+
+    edit_tensors(tmp_path, change)
+    with pytest.raises(UserError, match=message):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (qwen2_5, {"out_hidden_size": 64}, r"out_hidden_size=64, but the text's hidden_size is 48"),
+        (qwen2_5, {"window_size": 6}, r"window_size=6 is smaller than a merged patch of 8"),
+        (qwen2_5, {"hidden_act": "mish"}, r"vision_config: hidden_act='mish'"),
+        (qwen2_5, {"rope_parameters": {"rope_type": "yarn"}}, r"rope_parameters: rope_type='yarn' is not supported"),
+        (qwen3, {"num_position_embeddings": 37}, r"num_position_embeddings=37 is no square of a number"),
+        (qwen3, {"deepstack_visual_indexes": [2, 0]}, r"deepstack_visual_indexes=\[2, 0\] is not in the order"),
+    ],
+)
+def test_vision_configs_that_cannot_be_read_are_refused_by_field(tmp_path, make, change, message):
+    make().save_pretrained(tmp_path)
+    edit_config(tmp_path, lambda config: config["vision_config"].update(change))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(("sections", "message"), [([1, 1, 1], "must add up to 6"), ([6], "must have three numbers")])
+def test_sections_that_are_not_those_of_a_head_are_refused(tmp_path, sections, message):
+    qwen2_5().save_pretrained(tmp_path)
+    rope = ROPE | {"mrope_section": sections}
+    edit_config(tmp_path, lambda config: config["text_config"].update(rope_parameters=rope))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)

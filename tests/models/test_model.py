@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,3 +152,22 @@ def test_a_gradient_step_on_a_mesh_of_three_axes_never_replicates_involuntarily(
     warning = "Involuntary full rematerialization"
     assert warning in compile_warnings(capfd, jax.grad(careless), params, batch)
     assert warning not in compile_warnings(capfd, jax.grad(loss), params, batch)
+
+
+def test_stages_of_a_deepstack_give_what_the_whole_model_gives():
+    config = tiny(encoders=("vision",), vision_layers=4, layers=4)
+    config = replace(config, encoders={"vision": replace(config.encoders["vision"], deepstack=(2, 3))})
+    cuts = {"llm": (2, 3), "vision": (1, 2)}
+    model, params = build(config, cuts)
+    sample = random_sample(np.random.default_rng(0), [2, (3, 4), 3])
+    batch = pack([[sample]], {"llm": 16, "vision": 24}, encoders=("vision",))
+    x = None
+    for stage in model.stages("vision", cuts["vision"]):
+        x = stage(stage.select(params), x, batch.items["vision"])
+    x = {"vision": x}
+    for stage in model.stages("llm", cuts["llm"]):
+        x = stage(stage.select(params), x, batch.text)
+    np.testing.assert_allclose(x, model.logits(params, batch), atol=1e-5)
+    for tower, cut in (("llm", 1), ("vision", 3)):
+        with pytest.raises(ValueError, match=f"{tower} cannot be cut before layer {cut}: an encoder's deepstack"):
+            model.stages(tower, (cut,))

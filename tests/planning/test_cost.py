@@ -24,8 +24,10 @@ from mmjax.config import (
     ModelConfig,
     Remat,
     StoredTable,
+    StretchedGrid,
     VisionConfig,
 )
+from mmjax.data.media import patches
 from mmjax.models import attention
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
@@ -363,6 +365,39 @@ def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(Model.build(model, jnp.float32).abstract)[0]:
             counts[module_of(tuple(k.key for k in path))] += leaf.size
         assert parameters(model) == counts
+
+
+@pytest.mark.parametrize(
+    "vision",
+    [
+        {"frames": 2, "norm": "rms", "gated": True, "window": 4, "windowed": (0, 2)},
+        {"positions": StretchedGrid(5), "deepstack": (0, 1), "head_norm": False},
+    ],
+)
+def test_parameters_of_other_towers_are_those_of_the_built_model(vision: dict) -> None:
+    model = make_model(encoder_layers=3, layers=3, rope_sections=(1, 1, 1))
+    tower = replace(model.encoders["vision"], **vision)
+    model = replace(model, encoders={**model.encoders, "vision": tower})
+    counts: Counter[str] = Counter()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(Model.build(model, jnp.float32).abstract)[0]:
+        counts[module_of(tuple(k.key for k in path))] += leaf.size
+    assert parameters(model) == counts
+
+
+def test_pairs_of_windowed_vision_layers_are_those_within_squares() -> None:
+    model = make_model(encoder_layers=3)
+    tower = replace(model.encoders["vision"], window=4, windowed=(0, 2))
+    model = replace(model, encoders={"vision": tower})
+    grids = [(5, 6), (4, 4), (2, 9), (3, 3)]  # patches; windows of 2 x 2 merge them
+    packed = [patches(np.zeros((2 * h, 2 * w, 3), np.uint8), 2, 2) for h, w in grids]
+    item = np.concatenate([np.where(p.valid, n, -1) for n, p in enumerate(packed)])[None].astype(np.int32)
+    coordinates = np.concatenate([p.coordinates for p in packed])[None]
+    items = make_items(tower, item)._replace(coordinates=coordinates)
+    own = [(n, *(p // 4)) for n, p in zip(item[0], coordinates[0, :, 1:], strict=True) if n >= 0]
+    near = sum(a == b for a in own for b in own)
+    everything = sum((h * w) ** 2 for h, w in grids)
+    text = make_text(np.zeros((1, 4), np.int32))
+    assert useful_work(model, text, {"vision": items})["vision"].pairs == pytest.approx((2 * near + everything) / 3)
 
 
 def test_relative_cost_is_what_another_stretch_of_a_row_executes() -> None:

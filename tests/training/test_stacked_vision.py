@@ -1,0 +1,73 @@
+"""A model with all that Qwen2.5-VL and Qwen3-VL have learns the same on every mesh, and is timed and weighed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import (
+    MESHES,
+    gradients,
+    load_steps,
+    make_executor,
+    scattered,
+    state_with,
+    stderr_of,
+    tiny_config,
+    worst_leaf,
+)
+
+from mmjax.config import Config, StretchedGrid
+from mmjax.data.placement import ONE_RANK
+from mmjax.training.devices import topology_of
+from mmjax.training.layer_profile import time_layer
+from mmjax.training.residuals import kept_per_layer
+
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+
+
+def stacked_config() -> Config:
+    made = tiny_config()
+    tower = replace(
+        made.model.encoders["vision"], layers=4, positions=StretchedGrid(3), window=4, windowed=(0, 2),
+        deepstack=(0, 2), frames=2, norm="rms", gated=True,
+    )  # fmt: skip
+    llm = replace(made.model.llm, layers=4, rope_sections=(2, 1, 1), rope_interleaved=True)
+    model = replace(made.model, llm=llm, encoders={**made.model.encoders, "vision": tower})
+    return replace(made, model=model, batch=replace(made.batch, microbatches=1))
+
+
+def folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def test_a_mesh_gives_the_gradients_of_one_device(tmp_path):
+    made = stacked_config()
+    one = make_executor(made, MESHES["one device"])
+    parameters = scattered(one)
+    batches = load_steps(made, folder(tmp_path, "one"), 1, ONE_RANK)[0]
+    assert batches[0].text.position.shape[-1] == 3
+    wanted = gradients(one, state_with(one, parameters), batches)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(wanted.gradients["connectors"]["vision"]["deeper"]))
+    mesh = "data=2 x fsdp=2 x tensor=2, encoders=data"
+    executor = make_executor(made, MESHES[mesh])
+    batches = load_steps(made, folder(tmp_path, "many"), 1, topology_of(executor.mesh, MESHES[mesh]))[0]
+    with stderr_of() as written:
+        found = gradients(executor, state_with(executor, parameters), batches)
+    assert "rematerialization" not in "".join(written)
+    off, name = worst_leaf(found.gradients, wanted.gradients)
+    assert off < 1e-5, name
+
+
+def test_its_layers_are_timed_and_weighed():
+    made = stacked_config()
+    for tower, shape in (("llm", (1, 16)), ("vision", (1, 16))):
+        seconds = time_layer(made, tower, shape, jax.devices()[0], enough=0.0)
+        assert min(seconds.values()) > 0
+        kept = kept_per_layer(made.model, tower, shape, jnp.float32)
+        assert kept["none"].device > kept["full"].device
