@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import AudioConfig, DecoderConfig, ModelConfig
+from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
-from mmjax.hf import audio, decoders, internvl, llava, qwen_vl
+from mmjax.hf import audio, decoders, internvl, llava, qwen_vl, vision
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.fields import Fields
 from mmjax.hf.folder import HfFolder
 from mmjax.hf.layout import Layout
+
+Encoder = VisionConfig | AudioConfig
 
 ROWS = 4096  # of the tables of the vocabulary that are compared at a time
 
@@ -26,7 +28,7 @@ class Checkpoints:
 
     read: Callable[[HfFolder, Fields], ModelConfig] | None  # None: there is no decoder
     layout: Callable[[HfFolder, ModelConfig], Layout]
-    encoder: Callable[[HfFolder, Fields], AudioConfig] | None = None  # to be had alone
+    encoder: Callable[[HfFolder, Fields], Encoder] | None = None  # to be had alone
 
 
 def _decoder(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -45,6 +47,7 @@ CHECKPOINTS = {
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
     **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout)),
+    **dict.fromkeys(vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of)),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
     "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of),
     "whisper": Checkpoints(None, audio.encoder_layout, audio.encoder_of),
@@ -66,10 +69,11 @@ def from_hf(folder: str | Path, freeze: Sequence[str] = ()) -> ModelConfig:
     return frozen(_from(model, str(opened.path)), freeze)
 
 
-def encoder_from_hf(folder: str | Path) -> AudioConfig:
+def encoder_from_hf(folder: str | Path) -> Encoder:
     """The encoder of a Hugging Face folder, whose weights it will start from, with a connector that starts at random.
 
-    Raises UserError for a folder, family or field that cannot be read, naming it.
+    Of a CLIP or SigLIP tower, whose last layer was trained for another end, all layers but that one. Raises UserError
+    for a folder, family or field that cannot be read, naming it.
     """
     opened = HfFolder.open(Path(folder).expanduser().absolute())
     encoder = _kind(opened).encoder
@@ -77,6 +81,19 @@ def encoder_from_hf(folder: str | Path) -> AudioConfig:
         known = ", ".join(name for name, kind in CHECKPOINTS.items() if kind.encoder)
         raise UserError(f"{opened.path} has no encoder that can be read alone; known are those of {known}")
     return replace(encoder(opened, _fields(opened)), weights=str(opened.path))
+
+
+def compose(encoders: Mapping[str, Encoder], language_model: ModelConfig, freeze: Sequence[str] = ()) -> ModelConfig:
+    """Encoders and an LLM that were trained apart, as one model (Cornstarch's MultimodalModule, 5.1).
+
+    Connectors without weights are new: as wide inside as the LLM where they do not say. freeze: as in `from_hf`.
+    """
+    width = language_model.llm.width
+    fitted = {
+        name: e if e.connector.weights else replace(e, connector=replace(e.connector, mlp_width=width))
+        for name, e in encoders.items()
+    }
+    return frozen(replace(language_model, encoders={**language_model.encoders, **fitted}), freeze)
 
 
 def layout_of(folder: HfFolder, model: ModelConfig) -> Layout:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from mmjax.config import Biased, ConnectorConfig, LearnedGrid, VisionConfig
+from mmjax.config import Biased, ConnectorConfig, LearnedGrid, ModelConfig, VisionConfig
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV
 from mmjax.hf.fields import Fields
 from mmjax.hf.folder import HfFolder
+from mmjax.hf.layout import Layout
 from mmjax.hf.parts import Leaves, Part, Parts, convolution, linear, norm, third
 from mmjax.hf.processors import read_image_processing
 
@@ -252,3 +254,33 @@ def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
     # Here pixels are divided by 255, there multiplied by `rescale`.
     mean, std = (tuple(x / (255 * rescale) for x in numbers) for numbers in (mean, std))
     return replace(vision, images=how, mean=mean, std=std)
+
+
+# ------------------------------------------------------------------------------------------------------ towers alone
+
+ALONE = ("clip", "clip_vision_model", "siglip", "siglip_vision_model", "internvl_vision")  # kinds of folders
+
+
+def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
+    """The tower of a folder that is one, or of CLIP or SigLIP with their text towers."""
+    kind = fields.get("model_type", str)
+    inner = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)
+    layer = -1 if kind_of(inner) == "internvl_vision" else -2
+    return with_images(folder, vision_of(inner, layer, layer == -1, ConnectorConfig()))
+
+
+def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
+    """Where the tower of a checkpoint lies; all else there, such as CLIP's text tower, is left alone."""
+    fields = Fields(folder.config, str(folder.path / "config.json"))
+    kind = fields.get("model_type", str)
+    kind = kind if kind in TOWERS_BY_KIND else kind_of(_inner_tower(fields, kind))
+    prefix = find_tower(folder, kind)
+    name, config = next((name, e) for name, e in model.encoders.items() if e.weights and Path(e.weights) == folder.path)
+    others = tuple(key for key in folder.tensors if not key.startswith(prefix))
+    parts = vision_parts(config, kind, prefix)
+    return Layout({name: parts}, {name: (prefix,)}, others + unused_in(config, kind, prefix))
+
+
+def _inner_tower(fields: Fields, kind: str) -> Fields:
+    inner = fields.inner("vision_config")
+    return Fields({"model_type": f"{kind}_vision_model", **inner.of}, inner.where)

@@ -38,7 +38,7 @@ def random_model(config: transformers.PreTrainedConfig, kind: type | None = None
     model = model.to(torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            spread = 0.2 if parameter.ndim == 1 else 1.3 / max(parameter[0].numel(), 1) ** 0.5
+            spread = 0.2 if parameter.ndim < 2 else 1.3 / max(parameter[0].numel(), 1) ** 0.5
             centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
             parameter.normal_(centre, spread)
     return model

@@ -14,7 +14,7 @@ import torch
 from parity import check_gradients, loaded
 
 from mmjax.batch import Microbatch
-from mmjax.config import BatchConfig, Config, DataConfig, ModelConfig, NoGrouping, Samples, TrainingConfig
+from mmjax.config import BatchConfig, Config, DataConfig, ModelConfig, NoGrouping, Samples, TrainingConfig, VisionConfig
 from mmjax.data.index import build_index
 from mmjax.data.packing import Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
@@ -29,6 +29,7 @@ class Given:
     """A source of samples given whole: stretches of tokens, images (uint8 [h, w, 3]) and clips (float [n])."""
 
     samples: Sequence[Sequence[Part]]
+    vision: str = "vision"  # the encoder of images
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -41,7 +42,7 @@ class Given:
 
     def facts(self, index: int) -> Facts:
         text = sum(len(part) for part in self.samples[index] if is_text(part))
-        return Facts(text, tuple((encoder(part), part.shape[:2]) for part in self.items(index)))
+        return Facts(text, tuple((self.encoder(part), part.shape[:2]) for part in self.items(index)))
 
     def sample(self, index: int) -> Sample:
         segments, number = [], 0
@@ -51,9 +52,12 @@ class Given:
                 weights[0] = at > 0
                 segments.append(Text(part.astype(np.int32), weights))
             else:
-                segments.append(Item(encoder(part), number))
+                segments.append(Item(self.encoder(part), number))
                 number += 1
         return Sample(tuple(segments))
+
+    def encoder(self, part: Part) -> str:
+        return self.vision if part.ndim == 3 else "audio"
 
     def item(self, index: int, number: int) -> np.ndarray:
         return self.items(index)[number]
@@ -63,13 +67,10 @@ def is_text(part: Part) -> bool:
     return part.ndim == 1 and np.issubdtype(part.dtype, np.integer)
 
 
-def encoder(part: Part) -> str:
-    return "vision" if part.ndim == 3 else "audio"
-
-
 def packed(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Microbatch:
     """All samples in one row of each module, by the real index, planner and packer."""
-    source, modules = Given(samples), ("llm", *model.encoders)
+    eyes = (name for name, encoder in model.encoders.items() if isinstance(encoder, VisionConfig))
+    source, modules = Given(samples, next(eyes, "vision")), ("llm", *model.encoders)
     batch = BatchConfig(Samples(len(samples)), dict.fromkeys(modules, 1), grouping=NoGrouping())
     config = Config("given", DataConfig(), batch, model, TrainingConfig(1))
     index = build_index({"given": source}, model.encoders)
