@@ -592,6 +592,11 @@ class AudioConfig:
         """Width of one frame."""
         return self.clips.mels
 
+    @property
+    def sample_rate(self) -> int:
+        """Of the clips, in Hz."""
+        return self.clips.sample_rate
+
 
 @dataclass(frozen=True)
 class ModelConfig:

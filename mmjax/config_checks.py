@@ -265,7 +265,7 @@ def _check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
             given = f"model.encoders.vision.channels={encoder.channels}"
             _check(encoder.channels == 1, f"{given}: the images of {where} are grey; set it to 1")
         if isinstance(encoder, AudioConfig) and name == "audio":
-            rate = encoder.clips.sample_rate
+            rate = encoder.sample_rate
             given = f"model.encoders.audio.clips.sample_rate={rate}"
             _check(rate == EMBEDDED_RATE, f"{given}: the clips of {where} have {EMBEDDED_RATE} Hz; set that")
 
