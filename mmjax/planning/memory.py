@@ -94,7 +94,7 @@ def fixed_bytes(
 
 
 def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> dict[str, int]:
-    """Numbers that the optimizer keeps, by module: two for each parameter, of a matrix under Muon one."""
+    """Numbers that the optimizer keeps, by module: two for each parameter; one of Muon's matrices (no adapters)."""
     kept = {module: 2 * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, AdamW):
         return kept
@@ -102,7 +102,7 @@ def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> di
     for name, encoder in model.encoders.items():
         ends = merged_positions(encoder) * encoder.width + model.llm.width
         matrices[f"{name}.connector"] = encoder.connector.mlp_width * ends
-    return {module: n - matrices[module] for module, n in kept.items()}
+    return {module: n - matrices.get(module, 0) for module, n in kept.items()}
 
 
 def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) -> int:

@@ -21,7 +21,7 @@ from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder
 from mmjax.hf.parts import TRANSPOSED, Part, Parts
-from mmjax.models.model import Model, module_of
+from mmjax.models.model import Model, group_of, module_of
 
 Params = dict[str, Any]
 Index = tuple[slice, ...]
@@ -73,8 +73,8 @@ def _wanted(model: Model, folder: HfFolder, modules: Mapping[str, Parts]) -> dic
     found = {}
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
         names = tuple(key.key for key in path)
-        if (module := module_of(names)) not in modules:
-            continue
+        if (module := group_of(names)) not in modules:
+            continue  # of another folder, or an adapter
         inside = names[1:] if names[0] == "llm" else names[2:]
         if inside[:2] == ("layers", "runs"):
             start, _, stop = inside[2].partition(":")
