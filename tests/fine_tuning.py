@@ -1,0 +1,81 @@
+"""Tiny checkpoints as transformers saves them, and short runs that start from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+import transformers
+from commands import TINY
+
+from mmjax.config import Config, LoraConfig, Rates
+from mmjax.config_files import load
+from mmjax.hf.families import from_hf
+from mmjax.train import train
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+BESIDE = {  # what a checkpoint has beside its weights
+    "chat_template.jinja": "{{ messages }}",
+    "tokenizer.json": '{"model": {}}',
+    "generation_config.json": '{ "do_sample":  true }\n',
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "README.md": "A model — and its card.\n",
+}
+LORA = {"attention": LoraConfig(("llm.*.attention.*",), 4), "mlp": LoraConfig(("*.down",), 3, 5.0, "sqrt_rank")}
+
+
+def save_checkpoint(
+    folder: Path,
+    kind: type[transformers.PreTrainedConfig] = transformers.Qwen2Config,
+    dtype: torch.dtype = torch.float32,
+    shard: str = "5GB",
+    **own: Any,
+) -> torch.nn.Module:
+    """A random model for the embedded data's tokens, every parameter off its zeros and ones."""
+    vocab = load(TINY).model.llm.vocab
+    torch.manual_seed(1)
+    config = kind(**SIZES | {"vocab_size": vocab} | own)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    for name, text in BESIDE.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return model
+
+
+def tuning(source: Path, run: Path, **changes: Any) -> Config:
+    """The config of a short run from a checkpoint; `changes` are to its model."""
+    base = load(TINY)
+    training = replace(base.training, steps=3, checkpoint_every=1, evaluate_every=0, evaluate_samples=1, keep=5)
+    optimizer = replace(base.optimizer, learning_rate=3e-3, modules={})
+    if changes.get("lora"):
+        optimizer = replace(optimizer, modules={"llm.lora": Rates(learning_rate=0.03)})
+    model = replace(from_hf(source), **changes)
+    return replace(base, model=model, training=training, optimizer=optimizer, run=str(run))
+
+
+def fine_tune(source: Path, run: Path, **changes: Any) -> Path:
+    """A finished run from a checkpoint."""
+    train(tuning(source, run, **changes), Path(TINY), devices=jax.devices()[:1])
+    return run
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The loss after every number of updates."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {r["step"]: r["loss"] for r in records if "loss" in r}
