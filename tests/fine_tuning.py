@@ -58,13 +58,13 @@ def save_checkpoint(
     return model
 
 
-def tuning(source: Path, run: Path, **changes: Any) -> Config:
+def tuning(source: Path, run: Path, rate: float = 3e-3, precision: str = "float32", **changes: Any) -> Config:
     """The config of a short run from a checkpoint; `changes` are to its model."""
     base = load(TINY)
     training = replace(base.training, steps=3, checkpoint_every=1, evaluate_every=0, evaluate_samples=1, keep=5)
-    optimizer = replace(base.optimizer, learning_rate=3e-3, modules={})
-    if changes.get("lora"):
-        optimizer = replace(optimizer, modules={"llm.lora": Rates(learning_rate=0.03)})
+    training = replace(training, precision=precision)
+    own = {"llm.lora": Rates(learning_rate=10 * rate)} if changes.get("lora") else {}
+    optimizer = replace(base.optimizer, learning_rate=rate, modules=own)
     model = replace(from_hf(source), **changes)
     return replace(base, model=model, training=training, optimizer=optimizer, run=str(run))
 

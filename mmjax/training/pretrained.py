@@ -86,13 +86,13 @@ def _wanted(model: Model, folder: HfFolder, modules: Mapping[str, Parts]) -> dic
         for path in paths:
             if (part := modules[module].find(path)) is None:
                 raise UserError(f"{folder.path}: nothing there is {'.'.join(path)} of {module}")
-            _check(folder, part, shape)
+            check_fits(folder, part, shape)
             layers.append((part, shape))
         found[names] = layers
     return found
 
 
-def _check(folder: HfFolder, part: Part, shape: tuple[int, ...]) -> None:
+def check_fits(folder: HfFolder, part: Part, shape: tuple[int, ...]) -> None:
     """Raises UserError where a tensor is missing, or is not of the shape that our parameter's comes from."""
     have = folder.stored(part.key).shape
     rows = have[:1] if part.rows is None else (part.rows[1] - part.rows[0],)

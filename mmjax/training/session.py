@@ -138,9 +138,8 @@ class Session:
             step = newest(source.checkpoints)
             fresh: Params = {}
             if model.config.lora and not adapted:
-                fresh = merge(
-                    *self.executor.born(frozenset(modules_of(model.abstract)))(jax.random.key(self.config.seed))
-                )
+                adapters = self.executor.born(frozenset(modules_of(model.abstract)))
+                fresh = merge(*adapters(jax.random.key(self.config.seed)))
                 model = Model.build(replace(model.config, lora={}), model.dtype)
             shardings = parameter_shardings(model, self.mesh, self.executor.rules)
             params = merge(restore_parameters(source.checkpoints, step, model, shardings), fresh)
