@@ -8,14 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 import transformers
 from commands import TINY
 
-from mmjax.config import Config, LoraConfig, Rates
-from mmjax.config_files import load
+from mmjax.config import Config, LoraConfig, MeshConfig, Rates
+from mmjax.config_files import load, to_json
 from mmjax.hf.families import from_hf
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
 from mmjax.train import train
+from mmjax.training.checkpoint import Checkpoints, DataState
+from mmjax.training.optimizer import make_optimizer
+from mmjax.training.pretrained import load_pretrained
+from mmjax.training.run_folder import RunFolder
+from mmjax.training.state import parameter_shardings
+from mmjax.training.step import Executor
 
 SIZES = {
     "hidden_size": 32,
@@ -58,13 +69,13 @@ def save_checkpoint(
     return model
 
 
-def tuning(source: Path, run: Path, rate: float = 3e-3, precision: str = "float32", **changes: Any) -> Config:
+def tuning(source: Path, run: Path, precision: str = "float32", **changes: Any) -> Config:
     """The config of a short run from a checkpoint; `changes` are to its model."""
     base = load(TINY)
     training = replace(base.training, steps=3, checkpoint_every=1, evaluate_every=0, evaluate_samples=1, keep=5)
     training = replace(training, precision=precision)
-    own = {"llm.lora": Rates(learning_rate=10 * rate)} if changes.get("lora") else {}
-    optimizer = replace(base.optimizer, learning_rate=rate, modules=own)
+    own = {"llm.lora": Rates(learning_rate=0.03)} if changes.get("lora") else {}
+    optimizer = replace(base.optimizer, learning_rate=3e-3, modules=own)
     model = replace(from_hf(source), **changes)
     return replace(base, model=model, training=training, optimizer=optimizer, run=str(run))
 
@@ -73,6 +84,30 @@ def fine_tune(source: Path, run: Path, **changes: Any) -> Path:
     """A finished run from a checkpoint."""
     train(tuning(source, run, **changes), Path(TINY), devices=jax.devices()[:1])
     return run
+
+
+def moved(source: Path, run: Path, amount: float = 0.05, **changes: Any) -> Path:
+    """A run's folder whose checkpoints are not trained: what is trainable was moved at random, ever further."""
+    return moved_run(tuning(source, run, **changes), amount)
+
+
+def moved_run(config: Config, amount: float = 0.05) -> Path:
+    """The folder of a run of this config, as `moved`."""
+    folder = RunFolder(Path(config.run))
+    folder.path.mkdir()
+    folder.write_config(config)
+    model = Model.build(config.model, jnp.dtype(config.training.precision))
+    mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
+    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1)
+    given = load_pretrained(model, parameter_shardings(model, mesh, rules))
+    state = executor.init(jax.random.key(0), given)
+    rng, checkpoints = np.random.default_rng(0), Checkpoints(folder.checkpoints, executor, keep=3)
+    for step in (1, 2, 3):
+        trainable = jax.tree.map(lambda p: p + amount * rng.standard_normal(p.shape, np.float32), state.trainable)
+        state = state._replace(trainable=trainable)
+        checkpoints.save(state, to_json(config), DataState(step, "an index", {}))
+    checkpoints.close()
+    return folder.path
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -17,11 +17,11 @@ import pytest
 import torch
 import transformers
 from commands import TINY, run
-from fine_tuning import LORA, fine_tune, save_checkpoint, tuning
+from fine_tuning import LORA, fine_tune, moved, moved_run, save_checkpoint, tuning
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from mmjax import export, train
+from mmjax import export
 from mmjax.batch import PADDING, Microbatch, TextBatch
 from mmjax.config import ConnectorConfig, LoraConfig, MeshConfig, VisionConfig
 from mmjax.config_files import load
@@ -98,10 +98,10 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tuned_checkpoint_computes_in_transformers_what_the_run_computes(family, tmp_path):
+def test_a_changed_checkpoint_computes_in_transformers_what_the_run_computes(family, tmp_path):
     kind, own = FAMILIES[family]
     before = save_checkpoint(tmp_path / "source", kind, **own)
-    run = fine_tune(tmp_path / "source", tmp_path / "run")
+    run = moved(tmp_path / "source", tmp_path / "run")
     told = export.export(run, tmp_path / "out")
     assert f"{tmp_path / 'run'} after 3 steps" in told[0]
     check_beside(tmp_path / "source", tmp_path / "out")
@@ -119,10 +119,10 @@ def test_a_tuned_checkpoint_computes_in_transformers_what_the_run_computes(famil
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
 def test_what_was_not_trained_comes_back_to_the_byte(dtype, precision, tmp_path):
     save_checkpoint(tmp_path / "source", dtype=dtype, shard="20KB", tie_word_embeddings=True)
-    still = {"precision": precision, "rate": 0.0}
+    still = {"precision": precision, "amount": 0.0}
     frozen = LoraConfig(("llm.*",), 2)  # whose b stays zero, over weights that are held in the computation's precision
     for name, changes in {"whole": still, "adapters": still | {"lora": {"all": frozen}}}.items():
-        export.export(fine_tune(tmp_path / "source", tmp_path / name, **changes), tmp_path / f"{name} out")
+        export.export(moved(tmp_path / "source", tmp_path / name, **changes), tmp_path / f"{name} out")
         check_beside(tmp_path / "source", tmp_path / f"{name} out")
         for path in (tmp_path / "source").glob("*.safetensors"):
             assert filecmp.cmp(path, tmp_path / f"{name} out" / path.name, shallow=False), path.name
@@ -130,7 +130,7 @@ def test_what_was_not_trained_comes_back_to_the_byte(dtype, precision, tmp_path)
 
 def test_a_bfloat16_checkpoint_stays_one_and_a_frozen_module_unchanged(tmp_path):
     save_checkpoint(tmp_path / "source", dtype=BF16)
-    run = fine_tune(tmp_path / "source", tmp_path / "run", precision="bfloat16", lora=LORA)
+    run = moved(tmp_path / "source", tmp_path / "run", precision="bfloat16", lora=LORA)
     export.export(run, tmp_path / "out")
     check_beside(tmp_path / "source", tmp_path / "out")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "out"))
@@ -165,7 +165,7 @@ def test_adapters_are_merged_or_written_for_peft_and_both_compute_the_same(sourc
 @pytest.mark.parametrize("scaling", ["rank", "sqrt_rank"])
 def test_peft_writes_the_same_adapter_folder(source, scaling, tmp_path):
     lora = {"all": LoraConfig(("llm.*.query", "llm.*.up"), 4, 6.0, scaling)}
-    run = fine_tune(source, tmp_path / "run", lora=lora)
+    run = moved(source, tmp_path / "run", lora=lora)
     export.export(run, tmp_path / "out", adapter=True)
     beside = peft.PeftModel.from_pretrained(loaded(source), tmp_path / "out")
     np.testing.assert_allclose(theirs(beside), ours(run), atol=1e-4)
@@ -186,7 +186,7 @@ def test_tensors_that_nobody_reads_are_kept_and_a_second_copy_of_a_tied_table_fo
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(4.0)
     save_file(tensors, path, {"format": "pt"})
-    export.export(fine_tune(tmp_path / "source", tmp_path / "run"), tmp_path / "out")
+    export.export(moved(tmp_path / "source", tmp_path / "run"), tmp_path / "out")
     check_beside(tmp_path / "source", tmp_path / "out")
     after = load_file(tmp_path / "out" / "model.safetensors")
     np.testing.assert_array_equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
@@ -195,7 +195,7 @@ def test_tensors_that_nobody_reads_are_kept_and_a_second_copy_of_a_tied_table_fo
 
 
 def test_the_command_takes_a_step_and_a_moved_source_and_never_overwrites_unasked(source, tuned, tmp_path, capsys):
-    moved = shutil.copytree(source, tmp_path / "moved")
+    elsewhere = shutil.copytree(source, tmp_path / "elsewhere")
     work = shutil.copytree(tuned, tmp_path / "run")
     config = (work / "config.json").read_text()
     (work / "config.json").write_text(config.replace(str(source), str(tmp_path / "gone")))
@@ -203,18 +203,18 @@ def test_the_command_takes_a_step_and_a_moved_source_and_never_overwrites_unaske
     ended = run(capsys, export.main, work, out)
     assert ended.code == 2
     assert f"{tmp_path / 'gone'}, from which llm came, is not there; say where" in ended.err
-    ended = run(capsys, export.main, work, out, "--source", moved, "--step", 1)
+    ended = run(capsys, export.main, work, out, "--source", elsewhere, "--step", 1)
     assert ended.code == 0
     assert "after 1 steps" in ended.out
     first = {p.name: p.read_bytes() for p in out.glob("*.safetensors")}
-    ended = run(capsys, export.main, work, out, "--source", f"llm={moved}")
+    ended = run(capsys, export.main, work, out, "--source", f"llm={elsewhere}")
     assert ended.code == 2
     assert "is there already; choose another folder, or replace it with --overwrite" in ended.err
     assert {p.name: p.read_bytes() for p in out.glob("*.safetensors")} == first
-    ended = run(capsys, export.main, work, out, "--source", f"llm={moved}", "--overwrite")
+    ended = run(capsys, export.main, work, out, "--source", f"llm={elsewhere}", "--overwrite")
     assert (ended.code, ended.err) == (0, "")
     assert {p.name: p.read_bytes() for p in out.glob("*.safetensors")} != first
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["moved", "out", "run"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "out", "run"]
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,7 @@ def test_an_interrupted_export_leaves_the_folder_that_was_there(source, tuned, t
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("kept")
-    other = save_checkpoint(tmp_path / "other", hidden_size=64)
-    assert other is not None
+    save_checkpoint(tmp_path / "other", hidden_size=64)
     ended = run(capsys, export.main, tuned, out, "--overwrite", "--source", tmp_path / "other")
     assert ended.code == 2
     assert "does not go with it" in ended.err
@@ -256,10 +255,10 @@ def test_an_interrupted_export_leaves_the_folder_that_was_there(source, tuned, t
 
 
 def test_whole_modules_do_not_go_into_an_adapter(source, tmp_path, capsys, tuned):
-    plain = fine_tune(source, tmp_path / "plain")
+    plain = moved(source, tmp_path / "plain")
     ended = run(capsys, export.main, plain, tmp_path / "out", "--adapter")
     assert "this run has no adapters" in ended.err
-    beside = fine_tune(source, tmp_path / "beside", lora={"all": LoraConfig(("llm.*",), 2, base="trained")})
+    beside = moved(source, tmp_path / "beside", lora={"all": LoraConfig(("llm.*",), 2, base="trained")})
     ended = run(capsys, export.main, beside, tmp_path / "out", "--adapter")
     assert "llm was trained whole, which no adapter holds" in ended.err
     export.export(beside, tmp_path / "out")
@@ -271,7 +270,7 @@ def test_a_composed_model_is_exported_in_parts_with_its_new_modules_in_our_layou
     config = tuning(source, tmp_path / "run", lora={"all": LoraConfig(("llm.*", "vision.connector.*"), 2)})
     batch = replace(config.batch, rows={"llm": 4, "vision": 1})
     config = replace(config, model=replace(config.model, encoders={"vision": vision}), batch=batch)
-    train.train(config, Path(TINY), devices=jax.devices()[:1])
+    moved_run(config)
     told = export.export(tmp_path / "run", tmp_path / "out")
     assert "no class of transformers is this whole model" in told[1]
     parts = json.loads((tmp_path / "out" / "parts.json").read_text())
@@ -291,8 +290,8 @@ def test_a_composed_model_is_exported_in_parts_with_its_new_modules_in_our_layou
 
 
 def test_a_model_from_no_folder_is_exported_in_our_layout_and_says_so(tmp_path, capsys):
-    config = replace(load(TINY, ["training.steps=1", "training.evaluate_every=0"]), run=str(tmp_path / "run"))
-    train.train(config, Path(TINY), devices=jax.devices()[:1])
+    config = replace(load(TINY), run=str(tmp_path / "run"))
+    moved_run(config)
     ended = run(capsys, export.main, tmp_path / "run", tmp_path / "out")
     assert "llm/  in mmjax's own layout, for it came from no folder" in ended.out
     assert (tmp_path / "out" / "llm" / "model.safetensors").is_file()
