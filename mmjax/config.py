@@ -599,11 +599,23 @@ class AudioConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank matrices a and b beside linear layers, which then add `scale * (x @ a) @ b`; b is 0 at first."""
+
+    layers: tuple[str, ...]  # patterns of names, `*` for anything: llm.*, *.attention.query, vision.connector.mlp.up
+    rank: int = 16
+    alpha: float = 32.0
+    scaling: Literal["rank", "sqrt_rank"] = "rank"  # scale = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
+    base: Literal["frozen", "trained"] = "frozen"  # the other weights of a module that has adapters
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """An LLM and the encoders that feed it, by name."""
 
     llm: DecoderConfig
     encoders: dict[str, VisionConfig | AudioConfig] = field(default_factory=dict)
+    lora: dict[str, LoraConfig] = field(default_factory=dict)  # by a name of your own
 
 
 # --------------------------------------------------------------------------------------------------------- training
@@ -641,7 +653,7 @@ class AdamW:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
-    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision, vision.connector, ...
+    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["adamw"] = "adamw"
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from mmjax.adapters import adapted_modules, linear_layers, matching
 from mmjax.config import (
     AdamW,
     AnyRes,
@@ -98,8 +100,35 @@ def _check_model(model: ModelConfig) -> None:
             _check_audio(where, encoder)
     parts = [model.llm, *model.encoders.values(), *(e.connector for e in model.encoders.values())]
     _check(
-        not all(p.frozen for p in parts), "model: every module is frozen; set frozen=false on one, such as model.llm"
+        bool(model.lora) or not all(p.frozen for p in parts),
+        "model: every module is frozen; set frozen=false on one, such as model.llm",
     )
+    _check_lora(model)
+
+
+def _check_lora(model: ModelConfig) -> None:
+    names, owner = linear_layers(model), dict[str, str]()
+    for name, lora in model.lora.items():
+        where = f"model.lora.{name}"
+        _at_least(1, where, lora, ("rank",))
+        _above_zero(where, lora, ("alpha",))
+        _check(
+            bool(lora.layers), f"{where}.layers is empty; give patterns of linear layers, such as {next(iter(names))}"
+        )
+        for pattern in lora.layers:
+            found = matching(replace(lora, layers=(pattern,)), names)
+            _check(
+                bool(found),
+                f"{where}.layers: {pattern!r} matches no linear layer (all layers of a tower have the same adapters: "
+                f"write * for their number){did_you_mean(pattern, names)}",
+            )
+        for layer in matching(lora, names):
+            _check(layer not in owner, f"{where}.layers: {layer} has model.lora.{owner.get(layer)} already; keep one")
+            owner[layer] = name
+            least = min(names[layer])
+            _check(
+                lora.rank <= least, f"{where}.rank={lora.rank}: {layer} has but {least} channels; choose at most that"
+            )
 
 
 def _check_decoder(llm: DecoderConfig) -> None:
@@ -391,7 +420,8 @@ def _check_training(config: Config) -> None:
         value = getattr(optimizer, name, 0.0)
         _check(0 <= value < 1, f"optimizer.{name}={value}: choose at least 0 and less than 1")
     modules = [part for name in model.encoders for part in (name, f"{name}.connector")]
-    _known("optimizer.modules", optimizer.modules, ["llm", *modules])
+    adapters = [f"{module}.lora" for module in adapted_modules(model)]
+    _known("optimizer.modules", optimizer.modules, ["llm", *modules, *adapters])
     for name, own in optimizer.modules.items():
         for key in ("learning_rate", "weight_decay"):
             value = getattr(own, key)

@@ -38,13 +38,15 @@ RULES = {
     "batch": May((), frozenset()),
     "outputs": May(("mmjax.errors",), frozenset()),
     "config_values": May(("mmjax.errors",), frozenset()),
-    "config_checks": May(("mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset()),
+    "adapters": May(("mmjax.config",), frozenset()),
+    "config_checks": May(("mmjax.adapters", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset()),
     "config_files": May(("mmjax.config", "mmjax.config_checks", "mmjax.config_values", "mmjax.errors"), frozenset()),
     "balance": May(("mmjax.balance",), NUMERIC),
     "planning": May(
         (
             "mmjax.planning",
             "mmjax.balance",
+            "mmjax.adapters",
             "mmjax.config",
             "mmjax.config_values",
             "mmjax.batch",
@@ -65,6 +67,7 @@ RULES = {
             "mmjax.kernels",
             "mmjax.parallel.dispatch",
             "mmjax.parallel.sharding",
+            "mmjax.adapters",
             "mmjax.config",
             "mmjax.batch",
         ),
@@ -77,6 +80,7 @@ RULES = {
     "training": May(
         (
             *CONFIG,
+            "mmjax.adapters",
             "mmjax.training",
             "mmjax.models",
             "mmjax.parallel",

@@ -42,11 +42,14 @@ class Linear(nnx.Module):
         # A bias along the width stays whole: it is small, and activations are whole there.
         bias_axis = None if axes[1] == "embed" else axes[1]
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
+        self.lora: nnx.Module | None = nnx.data(None)  # what is added to it (`models.lora`)
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         y = x @ self.weight[...].astype(x.dtype)
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
+        if self.lora is not None:
+            y = y + self.lora(x)
         return checkpoint_name(y, "linear")
 
 

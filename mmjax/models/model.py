@@ -13,14 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.adapters import frozen_by_adapters
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import ModelConfig, Remat, TowerRemat, VisionConfig
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_runs import Run, plan_runs
+from mmjax.models.lora import attach
 from mmjax.models.multimodal import MultimodalModel
 from mmjax.parallel.sharding import encoding
 
 Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
+ADAPTER = "lora"  # a linear layer's attribute
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +60,12 @@ class Model:
 
     @property
     def frozen(self) -> set[str]:
-        """The modules that the config freezes, named as by `module_of`."""
+        """The modules that the config freezes, named as by `module_of`; their adapters are trained all the same."""
         names = {"llm"} if self.config.llm.frozen else set()
         for name, encoder in self.config.encoders.items():
             names |= {name} if encoder.frozen else set()
             names |= {f"{name}.connector"} if encoder.connector.frozen else set()
-        return names
+        return names | frozen_by_adapters(self.config)
 
     @property
     def drops(self) -> bool:
@@ -188,6 +191,11 @@ def module_of(path: tuple[str, ...]) -> str:
     return path[1] if kind == "encoders" else f"{path[1]}.connector"
 
 
+def group_of(path: tuple[str, ...]) -> str:
+    """The module that a parameter belongs to, or "<module>.lora" for one of an adapter."""
+    return f"{module_of(path)}.lora" if ADAPTER in path[2:] else module_of(path)
+
+
 def modules_of(params: Params) -> set[str]:
     """The modules that nested dicts of parameters hold, named as by `module_of`."""
     connectors = {f"{name}.connector" for name in params.get("connectors", ())}
@@ -197,20 +205,41 @@ def modules_of(params: Params) -> set[str]:
 def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
     """(trainable, frozen) parameters, split by module; each a nested dict without the other's branches.
 
-    Raises ValueError for a module that the model does not have.
+    Adapters are trainable in any module. Raises ValueError for a module that the model does not have.
     """
     known = modules_of(params)
     if unknown := frozen - known:
         raise ValueError(f"cannot freeze {min(unknown)!r}: the model has {', '.join(sorted(known))}")
 
+    def of_module(module: str, own: Params, keep: bool) -> Params:
+        if module in frozen:
+            return _adapters(own, not keep)
+        return {} if keep else own
+
     def part(keep: bool) -> Params:
-        chosen = {"llm": params["llm"]} if "llm" in params and ("llm" in frozen) == keep else {}
+        llm = of_module("llm", params.get("llm", {}), keep)
+        chosen = {"llm": llm} if llm else {}
         for kind in ("encoders", "connectors"):
-            inside = {n: p for n, p in params.get(kind, {}).items() if (module_of((kind, n)) in frozen) == keep}
+            inside = {n: of_module(module_of((kind, n)), p, keep) for n, p in params.get(kind, {}).items()}
+            inside = {n: p for n, p in inside.items() if p}
             chosen |= {kind: inside} if inside else {}
         return chosen
 
     return part(False), part(True)
+
+
+def _adapters(own: Params, keep: bool) -> Params:
+    """The adapters of a module's parameters alone, or all but these."""
+    chosen = {}
+    for key, value in own.items():
+        if key == ADAPTER:
+            chosen |= {key: value} if keep else {}
+        elif isinstance(value, dict):
+            inner = _adapters(value, keep)
+            chosen |= {key: inner} if inner else {}
+        elif not keep:
+            chosen[key] = value
+    return chosen
 
 
 def merge(first: Params, second: Params) -> Params:
@@ -223,7 +252,9 @@ def merge(first: Params, second: Params) -> Params:
 
 
 def _born(config: ModelConfig, runs: dict[str, tuple[Run, ...]], dtype: Any, key: Array) -> MultimodalModel:
-    return MultimodalModel(config, runs, dtype, nnx.Rngs(params=key))
+    model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key))
+    attach(model, config, key)
+    return model
 
 
 def _decided(remat: TowerRemat | tuple[Remat, ...]) -> Remat | tuple[Remat, ...]:

@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmjax.adapters import adapted_modules, adapter_sizes, frozen_by_adapters
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, StoredTable, StretchedGrid, VisionConfig
+from mmjax.planning.adapter_work import AdapterWork, adapter_work
 from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
 from mmjax.planning.work import (
     CONV_STRIDE,
@@ -52,7 +54,7 @@ class Products(NamedTuple):
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """Parameters of every module, exactly."""
+    """Parameters of every module, exactly; those of its adapters apart, as `<module>.lora`."""
     llm = model.llm
     counts = {"llm": llm.layers * layer_of(llm).parameters + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
     for name, encoder in model.encoders.items():
@@ -70,7 +72,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         mlp = connector_weights(encoder, llm.width) + biases
         deeper = (streams(encoder) - 1) * (2 * merged + mlp)
         counts[f"{name}.connector"] = norm + mlp + deeper + axes * c.position_grid * llm.width
-    return counts
+    return counts | adapter_sizes(model)
 
 
 def _patch_embedding(c: VisionConfig) -> int:
@@ -90,15 +92,26 @@ def needed(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> di
     Matrix products alone, as everyone's MFU: the logits of every useful position, with or without a loss; a convolution
     as a product with all its taps; the scores and the weighted sums of allowed pairs. Backward, a product of weights
     and activations has two gradients of its own size: that of the weights where they are trainable, that of the
-    activations where something trainable stands before them. `frozen` names modules. Towers that are not in `work`
-    do not run.
+    activations where something trainable stands before them. `frozen` names modules, whose adapters are trainable all
+    the same and count as their module's. Towers that are not in `work` do not run.
     """
     flops = {}
     for module, p in _products(model, work, frozen).items():
-        trainable, upstream = _gradients(module, model, _running(work), frozen)
-        backward = trainable * (p.data + p.weights) + (trainable or upstream) * (p.weights + 2 * p.attention)
-        flops[module] = Flops(2 * (p.data + p.weights + p.attention), 2 * backward)
+        trainable, upstream, adapted = _gradients(module, model, _running(work), frozen)
+        own = _adapter_work(module, model, work, trainable or upstream, True)
+        backward = trainable * (p.data + p.weights) + own.backward
+        if trainable or upstream or adapted:
+            backward += p.weights - own.spared_weights + 2 * p.attention - own.spared_attention
+        flops[module] = Flops(2 * (p.data + p.weights + p.attention + own.forward), 2 * backward)
     return flops
+
+
+def _adapter_work(
+    module: str, model: ModelConfig, work: Mapping[str, Work], reached: bool, spares: bool
+) -> AdapterWork:
+    tower = module.removesuffix(".connector")
+    queries = layer_of(model.llm if tower == "llm" else model.encoders[tower]).queries
+    return adapter_work(module, model, work[tower], reached, spares, queries * work[tower].pairs)
 
 
 def step_needed(
@@ -118,17 +131,19 @@ def mfu(needed_flops: float, seconds: float, peak: float) -> float:
 
 
 def frozen_modules(model: ModelConfig) -> frozenset[str]:
-    """The modules that the config freezes."""
+    """The modules that the config freezes; their adapters are trained all the same."""
     parts = {"llm": model.llm.frozen}
     for name, encoder in model.encoders.items():
         parts |= {name: encoder.frozen, f"{name}.connector": encoder.connector.frozen}
-    return frozenset(module for module, frozen in parts.items() if frozen)
+    return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
 
 
 def wanted_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
-    """Which gradients the backward pass of a tower's layers computes: of their "weights", of their "inputs"."""
-    trainable, upstream = _gradients(tower, model, frozenset(model.encoders), frozen)
-    return frozenset({"weights"} if trainable else ()) | frozenset({"inputs"} if trainable or upstream else ())
+    """Which gradients the backward pass of a tower's layers computes: of "weights", "adapters" and "inputs"."""
+    trainable, upstream, adapted = _gradients(tower, model, frozenset(model.encoders), frozen)
+    some = trainable or upstream or adapted
+    parts = {"weights": trainable, "adapters": adapted, "inputs": some}
+    return frozenset(part for part, wanted in parts.items() if wanted)
 
 
 def _running(work: Mapping[str, Work]) -> Set[str]:
@@ -136,14 +151,15 @@ def _running(work: Mapping[str, Work]) -> Set[str]:
     return {name for name, w in work.items() if name != "llm" and w.inputs}
 
 
-def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[str]) -> tuple[bool, bool]:
-    """Whether a module is trainable, and whether anything that feeds it is."""
+def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[str]) -> tuple[bool, bool, bool]:
+    """Whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
+    adapters = adapted_modules(model)
     tower = module.removesuffix(".connector")
     before = set() if module == tower else {tower}
     if module == "llm":
         encoders = [name for name in model.encoders if name in running]
         before = {*encoders, *(f"{name}.connector" for name in encoders)}
-    return module not in frozen, bool(before - frozen)
+    return module not in frozen, bool(before - (frozen - set(adapters))), module in adapters
 
 
 def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Products]:
@@ -185,12 +201,14 @@ def executed(
     work = row_work(model, shape)
     flops = {}
     for module, p in _products(model, work, frozen).items():
-        trainable, upstream = _gradients(module, model, _running(work), frozen)
-        tower = module.removesuffix(".connector")
+        trainable, upstream, adapted = _gradients(module, model, _running(work), frozen)
+        some, tower = trainable or upstream or adapted, module.removesuffix(".connector")
         config = model.llm if module == "llm" else model.encoders[tower]
         # Blockwise attention keeps no scores: a fifth product in its backward pass computes them again.
         attention = 5 * p.attention // 2 if config.attention == "blockwise" else 2 * p.attention
-        backward = trainable * (p.data + p.weights) + (trainable or upstream) * (p.weights + attention)
+        own = _adapter_work(module, model, work, trainable or upstream, module != tower or _first_alone(config))
+        attention -= own.spared_attention if config.attention == "dense" else 0
+        backward = trainable * (p.data + p.weights) + some * (p.weights - own.spared_weights + attention) + own.backward
         if module == tower:
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
             again = sum(recomputed(config, work[tower], policy) for policy in policies_of(config))
@@ -199,8 +217,8 @@ def executed(
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
             again = 0
-        backward = 2 * backward + (trainable or upstream) * (backward_ops + again)
-        flops[module] = Flops(2 * (p.data + p.weights + p.attention) + forward_ops, backward)
+        backward = 2 * backward + some * (backward_ops + again)
+        flops[module] = Flops(2 * (p.data + p.weights + p.attention + own.forward) + forward_ops, backward)
     return flops
 
 
@@ -248,6 +266,12 @@ def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> in
     spared = config.attention == "blockwise" and policy != "full"
     attention = 0 if spared else 2 * 2 * layer.queries * work.pairs
     return 2 * (layer.weights - kept[policy]) * work.positions + attention + layer_elementwise(config, work)[0]
+
+
+def _first_alone(config: DecoderConfig | Encoder) -> bool:
+    """Whether the first layer is in no scan with others."""
+    policies = policies_of(config)
+    return len(policies) == 1 or policies[0] != policies[1]
 
 
 def policies_of(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:

@@ -97,14 +97,14 @@ def fixed_bytes(
 
 
 def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> dict[str, int]:
-    """Numbers that the optimizer keeps, by module: two for each parameter, of a matrix under Muon one."""
+    """Numbers that the optimizer keeps, by module: two for each parameter; one of Muon's matrices (no adapters)."""
     kept = {module: 2 * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, AdamW):
         return kept
     matrices = {name: c.layers * layer_of(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
     for name, encoder in model.encoders.items():
         matrices[f"{name}.connector"] = streams(encoder) * connector_weights(encoder, model.llm.width)
-    return {module: n - matrices[module] for module, n in kept.items()}
+    return {module: n - matrices.get(module, 0) for module, n in kept.items()}
 
 
 def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) -> int:

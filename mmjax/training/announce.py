@@ -18,7 +18,7 @@ from mmjax.config import Config
 from mmjax.data.layout import RankLayout
 from mmjax.data.pipeline import LoadedStep, StepLoader
 from mmjax.data.placement import Shape
-from mmjax.models.model import Model, module_of
+from mmjax.models.model import Model, group_of
 from mmjax.planning.fit import Fit
 from mmjax.training.console import count, say, size, table
 from mmjax.training.metrics import balance_scalars
@@ -28,10 +28,10 @@ WHOLE = 1.5  # times its share of parameters that a device may hold before it is
 
 
 def parameters_per_module(model: Model) -> dict[str, int]:
-    """Number of parameters of each module."""
+    """Number of parameters of each module, and of its adapters as `<module>.lora`."""
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
-        module = module_of(key_names(path))
+        module = group_of(key_names(path))
         sizes[module] = sizes.get(module, 0) + math.prod(leaf.shape)
     return sizes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +17,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.errors import UserError
 from mmjax.models.layer_runs import into_runs, layers_one_by_one
 from mmjax.models.model import Model
+from mmjax.training.optimizer import key_names
 from mmjax.training.state import TrainState, all_parameters
 from mmjax.training.step import Executor
 
@@ -136,6 +138,56 @@ def restore_parameters(folder: Path, step: int, model: Model, shardings: Params)
         _check_sums(_state_of(single), saved.sums)
     params = jax.tree.map(lambda x, w: x.astype(w.dtype), all_parameters(_state_of(single)), wanted)
     return jax.device_put(into_runs(params, model.runs), shardings)
+
+
+class SavedParameters:
+    """The parameters of checkpoint `step`, read a few at a time into the host's memory.
+
+    By their names there: nested names, layers by their numbers. Raises UserError where the checkpoint is torn, or not
+    of this model.
+    """
+
+    def __init__(self, folder: Path, step: int, model: Model) -> None:
+        self._folder, self._step, self._saved = folder, step, read_saved(folder, step)
+        mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("host",))
+        here = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(*(None,) * len(x.shape))), model.abstract)
+        self._wanted = layers_one_by_one(_with_sharding(model.abstract, here), _layer_of_struct)
+        with _reading(folder, step), ocp.Checkpointer(_state_handler()) as checkpointer:
+            tree = checkpointer.metadata(self._place).item_metadata.tree
+            self._parts = {part: tree.get(part) or {} for part in ("trainable", "frozen")}
+            _check_same(all_parameters(_state_of(self._parts)), self._wanted)
+
+    @property
+    def _place(self) -> Path:
+        return self._folder / str(self._step) / "state"
+
+    @property
+    def shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The shape of every parameter by its name."""
+        return {key_names(path): x.shape for path, x in jax.tree.leaves_with_path(self._wanted)}
+
+    def read(self, names: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], np.ndarray]:
+        """Some parameters as they were saved: frozen ones may be in the precision of the computation."""
+        chosen = {part: _only(stored, set(names)) for part, stored in self._parts.items()}
+        held = {part: _as_stored(stored, self._wanted) for part, stored in chosen.items() if stored}
+        if not held:
+            return {}
+        with _reading(self._folder, self._step), ocp.Checkpointer(_state_handler()) as checkpointer:
+            found = checkpointer.restore(self._place, args=_restore_as(held, partial=True))
+            host = {part: jax.tree.map(np.asarray, found[part]) for part in held}
+            for name, x in _named(_state_of({"trainable": {}, "frozen": {}} | host)).items():
+                bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
+                if self._saved.sums.get(name) != int(bits.sum(dtype=np.uint64)) % 2**32:
+                    raise UserError(f"{name} is not what was saved")
+        return {key_names(path): x for part in host.values() for path, x in jax.tree.leaves_with_path(part)}
+
+
+def _only(tree: Any, names: set[tuple[str, ...]], path: tuple[str, ...] = ()) -> Any:
+    """The branches of nested dicts that lead to these names."""
+    if not isinstance(tree, dict):
+        return tree
+    inner = {k: _only(v, names, (*path, k)) for k, v in tree.items() if isinstance(v, dict) or (*path, k) in names}
+    return {k: v for k, v in inner.items() if v != {}}
 
 
 def _state_of(parts: dict[str, Params]) -> TrainState:

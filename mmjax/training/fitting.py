@@ -17,7 +17,7 @@ from mmjax.config import Config, MeshConfig, Remat, Samples
 from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Shape
 from mmjax.errors import UserError
-from mmjax.models.model import Model, module_of
+from mmjax.models.model import Model, group_of
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import loss_choices
 from mmjax.parallel.sharding import ShardingRules
@@ -81,7 +81,7 @@ class Tracer:
         )
         leaves = jax.tree.leaves_with_path(self._model.abstract)
         for (path, leaf), own in zip(leaves, jax.tree.leaves(shardings), strict=True):
-            module = module_of(key_names(path))
+            module = group_of(key_names(path))
             whole[module] += math.prod(leaf.shape)
             part[module] += math.prod(own.shard_shape(leaf.shape))
         return {module: part[module] / n for module, n in whole.items()}

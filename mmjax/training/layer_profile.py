@@ -135,7 +135,7 @@ def _described(config: Config, tower: str, device: jax.Device) -> dict[str, Any]
     part: DecoderConfig | Encoder = config.model.llm if tower == "llm" else config.model.encoders[tower]
     layer = replace(part, layers=STACK, remat="none", frozen=False, dropout=0.0)
     wanted = wanted_gradients(tower, config.model, frozen_modules(config.model))
-    return {
+    return {f"lora.{name}": repr(lora) for name, lora in config.model.lora.items()} | {
         "device": device.device_kind,
         "cores": os.cpu_count() if device.platform == "cpu" else 0,
         "jax": jax.__version__,

@@ -14,7 +14,7 @@ from flax import nnx
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import ModelConfig, Remat, VisionConfig
 from mmjax.models.layers import Context
-from mmjax.models.model import Model
+from mmjax.models.model import ADAPTER, Model
 
 VOCAB = 8  # of an LLM whose layers alone are wanted
 
@@ -23,11 +23,11 @@ def tower_alone(config: ModelConfig, tower: str, layers: int, remat: Remat) -> M
     """The model with so many layers of a tower ("llm", or an encoder), all of this policy, and little beside them."""
     llm = replace(config.llm, vocab=VOCAB)
     if tower == "llm":
-        return ModelConfig(replace(llm, layers=layers, remat=remat))
+        return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
     encoder = replace(config.encoders[tower], layers=layers, remat=remat)
     if isinstance(encoder, VisionConfig):
         encoder = replace(encoder, deepstack=())  # whose borders would cut the stack
-    return ModelConfig(replace(llm, layers=1), {tower: encoder})
+    return ModelConfig(replace(llm, layers=1), {tower: encoder}, config.lora)
 
 
 def batch_of_tower(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:
@@ -56,13 +56,17 @@ def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemB
 def backward_of(
     model: Model, tower: str, weights: Any, x: Any, context: Context, wanted: Set[str]
 ) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """The output of a tower's layers, and what takes its gradient back to those `wanted`: "weights", "inputs"."""
+    """The output of a tower's layers, and what takes its gradient back to those `wanted`.
+
+    These are "weights", "adapters" and "inputs".
+    """
     module = model.module({})
     graph = nnx.split((module.llm if tower == "llm" else module.encoders[tower]).layers)[0]
-    values = {"weights": weights, "inputs": x}
+    adapters, rest = nnx.split_state(weights, nnx.PathContains(ADAPTER), ...)
+    values = {"weights": rest, "adapters": adapters, "inputs": x}
 
     def layers(differentiated: dict[str, Any]) -> Any:
         of = values | differentiated
-        return nnx.merge(graph, of["weights"])(of["inputs"], context)
+        return nnx.merge(graph, of["weights"], of["adapters"])(of["inputs"], context)
 
     return jax.vjp(layers, {name: values[name] for name in sorted(wanted)})

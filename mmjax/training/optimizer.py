@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from mmjax.config import AdamW, Config, Muon, Schedule
-from mmjax.models.model import module_of
+from mmjax.models.model import group_of
 from mmjax.parallel.sharding import Axes
 
 Params = dict[str, Any]
@@ -75,7 +75,7 @@ def _axes_by_path(axes: Params) -> dict[Path, Axes]:
 
 
 def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
-    """The optimizer of a config. Groups are modules; with Muon, `<module>/matrix` and `<module>/other`.
+    """The optimizer of a config. Groups as by `group_of`; with Muon, `<group>/matrix` and `<group>/other`.
 
     `axes` are the logical axes of the model's parameters.
     """
@@ -84,11 +84,11 @@ def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
     # A stack of layers has its layers in front, which no axis names.
     matrices = frozenset(path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names)
     if isinstance(config, AdamW):
-        return Optimizer(adam, module_of, matrices)
+        return Optimizer(adam, group_of, matrices)
 
     def label(path: Path) -> str:
         # Muon takes matrices between two inner widths. What meets tokens, pixels, frames or positions is a table or a
-        # first projection, whose rows are better left to Adam.
+        # first projection, whose rows are better left to Adam; so are adapters, whose rank no axis names.
         return "matrix" if path in matrices and not {None, "vocab"} & set(by_path[path]) else "other"
 
     def labels(params: Params) -> Params:
@@ -99,7 +99,7 @@ def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
 
     muon = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dimensions)
     direction = optax.partition({"matrix": optax.chain(muon, _scale_by_shape()), "other": adam}, labels)
-    return Optimizer(direction, lambda path: f"{module_of(path)}/{label(path)}", matrices)
+    return Optimizer(direction, lambda path: f"{group_of(path)}/{label(path)}", matrices)
 
 
 def _scale_by_shape() -> optax.GradientTransformation:
@@ -122,12 +122,12 @@ def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 def hyperparameters(config: Config, modules: tuple[str, ...], step: int) -> Hyperparameters:
-    """The arguments of update `step`, NumPy scalars."""
+    """The arguments of update `step`, NumPy scalars. A module's own rates are its adapters' too, if these have none."""
     o = config.optimizer
     factor = schedule_factor(config.schedule, step, config.training.steps)
     rates: dict[str, tuple[np.float32, np.float32]] = {}
     for module in modules:
-        own = o.modules.get(module)
+        own = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))
         rate = o.learning_rate if own is None or own.learning_rate is None else own.learning_rate
         decay = np.float32(o.weight_decay if own is None or own.weight_decay is None else own.weight_decay)
         if isinstance(o, AdamW):

@@ -21,7 +21,7 @@ from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder
 from mmjax.hf.parts import TRANSPOSED, Part, Parts
-from mmjax.models.model import Model, module_of
+from mmjax.models.model import Model, group_of, module_of
 
 Params = dict[str, Any]
 Index = tuple[slice, ...]
@@ -73,8 +73,8 @@ def _wanted(model: Model, folder: HfFolder, modules: Mapping[str, Parts]) -> dic
     found = {}
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
         names = tuple(key.key for key in path)
-        if (module := module_of(names)) not in modules:
-            continue
+        if (module := group_of(names)) not in modules:
+            continue  # of another folder, or an adapter
         inside = names[1:] if names[0] == "llm" else names[2:]
         if inside[:2] == ("layers", "runs"):
             start, _, stop = inside[2].partition(":")
@@ -86,13 +86,13 @@ def _wanted(model: Model, folder: HfFolder, modules: Mapping[str, Parts]) -> dic
         for path in paths:
             if (part := modules[module].find(path)) is None:
                 raise UserError(f"{folder.path}: nothing there is {'.'.join(path)} of {module}")
-            _check(folder, part, shape)
+            check_fits(folder, part, shape)
             layers.append((part, shape))
         found[names] = layers
     return found
 
 
-def _check(folder: HfFolder, part: Part, shape: tuple[int, ...]) -> None:
+def check_fits(folder: HfFolder, part: Part, shape: tuple[int, ...]) -> None:
     """Raises UserError where a tensor is missing, or is not of the shape that our parameter's comes from."""
     have = folder.stored(part.key).shape
     rows = have[:1] if part.rows is None else (part.rows[1] - part.rows[0],)

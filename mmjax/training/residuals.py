@@ -15,7 +15,8 @@ from mmjax.planning.activations import Kept, named_saves
 from mmjax.planning.work import CONV_STRIDE, layer_of
 from mmjax.training.layers_alone import backward_of, batch_of_tower, tower_alone, tower_inputs
 
-EVERYTHING = frozenset({"weights", "inputs"})
+TRAINED = frozenset({"weights", "adapters"})
+EVERYTHING = TRAINED | {"inputs"}
 MANY = 997  # layers of a tower that is traced, never run: no other dimension has this size
 
 
@@ -24,18 +25,19 @@ def kept_per_layer(
 ) -> dict[Remat, Kept]:
     """What one layer of a tower ("llm", or an encoder) keeps under every policy; `shape`: rows, row length.
 
-    `wanted` says which gradients backward computes: those of the layers' "weights", those of their "inputs" for what
-    stands before them. Counted are the residuals of JAX's vector-Jacobian product (OmniBal, A.1.1, measures them on a
-    device): what lies between layers, and what they keep inside. Parameters are not, nor the masks and rotary angles
-    that all layers share. Of `none` this is traced; copies of the weights in the precision of the computation are left
-    out: they are as many as the parameters, and lie where these do.
+    `wanted` says which gradients backward computes: those of the layers' "weights", of their "adapters", and of their
+    "inputs" for what stands before them.
+    Counted are the residuals of JAX's vector-Jacobian product (OmniBal, A.1.1,
+    measures them on a device): what lies between layers, and what they keep inside. Parameters are not, nor the masks
+    and rotary angles that all layers share. Of `none` this is traced; copies of the weights in the precision of the
+    computation are left out: they are as many as the parameters, and lie where these do.
     """
     part = config.llm if tower == "llm" else config.encoders[tower]
     (rows, length), size = shape, jnp.dtype(dtype).itemsize
     positions = rows * (length // CONV_STRIDE if isinstance(part, AudioConfig) else length)
     found: dict[Remat, Kept] = {"none": _kept_by_layer(config, tower, shape, dtype, wanted)}
     for policy in [p for p in get_args(Remat) if p != "none"]:
-        device, host = named_saves(part, policy, size, "weights" in wanted) if wanted else Kept(0)
+        device, host = named_saves(part, policy, size, bool(wanted & TRAINED)) if wanted else Kept(0)
         found[policy] = Kept(positions * device, positions * host)
     return found
 

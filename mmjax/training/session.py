@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from mmjax.config_files import to_json
 from mmjax.data.pipeline import LoadedStep, StepLoader, steps
 from mmjax.data.plan import PLANNER
 from mmjax.errors import UserError
+from mmjax.models.model import Model, merge, modules_of
 from mmjax.parallel import processes
 from mmjax.planning.fit import Fit
 from mmjax.training import announce
@@ -128,10 +129,20 @@ class Session:
     def _parameters_of(self, run: Path) -> Params:
         source = RunFolder(run)
         try:
-            source.read_config()
+            model, adapted = self.executor.model, bool(source.read_config().model.lora)
+            if adapted and not model.config.lora:
+                raise UserError(
+                    "that run has adapters and this model has none: give it the same model.lora, or merge them with "
+                    "python -m mmjax.export and start from that folder"
+                )
             step = newest(source.checkpoints)
-            shardings = parameter_shardings(self.executor.model, self.mesh, self.executor.rules)
-            params = restore_parameters(source.checkpoints, step, self.executor.model, shardings)
+            fresh: Params = {}
+            if model.config.lora and not adapted:
+                adapters = self.executor.born(frozenset(modules_of(model.abstract)))
+                fresh = merge(*adapters(jax.random.key(self.config.seed)))
+                model = Model.build(replace(model.config, lora={}), model.dtype)
+            shardings = parameter_shardings(model, self.mesh, self.executor.rules)
+            params = merge(restore_parameters(source.checkpoints, step, model, shardings), fresh)
         except UserError as error:
             raise UserError(f"init_from={run}: {error}") from error
         say(f"parameters of {run} after {step} steps")

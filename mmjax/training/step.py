@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmjax.adapters import adapted_modules
 from mmjax.batch import Microbatch
 from mmjax.config import Exchange
 from mmjax.models.model import Model, merge, modules_of, partition
@@ -75,9 +76,10 @@ class Executor:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of all modules: the LLM, every encoder and its connector."""
-        encoders = self.model.config.encoders
-        return ("llm", *(name for e in encoders for name in (e, f"{e}.connector")))
+        """Names of all modules: the LLM, every encoder and its connector; then `<module>.lora` of adapters."""
+        config = self.model.config
+        modules = ("llm", *(name for e in config.encoders for name in (e, f"{e}.connector")))
+        return (*modules, *(f"{module}.lora" for module in adapted_modules(config)))
 
     def init(self, key: jax.Array, given: Params | None = None) -> TrainState:
         """A fresh state, every array born in its shards. given: the parameters of some modules, where they lie.
@@ -92,7 +94,10 @@ class Executor:
         return TrainState(step, trainable, frozen, moments)
 
     def _born(self, without: frozenset[str] = frozenset()) -> Callable[[jax.Array], tuple[Params, Params]]:
-        """The program that makes random parameters of all modules but some, trainable and frozen, in their shards."""
+        """The program that makes random parameters, trainable and frozen, in their shards.
+
+        Of some modules none but the adapters.
+        """
 
         def other(parts: tuple[Params, Params]) -> tuple[Params, Params]:
             return tuple(partition(part, without & modules_of(part))[0] for part in parts)

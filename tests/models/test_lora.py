@@ -1,0 +1,132 @@
+"""Adapters beside linear layers: nothing at the start, then exactly a change of the weights, whatever the runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packed import assert_trees_close, build, pack, random_sample, tiny
+
+from mmjax.adapters import scale
+from mmjax.config import AdamW, LoraConfig, MeshConfig, Muon
+from mmjax.models.layer_runs import layers_one_by_one
+from mmjax.models.model import Model, group_of, merge, partition
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.optimizer import key_names, make_optimizer
+from mmjax.training.state import parameter_shardings
+
+ATTENTION = LoraConfig(("llm.*.attention.query", "*.value"), rank=3, alpha=5.0)
+REST = LoraConfig(("*.mlp.down", "vision.connector.mlp.up"), rank=5, scaling="sqrt_rank")
+
+
+def adapted(**changes):
+    return replace(tiny(**changes), lora={"attention": ATTENTION, "rest": REST})
+
+
+def batch(seed=0):
+    rng = np.random.default_rng(seed)
+    layout = [5, (4, 3), 4, ("audio", 14), 6]
+    samples = [random_sample(rng, layout) for _ in range(2)]
+    return pack([samples], {"llm": 96, "vision": 96, "audio": 96})
+
+
+def leaves(params):
+    return {key_names(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def folded(params):
+    """Parameters without adapters whose weights hold them."""
+    out = {}
+    for key, value in params.items():
+        if key == "lora":
+            continue
+        out[key] = folded(value) if isinstance(value, dict) else value
+    if "lora" in params:
+        a, b = params["lora"]["a"], params["lora"]["b"]
+        of = ATTENTION if a.shape[-1] == ATTENTION.rank else REST
+        out["weight"] = params["weight"] + scale(of) * a @ b
+    return out
+
+
+def test_a_model_with_adapters_is_born_with_the_weights_and_logits_of_the_model_without():
+    plain, model = Model.build(tiny(), jnp.float32), Model.build(adapted(), jnp.float32)
+    without, with_ = plain.init(jax.random.key(1)), model.init(jax.random.key(1))
+    own = leaves(without)
+    for path, leaf in leaves(with_).items():
+        if "lora" in path:
+            assert (np.abs(leaf).max() == 0) == (path[-1] == "b")
+        else:
+            np.testing.assert_array_equal(leaf, own.pop(path))
+    assert not own
+    given = batch()
+    np.testing.assert_array_equal(jax.jit(model.logits)(with_, given), jax.jit(plain.logits)(without, given))
+
+
+@pytest.mark.parametrize("remat", ["none", "products", "full"])
+def test_adapters_compute_what_their_product_added_to_the_weights_does(remat):
+    model, params = build(adapted(remat=remat))
+    plain = Model.build(tiny(remat=remat), jnp.float32)
+    given = batch()
+    loss = lambda m: lambda p: jnp.square(m.logits(p, given)).mean()  # noqa: E731
+    found, wanted = (jax.jit(jax.value_and_grad(loss(m))) for m in (model, plain))
+    (value, gradients), (same, theirs) = found(params), wanted(folded(params))
+    np.testing.assert_allclose(value, same, rtol=1e-5)
+    own, changes = leaves(gradients), leaves(theirs)
+    for path, leaf in leaves(params).items():
+        if path[-2] == "lora" and path[-1] == "a":
+            of, weight = ATTENTION if leaf.shape[-1] == ATTENTION.rank else REST, changes[(*path[:-2], "weight")]
+            b = leaves(params)[(*path[:-1], "b")]
+            assert_trees_close(own[path], scale(of) * weight @ jnp.swapaxes(b, -1, -2), 1e-4)
+            assert_trees_close(own[(*path[:-1], "b")], scale(of) * jnp.swapaxes(leaf, -1, -2) @ weight, 1e-4)
+
+
+def test_adapters_do_not_depend_on_runs_and_are_stored_layer_by_layer():
+    whole, cut = (Model.build(adapted(layers=4), jnp.float32, cuts) for cuts in (None, {"llm": (1, 3)}))
+    one, other = (layers_one_by_one(m.init(jax.random.key(2))) for m in (whole, cut))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    a = [one["llm"]["layers"][str(i)]["attention"]["query"]["lora"]["a"] for i in range(4)]
+    assert len({x.tobytes() for x in map(np.asarray, a)}) == 4
+    assert np.abs(a[0]).max() <= 32**-0.5
+
+
+def test_adapters_are_trainable_where_their_module_is_frozen_and_groups_of_their_own():
+    model = Model.build(replace(tiny(), lora={"one": LoraConfig(("llm.*", "vision.connector.*"))}), jnp.float32)
+    assert model.frozen == {"llm", "vision.connector"}
+    trainable, frozen = partition(model.abstract, model.frozen)
+    assert {group_of(path) for path in leaves(trainable)} == {
+        "llm.lora", "vision", "vision.connector.lora", "audio", "audio.connector",
+    }  # fmt: skip
+    assert {group_of(path) for path in leaves(frozen)} == {"llm", "vision.connector"}
+    assert merge(trainable, frozen) == model.abstract
+    beside = replace(model.config, lora={"one": LoraConfig(("llm.*",), base="trained")})
+    assert Model.build(beside, jnp.float32).frozen == set()
+
+
+def test_an_encoder_may_be_called_lora():
+    model = Model.build(replace(tiny(), encoders={"lora": tiny().encoders["vision"]}), jnp.float32)
+    assert partition(model.abstract, {"lora"})[0].keys() == {"llm", "connectors"}
+    assert {group_of(path) for path in leaves(model.abstract)} == {"llm", "lora", "lora.connector"}
+
+
+def test_adapters_lie_on_the_mesh_like_the_weights_beside_them():
+    model = Model.build(adapted(), jnp.float32)
+    mesh = make_mesh(MeshConfig(1, fsdp=2, tensor=2), jax.devices()[:4])
+    where = leaves(parameter_shardings(model, mesh, ShardingRules()))
+    query = ("llm", "layers", "runs", "0:2", "attention", "query")
+    spec = lambda *path: tuple(where[(*query, *path)].spec)  # noqa: E731
+    assert spec("weight") == (None, "fsdp", "tensor")
+    assert spec("lora", "a") == (None, "fsdp", None)
+    assert spec("lora", "b") == (None, None, "tensor")
+
+
+@pytest.mark.parametrize("config", [AdamW(), Muon()], ids=["adamw", "muon"])
+def test_adapters_follow_adam_in_a_group_of_their_own_also_under_muon(config):
+    model = Model.build(adapted(), jnp.float32)
+    optimizer = make_optimizer(config, model.axes)
+    groups = {optimizer.group_of(path) for path in leaves(model.abstract) if "lora" in path}
+    ending = "/other" if isinstance(config, Muon) else ""
+    assert groups == {f"{m}.lora{ending}" for m in ("llm", "vision", "audio", "vision.connector", "audio.connector")}

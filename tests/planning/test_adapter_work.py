@@ -1,0 +1,107 @@
+"""What adapters and the frozen weights under them cost is what the traced gradient computes and the model holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_cost import gradient, make_batch, make_model, random_microbatch, traced_products
+
+from mmjax.adapters import linear_layers
+from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
+from mmjax.models.layers import Linear
+from mmjax.models.model import Model, group_of
+from mmjax.planning.cost import executed, frozen_modules, needed, parameters, step_needed
+from mmjax.planning.memory import moments
+from mmjax.planning.work import useful_work
+from mmjax.training.optimizer import key_names, make_optimizer
+from mmjax.training.state import split
+
+SHAPE = {"llm": (2, 12), "vision": (1, 8), "audio": (2, 12)}
+PATTERNS = [
+    ("llm.*",),
+    ("llm.*.query",),
+    ("llm.*.key", "llm.*.gate"),
+    ("llm.*.value",),
+    ("llm.*.output",),
+    ("llm.*.up",),
+    ("llm.*.down",),
+    ("vision.layers.*.query", "llm.*.down"),
+    ("vision.connector.*",),
+    ("*.connector.mlp.down", "llm.*.attention.*"),
+    ("audio.*",),
+    ("*",),
+]
+ALL_BUT_LLM = frozenset({"vision", "vision.connector", "audio", "audio.connector"})
+
+
+def with_adapters(patterns: tuple[str, ...], base: str = "frozen", rank: int = 3, **llm) -> ModelConfig:
+    return replace(make_model(**llm), lora={"one": LoraConfig(patterns, rank, base=base)})
+
+
+def test_linear_layers_are_those_of_the_built_model_with_their_sizes():
+    model = replace(make_model(), encoders={n: replace(e, layers=2) for n, e in make_model().encoders.items()})
+    model = replace(model, encoders=model.encoders | {"vision": replace(model.encoders["vision"], gated=True)})
+    built = Model.build(model, jnp.float32)
+    found = {}
+    for path, module in nnx.iter_modules(built.module({})):
+        if isinstance(module, Linear) and ("layers" in path or path[0] == "connectors"):
+            kind, *rest = ["llm", *path[1:]] if path[0] == "llm" else [path[1], *path[2:]]
+            inside = ["connector", *rest] if path[0] == "connectors" else ["layers", "*", *rest[3:]]
+            found[".".join(map(str, [kind, *inside]))] = tuple(module.weight.shape[-2:])
+    assert found == linear_layers(model)
+
+
+@pytest.mark.parametrize("trained", ["none", "llm alone", "all"])
+@pytest.mark.parametrize("patterns", PATTERNS, ids=",".join)
+def test_needed_is_every_matrix_product_of_the_traced_gradient(patterns: tuple[str, ...], trained: str) -> None:
+    model = with_adapters(patterns, base="trained" if trained == "all" else "frozen")
+    batch = make_batch(model, SHAPE)
+    others = {"none": ALL_BUT_LLM | {"llm"}, "llm alone": ALL_BUT_LLM, "all": frozenset()}[trained]
+    frozen = frozen_modules(model) | others
+    function, params = gradient(model, frozen)
+    assert step_needed(model, batch.text, batch.items, frozen) == 2 * traced_products(
+        jax.make_jaxpr(function)(*params, batch).jaxpr
+    )
+
+
+def test_padding_needs_nothing_of_adapters_either() -> None:
+    model, plain = with_adapters(("*",)), make_model()
+    batch = random_microbatch(model, np.random.default_rng(0))
+    work = useful_work(model, batch.text, batch.items)
+    with_, without = (needed(m, work, frozenset()) for m in (model, plain))
+    names = linear_layers(model)
+    llm = 2 * 3 * sum(sum(size) for name, size in names.items() if name.startswith("llm.")) * work["llm"].positions
+    assert with_["llm"].forward - without["llm"].forward == 2 * llm
+
+
+@pytest.mark.parametrize("patterns", PATTERNS, ids=",".join)
+def test_parameters_and_moments_are_those_of_the_built_model(patterns: tuple[str, ...]) -> None:
+    config = with_adapters(patterns)
+    model = Model.build(config, jnp.bfloat16)
+    counted: dict[str, int] = {}
+    for path, leaf in jax.tree.leaves_with_path(model.abstract):
+        group = group_of(key_names(path))
+        counted[group] = counted.get(group, 0) + leaf.size
+    assert parameters(config) == counted
+    trainable, still = jax.eval_shape(lambda p: split(model, frozenset(model.frozen), p), model.abstract)
+    assert {x.dtype for x in jax.tree.leaves(still)} == {jnp.dtype(jnp.bfloat16)}
+    for optimizer in (AdamW(), Muon()):
+        state = jax.eval_shape(make_optimizer(optimizer, model.axes).init, trainable)
+        held = sum(x.size for x in jax.tree.leaves(state) if x.ndim and x.shape != (3,))  # Muon has coefficients
+        assert held == sum(moments(config, frozen_modules(config), optimizer).values())
+
+
+def test_the_first_layer_in_a_scan_with_others_executes_what_they_do() -> None:
+    pattern = ("llm.*.down",)
+    frozen = frozen_modules(with_adapters(pattern)) | ALL_BUT_LLM
+
+    def backward(layers: int) -> int:
+        return executed(with_adapters(pattern, layers=layers), SHAPE, frozen)["llm"].backward
+
+    # Alone, the first layer stops at its last product; the fourth has the cost of the third.
+    assert backward(2) - backward(1) > backward(3) - backward(2) == backward(4) - backward(3)
