@@ -287,11 +287,14 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
 
 
 def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[str, list[str]]:
-    """Where an entry's name ends, as names may hold dots: an entry that exists, else before the first field's name."""
-    for n in range(len(path), 0, -1):
-        if ".".join(path[:n]) in tree:
-            return ".".join(path[:n]), path[n:]
+    """Where an entry's name ends, as names may hold dots: an entry that exists, else before the first field's name.
+
+    What follows an entry that exists is a field; else it is more of another entry's name.
+    """
     fields = {name for m in members(hint) if dataclasses.is_dataclass(m) for name in field_hints(m)}
+    for n in range(len(path), 0, -1):
+        if ".".join(path[:n]) in tree and (n == len(path) or path[n] in fields or not fields & set(path)):
+            return ".".join(path[:n]), path[n:]
     for n in range(1, len(path)):
         if path[n] in fields:
             return ".".join(path[:n]), path[n:]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmjax.adapters import adapted_modules
 from mmjax.bench import main as bench
 from mmjax.config_files import load
 from mmjax.errors import run_command
@@ -29,6 +30,13 @@ def test_the_variant_in_configs_md_loads_with_its_overrides(tmp_path: Path) -> N
         tmp_path / "bigger.py", ["batch.grouping=isf", "seed=3", "optimizer.modules.vision.learning_rate=1e-3"]
     )
     assert (config.name, config.model.llm.layers, config.batch.grouping.kind, config.seed) == ("bigger", 6, "isf", 3)
+
+
+def test_the_adapters_in_models_md_load_with_their_overrides(tmp_path: Path) -> None:
+    write_examples("docs/models.md", tmp_path)
+    config = load(tmp_path / "adapters.py", ["model.lora.llm.rank=4", "model.lora.ears.layers=audio.*"])
+    assert adapted_modules(config.model) == ["llm", "vision", "audio", "audio.connector"]
+    assert config.model.lora["llm"].rank == 4
 
 
 def test_the_captions_example_in_data_md_trains(

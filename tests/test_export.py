@@ -30,7 +30,8 @@ from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.checkpoint import newest, restore_parameters
+from mmjax.training import exporting
+from mmjax.training.checkpoint import SavedParameters, newest, restore_parameters
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import parameter_shardings
 
@@ -160,6 +161,35 @@ def test_adapters_are_merged_or_written_for_peft_and_both_compute_the_same(sourc
     for key, value in theirs_merged.state_dict().items():
         mine = HfFolder.open(tmp_path / "merged").read(key)
         np.testing.assert_allclose(mine, value.numpy(), atol=1e-6, err_msg=key)
+
+
+def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatch):
+    export.export(tuned, tmp_path / "at once")
+    read, held = SavedParameters.read, []
+
+    def counted(self, names):
+        found = read(self, names)
+        held.append(sum(x.nbytes for path, x in found.items() if "lora" not in path))
+        return found
+
+    monkeypatch.setattr(exporting, "TOGETHER", 12_000)
+    monkeypatch.setattr(SavedParameters, "read", counted)
+    export.export(tuned, tmp_path / "in turns")
+    assert len(held) > 8
+    assert max(held) <= 12_000
+    assert sum(held) == sum(4 * np.prod(s.shape, dtype=int) for s in HfFolder.open(source).tensors.values())
+    for path in (tmp_path / "at once").glob("*.safetensors"):
+        assert filecmp.cmp(path, tmp_path / "in turns" / path.name, shallow=False)
+
+
+def test_a_damaged_checkpoint_is_not_exported(tuned, tmp_path, capsys):
+    work = shutil.copytree(tuned, tmp_path / "run")
+    largest = max((work / "checkpoints" / "3" / "state").rglob("*"), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-40] + b"\x5a" * 40)
+    ended = run(capsys, export.main, work, tmp_path / "out")
+    assert ended.code == 2
+    assert "checkpoint" in ended.err
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("scaling", ["rank", "sqrt_rank"])

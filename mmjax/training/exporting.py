@@ -23,7 +23,7 @@ from mmjax.training.pretrained import check_fits
 
 Name = tuple[str, ...]
 
-TOGETHER = 2**28  # bytes of float32 parameters that are read from a checkpoint at once
+TOGETHER = 2**27  # bytes of float32 parameters that are read from a checkpoint at once
 
 
 @dataclass(frozen=True)
