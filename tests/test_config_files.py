@@ -25,7 +25,7 @@ from mmjax.errors import UserError
 from mmjax.planning.cost import parameters
 
 ROOT = Path(__file__).parent.parent
-ASKING = {"llava_style"}  # for a checkpoint and its data
+ASKING = {"llava_style", "llava_alignment", "llava_lora"}  # for a checkpoint and its data
 SHIPPED = sorted({path.stem for path in (ROOT / "configs").glob("*.py")} - ASKING)
 
 VARIANT = """

@@ -11,7 +11,7 @@ from mmjax.config_files import describe, differences, from_json, load, to_json
 from mmjax.errors import UserError
 
 STEPS = load("tiny_omni").training.steps
-ASKING = {"llava_style"}  # for a checkpoint and its data
+ASKING = {"llava_style", "llava_alignment", "llava_lora"}  # for a checkpoint and its data
 SHIPPED = sorted({path.stem for path in (Path(__file__).parent.parent / "configs").glob("*.py")} - ASKING)
 
 

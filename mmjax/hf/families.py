@@ -137,10 +137,12 @@ def _from(model: ModelConfig, folder: str) -> ModelConfig:
 
 def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
     """Whether the tables are one. Where a config says so and both are stored and differ, they are not, as there."""
+    if not (llm.tied and folder.has_weights):
+        return llm.tied
     inner, output = find_decoder(folder)
     first, second = f"{inner}embed_tokens.weight", f"{output}.weight"
-    if not llm.tied or second not in folder.tensors:
-        return llm.tied
+    if second not in folder.tensors:
+        return True
     if folder.stored(first).shape != folder.stored(second).shape:
         return False
     starts = range(0, folder.stored(first).shape[0], ROWS)

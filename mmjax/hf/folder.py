@@ -55,6 +55,11 @@ class HfFolder:
             raise UserError(f"{path} is no folder; give the folder of a Hugging Face checkpoint")
         return cls(path, read_json(path / "config.json"))
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are any: a config alone can be planned with."""
+        return (self.path / INDEX).exists() or (self.path / SINGLE).exists()
+
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """Every tensor by name. Raises UserError for files that are missing, torn, or not safetensors."""

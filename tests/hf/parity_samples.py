@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +84,8 @@ Theirs = Callable[[torch.nn.Module, Sequence[Part]], torch.Tensor]  # logits [t,
 
 def check_samples(
     model: torch.nn.Module, folder: Path, samples: Sequence[Sequence[Part]], theirs: Theirs
-) -> dict[str, Any]:
-    """Logits of packed samples to 1e-4, and every gradient of the mean loss over all of them."""
+) -> Microbatch:
+    """Logits of packed samples to 1e-4, and every gradient of the mean loss over all of them. Gives what was packed."""
     ours, params, config = loaded(folder)
     batch = jax.tree.map(jnp.asarray, packed(config, samples))
     text = jax.device_get(batch.text)
@@ -103,4 +102,4 @@ def check_samples(
     count = float(text.weight.sum())
     (total / count).backward()
     check_gradients(ours, params, batch, model, count)
-    return params
+    return jax.device_get(batch)

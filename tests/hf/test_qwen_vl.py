@@ -12,19 +12,21 @@ import pytest
 import torch
 import transformers
 from parity import loaded, random_model
-from parity_images import check_images
+from parity_samples import check_samples, packed
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mmjax.config import MeshConfig
+from mmjax.config import AdamW, BatchConfig, Config, DataConfig, MeshConfig, Schedule, SmartResize, TrainingConfig
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.optimizer import hyperparameters, make_optimizer
 from mmjax.training.pretrained import load_pretrained
 from mmjax.training.state import parameter_shardings
+from mmjax.training.step import Executor
 
 IMAGE, VIDEO = 90, 91  # tokens
 TEXT = {
@@ -136,18 +138,23 @@ def inputs_of(model, folder):
     return inputs
 
 
+def theirs(inputs):
+    """The logits of a sample there."""
+    return lambda model, parts: model(**inputs(parts), use_cache=False).logits[0]
+
+
 def check(model, folder, grids=GRIDS):
     vision = model.config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
     inputs = inputs_of(model, folder)
-    batch = check_images(model, folder, samples_of(unit, grids), inputs)
+    batch = check_samples(model, folder, samples_of(unit, grids), theirs(inputs))
     check_positions(model, batch, samples_of(unit, grids), inputs)
 
 
 def check_positions(model, batch, samples, inputs):
     for number, parts in enumerate(samples):
         given = inputs(parts)
-        here = batch.text.position[0][batch.text.sample[0] == number]
+        here = batch.text.position[0][batch.text.owner[0] == number]
         types = (given["input_ids"] == IMAGE).int()
         there, _ = model.model.get_rope_index(
             given["input_ids"], mm_token_type_ids=types, image_grid_thw=given.get("image_grid_thw")
@@ -190,6 +197,44 @@ def test_a_whole_model_is_what_transformers_makes_of_it(name, tmp_path):
     model = MODELS[name]()
     model.save_pretrained(tmp_path)
     check(model, tmp_path)
+
+
+def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
+    there = MODELS["2.5 tied"]()
+    there.save_pretrained(tmp_path)
+    unit = there.config.vision_config.patch_size * there.config.vision_config.spatial_merge_size
+    samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    ours, params, model = loaded(tmp_path)
+    mesh, recipe = make_mesh(MeshConfig(), jax.devices()[:1]), AdamW(3e-3, 0.1, 0.9, 0.95, 1e-8)
+    config = Config("ten", DataConfig(), BatchConfig(rows={}), model, TrainingConfig(10), recipe, Schedule(3, 0.1))
+    executor = Executor(ours, make_optimizer(recipe, ours.axes), mesh, ShardingRules(), 1)
+    state, accumulated = executor.init(jax.random.key(0), params), executor.zeros()
+    made = packed(model, samples)
+    batch, text = executor.put(made), made.text
+    # As here, decay falls on matrices alone.
+    groups = [
+        {"params": [p for p in there.parameters() if (p.ndim > 1) == matrices], "weight_decay": 0.1 * matrices}
+        for matrices in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    logits = theirs(inputs_of(there, tmp_path))
+    for step in range(10):
+        hyper = hyperparameters(config, executor.modules, step)
+        state, accumulated, told = executor.step(state, accumulated, [batch], hyper)
+        loss = torch.zeros(())
+        for number, sample in enumerate(samples):
+            target, weight = (torch.tensor(x[text.owner == number]) for x in (text.target, text.weight))
+            each = torch.nn.functional.cross_entropy(logits(there, sample), target.long(), reduction="none")
+            loss = loss + (each * weight).sum() / text.weight.sum()
+        np.testing.assert_allclose(told.report.loss.sum() / told.report.weight.sum(), loss.item(), atol=1e-3)
+        first = loss.item() if step == 0 else first
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(there.parameters(), config.training.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = float(hyper.rates["llm"][0])
+        optimizer.step()
+    assert loss.item() < first - 0.5
 
 
 def edit_config(folder, change):
@@ -278,13 +323,17 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path):
 def test_pixels_are_normalised_as_the_image_processor_says(tmp_path):
     qwen2_5().save_pretrained(tmp_path)
     assert from_hf(tmp_path).encoders["vision"].mean == (0.48145466, 0.4578275, 0.40821073)
-    said = {"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}
+    kind = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
+    said = kind | {"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
     tower = from_hf(tmp_path).encoders["vision"]
-    assert (tower.mean, tower.std) == ((0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"image_mean": [0.5, 0.5, 0.5]}}))
+    np.testing.assert_allclose([tower.mean, tower.std], [(0.1, 0.2, 0.3), (1.0, 2.0, 3.0)], rtol=1e-9)
+    assert isinstance(tower.images, SmartResize)
+    inner = {"image_processor": kind | {"image_mean": [0.5, 0.5, 0.5]}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(inner))
     tower = from_hf(tmp_path).encoders["vision"]
-    assert (tower.mean, tower.std) == ((0.5, 0.5, 0.5), (0.26862954, 0.26130258, 0.27577711))
+    np.testing.assert_allclose(tower.mean, (0.5, 0.5, 0.5), rtol=1e-9)
+    np.testing.assert_allclose(tower.std, (0.26862954, 0.26130258, 0.27577711), rtol=1e-9)
 
 
 def test_modules_of_two_folders_make_one_model(tmp_path):

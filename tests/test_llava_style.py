@@ -1,0 +1,100 @@
+"""A tiny LLaVA checkpoint and a LLaVA-style folder: fine-tuned, scored, exported, and asked in transformers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from llava_folder import save_checkpoint, save_questions
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mmjax import evaluate, export, train
+from mmjax.config import MeshConfig
+from mmjax.config_files import find, load
+from mmjax.data.prompts import PromptLoader
+from mmjax.data.sources import open_sources
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.checkpoint import newest, restore_parameters
+from mmjax.training.decoding import greedy
+from mmjax.training.run_folder import RunFolder
+from mmjax.training.state import parameter_shardings
+
+pytestmark = pytest.mark.slow
+
+COUNT = 200
+RECIPE = (
+    "training.steps=120",
+    "training.precision=float32",
+    "training.evaluate_every=0",
+    "training.checkpoint_every=0",
+    "optimizer.learning_rate=2e-3",
+    "schedule.warmup=10",
+    "batch.size.count=32",
+    "batch.rows.llm=2",
+    "batch.rows.vision=2",
+    "mesh.fsdp=1",
+    "device=cpu",
+    "data.workers=0",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The run's folder, the data's, and the exported folder."""
+    place = tmp_path_factory.mktemp("llava")
+    save_checkpoint(place / "checkpoint")
+    data = save_questions(place / "data", COUNT)
+    given = (f"checkpoint={place / 'checkpoint'}", f"data={data}", f"images={place / 'data' / 'images'}")
+    split = (f"validation={data}", f"data.sources.chat.test={data}", f"data.cache={place / 'cache'}")
+    config = load("llava_style", [*given, *split, *RECIPE, f"run={place / 'run'}"])
+    train.train(config, find("llava_style"), devices=jax.devices()[:1])
+    export.main([str(place / "run"), str(place / "served")])
+    return place
+
+
+def test_it_answers_at_least_nine_of_ten_of_its_own_questions(trained):
+    scores = evaluate.evaluate(trained / "run", overrides=["device=cpu"])
+    assert scores["samples"] == COUNT
+    assert scores["exact_match_chat"] >= 0.9
+
+
+def test_transformers_gives_the_same_answers_token_by_token(trained):
+    ours = greedy_tokens(trained)
+    processor = AutoProcessor.from_pretrained(trained / "served")
+    model = AutoModelForImageTextToText.from_pretrained(trained / "served", dtype=torch.float32).eval()
+    config = RunFolder(trained / "run").read_config()
+    conversations = open_sources(config, "test", trained)["chat"].conversations
+    end = model.generation_config.eos_token_id
+    for i, tokens in ours.items():
+        question = conversations.conversation(i).messages[0].parts
+        content = [{"type": "image"}, *({"type": "text", "text": p} for p in question if isinstance(p, str))]
+        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        name = f"{i}.{'png' if i % 2 else 'jpg'}"
+        image = Image.open(trained / "data" / "images" / name)
+        inputs = processor(images=image, text=text, return_tensors="pt")
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=len(tokens))
+        said = out[0, inputs["input_ids"].shape[1] :].tolist()
+        assert said == tokens[: len(said)]
+        assert len(said) == len(tokens) or said[-1] == end
+
+
+def greedy_tokens(trained) -> dict[int, list[int]]:
+    """What the run answers to each question, in tokens."""
+    folder = RunFolder(trained / "run")
+    config = folder.read_config()
+    source = open_sources(config, "test", trained)["chat"]
+    model, mesh = Model.build(config.model, jnp.float32), make_mesh(MeshConfig(), jax.devices()[:1])
+    shardings = parameter_shardings(model, mesh, ShardingRules())
+    params = restore_parameters(folder.checkpoints, newest(folder.checkpoints), model, shardings)
+    answer, found = jax.jit(lambda params, batch: greedy(model, params, batch)), {}
+    for lies, batch in PromptLoader({"test/chat": source}, config).batches("test/chat", range(COUNT)):
+        tokens = np.asarray(answer(params, jax.tree.map(jnp.asarray, batch)))
+        for row, slot in np.argwhere(lies >= 0):
+            at = np.flatnonzero((batch.text.sample[row] == slot) & (batch.text.weight[row] > 0)) + 1
+            found[int(lies[row, slot])] = tokens[row, at].tolist()
+    return found

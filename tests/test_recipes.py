@@ -1,0 +1,65 @@
+"""The recipes for checkpoints train what they say, from folders as transformers saves them."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+import transformers
+from llava_folder import SIDE, save_checkpoint, save_questions, save_tokenizer
+
+from mmjax import train
+from mmjax.config_files import find, load
+from mmjax.models.model import module_of
+
+SMALL = (
+    "training.steps=3",
+    "training.precision=float32",
+    "training.evaluate_every=0",
+    "training.checkpoint_every=0",
+    "schedule.warmup=1",
+    "batch.size.count=8",
+    "batch.rows.llm=1",
+    "batch.rows.vision=1",
+    "mesh.fsdp=1",
+    "device=cpu",
+    "data.workers=0",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("recipes")
+    save_checkpoint(place / "llava")
+    save_questions(place / "data", 16)
+    tokens = len(save_tokenizer(place / "llm"))
+    text = {"vocab_size": tokens, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    qwen = transformers.Qwen2Config(**text, num_attention_heads=4, num_key_value_heads=2)
+    transformers.AutoModelForCausalLM.from_config(qwen).save_pretrained(place / "llm")
+    tower = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    siglip = transformers.SiglipVisionConfig(**tower, image_size=SIDE, patch_size=4)
+    transformers.SiglipVisionModel(siglip).save_pretrained(place / "tower")
+    transformers.models.siglip.image_processing_pil_siglip.SiglipImageProcessorPil(
+        size={"height": SIDE, "width": SIDE}
+    ).save_pretrained(place / "tower")
+    return place
+
+
+@pytest.mark.parametrize("recipe", ["llava_style", "llava_lora", "llava_alignment"])
+def test_a_recipe_trains_what_it_says(place, recipe, tmp_path):
+    given = {"checkpoint": place / "llava"}
+    if recipe == "llava_alignment":
+        given = {"tower": place / "tower", "llm": place / "llm", "image": "<image>"}
+    given |= {"data": place / "data" / "data.json", "images": place / "data" / "images"}
+    words = [f"{name}={value}" for name, value in given.items()]
+    words += ["model.lora.llm.rank=4"] if recipe == "llava_lora" else []
+    config = load(recipe, [*words, *SMALL, f"run={tmp_path / 'run'}", f"data.cache={place / 'cache'}"])
+    session = train.train(config, find(recipe), devices=jax.devices()[:1])
+    trainable = session.executor.abstract.trainable
+    modules = {module_of(tuple(key.key for key in path)) for path, _ in jax.tree.leaves_with_path(trainable)}
+    llm = {"llava_style": {"llm"}, "llava_lora": {"llm"}, "llava_alignment": set()}[recipe]
+    assert modules == llm | {"vision.connector"}
+    if recipe == "llava_lora":
+        names = {tuple(key.key for key in path) for path, _ in jax.tree.leaves_with_path(trainable)}
+        assert all("lora" in name for name in names if name[0] == "llm")
+    losses = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert len(losses) == 3
