@@ -262,7 +262,7 @@ def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> in
 def _first_alone(config: DecoderConfig | Encoder) -> bool:
     """Whether the first layer is in no scan with others."""
     policies = policies_of(config)
-    return len(policies) == 1 or policies[0] != policies[1]
+    return len(policies) < 2 or policies[0] != policies[1]
 
 
 def policies_of(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:
