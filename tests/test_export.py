@@ -184,11 +184,13 @@ def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatc
 
 def test_a_damaged_checkpoint_is_not_exported(tuned, tmp_path, capsys):
     work = shutil.copytree(tuned, tmp_path / "run")
-    largest = max((work / "checkpoints" / "3" / "state").rglob("*"), key=lambda p: p.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-40] + b"\x5a" * 40)
+    meta = work / "checkpoints" / "3" / "meta" / "metadata"
+    said = json.loads(meta.read_text())
+    said["sums"]["trainable.llm.layers.2.mlp.down.lora.b"] += 1
+    meta.write_text(json.dumps(said))
     ended = run(capsys, export.main, work, tmp_path / "out")
     assert ended.code == 2
-    assert "checkpoint" in ended.err
+    assert "trainable.llm.layers.2.mlp.down.lora.b is not what was saved" in ended.err
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 

@@ -28,6 +28,7 @@ def module_path(key: str, alone: bool) -> str:
     path = key.removesuffix(".weight")
     if alone:
         return path
+    path = path.replace("vision_tower.vision_model.", "vision_tower.")  # as CLIP and SigLIP were wrapped once
     return next((new + path.removeprefix(old) for old, new in MOVED.items() if path.startswith(old)), f"model.{path}")
 
 

@@ -34,7 +34,7 @@ def adapter_work(
     names = {name: size for name, size in linear_layers(model).items() if module_with(name) == module}
     positions = work.tokens if module.endswith(".connector") else work.positions
     forward = sum(lora.rank * sum(names[name]) * copies(model, name) for name, lora in own.items()) * positions
-    if reached or not spares:
+    if reached or not spares or not forward:
         return AdapterWork(forward, 2 * forward, _stem(module, model, work) if not reached else 0)
     live, attention = _live(set(own), module, names)
     unread = sum(lora.rank * names[name][0] for name, lora in own.items() if name not in live) * positions
