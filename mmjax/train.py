@@ -20,7 +20,7 @@ from mmjax.data.pipeline import StepLoader
 from mmjax.data.plan import make_planner
 from mmjax.data.quarantine import Bad, Quarantine
 from mmjax.data.sample import Source
-from mmjax.data.sources import look_again, open_sources
+from mmjax.data.sources import look_again, notes_of, open_sources
 from mmjax.errors import UserError, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
@@ -79,6 +79,8 @@ def open_session(
 
 def _indexed(sources: Mapping[str, Source], config: Config, folder: RunFolder) -> str:
     look_again(sources)
+    for note in notes_of(sources):
+        say(f"note   {note}")
     return str(cached_index(sources, config.model.encoders, folder.index)[1])
 
 

@@ -14,8 +14,13 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     TokenizersBackend,
 )
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 220), "white": (240, 240, 240)}
 SIDE, PATCH = 16, 4
@@ -95,6 +100,17 @@ def save_checkpoint(folder: Path, dtype: torch.dtype = torch.float32, seed: int 
     }
     (folder / "processor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def save_parts(place: Path) -> None:
+    """`tower` and `llm` in a folder: a SigLIP and a Qwen2 that never met, with its tokenizer and the template."""
+    tokens = len(save_tokenizer(place / "llm"))
+    text = {"vocab_size": tokens, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    qwen = Qwen2Config(**text, num_attention_heads=4, num_key_value_heads=2)
+    Qwen2ForCausalLM(qwen).save_pretrained(place / "llm")
+    tower = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    SiglipVisionModel(SiglipVisionConfig(**tower, image_size=SIDE, patch_size=PATCH)).save_pretrained(place / "tower")
+    SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(place / "tower")
 
 
 def save_questions(folder: Path, count: int, seed: int = 0) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llava_folder import save_parts
 
 from mmjax.adapters import adapted_modules
 from mmjax.bench import main as bench
@@ -37,6 +38,16 @@ def test_the_adapters_in_models_md_load_with_their_overrides(tmp_path: Path) -> 
     config = load(tmp_path / "adapters.py", ["model.lora.llm.rank=4", "model.lora.ears.layers=audio.*"])
     assert adapted_modules(config.model) == ["llm", "vision", "audio", "audio.connector"]
     assert config.model.lora["llm"].rank == 4
+
+
+def test_the_composed_model_in_models_md_is_built_of_two_folders(tmp_path: Path) -> None:
+    write_examples("docs/models.md", tmp_path)
+    save_parts(tmp_path)
+    words = [f"tower={tmp_path / 'tower'}", f"llm={tmp_path / 'llm'}", "data=questions.json"]
+    model = load(tmp_path / "composed.py", words).model
+    assert (model.llm.width, model.encoders["vision"].width) == (32, 24)
+    assert model.llm.frozen
+    assert not model.encoders["vision"].connector.frozen
 
 
 def test_the_captions_example_in_data_md_trains(

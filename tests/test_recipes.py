@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
-import transformers
-from llava_folder import SIDE, save_checkpoint, save_questions, save_tokenizer
+from llava_folder import save_checkpoint, save_parts, save_questions
 
 from mmjax import train
 from mmjax.config_files import find, load
@@ -31,16 +30,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("recipes")
     save_checkpoint(place / "llava")
     save_questions(place / "data", 16)
-    tokens = len(save_tokenizer(place / "llm"))
-    text = {"vocab_size": tokens, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    qwen = transformers.Qwen2Config(**text, num_attention_heads=4, num_key_value_heads=2)
-    transformers.AutoModelForCausalLM.from_config(qwen).save_pretrained(place / "llm")
-    tower = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    siglip = transformers.SiglipVisionConfig(**tower, image_size=SIDE, patch_size=4)
-    transformers.SiglipVisionModel(siglip).save_pretrained(place / "tower")
-    transformers.models.siglip.image_processing_pil_siglip.SiglipImageProcessorPil(
-        size={"height": SIDE, "width": SIDE}
-    ).save_pretrained(place / "tower")
+    save_parts(place)
     return place
 
 

@@ -44,6 +44,11 @@ def look_again(sources: Mapping[str, Source]) -> None:
             source.refresh()
 
 
+def notes_of(sources: Mapping[str, Source]) -> list[str]:
+    """What a user should know of how conversations become tokens."""
+    return list(dict.fromkeys(note for s in sources.values() if isinstance(s, ChatSource) for note in s.chat.notes))
+
+
 def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:
     """The tokenizer and template, if there are conversations."""
     of_files = [name for name, source in sources.items() if isinstance(source, FileSource)]
