@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 import torch
 import transformers
-from parity import random_model
+from parity import loaded, random_model
 from parity_samples import check_samples, is_text
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPVisionConfig,
     InternVLConfig,
@@ -19,6 +23,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     SiglipVisionConfig,
 )
+
+from mmjax.config import AsIs, DynamicTiles
 
 VOCAB, IMAGE = 61, 60
 SIDE = 16  # pixels
@@ -114,3 +120,63 @@ def test_internvl_is_what_transformers_makes_of_it(kind, tmp_path):
     model = random_model(config, InternVLForConditionalGeneration)
     save(model, tmp_path)
     check_samples(model, tmp_path, samples(), theirs((SIDE // 4 // (1 if kind == "no shuffle" else 2)) ** 2))
+
+
+OPEN_NAMES = (
+    (r"^vision_tower\.embeddings\.cls_token", "vision_model.embeddings.class_embedding"),
+    (r"^vision_tower\.embeddings\.patch_embeddings\.projection", "vision_model.embeddings.patch_embedding"),
+    (r"^vision_tower\.embeddings\.position_embeddings", "vision_model.embeddings.position_embedding"),
+    (r"^vision_tower\.encoder\.layer\.", "vision_model.encoder.layers."),
+    (r"\.attention\.projection_layer", ".attn.proj"),
+    (r"\.attention\.([qk])_norm", r".attn.\1_norm"),
+    (r"\.layernorm_before", ".norm1"),
+    (r"\.layernorm_after", ".norm2"),
+    (r"\.lambda_([12])", r".ls\1"),
+    (r"^multi_modal_projector\.layer_norm", "mlp1.0"),
+    (r"^multi_modal_projector\.linear_1", "mlp1.1"),
+    (r"^multi_modal_projector\.linear_2", "mlp1.3"),
+)
+
+
+def open_layout(folder):
+    """Rewrite a folder of transformers' layout in OpenGVLab's own."""
+    tensors, opened = load_file(folder / "model.safetensors"), {}
+    for key, tensor in tensors.items():
+        for pattern, name in OPEN_NAMES:
+            key = re.sub(pattern, name, key)
+        opened[key] = tensor
+    for kind in ("weight", "bias"):
+        for query in [k for k in opened if k.endswith(f".attention.q_proj.{kind}") and k.startswith("vision_model")]:
+            three = [opened.pop(query.replace("q_proj", f"{x}_proj")) for x in "qkv"]
+            opened[query.replace("attention.q_proj", "attn.qkv")] = torch.cat(three)
+    save_file(opened, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"]
+    side = vision["image_size"][0]
+    vision |= {"image_size": side, "patch_size": vision["patch_size"][0], "model_type": "intern_vit_6b"}
+    vision |= {"qkv_bias": vision.pop("attention_bias"), "qk_normalization": vision.pop("use_qk_norm")}
+    opened = {"model_type": "internvl_chat", "llm_config": config["text_config"], "vision_config": vision}
+    opened |= {"downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1, "force_image_size": side}
+    opened |= {"min_dynamic_patch": 1, "max_dynamic_patch": 6, "use_thumbnail": True, "dynamic_image_size": True}
+    (folder / "config.json").write_text(json.dumps(opened))
+
+
+@pytest.mark.parametrize("kind", ["plain", "norms and biases"])
+def test_opengvlabs_own_layout_is_the_same_model(kind, tmp_path):
+    vision, text, _ = INTERN[kind]
+    text = transformers.Qwen2Config(**TEXT, tie_word_embeddings=True) if kind == "plain" else text
+    config = InternVLConfig(
+        vision_config=InternVLVisionConfig(**TOWER | vision),
+        text_config=text,
+        image_token_id=IMAGE,
+        tie_word_embeddings=kind == "plain",
+    )
+    random_model(config, InternVLForConditionalGeneration).save_pretrained(tmp_path)
+    _, there, own = loaded(tmp_path)
+    open_layout(tmp_path)
+    _, here, opened = loaded(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, here, there)
+    tower = opened.encoders["vision"]
+    assert isinstance(tower.images, DynamicTiles)
+    assert replace(tower, images=AsIs(), mean=(0.5,), std=(0.5,)) == own.encoders["vision"]
+    assert opened.llm == own.llm
