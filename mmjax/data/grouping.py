@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.balance.pack import oversize, pack
+from mmjax.balance.parts import Parts
 from mmjax.balance.place import split
 from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping
 from mmjax.data.budget import Budget, isf_groups

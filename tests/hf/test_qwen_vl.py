@@ -217,7 +217,7 @@ def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
         for matrices in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    logits = theirs(inputs_of(there, tmp_path))
+    logits, first = theirs(inputs_of(there, tmp_path)), 0.0
     for step in range(10):
         hyper = hyperparameters(config, executor.modules, step)
         state, accumulated, told = executor.step(state, accumulated, [batch], hyper)
