@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from tensorboardX import SummaryWriter
 
 from mmjax.balance.metrics import dist_ratio, pad_ratio
 from mmjax.balance.parts import LLM
@@ -81,6 +80,8 @@ class MetricsLog:
             partial.write_text("".join(line + "\n" for line in kept))
             partial.rename(path)
         self._file = path.open("a", buffering=1)
+        from tensorboardX import SummaryWriter  # which imports PyTorch where that is installed, in seconds
+
         self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=done + 1)
 
     def write(self, step: int, scalars: Mapping[str, float | str]) -> None:
