@@ -41,5 +41,5 @@ def test_decoding_in_parallel_passes_equals_decoding_token_by_token(tmp_path: Pa
         for lies, batch in PromptLoader(sources, config).batches("test/few", range(12)):
             decoded = np.asarray(decode(params, batch))
             assert (decoded == token_by_token(logits, params, batch)).all()
-            said |= set(read_answers(decoded, batch, lies).values())
+            said |= set(read_answers(decoded, batch, lies, sources["test/few"]).values())
     assert len(said) > 12
