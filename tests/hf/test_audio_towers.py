@@ -302,9 +302,7 @@ def test_a_folder_without_a_decoder_or_without_an_encoder_says_so(tmp_path):
     with pytest.raises(UserError, match="has an encoder, and no decoder that can be read; see encoder_from_hf"):
         from_hf(tmp_path / "whisper")
     random_model(transformers.Qwen2Config(**TEXT)).save_pretrained(tmp_path / "qwen2")
-    with pytest.raises(
-        UserError, match="has no encoder that can be read alone; known are those of clip, .*qwen2_audio"
-    ):
+    with pytest.raises(UserError, match=r"no encoder that can be read alone; known are .*qwen2_audio"):
         encoder_from_hf(tmp_path / "qwen2")
 
 
