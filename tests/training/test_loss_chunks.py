@@ -72,7 +72,7 @@ def first(loaded) -> Callable[..., tuple[float, Any]]:
 def test_loss_and_every_gradient_are_those_of_the_whole_logits(first, chunks, tied):
     (found, gradient), (wanted, whole) = first(chunks, tied), first(1, tied)
     assert found == pytest.approx(wanted, rel=1e-6)
-    assert worst_leaf(gradient, whole) < (1e-6, "")
+    assert worst_leaf(gradient, whole) < (2e-6, "")  # sums of up to 44 parts, in another order
 
 
 def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):

@@ -66,7 +66,7 @@ def tiny_config(**changes: Any) -> Config:
     connector = ConnectorConfig(mlp_width=48, position_grid=16)
     config = Config(
         name="tiny",
-        data=DataConfig({"embedded": EmbeddedSource(samples=300)}, ALPHABET, workers=0),
+        data=DataConfig({"embedded": EmbeddedSource(samples=300)}, alphabet=ALPHABET, workers=0),
         batch=BatchConfig(Samples(48), {"llm": 3, "vision": 1, "audio": 1}, 4, PackGrouping(chunk_steps=12), shapes=2),
         model=ModelConfig(
             DecoderConfig(**tower | {"heads": 4}, kv_heads=2, head_width=8, vocab=VOCAB, rope_theta=1e3),
