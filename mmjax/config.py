@@ -48,8 +48,8 @@ class FunctionSource:
 
 
 @dataclass(frozen=True)
-class LlavaSource:
-    """LLaVA's JSON or JSON lines: {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>..."}]}."""
+class ConversationFiles:
+    """What sources of JSON or JSON lines say alike."""
 
     path: str
     images: str = ""
@@ -57,36 +57,28 @@ class LlavaSource:
     validation: str = ""
     test: str = ""
     outside: Outside = "refuse"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class LlavaSource(ConversationFiles):
+    """LLaVA's: {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>..."}]}."""
+
     kind: Literal["llava"] = "llava"
-    weight: float = 1.0
 
 
 @dataclass(frozen=True)
-class ShareGptSource:
-    """ShareGPT's JSON or JSON lines: {"conversations": [{"from": "human", "value": "..."}]}, "images", "audios"."""
+class ShareGptSource(ConversationFiles):
+    """ShareGPT's: {"conversations": [{"from": "human", "value": "..."}]}, "images", "audios"."""
 
-    path: str
-    images: str = ""
-    audio: str = ""
-    validation: str = ""
-    test: str = ""
-    outside: Outside = "refuse"
     kind: Literal["sharegpt"] = "sharegpt"
-    weight: float = 1.0
 
 
 @dataclass(frozen=True)
-class MessagesSource:
-    """OpenAI-style JSON or JSON lines: {"messages": [{"role": "user", "content": "..." or typed parts}]}."""
+class MessagesSource(ConversationFiles):
+    """OpenAI's: {"messages": [{"role": "user", "content": "..." or typed parts}]}."""
 
-    path: str
-    images: str = ""
-    audio: str = ""
-    validation: str = ""
-    test: str = ""
-    outside: Outside = "refuse"
     kind: Literal["messages"] = "messages"
-    weight: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Archive:
             kept = cache / f"members-{digest(os.path.abspath(path) if not is_url(path) else path, stamp)}.npy"
             if not kept.exists():
                 _keep(kept, file)
-        except (BadSample, OSError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError) as error:
+        except (BadSample, OSError, zipfile.BadZipFile, tarfile.TarError, RuntimeError) as error:
             raise UserError(f"{path}: the archive cannot be read: {error}") from None
         members = np.load(kept, mmap_mode="r")
         return cls(file, stamp, members["name"], members["where"])

@@ -141,26 +141,33 @@ def _clip_parts(config: VisionConfig, prefix: str) -> Parts:
 
 
 def _intern(fields: Fields) -> VisionConfig:
-    patch, grid = _patches(fields, 448, 14)
     fields.refuse("use_absolute_position_embeddings", True)
     fields.refuse("use_mask_token", False)
-    biases = ALL_BIASES if fields.get("attention_bias", bool, False) else ("output", "up", "down")
+    biased, normed = fields.get("attention_bias", bool, False), fields.get("use_qk_norm", bool, False)
+    plain = _intern_vit(fields, (24, 1024, 16, 4096, 448), "layer_norm", biased, normed)
+    return replace(plain, head_norm=not fields.get("use_mean_pooling", bool, True))
+
+
+def _intern_vit(fields: Fields, sizes: tuple[int, ...], norm_type: str, biased: bool, normed: bool) -> VisionConfig:
+    """What both layouts say alike. sizes: defaults of layers, width, heads, the MLP's width and an image's side."""
+    layers, width, heads, mlp_width, side = sizes
+    patch, grid = _patches(fields, side, 14)
     return VisionConfig(
-        layers=fields.get("num_hidden_layers", int, 24),
-        width=fields.get("hidden_size", int, 1024),
-        heads=fields.get("num_attention_heads", int, 16),
-        mlp_width=fields.get("intermediate_size", int, 4096),
+        layers=fields.get("num_hidden_layers", int, layers),
+        width=fields.get("hidden_size", int, width),
+        heads=fields.get("num_attention_heads", int, heads),
+        mlp_width=fields.get("intermediate_size", int, mlp_width),
         patch=patch,
         channels=fields.get("num_channels", int, 3),
         positions=grid,
         class_token=True,
-        norm=fields.choice("norm_type", {"layer_norm": "layer", "rms_norm": "rms"}, "layer_norm"),
+        norm=fields.choice("norm_type", {"layer_norm": "layer", "rms_norm": "rms"}, norm_type),
         norm_eps=fields.get("layer_norm_eps", float, 1e-6),
         activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
-        biases=biases,
-        qk_norm="width" if fields.get("use_qk_norm", bool, False) else "none",
+        biases=ALL_BIASES if biased else ("output", "up", "down"),
+        qk_norm="width" if normed else "none",
         layer_scale=True,
-        head_norm=not fields.get("use_mean_pooling", bool, True),
+        head_norm=False,
     )
 
 
@@ -187,26 +194,9 @@ def _intern_parts(config: VisionConfig, prefix: str) -> Parts:
 
 
 def _open_intern(fields: Fields) -> VisionConfig:
-    patch, grid = _patches(fields, 224, 14)
-    biases: tuple[Biased, ...] = ("output", "up", "down")
-    return VisionConfig(
-        layers=fields.get("num_hidden_layers", int, 48),
-        width=fields.get("hidden_size", int, 3200),
-        heads=fields.get("num_attention_heads", int, 25),
-        mlp_width=fields.get("intermediate_size", int, 12_800),
-        patch=patch,
-        channels=fields.get("num_channels", int, 3),
-        positions=grid,
-        class_token=True,
-        norm=fields.choice("norm_type", {"layer_norm": "layer", "rms_norm": "rms"}, "rms_norm"),
-        norm_eps=fields.get("layer_norm_eps", float, 1e-6),
-        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
-        biases=(*QKV, *biases) if fields.get("qkv_bias", bool, False) else biases,
-        qk_norm="width" if fields.get("qk_normalization", bool, True) else "none",
-        qk_norm_eps=fields.get("layer_norm_eps", float, 1e-6),
-        layer_scale=True,
-        head_norm=False,
-    )
+    biased, normed = fields.get("qkv_bias", bool, False), fields.get("qk_normalization", bool, True)
+    plain = _intern_vit(fields, (48, 3200, 25, 12_800, 224), "rms_norm", biased, normed)
+    return replace(plain, qk_norm_eps=plain.norm_eps)
 
 
 def _open_intern_parts(config: VisionConfig, prefix: str) -> Parts:
