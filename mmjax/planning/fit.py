@@ -83,13 +83,7 @@ def fit(
     """
     towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
     works, frozen = [row_work(model, shape.shape) for shape in shapes], frozen_modules(model)
-    cuts = [
-        {
-            name: {p: cut(k, towers[name], w[name].positions, activation, spread.parts(name)) for p, k in own.items()}
-            for name, own in of.items()
-        }
-        for of, w in zip(kept, works, strict=True)
-    ]
+    cuts = [_cut(towers, of, work, activation, spread) for of, work in zip(kept, works, strict=True)]
     unsaved = [{t: own["none"].device for t, own in c.items()} for c in cuts]
     options = {
         name: _options(
@@ -137,6 +131,20 @@ def fit(
 
     found = map(in_chunks, loss_choices)
     return min(found, key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks))
+
+
+def _cut(
+    towers: Mapping[str, DecoderConfig | Encoder],
+    kept: KeptOfTowers,
+    work: Mapping[str, Work],
+    activation: int,
+    spread: Spread,
+) -> dict[str, dict[Remat, Kept]]:
+    """What layers keep of one shape, of which tensor parallelism leaves each device its part."""
+    return {
+        name: {p: cut(k, towers[name], work[name].positions, activation, spread.parts(name)) for p, k in own.items()}
+        for name, own in kept.items()
+    }
 
 
 def _options(
