@@ -33,6 +33,7 @@ from mmjax.training.devices import choose_devices, topology_of, use_most_memory
 from mmjax.training.evaluation import Evaluator, question_sources
 from mmjax.training.fitting import fit_on_mesh
 from mmjax.training.interrupts import kept_interrupts
+from mmjax.training.kept_fit import Decision, asked_of, read_fit
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.profile import peak_of
 from mmjax.training.programs import ProgramCounter, keep_programs
@@ -65,7 +66,8 @@ def open_session(
     def layouts(other: Config) -> RankLayout:
         return layout if other == config else make_planner(index, other, weights, topology)[1]
 
-    fitted = fit_on_mesh(config, mesh, layouts, profile)
+    before = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if resumed and not profile else None
+    fitted = fit_on_mesh(config, mesh, layouts, profile, before and Decision.of(before))
     model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision))
     rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)

@@ -192,6 +192,18 @@ def test_a_stopped_run_goes_on_to_the_same_bits(trained, stopped, capsys):
     assert sum("validation/samples" in r for r in records(stopped)) == 1
 
 
+def test_a_resumed_run_keeps_what_was_decided_of_its_memory_whatever_would_be_now(trained, stopped, capsys):
+    fit = stopped / "fit.json"
+    kept = json.loads(fit.read_text())
+    assert set(kept["policies"]["llm"]) == {"none"}
+    fit.write_text(json.dumps(kept | {"policies": kept["policies"] | {"llm": ["full", "none"]}}))
+    ended = run(capsys, train.main, TINY_MEDIA, "--resume", f"run={stopped}", *MEDIA_WORDS)
+    assert ended.code == 0, ended
+    assert re.search(r"remat of llm: 1 full, 1 none\n", ended.out)
+    np.testing.assert_allclose(list(losses(stopped).values()), list(losses(trained[0]).values()), rtol=1e-5)
+    assert json.loads(fit.read_text())["policies"]["llm"] == ["full", "none"]
+
+
 def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(capsys, tmp_path):
     ended = run(capsys, train.main, TINY, f"run={tmp_path / 'run'}", "optimizer.learning_rate=1e30", "training.steps=6")
     assert ended.code == 2

@@ -17,6 +17,7 @@ from mmjax.planning.remat import Option, Options, choose, least_seconds
 from mmjax.planning.work import Encoder, Work, row_work
 
 KeptOfTowers = Mapping[str, Mapping[Remat, Kept]]  # what one layer of each tower keeps, by policy
+Policies = Mapping[str, tuple[Remat, ...]]  # of every layer of each tower
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,13 @@ class Fit:
 
     def applied(self, model: ModelConfig) -> ModelConfig:
         """The model with these policies."""
-        encoders = {name: replace(e, remat=_short(self.policies[name])) for name, e in model.encoders.items()}
-        return replace(model, llm=replace(model.llm, remat=_short(self.policies["llm"])), encoders=encoders)
+        return with_policies(model, self.policies)
+
+
+def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
+    """The model whose layers have these policies."""
+    encoders = {name: replace(e, remat=_short(policies[name])) for name, e in model.encoders.items()}
+    return replace(model, llm=replace(model.llm, remat=_short(policies["llm"])), encoders=encoders)
 
 
 def fit(

@@ -24,13 +24,14 @@ from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.activations import Kept
 from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import frozen_modules, wanted_gradients
-from mmjax.planning.fit import Fit, Room, fit
+from mmjax.planning.fit import Fit, Policies, Room, fit, with_policies
 from mmjax.planning.layer_times import LayerTimes, Speed
 from mmjax.planning.memory import OnDevice, Spread
 from mmjax.training.compiled_memory import compiled_bytes
 from mmjax.training.console import size
+from mmjax.training.kept_fit import Decision
 from mmjax.training.layer_profile import layer_times
-from mmjax.training.measured_fit import Policies, measured_fit
+from mmjax.training.measured_fit import measured_fit
 from mmjax.training.optimizer import key_names
 from mmjax.training.profile import described
 from mmjax.training.residuals import kept_per_layer
@@ -94,11 +95,13 @@ class Tracer:
         return self._traced[key]
 
 
-def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts, profile: bool = False) -> Fit:
+def fit_on_mesh(
+    config: Config, mesh: Mesh, layouts: Layouts, profile: bool = False, before: Decision | None = None
+) -> Fit:
     """The fit of a run on these devices; the same in every process.
 
-    profile: measure how long layers take that never were measured, and where memory is limited what they keep: by the
-    compiler, with OmniBal's four steps.
+    before: what the run decided when it began, which stays where it still fits. profile: measure how long layers take
+    that never were measured, and where memory is limited what they keep: by the compiler, with OmniBal's four steps.
 
     Raises UserError where no choice of remat policies makes it fit, with the nearest run that does.
     """
@@ -108,10 +111,16 @@ def fit_on_mesh(config: Config, mesh: Mesh, layouts: Layouts, profile: bool = Fa
     room = Room(np.inf if limit is None else limit, config.mesh.host_memory * GB)
     speed = speed_of(config, [layout], device, profile)
     tracer = Tracer(config)
+    if before:
+        stays = fit_of(planned(config, before.policies, before.loss_chunks), sizes, layout, speed, room, tracer)
+        stays = replace(stays, measured=before.measured)
+        if stays.fits:
+            return stays
     fitted = fit_of(config, sizes, layout, speed, room, tracer)
     if profile and np.isfinite(room.device):
         found = _measured(config, layout, fitted, list(mesh.devices.flat))
-        fitted = replace(fit_of(planned(config, found), sizes, layout, speed, room, tracer), measured=found.measured)
+        best = planned(config, found.policies, found.loss_chunks)
+        fitted = replace(fit_of(best, sizes, layout, speed, room, tracer), measured=found.measured)
     if not fitted.fits:
         smaller = nearest(config, sizes, layouts, speed, room, tracer)
         raise UserError(f"{too_large(fitted)}; {smaller}", everywhere=True)
@@ -125,7 +134,7 @@ def _measured(config: Config, layout: RankLayout, fitted: Fit, devices: list[jax
 
     def measure(policies: Policies) -> float | None:
         try:
-            found = compiled_bytes(planned(config, replace(fitted, policies=dict(policies))), batch, devices)
+            found = compiled_bytes(planned(config, policies, fitted.loss_chunks), batch, devices)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -135,10 +144,10 @@ def _measured(config: Config, layout: RankLayout, fitted: Fit, devices: list[jax
     return measured_fit(fitted, {name: c.layers for name, c in towers.items() if c.remat == "auto"}, measure)
 
 
-def planned(config: Config, fitted: Fit) -> Config:
-    """The config with what the fit decides: the layers' policies and the parts of the loss."""
-    training = replace(config.training, loss_chunks=fitted.loss_chunks)
-    return replace(config, model=fitted.applied(config.model), training=training)
+def planned(config: Config, policies: Policies, loss_chunks: int) -> Config:
+    """The config with what a fit decides: the layers' policies and the parts of the loss."""
+    training = replace(config.training, loss_chunks=loss_chunks)
+    return replace(config, model=with_policies(config.model, policies), training=training)
 
 
 def speed_of(config: Config, layouts: Sequence[RankLayout], device: jax.Device, profile: bool) -> Speed:

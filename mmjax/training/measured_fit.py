@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from mmjax.config import Remat
-from mmjax.planning.fit import Fit
+from mmjax.planning.fit import Fit, Policies
 from mmjax.planning.remat import Option, choose
 
-Policies = Mapping[str, tuple[Remat, ...]]  # of every layer of each tower
 Measure = Callable[[Policies], float | None]  # bytes of the fullest device with these; None: it is out of memory
 
 LEANEST: Remat = "full"

@@ -125,7 +125,7 @@ def compiled_way(outlook: Outlook, devices: Sequence[jax.Device]) -> int:
     """Bytes of a device by the compiler for these, of the run as it is planned, in its fullest shape."""
     way, config = outlook.chosen, outlook.config
     batch = on_device(config, way.layout, way.layout.shapes[way.fitted.fullest])
-    return compiled_bytes(planned(config, way.fitted), batch, list(devices))
+    return compiled_bytes(planned(config, way.fitted.policies, way.fitted.loss_chunks), batch, list(devices))
 
 
 def topology_on(cluster: Cluster, config: MeshConfig, mesh: Mapping[str, int]) -> Topology:

@@ -59,6 +59,11 @@ class RunFolder:
         return self.path.parent / ".programs"
 
     @property
+    def fit(self) -> Path:
+        """What the run decided of its memory."""
+        return self.path / "fit.json"
+
+    @property
     def oversize(self) -> Path:
         """Samples that fit no budget, one JSON object each."""
         return self.path / "oversize.jsonl"

@@ -26,6 +26,7 @@ from mmjax.training import announce
 from mmjax.training.checkpoint import Checkpoints, DataState, newest, read_saved, restore_parameters, steps_in
 from mmjax.training.console import ProgressLine, say, size
 from mmjax.training.evaluation import Evaluator, exact_match
+from mmjax.training.kept_fit import asked_of, write_fit
 from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars, exchange_scalars
 from mmjax.training.optimizer import Hyperparameters, hyperparameters
 from mmjax.training.pretrained import by_folder, load_pretrained
@@ -101,6 +102,7 @@ class Session:
             for folder, modules in by_folder(self.config.model).items():
                 say(f"weights of {', '.join(modules)} from {folder}")
         if processes.leads():
+            write_fit(self.folder.fit, asked_of(self.config, self.mesh), self.fitted)
             self._log = MetricsLog(self.folder.metrics, first)
         return state, first
 

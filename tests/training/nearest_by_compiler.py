@@ -28,7 +28,7 @@ def main(gigabytes: float) -> None:
     way = look_ahead(changed, NODE, index, [1.0]).chosen
     fitted = way.fitted
     shape = on_device(changed, way.layout, way.layout.shapes[fitted.fullest])
-    compiled = compiled_bytes(planned(changed, fitted), shape, absent_h100(NODE.devices))
+    compiled = compiled_bytes(planned(changed, fitted.policies, fitted.loss_chunks), shape, absent_h100(NODE.devices))
     fits = [refused.chosen.fitted.fits, fitted.fits]
     print(json.dumps({"fits": fits, "room": fitted.room.device, "planned": fitted.device, "compiled": compiled}))
 

@@ -67,12 +67,28 @@ def first(loaded) -> Callable[..., tuple[float, Any]]:
     return run
 
 
+@pytest.fixture(scope="module")
+def rounding(loaded, first, quick_compilation) -> Callable[[bool], float]:
+    """By how much the whole logits' gradients differ from themselves, when LLVM may order their sums otherwise."""
+
+    @cache
+    def run(tied: bool) -> float:
+        jax.config.update("jax_disable_most_optimizations", False)
+        executor = make_executor(config(1, tied), ALONE)
+        found = gradients(executor, state_with(executor, parameters(tied)), loaded(ONE_RANK)[0][:1])
+        jax.config.update("jax_disable_most_optimizations", True)
+        return worst_leaf(found.gradients, first(1, tied)[1])[0]
+
+    return run
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("chunks", [2, 4, VOCAB])
-def test_loss_and_every_gradient_are_those_of_the_whole_logits(first, chunks, tied):
+def test_loss_and_every_gradient_are_those_of_the_whole_logits_to_their_own_rounding(first, rounding, chunks, tied):
     (found, gradient), (wanted, whole) = first(chunks, tied), first(1, tied)
     assert found == pytest.approx(wanted, rel=1e-6)
-    assert worst_leaf(gradient, whole) < (2e-6, "")  # sums of up to 44 parts, in another order
+    assert rounding(tied) < 3e-6
+    assert worst_leaf(gradient, whole) <= (max(1e-6, rounding(tied)), "~")
 
 
 def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):

@@ -1,0 +1,53 @@
+"""What a run decided of its memory is found again when the same is asked, and only then."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from tiny_run import tiny_config
+
+from mmjax.config import MeshConfig
+from mmjax.parallel.mesh import make_mesh
+from mmjax.planning.fit import Fit, Room
+from mmjax.planning.memory import Spread
+from mmjax.training.kept_fit import Decision, asked_of, read_fit, write_fit
+
+POLICIES = {"llm": ("full", "none"), "vision": ("products",), "audio": ("none",)}
+FITTED = Fit(POLICIES, 2, {}, {}, {}, 0.0, 0.0, {}, 0, Spread(1, 1, 1), Room(1e9), 123.0)
+
+
+def asked(config=None, devices: int = 8) -> dict:
+    config = config or tiny_config()
+    return asked_of(config, make_mesh(MeshConfig(data=devices), jax.devices()[:devices]))
+
+
+@pytest.fixture
+def kept(tmp_path):
+    path = tmp_path / "fit.json"
+    write_fit(path, asked(), FITTED)
+    return path
+
+
+def test_it_is_read_as_it_was_written(kept):
+    assert Decision.of(read_fit(kept, asked())) == Decision(POLICIES, 2, 123.0)
+    assert [p.name for p in kept.parent.iterdir()] == ["fit.json"]
+
+
+def test_on_other_devices_or_with_other_settings_it_is_decided_again(kept):
+    made = tiny_config()
+    llm = replace(made.model, llm=replace(made.model.llm, remat="full"))
+    others = (
+        asked(devices=4),
+        asked(replace(made, model=llm)),
+        asked(replace(made, mesh=replace(made.mesh, memory=1.0))),
+        asked(replace(made, training=replace(made.training, loss_chunks=4))),
+    )
+    assert [read_fit(kept, other) for other in others] == [None] * 4
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"asked": {}}', "\x00"])
+def test_a_file_that_is_not_whole_decides_nothing(kept, text):
+    kept.write_text(text)
+    assert read_fit(kept, asked()) is None
+    kept.unlink()
+    assert read_fit(kept, asked()) is None
