@@ -49,10 +49,11 @@ def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence
     params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
     evaluator = Evaluator(model, mesh, rules, sources, config, topology_of(mesh, MeshConfig()))
     answered = evaluator.ask_all(params, split)
+    about = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
     if not swap:
-        return {"step": step} | exact_match(answered)
+        return about | exact_match(answered)
     blind = [a for a in answered if swap in a.needs]
-    return {"step": step} | exact_match(blind) | chance(blind)
+    return about | exact_match(blind) | chance(blind)
 
 
 def _swapped(name: str, source: QuestionSource, swap: str, config: Config) -> QuestionSource:

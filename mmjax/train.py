@@ -61,7 +61,7 @@ def open_session(
     held = held_ranks(mesh), processes.leads(), held_ranks(mesh, encoder_axes(config.mesh))
     loader = StepLoader(config, grouper.budget, layout, index_folder, folder.path, *held)
     processes.led(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
-    processes.led(lambda: _quarantined(index, folder, config))
+    quarantine = _quarantine(index, folder, config)
 
     def layouts(other: Config) -> RankLayout:
         return layout if other == config else make_planner(index, other, weights, topology)[1]
@@ -76,7 +76,8 @@ def open_session(
     questions = question_sources(config, ("validation", "test"), folder.path)
     evaluator = Evaluator(model, mesh, rules, questions, config, topology)
     peak = peak_of(devices, config.training.precision)
-    return Session(config, folder, resumed, mesh, executor, loader, checkpoints, evaluator, programs, peak, fitted)
+    parts = mesh, executor, loader, quarantine, checkpoints, evaluator, programs, peak, fitted
+    return Session(config, folder, resumed, *parts)
 
 
 def _indexed(sources: Mapping[str, Source], config: Config, folder: RunFolder) -> str:
@@ -86,12 +87,15 @@ def _indexed(sources: Mapping[str, Source], config: Config, folder: RunFolder) -
     return str(cached_index(sources, config.model.encoders, folder.index)[1])
 
 
-def _quarantined(index: LengthIndex, folder: RunFolder, config: Config) -> None:
-    """Write down the samples that cannot be used. Raises UserError where they are fatal."""
-    bad = (Bad(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True))
-    found = Quarantine(folder.quarantine, config.data, len(index)).add(bad)
-    if found:
-        say(f"{len(found)} of {len(index)} samples cannot be used; they are skipped, and listed in {folder.quarantine}")
+def _quarantine(index: LengthIndex, folder: RunFolder, config: Config) -> Quarantine:
+    """The samples that cannot be used, which process 0 writes down. Raises UserError where they are fatal."""
+    bad = [Bad(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True)]
+    quarantine = Quarantine(folder.quarantine, config.data, len(index), writes=processes.leads())
+    processes.led(lambda: len(quarantine.add(bad)))
+    quarantine.add(bad)  # by the other processes, for whom it is the same
+    if bad:
+        say(f"{len(bad)} of {len(index)} samples cannot be used; they are skipped, and listed in {folder.quarantine}")
+    return quarantine
 
 
 def train(
@@ -121,7 +125,14 @@ def train(
                 hyper, loaded = session.hyperparameters(step), ready.loaded
                 noise = np.array([config.seed, step], np.uint32)
                 state, accumulated, report = session.executor.step(
-                    state, accumulated, ready.arrays, hyper, int(loaded.digest), float(loaded.needed_flops), noise
+                    state,
+                    accumulated,
+                    ready.arrays,
+                    hyper,
+                    int(loaded.digest),
+                    float(loaded.needed_flops),
+                    noise,
+                    session.spoiled(loaded),
                 )
                 session.ran(step, ready, report, progress)
                 if session.due(step + 1, config.training.evaluate_every):

@@ -82,20 +82,22 @@ def pack_microbatch(
     reader: Reader,
     ranks: range | None = None,
     encoder_ranks: range | None = None,
+    spoiled: dict[int, str] | None = None,
 ) -> Microbatch:
     """The rows of `plan` on these ranks (on all), of items on these encoder ranks (on those of the ranks), as arrays.
 
-    Raises UserError, naming the sample, where one can't be read, or is not what the length index promised.
+    A sample that can't be read, or is not what the length index promised, goes into `spoiled` with the reason; what
+    of it was read stays in its place, and must weigh nothing. Without `spoiled` it is a UserError that names it.
     """
     ranks = range(plan.topology.ranks) if ranks is None else ranks
     parts = plan.topology.encoders_per_rank
     encoder_ranks = range(ranks.start * parts, ranks.stop * parts) if encoder_ranks is None else encoder_ranks
     sent = {encoder: _sent(plan, k, arrays, encoder, ranks) for k, encoder in enumerate(arrays.encoders, start=1)}
     items = {
-        encoder: _pack_items(plan, k, arrays, encoder, _share(encoder_ranks, plan.rows[k] // parts), reader)
+        encoder: _pack_items(plan, k, arrays, encoder, _share(encoder_ranks, plan.rows[k] // parts), reader, spoiled)
         for k, encoder in enumerate(arrays.encoders, start=1)
     }
-    return Microbatch(_pack_text(plan, arrays, _share(ranks, plan.rows[LLM]), reader, sent), items)
+    return Microbatch(_pack_text(plan, arrays, _share(ranks, plan.rows[LLM]), reader, sent, spoiled), items)
 
 
 def _share(ranks: range, rows: int) -> range:
@@ -133,12 +135,15 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Say what was being read when something was wrong with it."""
+def _reading(reader: Reader, sample: int, spoiled: dict[int, str] | None, item: str = "") -> Iterator[None]:
+    """Note that the sample is spoiled when something is wrong with it, or with its item; or raise that, with names."""
+    what = f"{item} of sample {reader.name(sample)}" if item else f"sample {reader.name(sample)}"
     try:
         yield
     except (OSError, ValueError) as error:
-        raise UserError(f"{what}: {error}") from error
+        if spoiled is None:
+            raise UserError(f"{what}: {error}") from error
+        spoiled.setdefault(sample, f"{item}: {error}" if item else str(error))
     except Exception as error:
         error.add_note(f"while reading {what}")
         raise
@@ -148,7 +153,13 @@ def _naming(what: str) -> Iterator[None]:
 
 
 def _pack_items(
-    plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, share: range, reader: Reader
+    plan: MicrobatchPlan,
+    module: int,
+    arrays: Arrays,
+    encoder: str,
+    share: range,
+    reader: Reader,
+    spoiled: dict[int, str] | None,
 ) -> ItemBatch:
     shape = (len(share), plan.shape.lengths[module])
     values = np.zeros((*shape, arrays.features(encoder)), arrays.dtype(encoder))
@@ -162,17 +173,17 @@ def _pack_items(
     for part in np.flatnonzero(here):
         sample, number = int(plan.samples[sample_of[part]]), int(part - plan.part_start[sample_of[part]] - 1)
         row, begin, length = plan.row[part] - share.start, plan.offset[part], plan.length[part]
-        with _naming(f"item {number} ({encoder}) of sample {reader.name(sample)}"):
+        at = slice(begin, begin + length)
+        owner[row, at], offset[row, at] = sample, before[part] + np.arange(length)
+        with _reading(reader, sample, spoiled, f"item {number} ({encoder})"):
             value, place, valid = prepare(arrays.encoders[encoder], reader.item(sample, number))
             if len(value) != length:
                 raise ValueError(f"it has {len(value)} positions where its source's facts() promised {length}")
             if value.dtype != np.uint8 and not np.isfinite(value).all():
                 raise ValueError("it holds NaN or Inf; mend the file or leave the sample out of its source")
-        at = slice(begin, begin + length)
-        values[row, at], coordinates[row, at] = value, place
-        item[row, at] = np.where(valid, in_row[row], PADDING)
-        owner[row, at], offset[row, at] = sample, before[part] + np.arange(length)
-        in_row[row] += 1
+            values[row, at], coordinates[row, at] = value, place
+            item[row, at] = np.where(valid, in_row[row], PADDING)
+            in_row[row] += 1
     return ItemBatch(values, item, coordinates, owner, offset)
 
 
@@ -186,7 +197,14 @@ def _before_in_sample(plan: MicrobatchPlan, module: int, sample_of: np.ndarray) 
 # ------------------------------------------------------------------------------------------------------------- text
 
 
-def _pack_text(plan: MicrobatchPlan, arrays: Arrays, share: range, reader: Reader, sent: dict[str, Sent]) -> TextBatch:
+def _pack_text(
+    plan: MicrobatchPlan,
+    arrays: Arrays,
+    share: range,
+    reader: Reader,
+    sent: dict[str, Sent],
+    spoiled: dict[int, str] | None,
+) -> TextBatch:
     batch = _empty_text((len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()})
     sources = reader.source_of(plan.samples)
     samples, spans = np.zeros(len(share), np.int32), np.zeros(len(share), np.int32)
@@ -196,7 +214,7 @@ def _pack_text(plan: MicrobatchPlan, arrays: Arrays, share: range, reader: Reade
         if not 0 <= row < len(share):
             continue
         at = slice(plan.offset[part], plan.offset[part] + plan.length[part])
-        with _naming(f"sample {reader.name(sample)}"):
+        with _reading(reader, sample, spoiled):
             places = [_place(plan, arrays, item, sent) for item in range(part + 1, end)]
             if arrays.axes:
                 places = _with_grids(places, arrays, reader.facts(sample))

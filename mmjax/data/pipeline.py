@@ -47,6 +47,13 @@ class PlannedWork(NamedTuple):
     unbalanced: np.ndarray  # int64 [modules, encoder ranks]: with balance `none`
 
 
+class Unreadable(NamedTuple):
+    """A sample of a step that could not be read, and why."""
+
+    sample: int
+    reason: str
+
+
 class LoadedStep(NamedTuple):
     """One update's arrays, and what was planned for it."""
 
@@ -59,6 +66,7 @@ class LoadedStep(NamedTuple):
     tokens: np.ndarray  # int64 [modules]: LLM tokens of the whole step by modality, text first
     work: tuple[PlannedWork, ...]  # of each microbatch
     microbatches: tuple[Microbatch, ...]  # this process's rows
+    spoiled: tuple[Unreadable, ...]  # of these rows' samples
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ class StepLoader:
         begin = time.perf_counter()
         plan = self.plan(int(step))
         planned = time.perf_counter()
-        held = self.ranks, self.encoder_ranks
-        batches = tuple(pack_microbatch(m, self.arrays, self.reader, *held) for m in plan.microbatches)
+        held, spoiled = (self.ranks, self.encoder_ranks), dict[int, str]()
+        batches = tuple(pack_microbatch(m, self.arrays, self.reader, *held, spoiled) for m in plan.microbatches)
         return LoadedStep(
             np.int64(step),
             np.int64(plan.digest()),
@@ -90,6 +98,7 @@ class StepLoader:
             sum(self._tokens(m) for m in plan.microbatches),
             tuple(self._work(m) for m in plan.microbatches),
             batches,
+            tuple(Unreadable(*of) for of in spoiled.items()),
         )
 
     @cached_property

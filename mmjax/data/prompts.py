@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, Samples
+from mmjax.data.conversation import BadSample
 from mmjax.data.embedded import decode
 from mmjax.data.index import build_index
 from mmjax.data.packing import Arrays, pack_microbatch
@@ -81,9 +83,14 @@ class PromptLoader:
 
     def __init__(self, sources: Mapping[str, QuestionSource], config: Config, topology: Topology = ONE_RANK) -> None:
         self.sources = dict(sources)
-        room = max(answer_tokens(s, i) for s in sources.values() for i in range(len(s)))
+        room = max(_answer_room(source) for source in sources.values())
         prompts = {name: Prompts(source, room) for name, source in sources.items()}
-        index = build_index(prompts, config.model.encoders)
+        self._index = index = build_index(prompts, config.model.encoders)
+        self._raises = config.data.on_bad_sample == "raise"
+        self._bad = dict(zip(index.bad.tolist(), index.reason.tolist(), strict=True))
+        if self._raises and self._bad:
+            name, reason = next(iter(self.left_out.items()))
+            raise UserError(f"{name} cannot be asked: {reason}; mend it, or skip it with data.on_bad_sample=skip")
         size = Samples(min(PROMPTS_PER_BATCH, len(index)))
         batch = BatchConfig(size=size, rows=config.batch.rows, alignment=config.batch.alignment, shapes=1)
         config = replace(config, batch=batch, seed=0)
@@ -96,19 +103,43 @@ class PromptLoader:
         self._arrays = Arrays.of(config.model)
         self._reader = reader_of(prompts, index)
 
-    def batches(self, source: str, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, Microbatch]]:
-        """Batches that hold each of these samples' questions once.
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The samples that cannot be asked, as far as is known, and why."""
+        return {self._index.name(sample): reason for sample, reason in self._bad.items()}
 
-        With each, int64 `[row, sample in row]`: which sample lies there, -1 where a row holds fewer.
+    def usable(self, source: str) -> list[int]:
+        """The samples of a source that can be asked, as far as is known."""
+        first = self._first[source]
+        return [i for i in range(len(self.sources[source])) if first + i not in self._bad]
+
+    def batches(self, source: str, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, Microbatch]]:
+        """Batches that hold each of these samples' questions once, but for those that cannot be read.
+
+        With each, int64 `[row, sample in row]`: which sample lies there, -1 where a row holds fewer. Raises UserError
+        for one that cannot be read where the config says that it is fatal.
         """
         first = self._first[source]
-        for plan in self._planner.plan_once(first + np.asarray(samples)):
-            packed = pack_microbatch(plan, self._arrays, self._reader)
+        wanted = np.array([first + i for i in samples if first + i not in self._bad], np.int64)
+        for plan in self._planner.plan_once(wanted) if len(wanted) else ():
+            spoiled = None if self._raises else dict[int, str]()
+            packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
+            self._bad |= spoiled or {}
             lies = np.full((len(packed.text.sample), 1 + int(packed.text.sample.max(initial=0))), -1)
             llm = plan.part_start[:-1]
-            for sample, row, at in zip(plan.samples, plan.row[llm], plan.offset[llm], strict=True):
-                lies[row, packed.text.sample[row, at]] = sample - first
+            for sample, row, at in zip(plan.samples.tolist(), plan.row[llm], plan.offset[llm], strict=True):
+                if sample not in self._bad:
+                    lies[row, packed.text.sample[row, at]] = sample - first
             yield lies, packed
+
+
+def _answer_room(source: QuestionSource) -> int:
+    """Tokens of the longest answer to a question that can be asked."""
+    longest = 1
+    for index in range(len(source)):
+        with suppress(BadSample):
+            longest = max(longest, answer_tokens(source, index))
+    return longest
 
 
 def read_answers(tokens: np.ndarray, batch: Microbatch, lies: np.ndarray, source: QuestionSource) -> dict[int, str]:

@@ -27,12 +27,13 @@ class Bad:
 class Quarantine:
     """The bad samples that a run has met since its start. Each has one line in `path`, also over restarts.
 
-    total: samples of the run, of which `max_bad_share` may be bad.
+    total: samples of the run, of which `max_bad_share` may be bad. writes: whether this process keeps the file.
     """
 
     path: Path
     data: DataConfig
     total: int
+    writes: bool = True
     _met: dict[str, Bad] = field(default_factory=dict, repr=False)  # by sample
 
     def __len__(self) -> int:
@@ -45,8 +46,9 @@ class Quarantine:
         """
         new = list({found.sample: found for found in bad if found.sample not in self._met}.values())
         self._met.update((found.sample, found) for found in new)
-        if new:
+        if new and self.writes:
             self._write(new)
+        if new:
             self._check()
         return new
 

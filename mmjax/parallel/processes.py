@@ -102,6 +102,17 @@ def led(work: Callable[[], Any]) -> Any:
     return result
 
 
+def tell(key: str, text: str) -> None:
+    """Leave a text for who asks `told` for it; nobody waits."""
+    if count() > 1:
+        distributed.global_state.client.key_value_set(f"mmjax/{key}", text, allow_overwrite=True)
+
+
+def told(key: str) -> str:
+    """The text that some process has left there with `tell`."""
+    return distributed.global_state.client.blocking_key_value_get(f"mmjax/{key}", _HEARTBEAT_SECONDS * 1000)
+
+
 def wait_for_all(where: str) -> None:
     """Return when every process has come here."""
     if count() > 1:

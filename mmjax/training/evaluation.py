@@ -66,24 +66,36 @@ class Evaluator:
 
         self._answers: Callable[[Params, Microbatch], jax.Array] = jax.jit(answers, out_shardings=replicated(mesh))
 
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The samples that cannot be asked, as far as is known, and why."""
+        return self._loader.left_out if self._loader else {}
+
+    def prepare(self, params: Params) -> None:
+        """Compile the program, by asking one question."""
+        for source in self.sources:
+            if asked := self._loader.usable(source)[:1]:
+                self.ask(params, source, asked)
+                return
+
     def ask(self, params: Params, source: str, samples: Sequence[int]) -> list[Answered]:
-        """The answers to these samples' questions, in their order."""
+        """The answers to these samples' questions, in their order; none to those that cannot be read."""
         said: dict[int, str] = {}
         for lies, batch in self._loader.batches(source, samples):
             tokens = self._answers(params, put_rows(batch, self._mesh, self._rules))
             said |= read_answers(np.asarray(tokens), batch, lies, self.sources[source])
-        questions = [self.sources[source].question(i) for i in samples]
+        questions = {i: self.sources[source].question(i) for i in samples if i in said}
         return [
             Answered(q.family, q.task, readable(q.prompt, self.sources[source]), q.answer, said[i], q.needs)
-            for i, q in zip(samples, questions, strict=True)
+            for i, q in questions.items()
         ]
 
     def ask_all(self, params: Params, split: str, limit: int | None = None) -> list[Answered]:
         """The questions of every source of a split (named `<split>/<source>`), at most `limit` of each."""
         answered = []
-        for name, source in self.sources.items():
+        for name in self.sources:
             if name.startswith(f"{split}/"):
-                answered += self.ask(params, name, range(len(source) if limit is None else min(limit, len(source))))
+                answered += self.ask(params, name, self._loader.usable(name)[:limit])
         return answered
 
 

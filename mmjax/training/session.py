@@ -13,11 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mmjax.batch import Microbatch
+from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Config
 from mmjax.config_files import to_json
 from mmjax.data.pipeline import LoadedStep, StepLoader, steps
 from mmjax.data.plan import PLANNER
+from mmjax.data.quarantine import Bad, Quarantine
 from mmjax.errors import UserError
 from mmjax.models.model import Model, merge, modules_of
 from mmjax.parallel import processes
@@ -34,7 +35,7 @@ from mmjax.training.profile import memory_used
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
-from mmjax.training.step import Accumulated, Executor, StepReport
+from mmjax.training.step import MOST_SPOILED, Accumulated, Executor, StepReport
 
 Params = dict[str, Any]
 
@@ -67,6 +68,7 @@ class Session:
     mesh: Mesh
     executor: Executor
     loader: StepLoader
+    quarantine: Quarantine
     checkpoints: Checkpoints
     evaluator: Evaluator
     programs: ProgramCounter
@@ -81,6 +83,8 @@ class Session:
         self._compiled_at_start = 0
         self._log: MetricsLog | None = None
         self._batches: Iterator[LoadedStep] = iter(())
+        self._left_out: set[str] = set()  # questions
+        self._reasons: dict[int, str] = {}  # of the samples that this process could not read
 
     # ------------------------------------------------------------------------------------------------ before the loop
 
@@ -173,8 +177,7 @@ class Session:
         shapes = announce.empty_like(self.loader.layout.shapes, example.microbatches[0])
         self.executor.compile(state, accumulated, shapes, self.hyperparameters(first))
         self.checkpoints.prepare()
-        if self.evaluator.sources:
-            self.evaluator.ask(all_parameters(state), next(iter(self.evaluator.sources)), range(1))
+        self.evaluator.prepare(all_parameters(state))
         say(
             f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
             + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
@@ -204,6 +207,13 @@ class Session:
             waited = time.monotonic() - began
             yield Ready(tuple(self.executor.put(b) for b in loaded.microbatches), loaded, waited)
 
+    def spoiled(self, loaded: LoadedStep) -> list[int]:
+        """The samples of a step that this process could not read; process 0 can ask why."""
+        for found in loaded.spoiled:
+            self._reasons[found.sample] = found.reason
+            processes.tell(f"spoiled/{found.sample}", found.reason)
+        return [found.sample for found in loaded.spoiled]
+
     def ran(self, step: int, ready: Ready, report: StepReport, progress: ProgressLine) -> None:
         """Note a step that was started, and write down the one before, which is done by now."""
         self.settle(progress)
@@ -215,6 +225,9 @@ class Session:
             return
         step, ready, report = self._running
         self._running = None
+        report = jax.device_get(report)
+        self._quarantine(step, report)
+        self._check_updated(step, report)
         scalars = self._scalars(step, ready, report)
         self._write(step + 1, scalars)
         progress.update(step + 1, scalars)
@@ -241,6 +254,30 @@ class Session:
             everywhere=True,
         )
 
+    def _quarantine(self, step: int, report: StepReport) -> None:
+        """List the samples of a step that could not be read. Raises UserError where that is fatal."""
+        ids = [int(sample) for sample in report.spoiled.samples if sample != PADDING]
+        name = self.loader.index.name
+        if (count := int(report.spoiled.count)) > MOST_SPOILED:
+            raise UserError(
+                f"{count} or more samples of step {step + 1} could not be read, so nothing was updated; the first, "
+                f"{name(ids[0])}: {self._reason(ids[0])}. See whether their files can be reached, then go on with "
+                "--resume",
+                everywhere=True,
+            )
+        try:
+            new = self.quarantine.add([Bad(name(sample), self._reason(sample)) for sample in ids])
+        except UserError as error:
+            raise UserError(str(error), everywhere=True) from error
+        for found in new:
+            say(f"step {step + 1}: left out {found.sample}, which cannot be used: {found.reason}")
+
+    def _reason(self, sample: int) -> str:
+        """Why a sample could not be read; only process 0 asks the others."""
+        if sample in self._reasons or not processes.leads():
+            return self._reasons.get(sample, "another process could not read it")
+        return processes.told(f"spoiled/{sample}")
+
     def _check_updated(self, step: int, report: StepReport) -> None:
         """Raises UserError where the step has updated nothing."""
         if not report.agreed:
@@ -257,8 +294,6 @@ class Session:
             )
 
     def _scalars(self, step: int, ready: Ready, report: StepReport) -> Scalars:
-        report = jax.device_get(report)
-        self._check_updated(step, report)
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
         # A wait may have begun before the step before this one was settled: no more than this step's time is its own.
@@ -277,7 +312,7 @@ class Session:
             **{f"learning_rate/{group}": float(rate) for group, (rate, _) in hyper.rates.items()},
             **balance_scalars(ready.loaded, modules, layout, self.loader.planner.placer.flops),
             **exchange_scalars(ready.loaded, modules[1:], layout.topology, token_bytes),
-            "samples": len(ready.loaded.samples),
+            "samples": len(ready.loaded.samples) - int(report.spoiled.count),
             "samples/s": len(ready.loaded.samples) / seconds,
             "tokens/s": sum(tokens.values()) / seconds,
             **{f"tokens/s/{modality}": n / seconds for modality, n in tokens.items()},
@@ -297,11 +332,19 @@ class Session:
     def evaluate(self, done: int, state: TrainState) -> None:
         """Ask some validation questions, write the scores down and show one answer."""
         answered = self.evaluator.ask_all(all_parameters(state), "validation", self.config.training.evaluate_samples)
+        self._say_left_out()
         if answered:
             scores = exact_match(answered)
             self._write(done, {f"validation/{k}": v for k, v in scores.items()})
             say(f"step {done}  validation  {announce.brief(scores)}", f"  {answered[done % len(answered)]}")
         self._step_ended = time.monotonic()
+
+    def _say_left_out(self) -> None:
+        """Name the questions that cannot be asked, each once."""
+        for name, reason in self.evaluator.left_out.items():
+            if name not in self._left_out:
+                self._left_out.add(name)
+                say(f"{name} is not asked: {reason}")
 
     def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
         """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
@@ -316,6 +359,7 @@ class Session:
         if first < steps_done:
             self.checkpoints.save(state, to_json(self.config), self.data_state(steps_done))
         scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
+        self._say_left_out()
         if scores:
             if processes.leads():
                 self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")

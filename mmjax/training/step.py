@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.adapters import adapted_modules
-from mmjax.batch import Microbatch
+from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Exchange
 from mmjax.models.model import Model, merge, modules_of, partition
 from mmjax.parallel.mesh import held_ranks, replicated, row_ranks, rows_sharding
@@ -27,6 +27,15 @@ from mmjax.training.optimizer import Hyperparameters, Optimizer
 from mmjax.training.state import TrainState, split, state_from, state_shardings
 
 Params = dict[str, Any]
+
+MOST_SPOILED = 32  # samples of a step that may be left out: where more cannot be read, it is not the samples
+
+
+class Spoiled(NamedTuple):
+    """The samples of a step that some process could not read: they weigh nothing."""
+
+    samples: jax.Array  # int32 [MOST_SPOILED]: ids in the length index, -1 = none
+    count: jax.Array  # int32 []: where it is more than MOST_SPOILED nothing is updated
 
 
 class Accumulated(NamedTuple):
@@ -43,6 +52,7 @@ class StepReport(NamedTuple):
     gradient_norm: jax.Array
     agreed: jax.Array  # bool []: every process had planned the same step; where not, nothing was updated
     needed_flops: jax.Array  # float32 []: of all processes' rows
+    spoiled: Spoiled | None = None
 
 
 class Executor:
@@ -71,7 +81,8 @@ class Executor:
         self.start = jax.jit(self._start, out_shardings=(self.shardings.step, self.shardings.optimizer))
         self.zeros = jax.jit(self._zeros, out_shardings=accumulated)
         self.accumulate = jax.jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
-        self.weigh = jax.jit(lambda total, weight: total + weight.sum(), out_shardings=whole)
+        self.agree = jax.jit(_all_spoiled, out_shardings=Spoiled(whole, whole))
+        self.weigh = jax.jit(_weigh, out_shardings=(whole, rows_sharding(mesh, rules.rows)))
         self.update = jax.jit(self._update, out_shardings=(self.shardings, accumulated, told), donate_argnums=(0, 1))
 
     @property
@@ -172,21 +183,36 @@ class Executor:
         digest: int = 0,
         needed_flops: float = 0.0,
         noise: np.ndarray | None = None,
+        spoiled: Sequence[int] = (),
     ) -> tuple[TrainState, Accumulated, StepReport]:
         """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
 
         digest: of the step's plan. needed_flops: of this process's ranks. noise: uint32 (seed, step) of dropout;
-        without it nothing is dropped. Nothing is updated, and the step does not count, where processes differ in the
-        digest or where no token of the step has a loss weight.
+        without it nothing is dropped. spoiled: the samples that this process could not read. Nothing is updated, and
+        the step does not count, where processes differ in the digest, where no token of the step has a loss weight, or
+        where more samples are spoiled than may be left out.
         """
-        weight = np.float32(0)
-        for batch in batches:
-            weight = self.weigh(weight, batch.text.weight)
+        weight, batches, left_out = self.weighed(batches, spoiled)
         for batch in batches:
             accumulated = self.accumulate(
                 state.trainable, state.frozen, accumulated, batch, weight, noise if self.model.drops else None
             )
-        return self.update(state, accumulated, hyper, weight, *self.said(digest, needed_flops))
+        state, accumulated, report = self.update(state, accumulated, hyper, weight, *self.said(digest, needed_flops))
+        return state, accumulated, report._replace(spoiled=left_out)
+
+    def weighed(
+        self, batches: Sequence[Microbatch], spoiled: Sequence[int] = ()
+    ) -> tuple[jax.Array, list[Microbatch], Spoiled]:
+        """The loss weight of a step, its microbatches without weight where samples are spoiled, and which all are."""
+        own = np.full((len(self.mesh.local_devices), MOST_SPOILED + 1), PADDING, np.int32)
+        given = list(spoiled)[: MOST_SPOILED + 1]
+        own[0, : len(given)] = given
+        left_out = self.agree(jax.make_array_from_process_local_data(self.per_device, own))
+        weight, weighed = np.float32(0), []
+        for batch in batches:
+            weight, own_weight = self.weigh(weight, batch.text.weight, batch.text.owner, left_out)
+            weighed.append(batch._replace(text=batch.text._replace(weight=own_weight)))
+        return weight, weighed, left_out
 
     def said(self, digest: int, needed_flops: float) -> tuple[jax.Array, jax.Array]:
         """What this process knows of a step, one entry for each of its devices: int32 `[devices, 2]`, float32."""
@@ -205,9 +231,23 @@ class Executor:
         noise = np.zeros(2, np.uint32) if self.model.drops else None
         for batch in batches:
             put = self.put(batch)
-            weight = self.weigh(self.weigh(np.float32(0), put.text.weight), put.text.weight)
+            weight, (put, _), _ = self.weighed([put, put])  # begun with a number, gone on with an array
             self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight, noise).compile()
         self.update.lower(state, accumulated, hyper, weight, *self.said(0, 0.0)).compile()
+
+
+def _all_spoiled(samples: jax.Array) -> Spoiled:
+    """Of what each device was told, every sample once."""
+    ids = -jnp.sort(-samples.reshape(-1))
+    found = jnp.where((ids >= 0) & (ids != jnp.pad(ids[:-1], (1, 0), constant_values=PADDING)), ids, PADDING)
+    return Spoiled(jax.lax.top_k(found, MOST_SPOILED)[0], (found >= 0).sum())
+
+
+def _weigh(total: jax.Array, weight: jax.Array, owner: jax.Array, spoiled: Spoiled) -> tuple[jax.Array, jax.Array]:
+    """The total with a microbatch's loss weights `[R, T]` added, and those; 0 where their sample is spoiled."""
+    out = (owner[..., None] == spoiled.samples).any(-1) | (spoiled.count > MOST_SPOILED)
+    weight = jnp.where(out, 0.0, weight)
+    return total + weight.sum(), weight
 
 
 def put_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:

@@ -300,8 +300,6 @@ def test_no_steps_start_no_workers(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "workers", "error", "message"),
     [
-        ("torn", 0, UserError, "of sample made[{}]: image file is truncated"),
-        ("torn", 2, UserError, "of sample made[{}]: image file is truncated"),
         ("bug", 0, KeyError, "caption"),
         ("bug", 1, LoadingFailed, "KeyError: 'caption'\nwhile reading sample made[{}]"),
         ("exit", 1, LoadingFailed, "SystemExit: 0"),
@@ -317,6 +315,25 @@ def test_an_error_while_loading_is_raised_at_its_step(fault, workers, error, mes
     with pytest.raises(error) as raised:
         next(loaded)
     assert message.format(bad) in str(raised.value)
+    assert_no_workers_are_left()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_come_as_ever(workers, tmp_path):
+    whole = run_folder(tmp_path)
+    bad = next(s for s in whole.plan(4).samples().tolist() if whole.sources["made"].samples[s][1])
+    loaded = steps(run_folder(tmp_path, fault="torn", index=bad), 2, 7, workers, prefetch=2)
+    for found, step in zip(loaded, range(2, 7), strict=True):
+        wanted, drawn = whole(step), bad in whole.plan(step).samples()
+        assert [(of.sample, of.reason.split(": ")[-1]) for of in found.spoiled] == (
+            [(bad, "image file is truncated")] if drawn else []
+        )
+        for ours, theirs in zip(found.microbatches, wanted.microbatches, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, ours.text, theirs.text)
+            for name, items in theirs.items.items():
+                others = items.owner != bad
+                np.testing.assert_array_equal(ours.items[name].values[others], items.values[others])
+                assert not ours.items[name].values[~others].any() or not drawn
     assert_no_workers_are_left()
 
 

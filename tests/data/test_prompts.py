@@ -10,13 +10,14 @@ from made import config, image, plan_of
 
 from mmjax.config import EmbeddedSource
 from mmjax.config_files import default_config, load
+from mmjax.data.conversation import BadSample
 from mmjax.data.embedded import EmbeddedDataset, encode
 from mmjax.data.index import build_index
 from mmjax.data.packing import Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.prompts import PROMPTS_PER_BATCH, PromptLoader, Prompts, read_answers
 from mmjax.data.sample import Facts, Item, Question, Sample, Text
-from mmjax.errors import UserError
+from mmjax.errors import BadMedia, UserError
 
 
 class Some(EmbeddedDataset):
@@ -135,3 +136,36 @@ def test_a_prompt_that_fits_no_rows_is_refused_by_name():
         PromptLoader({"test/pictures": Pictures(1, 5)}, made)
     made.batch.rows["vision"] = 1
     assert sum((lies >= 0).sum() for lies, _ in PromptLoader({"it": Pictures(1, 5)}, made).batches("it", range(2))) == 2
+
+
+SEEN = next(i for i in range(9, 130) if Some("test").facts(i).items)
+
+
+class Torn(Some):
+    """One sample has no file, and one image is cut off, which only decoding tells."""
+
+    def facts(self, index: int) -> Facts:
+        if index == 4:
+            raise BadSample("its file is missing")
+        return super().facts(index)
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        if index == SEEN:
+            raise BadMedia("image file is truncated")
+        return super().item(index, number)
+
+
+def test_questions_that_cannot_be_read_are_left_out_and_named():
+    loader = PromptLoader({"test/torn": Torn("test", 40)}, CONFIG)
+    assert loader.left_out == {"test/torn[4]": "its file is missing"}
+    assert loader.usable("test/torn") == [i for i in range(40) if i != 4]
+    found = [lies[lies >= 0].tolist() for lies, _ in loader.batches("test/torn", range(40))]
+    assert sorted(i for of in found for i in of) == [i for i in range(40) if i not in (4, SEEN)]
+    assert loader.left_out[f"test/torn[{SEEN}]"].endswith("image file is truncated")
+    assert loader.usable("test/torn") == [i for i in range(40) if i not in (4, SEEN)]
+
+
+def test_where_bad_samples_are_fatal_a_question_that_cannot_be_read_is():
+    fatal = replace(CONFIG, data=replace(CONFIG.data, on_bad_sample="raise"))
+    with pytest.raises(UserError, match=r"test/torn\[4\] cannot be asked: its file is missing; mend it"):
+        PromptLoader({"test/torn": Torn("test", 40)}, fatal)

@@ -75,10 +75,8 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     loaded = [loader(step) for step in range(steps)]
 
-    noise, weight, first = np.array([config.seed, 0], np.uint32), np.float32(0), executor.zeros()
-    batches = [executor.put(b) for b in loaded[0].microbatches]
-    for batch in batches:
-        weight = executor.weigh(weight, batch.text.weight)
+    noise, first = np.array([config.seed, 0], np.uint32), executor.zeros()
+    weight, batches, _ = executor.weighed([executor.put(b) for b in loaded[0].microbatches])
     for batch in batches:
         first = executor.accumulate(state.trainable, state.frozen, first, batch, weight, noise)
     whole = jax.device_get(jax.jit(lambda x: x, out_shardings=replicated(mesh))(first))

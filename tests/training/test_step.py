@@ -16,7 +16,7 @@ from mmjax.data.placement import Topology
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.state import TrainState, all_parameters
-from mmjax.training.step import Executor, put_rows
+from mmjax.training.step import MOST_SPOILED, Executor, put_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -139,6 +139,43 @@ def test_a_step_in_which_no_token_has_a_loss_weight_updates_nothing_and_says_so(
     state, _, told = executor.step(state, accumulated, batches, hyper)
     assert np.isfinite(float(told.gradient_norm))
     assert int(state.step) == 1
+
+
+def test_a_sample_that_some_process_could_not_read_weighs_nothing_and_all_know_it(run):
+    executor = run.executor
+    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
+    hyper, owners = hyperparameters(config(), executor.modules, 0), np.asarray(batches[0].text.owner)
+    bad = sorted(int(n) for n in np.unique(owners[owners >= 0])[:2])
+    silent = [
+        b._replace(text=b.text._replace(weight=jnp.where(jnp.isin(b.text.owner, jnp.array(bad)), 0.0, b.text.weight)))
+        for b in batches
+    ]
+    wanted, _, same = executor.step(executor.init(jax.random.key(0)), executor.zeros(), silent, hyper)
+    state, _, told = executor.step(executor.init(jax.random.key(0)), executor.zeros(), batches, hyper, spoiled=bad)
+    assert sorted(int(n) for n in told.spoiled.samples if n >= 0) == bad
+    assert int(told.spoiled.count) == 2
+    assert float(told.report.weight.sum()) == float(same.report.weight.sum()) < weight(run.steps[0])
+    assert_unchanged(state, jax.device_get(wanted))
+
+
+def test_the_same_sample_told_by_several_devices_counts_once(run):
+    executor = run.executor
+    told = np.full((executor.mesh.size, MOST_SPOILED + 1), -1, np.int32)
+    told[:, 0], told[1, 1], told[2, 1] = 7, 0, 9
+    found = executor.agree(told)
+    assert int(found.count) == 3
+    assert [int(n) for n in found.samples[:4]] == [9, 7, 0, -1]
+
+
+def test_where_more_cannot_be_read_than_may_be_left_out_nothing_is_updated(run):
+    executor = run.executor
+    state = executor.init(jax.random.key(0))
+    before = jax.device_get(state)
+    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
+    hyper, many = hyperparameters(config(), executor.modules, 0), range(10_000, 10_000 + 5 * MOST_SPOILED)
+    state, _, told = executor.step(state, executor.zeros(), batches, hyper, spoiled=many)
+    assert int(told.spoiled.count) == MOST_SPOILED + 1
+    assert_unchanged(state, before)
 
 
 def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(run):
