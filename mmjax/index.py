@@ -1,16 +1,19 @@
 """See what the data of a config's files are like: ``python -m mmjax.index CONFIG [a.b=value ...]``.
 
 Reads the headers of all media, once for each file, counts and names what cannot be used, and draws how long everything
-is. ``--to arrayrecord OUT`` writes the format to train on at scale.
+is; in tokens where the config says how conversations become tokens. What is found is kept for training. ``--to
+arrayrecord OUT`` writes the format to train on at scale.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,8 +22,10 @@ from mmjax.config_files import default_config, find, load
 from mmjax.data.array_record_writing import LEFT_OUT, write_array_records
 from mmjax.data.chat_source import PROBES
 from mmjax.data.file_sources import Split, cache_folder, open_conversations, path_of
-from mmjax.data.media_facts import MediaFacts, read_facts
+from mmjax.data.index import LengthIndex, build_index
+from mmjax.data.media_facts import MediaFacts, Progress, read_facts
 from mmjax.data.quarantine import Bad
+from mmjax.data.sources import open_sources
 from mmjax.data.stored import StoredConversations
 from mmjax.errors import UserError, run_command
 from mmjax.training.console import ProgressLine, count, say, table
@@ -28,6 +33,8 @@ from mmjax.training.console import ProgressLine, count, say, table
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 TO = "arrayrecord"
 PICTURE, BAD = "lengths.svg", "bad.jsonl"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,14 @@ class Part:
     split: Split
     conversations: StoredConversations
     facts: MediaFacts
+    encoders: tuple[str, ...] = ()
+    lengths: LengthIndex | None = None  # where the config has a template
+
+    @property
+    def bad(self) -> dict[int, str]:
+        """The records that cannot be used, and why."""
+        found = self.facts if self.lengths is None else self.lengths
+        return dict(zip(found.bad.tolist(), found.reason.tolist(), strict=True))
 
     @property
     def name(self) -> str:
@@ -85,21 +100,34 @@ def read_parts(config: Config) -> Iterator[Part]:
     for name, source in sources.items():
         for split in SPLITS:
             if split == "train" or path_of(source, split):
-                conversations = open_conversations(source, split, cache, f"data.sources.{name}")
-                with ProgressLine(0, len(conversations), "record") as line:
+                yield _part(replace(config, data=replace(config.data, sources={name: source})), name, split, cache)
 
-                    def show(done: int, line: ProgressLine = line, told: str = f"{name} {split}") -> None:
-                        line.show(done, lambda: told)
 
-                    facts = read_facts(conversations, PROBES, cache, show)
-                yield Part(name, split, conversations, facts)
+def _part(config: Config, name: str, split: Split, cache: Path) -> Part:
+    """One split of the config's one source."""
+    if config.data.chat is None:
+        conversations = open_conversations(config.data.sources[name], split, cache, f"data.sources.{name}")
+        facts = _shown(len(conversations), f"{name} {split}", partial(read_facts, conversations, PROBES, cache))
+        return Part(name, split, conversations, facts)
+    source = open_sources(config, split, Path())[name]
+    facts = _shown(len(source), f"{name} {split}, headers", source.read_headers)
+    _shown(len(source), f"{name} {split}, tokens", source.count_tokens)
+    encoders = config.model.encoders
+    return Part(name, split, source.conversations, facts, tuple(encoders), build_index({name: source}, encoders))
+
+
+def _shown(records: int, told: str, work: Callable[[Progress], T]) -> T:
+    """What `work` returns, while a line says how far it is."""
+    with ProgressLine(0, records, "record") as line:
+        return work(lambda done: line.show(done, lambda: told))
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
-def measures(facts: MediaFacts) -> dict[str, np.ndarray]:
+def measures(part: Part) -> dict[str, np.ndarray]:
     """What is told of a data set's good records, by what it is called."""
+    facts = part.facts
     pixels, clips = facts.of("image").astype(float), facts.of("audio").astype(float)
     measured = {
         "text, characters": facts.characters[facts.good()].astype(float),
@@ -108,7 +136,20 @@ def measures(facts: MediaFacts) -> dict[str, np.ndarray]:
         "clip, seconds": clips[:, 0] / clips[:, 1],
         "media of a record": np.diff(facts.start)[facts.good()].astype(float),
     }
+    if part.lengths is not None:
+        measured |= _tokens(part.lengths, part.encoders)
     return {name: values for name, values in measured.items() if values.any()}
+
+
+def _tokens(lengths: LengthIndex, encoders: Sequence[str]) -> dict[str, np.ndarray]:
+    """What the LLM reads of good records: in all, of text, and of each encoder where it gives any."""
+    good = np.setdiff1d(np.arange(len(lengths)), lengths.bad, assume_unique=True)
+    of = np.zeros((len(encoders), len(lengths)), np.int64)
+    sample = np.repeat(np.arange(len(lengths)), np.diff(lengths.item_start))
+    np.add.at(of, (lengths.item_encoder, sample), lengths.item_tokens)
+    found = {"tokens of a record": lengths.llm_tokens[good], "text, tokens": lengths.text_tokens[good]}
+    found |= {f"{name}, tokens": own[good][own[good] > 0] for name, own in zip(encoders, of, strict=True)}
+    return {name: values.astype(float) for name, values in found.items()}
 
 
 def report(parts: Sequence[Part]) -> list[str]:
@@ -118,19 +159,15 @@ def report(parts: Sequence[Part]) -> list[str]:
     for part in parts:
         facts = part.facts
         media = len(facts.of("image")), len(facts.of("audio"))
-        rows.append((part.name, *(f"{n:,}" for n in (len(facts), len(facts.bad), *media))))
-        for name, values in measures(facts).items():
+        rows.append((part.name, *(f"{n:,}" for n in (len(facts), len(part.bad), *media))))
+        for name, values in measures(part).items():
             quantiles = np.quantile(values, [0, 0.5, 0.9, 1])
             sizes.append((part.name, name, f"{len(values):,}", *map(count, quantiles), count(values.sum())))
     return [*table(rows), *table(sizes)]
 
 
 def _list_bad(parts: Sequence[Part], path: Path) -> None:
-    found = [
-        Bad(f"{part.name}[{index}]", reason)
-        for part in parts
-        for index, reason in zip(part.facts.bad.tolist(), part.facts.reason.tolist(), strict=True)
-    ]
+    found = [Bad(f"{part.name}[{index}]", reason) for part in parts for index, reason in part.bad.items()]
     path.write_text("".join(bad.line() + "\n" for bad in found))
     if found:
         say(f"bad    {len(found):,} records cannot be used; the first, {found[0].sample}: {found[0].reason}")
@@ -143,7 +180,7 @@ def draw(config: Config, parts: Sequence[Part], path: Path) -> None:
 
     by_measure: dict[str, dict[str, np.ndarray]] = {}
     for part in parts:
-        for name, values in measures(part.facts).items():
+        for name, values in measures(part).items():
             by_measure.setdefault(name, {})[part.name] = values
     records = sum(len(part.facts) for part in parts)
     draw_lengths(path, f"Data of {config.name}", f"{records:,} records", by_measure)

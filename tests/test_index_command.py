@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from commands import finish, run, start
+from llava_folder import save_checkpoint, save_questions
 
 sys.path.append(str(Path(__file__).parent / "data"))
 from files_made import asked, clip, lines, picture, served, write
@@ -23,6 +24,8 @@ from mmjax.data.array_record_writing import write_array_records
 from mmjax.data.array_records import ArrayRecords
 from mmjax.data.file_sources import open_conversations
 from mmjax.data.media_facts import open_facts, read_facts
+from mmjax.data.sources import open_sources
+from mmjax.data.text_lengths import open_text_lengths
 from mmjax.errors import UserError
 from mmjax.index import PROBES
 
@@ -72,6 +75,29 @@ def test_every_modality_is_counted_and_what_is_bad_is_named(words, tmp_path, cap
     drawn = "\n".join(ElementTree.parse(tmp_path / "out" / "lengths.svg").getroot().itertext())
     for text in ("image, megapixels", "clip, seconds", "text, characters", "speech validation", "26 records"):
         assert text in drawn
+
+
+def test_with_a_checkpoints_template_lengths_are_in_tokens_and_training_counts_nothing_again(tmp_path, capsys) -> None:
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    save_questions(tmp_path / "data", 12)
+    records = json.loads((tmp_path / "data" / "data.json").read_text())
+    records[5]["conversations"][1]["value"] = "<pad>"  # only the template may write it: known when it is tokenized
+    (tmp_path / "data" / "data.json").write_text(json.dumps(records))
+    words = ["llava_style", f"checkpoint={checkpoint}", f"data={tmp_path}/data/data.json"]
+    words += [f"images={tmp_path}/data/images", f"data.cache={tmp_path}/cache"]
+    out = told(capsys, *words, f"--out={tmp_path}/out")
+    rows = {tuple(line.split())[:-1] for line in out.splitlines()}
+    assert ("chat", "12", "1", "12") in rows
+    config = index.load(index.find("llava_style"), words[1:])
+    source = open_sources(config, "train", tmp_path)["chat"]
+    lengths = [source.facts(i).text_tokens for i in range(12) if i != 5]
+    (text,) = (line.split() for line in out.splitlines() if "text, tokens" in line)
+    assert text[3:5] == ["11", str(min(lengths))]
+    (image,) = (line.split() for line in out.splitlines() if "vision, tokens" in line)
+    assert image[3:] == ["11", "16", "16", "16", "16", "176"]
+    assert open_text_lengths(source.conversations, source.chat, tmp_path / "cache") is not None
+    assert json.loads((tmp_path / "out" / "bad.jsonl").read_text())["sample"] == "chat[5]"
+    assert "tokens of a record" in (tmp_path / "out" / "lengths.svg").read_text()
 
 
 def test_a_second_run_says_the_same_and_probes_nothing(words, capsys, monkeypatch) -> None:

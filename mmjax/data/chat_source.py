@@ -12,16 +12,18 @@ import numpy as np
 
 from mmjax.config import AudioConfig, VisionConfig
 from mmjax.data.chat import Chat
+from mmjax.data.clip_items import pieces
 from mmjax.data.conversation import BadSample, Conversation, Media, Medium
 from mmjax.data.decode import ClipFacts, clip_facts, clip_samples, decode_clip, decode_image, image_size
 from mmjax.data.image_items import items_of_image, items_of_size
 from mmjax.data.index import Encoders
-from mmjax.data.media_facts import KINDS, MediaFacts, Probe, open_facts, read_facts
+from mmjax.data.media_facts import KINDS, MediaFacts, Probe, Progress, open_facts, read_facts
 from mmjax.data.sample import Facts, Question, Sample, Text
-from mmjax.data.stored import StoredConversations
 from mmjax.data.template import ASSISTANT
+from mmjax.data.text_lengths import Reopen, TextLengths, count_text, open_text_lengths
 from mmjax.errors import BadMedia, UserError
 
+MEASURED = 1 << 16  # sizes of media whose items' sizes are kept
 DECODED = 4  # media that are kept, so that the tiles of an image are cut from one decoding
 
 
@@ -41,9 +43,11 @@ PROBES: dict[Medium, Probe] = {"image": probe_image, "audio": probe_clip}
 class ChatSource:
     """Conversations of a data set as a `Source`, and as questions: each one's last answer."""
 
-    def __init__(self, conversations: StoredConversations, chat: Chat, encoders: Encoders, cache: Path) -> None:
-        self.conversations, self.chat, self._cache = conversations, chat, cache
-        self._encoders = dict(encoders)
+    def __init__(self, reopen: Reopen, chat: Chat, encoders: Encoders, cache: Path) -> None:
+        """reopen: opens the conversations, here and in the processes that count their tokens."""
+        self.conversations, self.chat, self._cache = reopen(), chat, cache
+        self._reopen, self._encoders = reopen, dict(encoders)
+        self._sizes = lru_cache(maxsize=MEASURED)(self._measured)
         self._decoded = lru_cache(maxsize=DECODED)(self._decode)
 
     def __len__(self) -> int:
@@ -58,52 +62,41 @@ class ChatSource:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()[:16]
 
-    def refresh(self) -> None:
-        """Read the headers of media that are new or have changed since the last time."""
-        read_facts(self.conversations, PROBES, self._cache)
-        self.__dict__.pop("_facts", None)
+    def read_headers(self, progress: Progress = lambda done: None) -> MediaFacts:
+        """What is known of all media: headers are read of those that are new or have changed since the last time."""
+        self._facts = read_facts(self.conversations, PROBES, self._cache, progress)
+        return self._facts
+
+    def count_tokens(self, progress: Progress = lambda done: None) -> None:
+        """Tokenize all text, unless that was done for these records and this template."""
+        self._text = count_text(self.conversations, self._reopen, self.chat, self._cache, progress)
 
     @cached_property
     def _facts(self) -> MediaFacts:
         known = open_facts(self.conversations, self._cache)
-        return read_facts(self.conversations, PROBES, self._cache) if known is None else known
+        return self.read_headers() if known is None else known
+
+    @cached_property
+    def _text(self) -> TextLengths:
+        known = open_text_lengths(self.conversations, self.chat, self._cache)
+        return count_text(self.conversations, self._reopen, self.chat, self._cache) if known is None else known
 
     @cached_property
     def _bad(self) -> dict[int, str]:
-        return dict(zip(self._facts.bad.tolist(), self._facts.reason.tolist(), strict=True))
+        of_text, of_media = (zip(x.bad.tolist(), x.reason.tolist(), strict=True) for x in (self._text, self._facts))
+        return {**dict(of_text), **dict(of_media)}
 
     # ------------------------------------------------------------------------------------------------------ lengths
 
     def facts(self, index: int) -> Facts:
         """What a sample needs. Raises BadSample."""
-        (found,) = self.all_facts([index])
-        if isinstance(found, BadSample):
-            raise found
-        return found
-
-    def all_facts(self, indices: Sequence[int]) -> list[Facts | BadSample]:
-        """What samples need, or why they cannot be used."""
-        found = {index: self._read(index) for index in indices}
-        good = [index for index in indices if isinstance(found[index], Conversation)]
-        texts = dict(zip(good, self.chat.text_tokens([found[index] for index in good]), strict=True))
-        return [self._facts_of(index, texts.get(index, found[index])) for index in indices]
-
-    def _read(self, index: int) -> Conversation | BadSample:
         if (reason := self._bad.get(index)) is not None:
-            return BadSample(reason)
-        try:
-            return self.conversations.conversation(index)
-        except BadSample as bad:
-            return bad
-
-    def _facts_of(self, index: int, text: int | BadSample) -> Facts | BadSample:
-        if isinstance(text, BadSample):
-            return text
+            raise BadSample(reason)
         try:
             items = [(name, size) for name, sizes in self._items(index) for size in sizes]
         except BadMedia as bad:
-            return BadSample(str(bad))
-        return Facts(text, tuple(items))
+            raise BadSample(str(bad)) from None
+        return Facts(int(self._text.tokens[index]), tuple(items))
 
     def _items(self, index: int) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
         """Of every medium: its encoder, and the size of each of its items. Raises BadMedia."""
@@ -112,13 +105,16 @@ class ChatSource:
         found = []
         for kind, (first, second) in zip(kinds, self._facts.size[begin:end].tolist(), strict=True):
             name = self._encoder(kind)
-            encoder = self._encoders[name]
-            if isinstance(encoder, VisionConfig):
-                sizes = items_of_size(encoder.images, (first, second), kinds.count("image")).sizes
-            else:
-                sizes = ((clip_samples(ClipFacts(first, second), encoder.sample_rate),),)
-            found.append((name, tuple(tuple(size) for size in sizes)))
+            found.append((name, self._sizes(name, first, second, kinds.count("image"))))
         return found
+
+    def _measured(self, name: str, first: int, second: int, images: int) -> tuple[tuple[int, ...], ...]:
+        """The sizes of a medium's items."""
+        encoder = self._encoders[name]
+        if isinstance(encoder, VisionConfig):
+            return tuple(tuple(size) for size in items_of_size(encoder.images, (first, second), images).sizes)
+        samples = clip_samples(ClipFacts(first, second), encoder.sample_rate)
+        return tuple((stop - start,) for start, stop in pieces(encoder, samples))
 
     def _encoder(self, kind: Medium) -> str:
         wanted = {"image": VisionConfig, "audio": AudioConfig}[kind]
@@ -154,7 +150,8 @@ class ChatSource:
         encoder = self._encoders[self._items(index)[medium][0]]
         encoded = self.conversations.encoded(index, medium)
         if isinstance(encoder, AudioConfig):
-            return (decode_clip(encoded, encoder.sample_rate),)
+            wave = decode_clip(encoded, encoder.sample_rate)
+            return tuple(wave[start:stop] for start, stop in pieces(encoder, len(wave)))
         images = sum(KINDS[kind] == "image" for kind in self._facts.kind[slice(*self._facts.start[index : index + 2])])
         return items_of_image(encoder.images, decode_image(encoded), images)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, LogMel, StoredTable
+from mmjax.config import AudioConfig, LogMel, StoredTable, WhisperMel
 from mmjax.data import log_mel, whisper_mel
 from mmjax.errors import BadMedia
 
@@ -43,6 +43,13 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
     if most is not None and frames > most:
         raise BadMedia(f"a clip of {frames} frames is longer than the {most} of which the encoder has positions")
     return ClipSize(frames, held)
+
+
+def pieces(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...]:
+    """Where a clip of so many samples is cut into items, (start, stop). BadMedia for one that is too long, or empty."""
+    if isinstance(encoder.clips, WhisperMel):
+        return whisper_mel.pieces(encoder.clips, samples)
+    return ((0, samples),)
 
 
 def clip_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,7 @@ from mmjax.config import AudioConfig, VisionConfig
 from mmjax.data.conversation import BadSample
 from mmjax.data.media import item_size, positions_per_token
 from mmjax.data.sample import Facts, Source
-from mmjax.errors import UserError
-
-AT_ONCE = 4096  # samples of which a source is asked together
+from mmjax.errors import BadMedia, UserError
 
 Encoders = Mapping[str, VisionConfig | AudioConfig]
 
@@ -134,22 +132,23 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
     bad: dict[int, str] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]] = {}
     for source_name, source in sources.items():
-        for i, facts in enumerate(_all_facts(source)):
-            if isinstance(facts, BadSample):
-                bad[len(text)] = str(facts)
-                text.append(0)
-                item_count.append(0)
-                continue
-            if not facts.text_tokens and not facts.items:
-                raise UserError(
-                    f"sample {source_name}[{i}] is empty: neither text nor items; leave it out of its source"
-                )
+        for i in range(len(source)):
+            try:
+                facts = source.facts(i)
+                rows = [(numbers.get(e), *_measured(encoders, e, size, sizes)) for e, size in facts.items]
+            except (BadSample, BadMedia) as found:
+                bad[len(text)] = str(found)
+                facts, rows = Facts(0, ()), []
+            except ValueError as error:
+                raise UserError(f"sample {source_name}[{i}]: {error}") from error
+            else:
+                if not facts.text_tokens and not facts.items:
+                    raise UserError(
+                        f"sample {source_name}[{i}] is empty: neither text nor items; leave it out of its source"
+                    )
             text.append(facts.text_tokens)
-            item_count.append(len(facts.items))
-            for encoder, size in facts.items:
-                if (measured := sizes.get((encoder, size))) is None:
-                    measured = sizes[encoder, size] = _measure(encoders, encoder, size, f"{source_name}[{i}]")
-                item_rows.append((numbers[encoder], *measured))
+            item_count.append(len(rows))
+            item_rows += rows
     items = np.array(item_rows, np.int32).reshape(-1, 4)
     item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
     totals = np.zeros((len(text), 1 + len(encoders)), np.int32)
@@ -173,27 +172,19 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
     )
 
 
-def _all_facts(source: Source) -> Iterator[Facts | BadSample]:
-    """Of every sample in order; many at once where the source can."""
-    if hasattr(source, "all_facts"):
-        for first in range(0, len(source), AT_ONCE):
-            yield from source.all_facts(range(first, min(first + AT_ONCE, len(source))))
-        return
-    for i in range(len(source)):
-        try:
-            yield source.facts(i)
-        except BadSample as bad:
-            yield bad
-
-
-def _measure(encoders: Encoders, encoder: str, size: tuple[int, ...], place: str) -> tuple[int, int, int]:
-    if encoder not in encoders:
-        have = ", ".join(encoders) or "none"
-        raise UserError(f"sample {place} has an item for encoder {encoder!r}; the model's encoders: {have}")
-    try:
-        return item_size(encoders[encoder], size)
-    except ValueError as error:
-        raise UserError(f"sample {place}: {error}") from error
+def _measured(
+    encoders: Encoders,
+    encoder: str,
+    size: tuple[int, ...],
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]],
+) -> tuple[int, int, int]:
+    """`item_size`, of each size once. ValueError where there is no such encoder, or it cannot take the size."""
+    if (found := known.get((encoder, size))) is None:
+        if encoder not in encoders:
+            have = ", ".join(encoders) or "none"
+            raise ValueError(f"it has an item for encoder {encoder!r}; the model's encoders: {have}")
+        found = known[encoder, size] = item_size(encoders[encoder], size)
+    return found
 
 
 def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path) -> tuple[LengthIndex, Path]:

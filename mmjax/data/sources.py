@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def look_again(sources: Mapping[str, Source]) -> None:
     """See what has changed in the sources' files since they were read last."""
     for source in sources.values():
         if isinstance(source, ChatSource):
-            source.refresh()
+            source.read_headers()
+            source.count_tokens()
 
 
 def notes_of(sources: Mapping[str, Source]) -> list[str]:
@@ -80,8 +82,8 @@ def _open(
         return EmbeddedDataset(source, split, config.seed)
     if isinstance(source, FileSource):
         cache = cache_folder(config.data)
-        conversations = open_conversations(source, split, cache, f"data.sources.{name}")
-        return ChatSource(conversations, chat, config.model.encoders, cache)
+        reopen = partial(open_conversations, source, split, cache, f"data.sources.{name}")
+        return ChatSource(reopen, chat, config.model.encoders, cache)
     make, arguments = resolve(source.function, config_folder), {"split": split, **source.arguments}
     try:
         inspect.signature(make).bind(**arguments)

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from files_made import clip, lines, write
 from llava_folder import save_checkpoint, save_questions
 
-from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, LlavaSource, Samples, TrainingConfig
+from mmjax.config import (
+    AudioConfig,
+    BatchConfig,
+    ChatFormat,
+    Config,
+    ConnectorConfig,
+    DataConfig,
+    LlavaSource,
+    ManifestSource,
+    Placeholder,
+    Samples,
+    StoredTable,
+    TrainingConfig,
+    WhisperMel,
+)
 from mmjax.config_files import edit, from_json, to_json
 from mmjax.data.conversation import BadSample
+from mmjax.data.decode import decode_clip
 from mmjax.data.index import build_index
 from mmjax.data.packing import Arrays, pack_microbatch
 from mmjax.data.pipeline import reader_of
@@ -135,3 +152,51 @@ def test_conversations_without_a_template_are_refused(checkpoint, tmp_path):
     with pytest.raises(UserError, match=r"data\.chat does not say how they become tokens"):
         open_sources(config, "train", tmp_path)
     assert edit(config, [f"data.chat.folder={checkpoint}"]).data.chat == ChatFormat(str(checkpoint))
+
+
+SECONDS = [0.4, 1.0, 2.3, 3.0]
+
+
+@pytest.fixture(params=["split", "refuse"])
+def clips(request, checkpoint, tmp_path):
+    """Clips for an encoder whose window is a second."""
+    write(tmp_path, {f"{k}.wav": clip(int(8_000 * n)) for k, n in enumerate(SECONDS)})
+    lines(tmp_path / "clips.jsonl", [{"audio_filepath": f"{k}.wav", "text": "said"} for k in range(len(SECONDS))])
+    how = WhisperMel(seconds=1, longer=request.param)
+    encoder = AudioConfig(1, 16, 2, 16, how, StoredTable(50), connector=ConnectorConfig(merge=1))
+    template = "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{{ eos_token }}{% else %}"
+    template += "{% for p in m['content'] %}{{ '<pad>' if p['type'] == 'audio' else p['text'] }}{% endfor %}"
+    template += "{{ eos_token if m['role'] == 'assistant' }}{% endif %}{% endfor %}"
+    (tmp_path / "template.jinja").write_text(template)
+    form = ChatFormat(str(checkpoint), str(tmp_path / "template.jinja"), placeholders={"audio": Placeholder("<pad>")})
+    source = ManifestSource(str(tmp_path / "clips.jsonl"), audio=str(tmp_path))
+    base = config_of(checkpoint, tmp_path)
+    config = replace(
+        base,
+        data=DataConfig({"speech": source}, chat=form, cache=str(tmp_path / "cache")),
+        model=replace(base.model, encoders={"audio": encoder}),
+        batch=replace(base.batch, rows={"llm": 2, "audio": 2}),
+    )
+    return how.longer, config, open_sources(config, "train", tmp_path)
+
+
+def test_a_clip_beyond_the_encoders_window_is_several_items_in_turn_or_bad(clips):
+    longer, config, sources = clips
+    index, source = build_index(sources, config.model.encoders), sources["speech"]
+    if longer == "refuse":
+        assert index.bad.tolist() == [2, 3]
+        assert "a clip of 2.3 s is longer than the encoder's 1 s, and longer clips are refused" in index.reason[0]
+        return
+    assert not len(index.bad)
+    assert np.diff(index.item_start).tolist() == [1, 1, 3, 3]
+    whole = [source.item(2, k) for k in range(3)]
+    assert [len(piece) for piece in whole] == [16_000, 16_000, 4_800]
+    np.testing.assert_array_equal(np.concatenate(whole), decode_clip(source.conversations.encoded(2, 0), 16_000))
+    assert [s for s in source.sample(2).segments if isinstance(s, Item)] == [Item("audio", k) for k in range(3)]
+    planner, _ = make_planner(index, config, [1.0])
+    (plan,) = planner.plan_once(np.arange(4))
+    text = pack_microbatch(plan, Arrays.of(config.model), reader_of(sources, index)).text
+    for i in range(4):
+        assert (text.slots["audio"][text.owner == i] >= 0).sum() == index.item_tokens[
+            index.item_start[i] : index.item_start[i + 1]
+        ].sum()
