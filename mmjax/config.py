@@ -82,6 +82,15 @@ class MessagesSource(ConversationFiles):
 
 
 @dataclass(frozen=True)
+class QuestionsSource(ConversationFiles):
+    """One question a record: {"image": "a.jpg", "question": "What?", "answer": "a cat"}, or "answers": [...]."""
+
+    question: str = "question"  # the keys of both; `answer` with an s behind it does as well
+    answer: str = "answer"
+    kind: Literal["questions"] = "questions"
+
+
+@dataclass(frozen=True)
 class ManifestSource:
     """NeMo's audio manifests, JSON lines: {"audio_filepath": "a.wav", "text": "...", "offset": 0, "duration": 2.5}."""
 
@@ -126,7 +135,9 @@ class ArrayRecordSource:
     weight: float = 1.0
 
 
-FileSource = LlavaSource | ShareGptSource | MessagesSource | ManifestSource | ParquetSource | ArrayRecordSource
+FileSource = (
+    LlavaSource | ShareGptSource | MessagesSource | QuestionsSource | ManifestSource | ParquetSource | ArrayRecordSource
+)
 
 
 @dataclass(frozen=True)

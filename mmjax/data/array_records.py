@@ -51,7 +51,7 @@ def header_of(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
             else:
                 parts.append(part)
         messages.append([message.role, parts])
-    return {"messages": messages, "media": media}
+    return {"messages": messages, "media": media} | ({"answers": conversation.answers} if conversation.answers else {})
 
 
 def conversation_of(header: Mapping[str, Any]) -> Conversation:
@@ -62,7 +62,8 @@ def conversation_of(header: Mapping[str, Any]) -> Conversation:
             tuple(
                 Message(role, tuple(part if isinstance(part, str) else kinds[part] for part in parts))
                 for role, parts in header["messages"]
-            )
+            ),
+            tuple(map(str, header.get("answers", ()))),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mmjax.data.conversation import BadSample, Conversation, Media, Medium, Message
@@ -103,14 +103,28 @@ def question_record(question: Any, answer: Any, media: Mapping[Medium, Sequence[
 
     Raises BadSample.
     """
-    if isinstance(answer, Sequence) and not isinstance(answer, str) and answer:
-        answer = answer[0]  # of several that are right
+    answers: tuple[str, ...] = ()
+    if isinstance(answer, Sequence) and not isinstance(answer, str) and len(answer):
+        # Of several that are right the first is learned; VQA has one of each person: {"answer": "red", ...}.
+        given = [one.get("answer") if isinstance(one, Mapping) else one for one in answer]
+        answer, answers = given[0], tuple(one for one in given if isinstance(one, str))
     if not isinstance(question, str) or not isinstance(answer, str):
         raise BadSample("has no question" if not isinstance(question, str) else "has no answer")
     if not _PLACE.search(question):
         question = "".join(f"<{medium}>" * len(files) for medium, files in media.items()) + question
     said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return chat_record({"messages": said} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
+    found = chat_record({"messages": said} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
+    return replace(found, conversation=replace(found.conversation, answers=answers))
+
+
+def questions_record(record: Mapping[str, Any], question: str, answer: str) -> Record:
+    """A question under one key, its answer, or the list of those that are right, under another; media as in chats.
+
+    Raises BadSample.
+    """
+    media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
+    given = record.get(answer, record.get(f"{answer}s"))
+    return question_record(record.get(question), given, {medium: files for medium, files in media.items() if files})
 
 
 def clip_record(record: Mapping[str, Any], prompt: str) -> Record:

@@ -33,6 +33,7 @@ class Conversation:
     """One record of a data set."""
 
     messages: tuple[Message, ...]
+    answers: tuple[str, ...] = ()  # all that are right of its last question, where the record has several
 
     def media(self) -> Iterator[Media]:
         """All media in order."""

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mmjax.config import ArrayRecordSource, DataConfig, FileSource, ManifestSource, ParquetSource
+from mmjax.config import ArrayRecordSource, DataConfig, FileSource, ManifestSource, ParquetSource, QuestionsSource
 from mmjax.data.array_records import ArrayRecords
 from mmjax.data.chat_files import ChatFiles
-from mmjax.data.chat_records import chat_record, clip_record
+from mmjax.data.chat_records import chat_record, clip_record, questions_record
 from mmjax.data.conversation import Medium
 from mmjax.data.media_folder import MediaFolder
 from mmjax.data.parquet import ParquetRecords
@@ -68,6 +68,9 @@ def _open(source: FileSource, path: str, cache: Path, key: str, where: str) -> S
         folders[medium] = MediaFolder(root or _parent(path), source.outside, cache)
     if isinstance(source, ManifestSource):
         return ChatFiles(paths, cache, folders, partial(clip_record, prompt=source.prompt), f"clips {source.prompt}")
+    if isinstance(source, QuestionsSource):
+        keys = {"question": source.question, "answer": source.answer}
+        return ChatFiles(paths, cache, folders, partial(questions_record, **keys), f"questions {keys}")
     turns = TURNS[source.kind]
     return ChatFiles(paths, cache, folders, partial(chat_record, turns=turns), turns)
 

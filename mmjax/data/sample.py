@@ -44,6 +44,7 @@ class Question:
     prompt: Sample  # its last text ends right before the answer
     answer: str
     needs: tuple[str, ...]  # encoders of the items that the answer depends on; none for text
+    answers: tuple[str, ...] = ()  # all that are right, where there are several
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ def make(folder: Path, counts: tuple[int, ...] = (3, 2)) -> Path:
 def test_a_record_holds_a_conversation_and_its_media() -> None:
     record = packed(header_of(TALK, [5, 0]), [b"image", b""])
     assert unpacked(record) == (TALK, (b"image", b""))
+    several = replace(TALK, answers=("a cat", "a kitten"))
+    assert unpacked(packed(header_of(several, [5, 0]), [b"image", b""]))[0] == several
 
 
 @pytest.mark.parametrize("spoil", [lambda r: r[:-1], lambda r: r + b"x", lambda r: b"PICK" + r[4:], lambda r: r[:6]])

@@ -15,7 +15,7 @@ from files_made import asked, clip, lines, picture, served, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.config import LlavaSource, ManifestSource, MessagesSource, ShareGptSource
+from mmjax.config import LlavaSource, ManifestSource, MessagesSource, QuestionsSource, ShareGptSource
 from mmjax.data.conversation import BadSample, Conversation, Media, Message
 from mmjax.data.file_sources import open_conversations
 from mmjax.data.json_records import JsonRecords
@@ -122,6 +122,26 @@ def test_a_manifest_gives_the_stretch_that_its_line_names(tmp_path: Path) -> Non
     assert "is to start at 2.0 s" in reason(lambda: got.encoded(4, 0))
     assert "offset=-1" in reason(lambda: got.conversation(5))
     assert "empty clip" in reason(lambda: got.conversation(6))
+
+
+def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> None:
+    write(tmp_path, {"a.png": picture()})
+    records = [
+        {"image": "a.png", "question": "What?", "answer": "a cat"},
+        {"question": "Why <image>?", "images": ["a.png"], "answers": ["so", "thus"]},
+        {"question": "Who?", "answers": [{"answer": "you", "answer_id": 1}, {"answer": "me"}]},
+        {"question": "How?"},
+        {"question": "How?", "answers": []},
+    ]
+    got = opened(QuestionsSource(lines(tmp_path / "d.jsonl", records)), tmp_path)
+    assert got.conversation(0) == Conversation((Message("user", (IMAGE, "What?")), Message("assistant", ("a cat",))))
+    assert got.conversation(1).messages[0].parts == ("Why ", IMAGE, "?")
+    assert got.conversation(1).answers == ("so", "thus")
+    assert got.conversation(2).messages[1].parts == ("you",)
+    assert got.conversation(2).answers == ("you", "me")
+    assert reason(lambda: got.conversation(3)) == reason(lambda: got.conversation(4)) == "has no answer"
+    own = lines(tmp_path / "own.jsonl", [{"q": "What?", "gold": "a cat"}])
+    assert opened(QuestionsSource(own, question="q", answer="gold"), tmp_path).conversation(0).answers == ()
 
 
 @pytest.mark.parametrize(
