@@ -82,6 +82,11 @@ class Chat:
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders))
 
+    def said(self, tokens: Sequence[int]) -> str:
+        """What tokens say, up to where the answer ends."""
+        stop = next((k for k, token in enumerate(tokens) if token in self.tokenizer.ends), len(tokens))
+        return self.tokenizer.decode(tokens[:stop], skip_special=True).strip()
+
     def text_tokens(self, conversations: Sequence[Conversation]) -> list[int | BadSample]:
         """How many tokens of text each one's sample has, its media left out; or why `sample` refuses it."""
         found: list[int | BadSample] = []

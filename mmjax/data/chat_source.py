@@ -103,25 +103,12 @@ class ChatSource:
         begin, end = self._facts.start[index : index + 2]
         kinds = [KINDS[kind] for kind in self._facts.kind[begin:end]]
         found = []
-        for kind, (first, second) in zip(kinds, self._facts.size[begin:end].tolist(), strict=True):
-            name = self._encoder(kind)
-            found.append((name, self._sizes(name, first, second, kinds.count("image"))))
+        for kind, facts in zip(kinds, self._facts.size[begin:end].tolist(), strict=True):
+            found.append((name := encoder_for(kind, self._encoders), self._sizes(name, *facts, kinds.count("image"))))
         return found
 
     def _measured(self, name: str, first: int, second: int, images: int) -> tuple[tuple[int, ...], ...]:
-        """The sizes of a medium's items."""
-        encoder = self._encoders[name]
-        if isinstance(encoder, VisionConfig):
-            return tuple(tuple(size) for size in items_of_size(encoder.images, (first, second), images).sizes)
-        samples = clip_samples(ClipFacts(first, second), encoder.sample_rate)
-        return tuple((stop - start,) for start, stop in pieces(encoder, samples))
-
-    def _encoder(self, kind: Medium) -> str:
-        wanted = {"image": VisionConfig, "audio": AudioConfig}[kind]
-        name = next((name for name, encoder in self._encoders.items() if isinstance(encoder, wanted)), None)
-        if name is None:
-            raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; add one")
-        return name
+        return item_sizes(self._encoders[name], (first, second), images)
 
     # ------------------------------------------------------------------------------------------------------ samples
 
@@ -149,11 +136,8 @@ class ChatSource:
     def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
         encoder = self._encoders[self._items(index)[medium][0]]
         encoded = self.conversations.encoded(index, medium)
-        if isinstance(encoder, AudioConfig):
-            wave = decode_clip(encoded, encoder.sample_rate)
-            return tuple(wave[start:stop] for start, stop in pieces(encoder, len(wave)))
         images = sum(KINDS[kind] == "image" for kind in self._facts.kind[slice(*self._facts.start[index : index + 2])])
-        return items_of_image(encoder.images, decode_image(encoded), images)
+        return decoded_items(encoder, encoded, images)
 
     # ---------------------------------------------------------------------------------------------------- questions
 
@@ -166,7 +150,7 @@ class ChatSource:
         names = self._names(index)
         prompt = self.chat.prompt(Conversation(tuple(before)), names)
         needs = tuple(dict.fromkeys(name for of in names for name in of))
-        return Question("chat", "chat.answer", prompt, "".join(last.parts).strip(), needs)
+        return Question("chat", "chat.answer", prompt, "".join(last.parts).strip(), needs, conversation.answers)
 
     def answer_tokens(self, index: int) -> int:
         """Tokens that a question's answer takes, its end included."""
@@ -175,9 +159,36 @@ class ChatSource:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """What tokens say, up to where the answer ends."""
-        ends = self.chat.tokenizer.ends
-        stop = next((k for k, token in enumerate(tokens) if token in ends), len(tokens))
-        return self.chat.tokenizer.decode(list(tokens[:stop]), skip_special=True).strip()
+        return self.chat.said(tokens)
+
+
+def encoder_for(kind: Medium, encoders: Encoders) -> str:
+    """The encoder that takes media of a kind, by name. Raises UserError where there is none."""
+    wanted = {"image": VisionConfig, "audio": AudioConfig}[kind]
+    name = next((name for name, encoder in encoders.items() if isinstance(encoder, wanted)), None)
+    if name is None:
+        raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; add one")
+    return name
+
+
+def item_sizes(encoder: VisionConfig | AudioConfig, facts: Sequence[int], images: int) -> tuple[tuple[int, ...], ...]:
+    """The size of each item of a medium: (height, width) of an image of that size, (samples,) of a clip of these facts.
+
+    images: how many its sample has. Raises BadMedia.
+    """
+    first, second = facts
+    if isinstance(encoder, VisionConfig):
+        return tuple(tuple(size) for size in items_of_size(encoder.images, (first, second), images).sizes)
+    samples = clip_samples(ClipFacts(first, second), encoder.sample_rate)
+    return tuple((stop - start,) for start, stop in pieces(encoder, samples))
+
+
+def decoded_items(encoder: VisionConfig | AudioConfig, encoded: bytes, images: int) -> tuple[np.ndarray, ...]:
+    """The items of a medium's file, of the sizes that `item_sizes` says. Raises BadMedia."""
+    if isinstance(encoder, AudioConfig):
+        wave = decode_clip(encoded, encoder.sample_rate)
+        return tuple(wave[start:stop] for start, stop in pieces(encoder, len(wave)))
+    return items_of_image(encoder.images, decode_image(encoded), images)
 
 
 def _text_tokens(sample: Sample) -> list[int]:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import Config, EmbeddedSource, FileSource, FunctionSource
+from mmjax.config import ChatFormat, Config, EmbeddedSource, FileSource, FunctionSource, ModelConfig
 from mmjax.config_files import resolve
 from mmjax.data.chat import Chat, load_chat
 from mmjax.data.chat_source import ChatSource
@@ -61,10 +61,15 @@ def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:
             f"data.sources.{of_files[0]} has conversations, but data.chat does not say how they become tokens; name "
             "the folder of the checkpoint whose tokenizer and chat template to use: data.chat.folder=FOLDER"
         )
-    chat = load_chat(config.data.chat)
-    if (tokens := len(chat.tokenizer)) > (vocab := config.model.llm.vocab):
+    return chat_for(config.data.chat, config.model)
+
+
+def chat_for(form: ChatFormat, model: ModelConfig) -> Chat:
+    """The tokenizer and template of this model's conversations. Raises UserError where it has not so many tokens."""
+    chat = load_chat(form)
+    if (tokens := len(chat.tokenizer)) > (vocab := model.llm.vocab):
         raise UserError(
-            f"data.chat.folder={config.data.chat.folder}: its tokenizer has {tokens} tokens, model.llm.vocab={vocab}; "
+            f"data.chat.folder={form.folder}: its tokenizer has {tokens} tokens, model.llm.vocab={vocab}; "
             "use the model's own tokenizer"
         )
     return chat

@@ -86,12 +86,15 @@ class Decoder(nnx.Module):
 
     def context(self, text: TextBatch) -> Context:
         """The masks and the rotary angles of a batch."""
-        mask = MaskSpec(text.sample, text.pos, text.span, text.kind, text.sees)
-        rotation = text_rotation(self.config, text.position, text.sample)
+        return self.context_of(MaskSpec(text.sample, text.pos, text.span, text.kind, text.sees), text.position)
+
+    def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:
+        """The masks and the rotary angles of tokens with this mask, at these RoPE positions."""
+        rotation = text_rotation(self.config, position, mask.sample)
         if not self.config.windowed:
             return Context(mask, rotation)
-        near = mask._replace(reach=jnp.full_like(text.pos, self.config.window))
-        return Context(mask._replace(reach=jnp.full_like(text.pos, ALL)), rotation, near=near)
+        near = mask._replace(reach=jnp.full_like(mask.pos, self.config.window))
+        return Context(mask._replace(reach=jnp.full_like(mask.pos, ALL)), rotation, near=near)
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:
         """The sample of every position and its index there."""

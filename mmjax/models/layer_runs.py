@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.config import Remat
-from mmjax.models.layers import Context
+from mmjax.models.attention import MaskSpec
+from mmjax.models.layers import Context, KeysValues, Past
 from mmjax.parallel.sharding import constrain
 
 _ATTENTION = ("attention_output", "attention_logsumexp")
@@ -33,6 +34,10 @@ SAVED: dict[Remat, tuple[str, ...]] = {
     "offload": ("linear", *_ATTENTION),
     "full": (),
 }
+
+
+Kept = dict[str, KeysValues]  # by run, of a stack with its layers in front
+Of = tuple[Array | None, Array | None, KeysValues | None]  # a layer's number, whether it is near, what it keeps
 
 
 @dataclass(frozen=True)
@@ -99,18 +104,50 @@ class LayerRuns(nnx.Module):
 
         Raises ValueError where `start` and `stop` are not borders of runs, or a layer with an addition is no run.
         """
-        stop = self.plan[-1].stop if stop is None else stop
+        return self._through(x, context, start, stop, add)[0]
+
+    def kept(
+        self, x: Float[Array, "b t d"], context: Context, add: Sequence[Float[Array, "b t d"]] = ()
+    ) -> tuple[Float[Array, "b t d"], Kept]:
+        """As a call, with the keys and values of the tokens, by run: what tokens after them attend."""
+        x, kept = self._through(x, context, add=add, keep=True)
+        return x, jax.tree.map(_laid_out, kept)
+
+    def after(
+        self, x: Float[Array, "b t d"], context: Context, kept: Kept, mask: MaskSpec, at: Int[Array, ""]
+    ) -> tuple[Float[Array, "b t d"], Kept]:
+        """As a call on tokens that come after others: `kept` has a column `[B, C]` for each token, `mask` says whose.
+
+        The tokens stand in the columns from `at` on. Gives what was kept with them in it.
+        """
+        x, new = self._through(x, context, keep=True, past=(kept, mask, at))
+        write = lambda run, tokens: jax.lax.dynamic_update_slice_in_dim(run, tokens, at, axis=-3)  # noqa: E731
+        return x, jax.tree.map(_laid_out, jax.tree.map(write, kept, new))
+
+    def _through(
+        self,
+        x: Array,
+        context: Context,
+        start: int = 0,
+        stop: int | None = None,
+        add: Sequence[Array] = (),
+        keep: bool = False,
+        past: tuple[Kept, MaskSpec, Array] | None = None,
+    ) -> tuple[Array, Kept]:
+        stop, kept = self.plan[-1].stop if stop is None else stop, {}
         if {start, stop} - {border for run in self.plan for border in (run.start, run.stop)}:
             raise ValueError(f"layers {start} to {stop} do not begin and end at borders of the runs {self.plan}")
         for run in self.plan:
             if start <= run.start < stop:
                 near = tuple(i in self.near for i in range(run.start, run.stop))
-                x = _apply(self.runs[run.name], run, x, context, near)
+                before = None if past is None else Past(past[0][run.name], *past[1:])
+                x, new = _apply(self.runs[run.name], run, x, context, near, keep, before)
+                kept |= {run.name: new} if keep else {}
                 if run.start < len(add):
                     if run.stop - run.start > 1:
                         raise ValueError(f"something is added to layer {run.start}, which is no run of {self.plan}")
                     x = x + add[run.start]
-        return x
+        return x, kept
 
     def outputs(
         self, x: Float[Array, "b t d"], context: Context, layers: Sequence[int], start: int = 0, stop: int | None = None
@@ -137,7 +174,16 @@ def _born(make: Callable[[nnx.Rngs], nnx.Module], run: Run, key: Array) -> nnx.M
     return nnx.merge(graph, stacked)
 
 
-def _apply(layers: nnx.Module, run: Run, x: Array, context: Context, near: tuple[bool, ...]) -> Array:
+def _apply(
+    layers: nnx.Module,
+    run: Run,
+    x: Array,
+    context: Context,
+    near: tuple[bool, ...],
+    keep: bool = False,
+    past: Past | None = None,
+) -> tuple[Array, KeysValues | None]:
+    """What a run makes of `x`, and with `keep` its keys and values; `past` has those of the whole run."""
     graph, params = nnx.split(layers)
     scanned = run.stop - run.start > 1
     # Only dropout asks for a layer's number; without it the program has none.
@@ -146,22 +192,28 @@ def _apply(layers: nnx.Module, run: Run, x: Array, context: Context, near: tuple
     if not mixed:
         context = context._replace(mask=context.near if near[0] else context.mask, near=None)
 
-    def layer(params: Any, x: Array, context: Context, of: tuple[Array | None, Array | None]) -> Array:
-        number, is_near = of
+    def layer(params: Any, x: Array, context: Context, of: Of) -> tuple[Array, KeysValues | None]:
+        number, is_near, kept = of
         if number is not None:
             context = context._replace(dropout=context.dropout._replace(layer=number))
         if is_near is not None:
             mask = jax.tree.map(partial(jnp.where, is_near), context.near, context.mask)
             context = context._replace(mask=mask, near=None)
-        return constrain(nnx.merge(graph, params)(x, context), "rows", "length", "width")
+        own = nnx.merge(graph, params)
+        x, new = own.kept(x, context, past and past._replace(kept=kept)) if keep else (own(x, context), None)
+        return constrain(x, "rows", "length", "width"), new
 
-    if run.remat != "none":
+    if run.remat != "none" and not keep:
         # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
         layer = jax.checkpoint(layer, policy=_policy(run.remat), prevent_cse=not scanned)
     if not scanned:
-        return layer(params, x, context, (None if numbers is None else numbers[0], None))
-    each = numbers, jnp.asarray(near) if mixed else None
-    return jax.lax.scan(lambda x, of: (layer(of[0], x, context, of[1]), None), x, (params, each))[0]
+        return layer(params, x, context, (None if numbers is None else numbers[0], None, past and past.kept))
+    each = numbers, jnp.asarray(near) if mixed else None, past and past.kept
+    return jax.lax.scan(lambda x, of: layer(of[0], x, context, of[1]), x, (params, each))
+
+
+def _laid_out(kept: Float[Array, "*l b c m h"]) -> Float[Array, "*l b c m h"]:
+    return constrain(kept, "rows", None, "kv_heads", None)
 
 
 def _policy(remat: Remat) -> Callable[..., Any]:

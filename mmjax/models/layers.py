@@ -18,10 +18,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import Activation, Biased
-from mmjax.models.attention import PLAIN, Backend, MaskSpec, Scoring, attention
+from mmjax.models.attention import PLAIN, Backend, MaskSpec, Scoring, attention, dense_attention
 from mmjax.models.dropout import ATTENTION, MLP_SITE, Dropout, drop
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
+
+
+class KeysValues(NamedTuple):
+    """Rotated keys, and values, of a layer's tokens `[B, C, M, H]`; of a run of layers, with these in front."""
+
+    key: Array
+    value: Array
+
+
+class Past(NamedTuple):
+    """What tokens attend that come one after the other: a column for each, those of later ones among them."""
+
+    kept: KeysValues  # of the layer at hand
+    mask: MaskSpec  # who stands in each column, [B, C]
+    at: Array  # int32 []: the column of the first of the tokens at hand
 
 
 class Context(NamedTuple):
@@ -174,7 +189,10 @@ class SelfAttention(nnx.Module):
         self.backend: Backend = b.backend
         self.scoring = b.scoring
 
-    def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
+    def __call__(
+        self, x: Float[Array, "b t d"], context: Context, past: Past | None = None
+    ) -> tuple[Float[Array, "b t d"], KeysValues]:
+        """What the tokens see of each other, or of what `past` keeps and of themselves; and their keys and values."""
         q, k, v = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and not self.norm_heads:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -184,8 +202,14 @@ class SelfAttention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
-        seen = attention(q, k, v, context.mask, self.backend, self.scoring)
-        return self.output(seen.reshape(*x.shape[:2], self.heads * self.head_width))
+        if past is None:
+            seen = attention(q, k, v, context.mask, self.backend, self.scoring)
+        else:
+            # Of one token there is no block of queries: all scores at once.
+            keys = jax.lax.dynamic_update_slice_in_dim(past.kept.key, k, past.at, axis=1)
+            values = jax.lax.dynamic_update_slice_in_dim(past.kept.value, v, past.at, axis=1)
+            seen = dense_attention(q, keys, values, context.mask, past.mask, self.scoring)
+        return self.output(seen.reshape(*x.shape[:2], self.heads * self.head_width)), KeysValues(k, v)
 
 
 class LayerScale(nnx.Module):
@@ -218,7 +242,13 @@ class TransformerLayer(nnx.Module):
         self.mlp_after = _after(b)
 
     def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
-        seen = self.attention(self.attention_norm(x), context)
+        return self.kept(x, context)[0]
+
+    def kept(
+        self, x: Float[Array, "b t d"], context: Context, past: Past | None = None
+    ) -> tuple[Float[Array, "b t d"], KeysValues]:
+        """As a call, after `past` if there is one; with the keys and values that later tokens attend."""
+        seen, kept = self.attention(self.attention_norm(x), context, past)
         if self.attention_after is not None:
             seen = self.attention_after(seen)
         x = x + drop(seen, context.dropout, ATTENTION)
@@ -226,4 +256,4 @@ class TransformerLayer(nnx.Module):
         thought = self.mlp(self.mlp_norm(x))
         if self.mlp_after is not None:
             thought = self.mlp_after(thought)
-        return x + drop(thought, context.dropout, MLP_SITE)
+        return x + drop(thought, context.dropout, MLP_SITE), kept

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.adapters import frozen_by_adapters
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import ModelConfig, Remat, TowerRemat, VisionConfig
+from mmjax.models.cached import Cache, prefill, step
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_runs import Run, plan_runs
 from mmjax.models.lora import attach
@@ -99,6 +100,15 @@ class Model:
     ) -> Float[Array, "b t v"]:
         """Float32 logits from encoder tokens; `params` need not hold the encoders'. `noise` as in `logits`."""
         return self.module(params).decode(text, features, noise)
+
+    def prefill(self, params: Params, microbatch: Microbatch, room: int) -> tuple[Float[Array, "b v"], Cache]:
+        """Float32 logits after each row's prompt, one a row, and what is kept of it with room for so many tokens."""
+        module = self.module(params)
+        return prefill(module, microbatch.text, module.encode(microbatch.items), room)
+
+    def step(self, params: Params, token: Int[Array, " b"], cache: Cache) -> tuple[Float[Array, "b v"], Cache]:
+        """Float32 logits after one more token of each row; `params` need not hold the encoders'."""
+        return step(self.module(params), token, cache)
 
     def module(self, params: Params) -> MultimodalModel:
         """The NNX module with these parameters; where some are missing, their shapes stand in, which cannot compute."""

@@ -1,0 +1,155 @@
+"""Ask a model: ``python -m mmjax.generate RUN|HF_FOLDER [--image x.jpg] [--audio y.wav] "question"``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+
+from mmjax.config import Config, MeshConfig
+from mmjax.data.asked import Asked, AskedPrompts, ask
+from mmjax.data.chat_source import PROBES, encoder_for
+from mmjax.data.conversation import BadSample, Medium
+from mmjax.data.index import Encoders
+from mmjax.data.placement import Topology
+from mmjax.data.prompt_rows import PromptRows
+from mmjax.errors import BadMedia, UserError, run_command
+from mmjax.parallel.mesh import check_heads, make_mesh, mesh_sizes
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.console import note, say
+from mmjax.training.devices import choose_devices
+from mmjax.training.generation import MOST, Answer, Generator
+from mmjax.training.programs import keep_programs
+from mmjax.training.sampling import Sampling
+from mmjax.training.served import Served
+
+EVERY = 4  # tokens, after which a terminal shows what is new
+UNFINISHED = "\ufffd"  # how a character looks whose last byte is still to come
+
+
+def generate(
+    served: Served, asked: Asked, sampling: Sampling | None = None, most: int = MOST, show: bool = False
+) -> tuple[Answer, float]:
+    """The answer to one question, of at most so many tokens, and the seconds that it took, loading left out.
+
+    show: write it to standard output as it comes. Raises UserError where the question cannot be used, or is too long
+    for the model.
+    """
+    config, chat = served.config, served.chat()
+    prompts = AskedPrompts([asked], chat, config.model.encoders)
+    most = min(most, _room(served, prompts))
+    mesh_config, devices = _where(config)
+    mesh, rules = make_mesh(mesh_config, devices), ShardingRules.of(mesh_config)
+    keep_programs(served.programs())
+    model, params = served.load(mesh, rules)
+    generator = Generator(model, mesh, rules, chat.tokenizer.ends, chat.said, sampling, most)
+    begun = time.perf_counter()
+    if show:
+        answer = _shown(answer for _, answer in generator.answered(params, prompts, every=EVERY))
+    else:
+        (answer,) = generator.answers(params, prompts)
+    return answer, time.perf_counter() - begun
+
+
+def _shown(growing: Iterable[Answer]) -> Answer:
+    """The last of these answers, each written out as far as it says more than the one before."""
+    shown = ""
+    for answer in growing:
+        if answer.text.startswith(shown) and not answer.text.endswith(UNFINISHED):
+            print(answer.text.removeprefix(shown), end="", flush=True)
+            shown = answer.text
+    print(answer.text.removeprefix(shown), flush=True)
+    return answer
+
+
+def _room(served: Served, prompts: AskedPrompts) -> int:
+    """Tokens that fit behind the prompt. Raises UserError where none does, or the prompt cannot be used."""
+    try:
+        prompts.facts(0)
+    except BadSample as bad:
+        raise UserError(f"the question cannot be asked: {bad}") from None
+    tokens = PromptRows(prompts, served.config.model, Topology(), 0).longest
+    positions = served.positions()
+    if positions is not None and tokens >= positions:
+        raise UserError(
+            f"the question takes {tokens} tokens, images and clips included; the model has {positions} positions "
+            "(max_position_embeddings), and an answer needs some; ask for less"
+        )
+    return sys.maxsize if positions is None else positions - tokens
+
+
+def _where(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
+    """The mesh that was asked for; else as many devices as can share every head of one question's model."""
+    devices = choose_devices(config.device)
+    if config.mesh != MeshConfig():
+        check_heads(mesh_sizes(config.mesh, len(devices)), config.mesh, config.model)
+        return config.mesh, devices
+    heads = [config.model.llm.heads, config.model.llm.kv_heads, *(e.heads for e in config.model.encoders.values())]
+    tensor = math.gcd(len(devices), *heads)
+    return MeshConfig(data=1, tensor=tensor), devices[:tensor]
+
+
+def read_media(images: Sequence[Path], clips: Sequence[Path], encoders: Encoders) -> dict[Medium, list[bytes]]:
+    """The files, looked at. Raises UserError for what is no image or clip, or has no encoder."""
+    given: dict[Medium, Sequence[Path]] = {"image": images, "audio": clips}
+    return {kind: [_read(kind, path, encoders) for path in paths] for kind, paths in given.items() if paths}
+
+
+def _read(kind: Medium, path: Path, encoders: Encoders) -> bytes:
+    try:
+        encoder_for(kind, encoders)
+    except UserError:
+        raise UserError(
+            f"--{kind} {path}: this model has no encoder for it (it has {', '.join(encoders) or 'none'})"
+        ) from None
+    try:
+        encoded = path.expanduser().read_bytes()
+        PROBES[kind](io.BytesIO(encoded))
+    except OSError as error:
+        raise UserError(f"--{kind} {path}: {error.strerror or error}") from None
+    except BadMedia as bad:
+        raise UserError(f"--{kind} {path}: {bad}") from None
+    return encoded
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m mmjax.generate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
+    parser.add_argument("question", help="what to ask; <image> and <audio> in it are where media stand, else before it")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
+    parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
+    parser.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
+    parser.add_argument("--system", default="", metavar="TEXT", help="a system message before the question")
+    parser.add_argument("--max-tokens", type=int, default=MOST, metavar="N", help=f"of the answer ({MOST})")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is the most likely answer")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with P in all")
+    parser.add_argument("--seed", type=int, default=0, help="the same one draws the same answer")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: answer, tokens, seconds")
+    args = parser.parse_intermixed_args(argv)
+    if args.max_tokens < 1:
+        raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    served = Served.open(args.model, args.overrides)
+    asked = ask(args.question, read_media(args.image, args.audio, served.config.model.encoders), args.system)
+    show = sys.stdout.isatty() and not args.json
+    answer, seconds = generate(served, asked, sampling, args.max_tokens, show)
+    if args.json:
+        say(json.dumps({"answer": answer.text, "tokens": list(answer.tokens), "seconds": round(seconds, 3)}))
+        return
+    if not show:
+        say(answer.text)
+    if not answer.ended:
+        note(f"(stopped after {len(answer.tokens)} tokens, before its end; see --max-tokens)")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,133 @@
+"""A run's folder or a Hugging Face checkpoint's, as a model that can be asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, MeshConfig, ModelConfig, TrainingConfig
+from mmjax.config_files import edit
+from mmjax.data.chat import Chat
+from mmjax.data.sources import chat_for
+from mmjax.errors import UserError
+from mmjax.hf.families import from_hf, frozen
+from mmjax.hf.folder import read_json
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.checkpoint import newest, restore_parameters
+from mmjax.training.pretrained import load_pretrained
+from mmjax.training.run_folder import RunFolder
+from mmjax.training.state import parameter_shardings
+
+Params = dict[str, Any]
+
+_TEXT = ("text_config", "llm_config")  # where a multimodal checkpoint's config.json has that of its LLM
+_CAST = {"weight", "a", "b"}  # of the LLM: cast to the activations' dtype wherever they are used
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a folder says, before any weight is read. `config` is the run's, or one made for the checkpoint."""
+
+    path: Path
+    config: Config
+    run: RunFolder | None  # None: the folder of a checkpoint
+
+    @classmethod
+    def open(cls, path: Path, overrides: Sequence[str] = ()) -> Served:
+        """The folder of a run (its newest checkpoint) or of a Hugging Face checkpoint; `overrides` are `a.b=value`.
+
+        The mesh of a run was for its training: it is all devices side by side unless `overrides` say otherwise. Raises
+        UserError for a folder that is neither.
+        """
+        path = path.expanduser()
+        kind = _kind(path)
+        if kind == "run":
+            run = RunFolder(path)
+            return cls(path, edit(replace(run.read_config(), mesh=MeshConfig()), overrides), run)
+        return cls(path, edit(_config_of(path.absolute()), overrides), None)
+
+    def chat(self) -> Chat:
+        """How questions become tokens. Raises UserError where nothing says so."""
+        if self.config.data.chat is None:
+            raise UserError(
+                f"{self.path} was trained without a chat format, so nothing says how a question becomes tokens; name a "
+                "folder with a tokenizer and a chat template: data.chat.folder=FOLDER"
+            )
+        return chat_for(self.config.data.chat, self.config.model)
+
+    def positions(self) -> int | None:
+        """Tokens of the longest text that the checkpoint was made for, `max_position_embeddings`, where it is known."""
+        folders = [self.path] if self.run is None else [self.config.model.llm.weights]
+        where = Path(folders[0]) / "config.json" if folders[0] else None
+        if where is None or not where.is_file():
+            return None
+        config = read_json(where)
+        inner = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), config)
+        found = inner.get("max_position_embeddings", config.get("max_position_embeddings"))
+        return found if isinstance(found, int) else None
+
+    def programs(self) -> Path:
+        """Where compiled programs are kept."""
+        own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "programs"
+        return own if self.run is None else self.run.programs
+
+    def load(self, mesh: Mesh, rules: ShardingRules) -> tuple[Model, Params]:
+        """The model and its weights on a mesh: what only ever computes in the activations' dtype is held in it."""
+        dtype = jnp.dtype(self.config.training.precision)
+        if self.run is None:
+            model = Model.build(_still(self.config.model), dtype)
+            return model, load_pretrained(model, parameter_shardings(model, mesh, rules))
+        model = Model.build(self.config.model, dtype)
+        shardings = parameter_shardings(model, mesh, rules)
+        params = restore_parameters(self.run.checkpoints, newest(self.run.checkpoints), model, shardings)
+        return model, params | {"llm": _cast(params["llm"], dtype)}
+
+
+def _kind(path: Path) -> str:
+    """`run` or `checkpoint`."""
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder; give a run's, or that of a Hugging Face checkpoint")
+    if (path / "parts.json").exists():
+        raise UserError(
+            f"{path} is a model of several folders' parts as mmjax.export writes it, which is no whole checkpoint; "
+            "give the run's own folder"
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} holds neither a run nor a Hugging Face checkpoint: it has no config.json")
+    found = read_json(path / "config.json")
+    if "model_type" in found:
+        return "checkpoint"
+    if {"model", "training"} <= set(found):
+        return "run"
+    raise UserError(f"{path / 'config.json'} is neither a run's nor a Hugging Face checkpoint's: it has no model_type")
+
+
+def _config_of(path: Path) -> Config:
+    """A config that says of a checkpoint what a run's says of its model: how to compute it and to talk to it."""
+    model = from_hf(path)
+    config = read_json(path / "config.json")
+    inner = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), {})
+    stored = str(next((of[key] for of in (config, inner) for key in ("dtype", "torch_dtype") if of.get(key)), ""))
+    precision = "bfloat16" if stored.endswith("16") else "float32"
+    rows = dict.fromkeys(("llm", *model.encoders), 1)
+    data, batch = DataConfig(chat=ChatFormat(str(path))), BatchConfig(rows=rows)
+    return Config("checkpoint", data, batch, model, TrainingConfig(steps=1000, precision=precision))
+
+
+def _still(model: ModelConfig) -> ModelConfig:
+    """The model with every module frozen, whose weights are so held in the activations' dtype."""
+    return frozen(model, ["llm", *(part for name in model.encoders for part in (name, f"{name}.connector"))])
+
+
+def _cast(params: Params, dtype: jnp.dtype) -> Params:
+    """Nested dicts with matrices in another dtype, where they lie."""
+    flat, structure = jax.tree.flatten_with_path(params)
+    return jax.tree.unflatten(structure, [x.astype(dtype) if path[-1].key in _CAST else x for path, x in flat])

@@ -1,0 +1,152 @@
+"""Many prompts answered at once are what transformers writes after each of them alone, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from parity import loaded, random_model
+from parity_samples import Given, Part, is_text
+from test_audio_towers import AUDIO_TOKEN, HOP, clip, features_there, qwen2_audio, words
+from test_decoders import COMMON, FAMILIES
+from test_qwen_vl import GRIDS, inputs_of, qwen2_5, qwen3, samples_of
+from test_vision_language import IMAGE, INTERN, LLAVA, MEAN, SIDE, STD, TOWER, samples, save
+
+from mmjax.config import MeshConfig
+from mmjax.hf.families import from_hf
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.generation import Answer, Generator
+from mmjax.training.programs import ProgramCounter
+
+MOST = 7
+Inputs = Callable[[Sequence[Part]], dict[str, Any]]  # of transformers' model, for one prompt
+
+
+def answered(folder, prompts: Sequence[Sequence[Part]], ends: Sequence[int]) -> list[Answer]:
+    model, params, config = loaded(folder)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    vision = next((name for name in config.encoders if name != "audio"), "vision")
+    generator = Generator(model, mesh, ShardingRules(), ends, lambda tokens: " ".join(map(str, tokens)), most=MOST)
+    return generator.answers(params, Given(prompts, vision))
+
+
+def written_there(model: torch.nn.Module, inputs: dict[str, Any]) -> list[int]:
+    ids = inputs["input_ids"]
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    given = {"attention_mask": torch.ones_like(ids)} | inputs
+    with torch.no_grad():
+        return model.generate(**given, do_sample=False, max_new_tokens=MOST)[0, ids.shape[1] :].tolist()
+
+
+def check(model: torch.nn.Module, folder, prompts: Sequence[Sequence[Part]], inputs: Inputs) -> None:
+    """Tokens of two answers end them all: what is written is what is there up to the first such token."""
+    there = [written_there(model, inputs(prompt)) for prompt in prompts]
+    ends = [there[0][2], there[-1][4]]
+    stop = [next((k + 1 for k, token in enumerate(tokens) if token in ends), MOST) for tokens in there]
+    here = answered(folder, prompts, ends)
+    assert [list(a.tokens) for a in here] == [tokens[:n] for tokens, n in zip(there, stop, strict=True)]
+    assert [a.ended for a in here] == [tokens[n - 1] in ends for tokens, n in zip(there, stop, strict=True)]
+    assert len({a.tokens for a in here}) > 1
+
+
+def token_ids(prompt: Sequence[Part]) -> dict[str, Any]:
+    return {"input_ids": torch.tensor(np.concatenate(prompt))[None].long()}
+
+
+def texts(vocab: int) -> list[list[Part]]:
+    rng = np.random.default_rng(0)
+    return [[rng.integers(1, vocab, n)] for n in (14, 7, 11, 1, 3, 15)]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen2 late windows", "llama long", "llama dynamic", "qwen3"])
+def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(family, tmp_path):
+    kind, own = FAMILIES[family]
+    model = random_model(kind(**COMMON | own))
+    model.save_pretrained(tmp_path)
+    check(model, tmp_path, texts(97), token_ids)
+
+
+def with_images(tokens_per_image: int) -> Inputs:
+    def inputs(prompt: Sequence[Part]) -> dict[str, Any]:
+        tokens = [part if is_text(part) else np.full(tokens_per_image, IMAGE) for part in prompt]
+        images = [(part / 255 - MEAN) / STD for part in prompt if not is_text(part)]
+        pixels = torch.tensor(np.stack(images).transpose(0, 3, 1, 2), dtype=torch.float32) if images else None
+        return token_ids(tokens) | ({} if pixels is None else {"pixel_values": pixels})
+
+    return inputs
+
+
+def test_llava_writes_what_it_writes_there(tmp_path):
+    vision, text, own = LLAVA["clip"]
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, **own)
+    model = random_model(config, transformers.LlavaForConditionalGeneration)
+    save(model, tmp_path)
+    check(model, tmp_path, samples() + samples(1), with_images((SIDE // 4) ** 2))
+
+
+def test_internvl_writes_what_it_writes_there_with_one_tile_or_several(tmp_path):
+    vision, text, own = INTERN["plain"]
+    config = transformers.InternVLConfig(
+        vision_config=transformers.InternVLVisionConfig(**TOWER | vision),
+        text_config=text,
+        image_token_id=IMAGE,
+        **own,
+    )
+    model = random_model(config, transformers.InternVLForConditionalGeneration)
+    save(model, tmp_path)
+    check(model, tmp_path, samples(), with_images((SIDE // 8) ** 2))
+
+
+@pytest.mark.parametrize("make", [qwen2_5, qwen3])
+def test_qwen_vl_writes_what_it_writes_there_after_images_of_several_sizes(make, tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path)
+    vision = model.config.vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    prompts = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
+    # Of what follows a final image, transformers' own loop takes the first token for more of it.
+    prompts = [prompt if is_text(prompt[-1]) else [*prompt, np.array([7, 8])] for prompt in prompts]
+    check(model, tmp_path, prompts, inputs_of(model, tmp_path))
+
+
+def test_qwen2_audio_writes_what_it_writes_there_after_clips_of_several_lengths(tmp_path):
+    model = qwen2_audio(tmp_path)
+    encoder = from_hf(tmp_path).encoders["audio"]
+    prompts = [
+        [words(0, 3), clip(9_000), words(1, 4)],
+        [words(2, 6)],
+        [clip(17 * HOP), words(3, 2), clip(11_000), words(4, 3)],
+        [words(5, 2), clip(7_777), words(6, 5)],
+    ]
+
+    def inputs(prompt: Sequence[Part]) -> dict[str, Any]:
+        clips = [part for part in prompt if not is_text(part)]
+        features = features_there(encoder, clips) if clips else {}
+        frames = features["feature_attention_mask"].sum(-1).tolist() if clips else []
+        left = iter(np.full(((n - 1) // 2 + 1 - 2) // 2 + 1, AUDIO_TOKEN) for n in frames)
+        return token_ids([part if is_text(part) else next(left) for part in prompt]) | features
+
+    check(model, tmp_path, prompts, inputs)
+
+
+def test_shapes_are_few(tmp_path):
+    kind, own = FAMILIES["qwen2"]
+    random_model(kind(**COMMON | own)).save_pretrained(tmp_path)
+    model, params, _ = loaded(tmp_path)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    generator = Generator(model, mesh, ShardingRules(), (), str, most=4)
+    rng = np.random.default_rng(0)
+    of = lambda lengths: Given([[rng.integers(1, 97, n)] for n in lengths])  # noqa: E731
+    generator.answers(params, of([15, 20, 40]))
+    counter = ProgramCounter()
+    assert len(generator.answers(params, of([1, 7, 33, 16]))) == 4
+    assert counter.requested <= 2  # three prompts of at most 16 tokens are a batch of four rows
+    counter = ProgramCounter()
+    generator.answers(params, of([2, 16, 5, 17, 48]))
+    assert counter.requested == 0
