@@ -272,7 +272,8 @@ def test_a_fault_in_a_question_to_evaluate_is_named(words, expected, capsys, a_r
 
 
 def test_a_folder_without_a_run_or_with_a_torn_config_is_named(capsys, a_run, tmp_path):
-    assert "holds no run" in refused(capsys, evaluate.main, tmp_path / "nothing")
+    assert "is no folder; give a run's" in refused(capsys, evaluate.main, tmp_path / "nothing")
+    assert "holds neither a run nor" in refused(capsys, evaluate.main, tmp_path)
     config = json.loads((a_run / "config.json").read_text())
     (a_run / "config.json").write_text(json.dumps(config | {"sed": 1}))
     assert f"{a_run}/config.json" in refused(capsys, evaluate.main, a_run)

@@ -99,6 +99,11 @@ class ParquetRecords:
         return self._files[number], index - int(self._starts[number])
 
 
+def column_names(path: str) -> list[str]:
+    """The columns of one file. Raises UserError for what is no Parquet file."""
+    return list(_File(path, _Held()).columns)
+
+
 @dataclass(frozen=True)
 class Cell:
     """The encoded file in a row's media column, or one of the list that is there."""

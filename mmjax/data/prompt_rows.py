@@ -54,21 +54,26 @@ class PromptRows:
         """Tokens of the longest prompt, its items' included."""
         return int(self._index.llm_tokens.max(initial=0))
 
-    def batches(self) -> Iterator[tuple[np.ndarray, Microbatch]]:
-        """All prompts, those of like length together. With each batch int64 `[rows]`: the prompt in each row, or -1."""
+    def batches(self, spoiled: dict[int, str] | None = None) -> Iterator[tuple[np.ndarray, Microbatch]]:
+        """All prompts, those of like length together. With each batch int64 `[rows]`: the prompt in each row, or -1.
+
+        One that cannot be read goes into `spoiled` with the reason; without that it is a UserError that names it.
+        """
         length = np.array([in_steps(int(n), UNIT) for n in self._index.llm_tokens], np.int64)
         for columns in np.unique(length).tolist():
             waiting = np.flatnonzero(length == columns)
             most = self._topology.ranks * _rows(self._at_once, columns + self._room)
             for first in range(0, len(waiting), most):
-                yield self._batch(waiting[first : first + most], columns)
+                yield self._batch(waiting[first : first + most], columns, spoiled)
 
-    def _batch(self, prompts: np.ndarray, columns: int) -> tuple[np.ndarray, Microbatch]:
+    def _batch(
+        self, prompts: np.ndarray, columns: int, spoiled: dict[int, str] | None
+    ) -> tuple[np.ndarray, Microbatch]:
         plan = self._plan(prompts, columns)
-        packed = pack_microbatch(plan, self._arrays, self._reader)
+        packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
         there = {name for k, name in enumerate(self._arrays.encoders, start=1) if np.any(plan.module == k)}
         lies = np.full(len(packed.text.token), -1)
-        lies[plan.row[plan.part_start[:-1]]] = prompts
+        lies[plan.row[plan.part_start[:-1]]] = np.where(np.isin(prompts, list(spoiled or ())), -1, prompts)
         return lies, packed._replace(items={name: batch for name, batch in packed.items.items() if name in there})
 
     def _plan(self, prompts: np.ndarray, columns: int) -> MicrobatchPlan:

@@ -87,16 +87,22 @@ class Generator:
         return [found[n] for n in range(len(found))]
 
     def answered(
-        self, params: Params, prompts: Source, numbers: Sequence[int] | None = None, every: int = 0
+        self,
+        params: Params,
+        prompts: Source,
+        numbers: Sequence[int] | None = None,
+        every: int = 0,
+        spoiled: dict[int, str] | None = None,
     ) -> Iterator[tuple[int, Answer]]:
         """The same as they come, a batch at a time: the place of each in `numbers`, and the answer.
 
-        every: give answers that are not finished too, again and again after so many tokens. What is drawn at random
+        every: give answers that are not finished too, again and again after so many tokens. spoiled: gets the places of
+        prompts that turn out unreadable, and why; without it they are errors. What is drawn at random
         depends on the seed and the prompt's number in its source, not on what else is asked.
         """
         numbers = range(len(prompts)) if numbers is None else numbers
         rows = PromptRows(Some(prompts, numbers), self._model.config, self._topology, self._most, self._at_once)
-        for lies, batch in rows.batches():
+        for lies, batch in rows.batches(spoiled):
             of = np.array([numbers[n] if n >= 0 else 0 for n in lies], np.int32)
             for said, ended in self._tokens(params, batch, of, every or self._most):
                 for row in np.flatnonzero(lies >= 0):
