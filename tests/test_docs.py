@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from llava_folder import save_parts
+from fine_tuning import moved_run
+from llava_folder import save_checkpoint, save_parts, save_questions
+from PIL import Image
 
 from mmjax.adapters import adapted_modules
 from mmjax.bench import main as bench
 from mmjax.config_files import load
 from mmjax.errors import run_command
+from mmjax.generate import main as generate
 from mmjax.train import main as train
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +71,30 @@ def test_the_captions_example_in_data_md_trains(
     code = run_command(lambda: train(["captions.py", "training.steps=3", "schedule.warmup=1", *small]))
     assert code == 0, capsys.readouterr().err
     assert "3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_examples_in_using_md_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = save_checkpoint(tmp_path / "llava-1.5-7b-hf")
+    data = save_questions(tmp_path / "data", 2)
+    (tmp_path / "runs").mkdir()
+    words = [f"checkpoint={checkpoint}", f"data={data}", f"run={tmp_path / 'runs' / 'mine'}"]
+    moved_run(load("llava_lora", [*words, "model.lora.llm.rank=2"]))
+    for name in ("street.jpg", "left.jpg"):
+        Image.new("RGB", (30, 20), "red").save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^python -m mmjax.generate (.+)$", (ROOT / "docs/using.md").read_text(), re.M)
+    assert len(commands) == 3
+    for command in commands:
+        few = [] if "--max-tokens" in command else ["--max-tokens", "6"]
+        assert run_command(partial(generate, [*shlex.split(command), *few])) == 0, capsys.readouterr().err
+    write_examples("docs/using.md", tmp_path)
+    made: dict[str, Any] = {}
+    exec((tmp_path / "ask.py").read_text(), made)
+    said = made["answers"](checkpoint, ["What?", "How many?"], (tmp_path / "left.jpg").read_bytes())
+    assert [0 < len(answer.tokens) <= 16 for answer in said] == [True, True]
 
 
 def test_the_examples_in_balance_md_run(capsys: pytest.CaptureFixture[str]) -> None:

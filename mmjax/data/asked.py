@@ -37,9 +37,7 @@ def ask(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = ""
     for kind in ("image", "audio"):
         count, given = marked.count(kind), len(files.get(kind, ()))
         if count not in (0, given):
-            raise UserError(f"the question has {count} places <{kind}> for {given} file(s) (--{kind})")
-        if count and not given:
-            raise UserError(f"the question has a place <{kind}> and there is no --{kind}")
+            raise UserError(f"the question has {count} places <{kind}> for {given} file(s); give one --{kind} for each")
     if not _PLACE.sub("", question).strip():
         raise UserError("the question is empty; say what to ask")
     pieces = _PLACE.split(question)
