@@ -8,6 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jaxtyping
 import pytest
+from compilation import quickly
 
 jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("mmjax.models", "beartype.beartype")
@@ -30,7 +31,6 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
-    """Without LLVM's optimizations: half the time to compile; what XLA partitions and allocates stays the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    """For a whole module."""
+    with quickly():
+        yield

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 from commands import MEDIA_WORDS, TINY, TINY_MEDIA, files, finish, media_run, run, runs_of, start
+from compilation import quickly
 
 from mmjax import train
 from mmjax.config_files import default_config, describe, load
@@ -73,7 +74,8 @@ def test_a_run_in_little_memory_computes_again_and_learns_the_same(trained, caps
 @pytest.mark.slow
 def test_with_profile_layers_are_timed_and_the_compiler_says_what_fits(trained, capsys, tmp_path):
     words = ("--profile", "mesh.memory=0.003", f"run={tmp_path / 'run'}")
-    ended = run(capsys, train.main, TINY_MEDIA, *MEDIA_WORDS, *words)
+    with quickly():
+        ended = run(capsys, train.main, TINY_MEDIA, *MEDIA_WORDS, *words)
     assert ended.code == 0, ended.err
     assert "profile: timing layers of llm" in ended.err
     found = re.search(r"predicted of 3\.0 MB a device.*\n +(\d\.\d) MB by the compiler", ended.out)
