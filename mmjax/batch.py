@@ -6,7 +6,8 @@ are in the order of the ranks that hold them, as many for each.
 
 Encoder tokens reach the text in two steps: every rank sends to its peers what `send` names, positions of its own
 connector output `[its rows * L']`; then each text position takes the token that `slots` names from what its rank got,
-`[peers * width]`, followed by what the rank made itself.
+`[peers * width]`, followed by what the rank made itself. Of an encoder whose images are interpolated, `slots` names
+several tokens for each position, and `shares` says how much of each: `[R, T, several]`, both.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class TextBatch(NamedTuple):
     offset: Array  # index in the sample
     slots: dict[str, Array]  # per encoder: index into what the rank got of its tokens and made itself, -1 = not from it
     send: dict[str, Array]  # per encoder `[ranks, peers, width]`: what a rank made that goes to each peer, -1 = nothing
+    shares: dict[str, Array] = {}  # noqa: RUF012  # float32, per encoder whose images are interpolated
 
 
 class ItemBatch(NamedTuple):

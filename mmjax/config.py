@@ -216,7 +216,11 @@ class DynamicTiles:
 
 @dataclass(frozen=True)
 class AnyRes:
-    """The whole image as one tile, then the tiles of the best of some resolutions, as for LLaVA-NeXT and -OneVision."""
+    """The whole image as one tile, then the tiles of the best of some resolutions, as for LLaVA-NeXT and -OneVision.
+
+    The LLM sees the tokens of the tiles tile by tile, or by the rows of the image that they make up, without what is
+    only padding, and `connector.newline` behind each.
+    """
 
     tile: int = 336
     pinpoints: tuple[str, ...] = ("336x672", "672x336", "672x672", "1008x336", "336x1008")  # height x width
@@ -225,6 +229,8 @@ class AnyRes:
     )
     background: tuple[int, ...] = (122, 116, 104)  # red, green and blue of that padding
     filter: Filter = "bicubic"
+    order: Literal["tiles", "rows"] = "tiles"
+    most_tiles: int = 0  # rows with over 1.21 times as many tokens as these have are interpolated to as many; 0 = never
     kind: Literal["any_res"] = "any_res"
 
 
@@ -473,6 +479,7 @@ class ConnectorConfig:
     activation: Activation = "gelu_tanh"
     biases: tuple[Biased, ...] = ("up", "down")
     position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0 = none
+    newline: bool = False  # a learned token behind every row of an image whose tokens the LLM sees by rows
     frozen: bool = False
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
 

@@ -6,18 +6,20 @@ import hashlib
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from mmjax.config import AudioConfig, VisionConfig
+from mmjax.data.arrangement import Arrangement, arranged
 from mmjax.data.chat import Chat
 from mmjax.data.conversation import BadSample, Conversation, Media, Medium
 from mmjax.data.decode import ClipFacts, clip_facts, clip_samples, decode_clip, decode_image, image_size
 from mmjax.data.image_items import items_of_image, items_of_size
 from mmjax.data.index import Encoders
+from mmjax.data.media import item_size, token_grid
 from mmjax.data.media_facts import KINDS, MediaFacts, Probe, open_facts, read_facts
-from mmjax.data.sample import Facts, Question, Sample, Text
+from mmjax.data.sample import Arranged, Facts, Item, Question, Sample, Text
 from mmjax.data.stored import StoredConversations
 from mmjax.data.template import ASSISTANT
 from mmjax.errors import BadMedia, UserError
@@ -36,6 +38,25 @@ def probe_clip(file: BinaryIO) -> tuple[int, int]:
 
 
 PROBES: dict[Medium, Probe] = {"image": probe_image, "audio": probe_clip}
+
+
+class MediumItems(NamedTuple):
+    """What one medium becomes, known from its header."""
+
+    encoder: str
+    sizes: tuple[tuple[int, ...], ...]  # of each item
+    tokens: Arrangement | None  # of an image whose tokens are not simply those of its items
+
+    def count(self, encoders: Encoders) -> int:
+        """Tokens of the LLM."""
+        encoder = encoders[self.encoder]
+        return sum(item_size(encoder, size).tokens for size in self.sizes) if self.tokens is None else len(self.tokens)
+
+
+def image_items(name: str, encoder: VisionConfig, size: tuple[int, int], images: int) -> MediumItems:
+    """What an image of (height, width) becomes, one of so many of its sample. Raises BadMedia."""
+    sizes = items_of_size(encoder.images, size, images).sizes
+    return MediumItems(name, sizes, arranged(encoder, size, [token_grid(encoder, size)[1:] for size in sizes]))
 
 
 class ChatSource:
@@ -100,13 +121,15 @@ class ChatSource:
         if isinstance(text, BadSample):
             return text
         try:
-            items = [(name, size) for name, sizes in self._items(index) for size in sizes]
+            media = self._items(index)
         except BadMedia as bad:
             return BadSample(str(bad))
-        return Facts(text, tuple(items))
+        plain = all(medium.tokens is None for medium in media)
+        tokens = None if plain else sum(medium.count(self._encoders) for medium in media)
+        return Facts(text, tuple((medium.encoder, size) for medium in media for size in medium.sizes), tokens)
 
-    def _items(self, index: int) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
-        """Of every medium: its encoder, and the size of each of its items. Raises BadMedia."""
+    def _items(self, index: int) -> list[MediumItems]:
+        """What every medium becomes. Raises BadMedia."""
         begin, end = self._facts.start[index : index + 2]
         kinds = [KINDS[kind] for kind in self._facts.kind[begin:end]]
         found = []
@@ -114,10 +137,10 @@ class ChatSource:
             name = self._encoder(kind)
             encoder = self._encoders[name]
             if isinstance(encoder, VisionConfig):
-                sizes = items_of_size(encoder.images, (first, second), kinds.count("image")).sizes
+                found.append(image_items(name, encoder, (first, second), kinds.count("image")))
             else:
-                sizes = ((clip_samples(ClipFacts(first, second), encoder.sample_rate),),)
-            found.append((name, tuple(tuple(size) for size in sizes)))
+                samples = clip_samples(ClipFacts(first, second), encoder.sample_rate)
+                found.append(MediumItems(name, ((samples,),), None))
         return found
 
     def _encoder(self, kind: Medium) -> str:
@@ -131,27 +154,24 @@ class ChatSource:
 
     def sample(self, index: int) -> Sample:
         """The conversation's tokens and places. Raises BadSample."""
-        return self.chat.sample(self.conversations.conversation(index), self._names(index))
+        media = self._items(index)
+        return in_rows(self.chat.sample(self.conversations.conversation(index), _names(media)), media)
 
     def item(self, index: int, number: int) -> np.ndarray:
         """An item of the sample, decoded. Raises BadMedia."""
         medium, within = self._medium(index, number)
         return self._decoded(index, medium)[within]
 
-    def _names(self, index: int) -> list[list[str]]:
-        """The encoder of each item of every medium."""
-        return [[name] * len(sizes) for name, sizes in self._items(index)]
-
     def _medium(self, index: int, number: int) -> tuple[int, int]:
         """The medium that an item is of, and which of its items."""
-        for medium, (_, sizes) in enumerate(self._items(index)):
-            if number < len(sizes):
+        for medium, of in enumerate(self._items(index)):
+            if number < len(of.sizes):
                 return medium, number
-            number -= len(sizes)
+            number -= len(of.sizes)
         raise IndexError(f"sample {index} has no item {number}")
 
     def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
-        encoder = self._encoders[self._items(index)[medium][0]]
+        encoder = self._encoders[self._items(index)[medium].encoder]
         encoded = self.conversations.encoded(index, medium)
         if isinstance(encoder, AudioConfig):
             return (decode_clip(encoded, encoder.sample_rate),)
@@ -166,9 +186,9 @@ class ChatSource:
         *before, last = conversation.messages
         if last.role != ASSISTANT or any(isinstance(part, Media) for part in last.parts):
             raise BadSample("it does not end with an answer of the assistant, so there is nothing to ask")
-        names = self._names(index)
-        prompt = self.chat.prompt(Conversation(tuple(before)), names)
-        needs = tuple(dict.fromkeys(name for of in names for name in of))
+        media = self._items(index)
+        prompt = in_rows(self.chat.prompt(Conversation(tuple(before)), _names(media)), media)
+        needs = tuple(dict.fromkeys(medium.encoder for medium in media))
         return Question("chat", "chat.answer", prompt, "".join(last.parts).strip(), needs)
 
     def answer_tokens(self, index: int) -> int:
@@ -181,6 +201,24 @@ class ChatSource:
         ends = self.chat.tokenizer.ends
         stop = next((k for k, token in enumerate(tokens) if token in ends), len(tokens))
         return self.chat.tokenizer.decode(list(tokens[:stop]), skip_special=True).strip()
+
+
+def _names(media: Sequence[MediumItems]) -> list[list[str]]:
+    """The encoder of each item of every medium."""
+    return [[medium.encoder] * len(medium.sizes) for medium in media]
+
+
+def in_rows(sample: Sample, media: Sequence[MediumItems]) -> Sample:
+    """The sample with one place for all items of each image whose tokens are arranged."""
+    place: dict[int, Arranged | None] = {}  # by item; None: it goes with one before it
+    number = 0
+    for medium in media:
+        items = range(number, number + len(medium.sizes))
+        if medium.tokens is not None:
+            place |= dict.fromkeys(items) | {number: Arranged(medium.encoder, number, len(items), medium.tokens)}
+        number = items.stop
+    segments = (place.get(s.number, s) if isinstance(s, Item) else s for s in sample.segments)
+    return Sample(tuple(segment for segment in segments if segment is not None))
 
 
 def _text_tokens(sample: Sample) -> list[int]:

@@ -14,9 +14,10 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
+from mmjax.data.arrangement import CORNERS, NEWLINE, NOTHING, interpolates
 from mmjax.data.media import hidden_tokens, positions_per_token, prepare, token_grid
 from mmjax.data.placement import MicrobatchPlan
-from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.sample import Arranged, Facts, Item, Sample, Text
 from mmjax.errors import UserError
 
 # Bits of `kind` and `sees`: text, then the encoders, then the branches of a sample.
@@ -51,6 +52,10 @@ class Arrays:
         """Of the patches or frames."""
         return np.uint8 if isinstance(self.encoders[encoder], VisionConfig) else np.float32
 
+    def newline(self, encoder: str) -> bool:
+        """Whether there is a token that stands behind rows of an image."""
+        return self.encoders[encoder].connector.newline
+
     def bit(self, encoder: str) -> int:
         """The kind of an encoder's tokens."""
         return TEXT_KIND << 1 + list(self.encoders).index(encoder)
@@ -73,6 +78,7 @@ class Place(NamedTuple):
     encoder: str
     slot: int  # of the first, in what the rank of its sample got and made
     tokens: int
+    newline: int = PADDING  # where that of the encoder's connector is among them
     grid: tuple[int, int, int] | None = None  # of an image where positions have axes: times, rows, columns of tokens
 
 
@@ -108,6 +114,7 @@ class Sent(NamedTuple):
 
     send: np.ndarray  # int32 [ranks, peers, width], as in TextBatch
     slot: np.ndarray  # int64 [p], of the first token of each of the encoder's items that arrive or stay here
+    newline: int  # slot of the connector's, which every row of a rank ends with: that of its own first row
 
 
 def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks: range) -> Sent:
@@ -117,7 +124,8 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
     items = np.flatnonzero(plan.module == module)
     rank, tokens = plan.rank(), plan.length[items] // group - hidden_tokens(arrays.encoders[encoder])
     source, home = rank[items], rank[plan.part_start[:-1]][plan.sample_of()][items]
-    first = (plan.row[items] % plan.rows[module] * np.int64(length) + plan.offset[items]) // group
+    row_tokens, newline = length // group + arrays.newline(encoder), peers * width + length // group
+    first = plan.row[items] % plan.rows[module] * np.int64(row_tokens) + plan.offset[items] // group
     arrived = pack_places(tokens, home, plan.topology.ranks)
     moved = Rearrangement(tokens, Places(source, first), arrived, plan.topology.ranks)
     capacity = int((arrived.offset + tokens).max(initial=1))
@@ -129,7 +137,7 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
         here = (home >= mine.start) & (home < mine.stop)
         slot[items[here]] = found.gather[home[here] - mine.start, arrived.offset[here]]
         send.append(found.send)
-    return Sent(np.concatenate(send), slot)
+    return Sent(np.concatenate(send), slot, newline if arrays.newline(encoder) else PADDING)
 
 
 @contextmanager
@@ -209,8 +217,10 @@ def _pack_text(plan: MicrobatchPlan, arrays: Arrays, share: range, reader: Reade
 
 
 def _empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarray]) -> TextBatch:
-    def full(value: int) -> np.ndarray:
-        return np.full(shape, value, np.int32)
+    mixed = [encoder for encoder, config in arrays.encoders.items() if interpolates(config)]
+
+    def full(value: int, *more: int) -> np.ndarray:
+        return np.full((*shape, *more), value, np.int32)
 
     return TextBatch(
         token=full(0),
@@ -225,22 +235,24 @@ def _empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarr
         source=full(PADDING),
         owner=full(PADDING),
         offset=full(0),
-        slots={encoder: full(PADDING) for encoder in arrays.encoders},
+        slots={e: full(PADDING, CORNERS) if e in mixed else full(PADDING) for e in arrays.encoders},
         send=send,
+        shares={encoder: np.zeros((*shape, CORNERS), np.float32) for encoder in mixed},
     )
 
 
 def _stretch(batch: TextBatch, row: int, at: slice) -> TextBatch:
     """Views `[n]` of the part of a row that a sample gets."""
-    views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f not in ("slots", "send")}
-    return TextBatch(**views, slots={e: s[row, at] for e, s in batch.slots.items()}, send={})
+    views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f not in ("slots", "send", "shares")}
+    slots, shares = ({e: s[row, at] for e, s in of.items()} for of in (batch.slots, batch.shares))
+    return TextBatch(**views, slots=slots, send={}, shares=shares)
 
 
 def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent]) -> Place:
     encoder = list(arrays.encoders)[int(plan.module[part]) - 1]
     config = arrays.encoders[encoder]
     tokens = int(plan.length[part]) // positions_per_token(config) - hidden_tokens(config)
-    return Place(encoder, int(sent[encoder].slot[part]), tokens)
+    return Place(encoder, int(sent[encoder].slot[part]), tokens, sent[encoder].newline)
 
 
 def _with_grids(places: Sequence[Place], arrays: Arrays, facts: Facts) -> list[Place]:
@@ -279,8 +291,8 @@ def _write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequen
         if isinstance(segment, Text):
             _write_text(row, here, segment, arrays, last.get(branch))
         else:
-            _write_item(row, here, places[segment.number], arrays, first_span + segment.number + 1)
-            if (grid := places[segment.number].grid) is not None:
+            _write_tokens(row, here, segment, places, arrays, first_span + segment.number + 1)
+            if isinstance(segment, Item) and (grid := places[segment.number].grid) is not None:
                 along = np.stack(np.unravel_index(along, grid), axis=-1)
         row.position[here] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
         position[branch] = begin + along.max(initial=-1) + 1
@@ -304,12 +316,43 @@ def _write_text(row: TextBatch, here: slice, text: Text, arrays: Arrays, before:
         raise ValueError(f"the first token of branch {text.branch} has a loss weight, but none before it predicts it")
 
 
-def _write_item(row: TextBatch, here: slice, place: Place, arrays: Arrays, span: int) -> None:
-    """An item's tokens: where they come from, and how they see each other and what is before them."""
-    row.slots[place.encoder][here] = np.arange(place.slot, place.slot + place.tokens)
-    row.kind[here] = arrays.bit(place.encoder)
+def _write_tokens(
+    row: TextBatch, here: slice, segment: Item | Arranged, places: Sequence[Place], arrays: Arrays, span: int
+) -> None:
+    """Tokens of items: where they come from, and how they see each other and what is before them."""
+    encoder, of = segment.encoder, places[segment.number : segment.number + _items(segment)]
+    came = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in of])
+    slots, shares = came[:, None], np.ones((1, 1), np.float32)
+    if isinstance(segment, Arranged):
+        codes = np.array([of[0].newline, PADDING])  # at the end, as NEWLINE and NOTHING count from there
+        slots, shares = np.concatenate([came, codes])[segment.tokens.token], segment.tokens.share
+    if encoder in row.shares:
+        row.slots[encoder][here, : slots.shape[1]], row.shares[encoder][here, : slots.shape[1]] = slots, shares
+    else:
+        row.slots[encoder][here] = slots[:, 0]
+    row.kind[here] = arrays.bit(encoder)
     row.sees[here] = 0 if arrays.items == "isolated" else _everyone(arrays)
     row.span[here] = 0 if arrays.items == "causal" else span
+
+
+def _items(segment: Item | Arranged) -> int:
+    return segment.items if isinstance(segment, Arranged) else 1
+
+
+def _tokens_of(segment: Item | Arranged, places: Sequence[Place], arrays: Arrays) -> int:
+    """Tokens of the LLM that a segment takes. ValueError where they are arranged as they cannot be."""
+    if isinstance(segment, Item):
+        return places[segment.number].tokens
+    token, have = segment.tokens.token, sum(p.tokens for p in places[segment.number :][: segment.items])
+    if not NEWLINE <= token.min(initial=NOTHING) <= token.max(initial=NOTHING) < have:
+        raise ValueError(
+            f"its items from {segment.number} on have {have} tokens; it places {token.min()} to {token.max()}"
+        )
+    if (token == NEWLINE).any() and not arrays.newline(segment.encoder):
+        raise ValueError(f"it places newlines, and connector.newline of {segment.encoder!r} is false")
+    if not interpolates(arrays.encoders[segment.encoder]) and (token[:, 1:] != NOTHING).any():
+        raise ValueError(f"it mixes tokens of {segment.encoder!r}, whose images say nothing of interpolation")
+    return len(segment.tokens)
 
 
 def _everyone(arrays: Arrays) -> int:
@@ -321,12 +364,12 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
     """Tokens of each segment. ValueError where the sample isn't what its source's facts() say, or can't be written."""
     lengths, numbers = [], []
     for segment in sample.segments:
-        if isinstance(segment, Item):
-            numbers.append(segment.number)
-            known = segment.number < len(places) and places[segment.number].encoder == segment.encoder
-            lengths.append(places[segment.number].tokens if known else 0)
-            if not known:
-                raise ValueError(f"its item {segment.number} of {segment.encoder!r} is not in its source's facts()")
+        if not isinstance(segment, Text):
+            for number in range(segment.number, segment.number + _items(segment)):
+                if number >= len(places) or places[number].encoder != segment.encoder:
+                    raise ValueError(f"its item {number} of {segment.encoder!r} is not in its source's facts()")
+                numbers.append(number)
+            lengths.append(_tokens_of(segment, places, arrays))
             continue
         tokens, weights = segment.tokens, segment.weights
         lengths.append(len(tokens))

@@ -153,7 +153,7 @@ class StepLoader:
     def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
         per_token = np.array([1, *self.index.positions_per_token])
         tokens = np.bincount(plan.module, plan.length // per_token[plan.module], len(per_token)).astype(np.int64)
-        tokens[0] = self.index.llm_tokens[plan.samples].sum() - tokens[1:].sum()
+        tokens[0] = self.index.text_tokens[plan.samples].sum()
         return tokens
 
     def __getstate__(self) -> dict[str, object]:

@@ -60,7 +60,7 @@ class Prompts:
     def facts(self, index: int) -> Facts:
         """The sample's items; the text is the question's."""
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
-        return Facts(text, self.source.facts(index).items)
+        return replace(self.source.facts(index), text_tokens=text)
 
     def sample(self, index: int) -> Sample:
         """The question and the room for its answer, in the same branch."""

@@ -65,7 +65,8 @@ class MultimodalModel(nnx.Module):
         """The head of an encoder and its connector, on what the connector's `deepstack` and the last layer give."""
         *deeper, x = outputs
         encoder = self.encoders[name]
-        return self.connectors[name](encoder.finished(x), *encoder.places(batch), deeper)
+        connector = self.connectors[name]
+        return connector.with_newline(connector(encoder.finished(x), *encoder.places(batch), deeper))
 
     def decode(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
@@ -89,14 +90,19 @@ class MultimodalModel(nnx.Module):
             if feature.size and name in text.slots:
                 sent = _sent(feature, text, name).astype(x.dtype)
                 first, *deeper = jnp.split(sent, sent.shape[-1] // x.shape[-1], axis=-1)
-                x = jnp.where((text.slots[name] >= 0)[..., None], first, x)
+                slots = text.slots[name]
+                here = slots >= 0 if slots.ndim == 2 else jnp.any(slots >= 0, axis=-1)
+                x = jnp.where(here[..., None], first, x)
                 add = [a + b for a, b in zip_longest(add, deeper, fillvalue=0)]
         return constrain(x, "rows", "length", "width"), add
 
 
 def _sent(feature: Float[Array, "r m e"], text: TextBatch, encoder: str) -> Float[Array, "b t e"]:
-    """An encoder's tokens where the text wants them, zeros elsewhere."""
+    """An encoder's tokens where the text wants them, mixed by their shares where it wants several; else zeros."""
     send, slots, on = text.send[encoder], text.slots[encoder], active()
     mesh, exchange = (None, "padded") if on is None else (on.mesh, on.exchange)
     tokens, gather = feature.reshape(len(send), -1, feature.shape[-1]), slots.reshape(len(send), -1)
-    return dispatch(tokens, send, gather, mesh, exchange).reshape(*slots.shape, -1)
+    sent = dispatch(tokens, send, gather, mesh, exchange).reshape(*slots.shape, -1)
+    if encoder not in text.shares:
+        return sent
+    return jnp.sum(sent * text.shares[encoder][..., None], axis=2)
