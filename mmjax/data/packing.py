@@ -12,7 +12,7 @@ import numpy as np
 
 from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
-from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
+from mmjax.batch import PADDING, ItemBatch, Microbatch, Mixed, TextBatch
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
 from mmjax.data.arrangement import CORNERS, NEWLINE, NOTHING, interpolates
 from mmjax.data.media import hidden_tokens, positions_per_token, prepare, token_grid
@@ -217,10 +217,11 @@ def _pack_text(plan: MicrobatchPlan, arrays: Arrays, share: range, reader: Reade
 
 
 def _empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarray]) -> TextBatch:
-    mixed = [encoder for encoder, config in arrays.encoders.items() if interpolates(config)]
-
     def full(value: int, *more: int) -> np.ndarray:
         return np.full((*shape, *more), value, np.int32)
+
+    def mixed() -> Mixed:
+        return Mixed(full(PADDING, CORNERS), np.zeros((*shape, CORNERS), np.float32))
 
     return TextBatch(
         token=full(0),
@@ -235,17 +236,18 @@ def _empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarr
         source=full(PADDING),
         owner=full(PADDING),
         offset=full(0),
-        slots={e: full(PADDING, CORNERS) if e in mixed else full(PADDING) for e in arrays.encoders},
+        slots={name: mixed() if interpolates(encoder) else full(PADDING) for name, encoder in arrays.encoders.items()},
         send=send,
-        shares={encoder: np.zeros((*shape, CORNERS), np.float32) for encoder in mixed},
     )
 
 
 def _stretch(batch: TextBatch, row: int, at: slice) -> TextBatch:
     """Views `[n]` of the part of a row that a sample gets."""
-    views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f not in ("slots", "send", "shares")}
-    slots, shares = ({e: s[row, at] for e, s in of.items()} for of in (batch.slots, batch.shares))
-    return TextBatch(**views, slots=slots, send={}, shares=shares)
+    views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f not in ("slots", "send")}
+    slots = {
+        e: Mixed(*(of[row, at] for of in s)) if isinstance(s, Mixed) else s[row, at] for e, s in batch.slots.items()
+    }
+    return TextBatch(**views, slots=slots, send={})
 
 
 def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent]) -> Place:
@@ -326,10 +328,11 @@ def _write_tokens(
     if isinstance(segment, Arranged):
         codes = np.array([of[0].newline, PADDING])  # at the end, as NEWLINE and NOTHING count from there
         slots, shares = np.concatenate([came, codes])[segment.tokens.token], segment.tokens.share
-    if encoder in row.shares:
-        row.slots[encoder][here, : slots.shape[1]], row.shares[encoder][here, : slots.shape[1]] = slots, shares
+    into = row.slots[encoder]
+    if isinstance(into, Mixed):
+        into.slot[here, : slots.shape[1]], into.share[here, : slots.shape[1]] = slots, shares
     else:
-        row.slots[encoder][here] = slots[:, 0]
+        into[here] = slots[:, 0]
     row.kind[here] = arrays.bit(encoder)
     row.sees[here] = 0 if arrays.items == "isolated" else _everyone(arrays)
     row.span[here] = 0 if arrays.items == "causal" else span

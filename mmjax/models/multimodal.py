@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.batch import ItemBatch, TextBatch
+from mmjax.batch import ItemBatch, Mixed, TextBatch
 from mmjax.config import ModelConfig, VisionConfig
 from mmjax.models.audio import AudioEncoder
 from mmjax.models.connector import Connector
@@ -91,7 +91,7 @@ class MultimodalModel(nnx.Module):
                 sent = _sent(feature, text, name).astype(x.dtype)
                 first, *deeper = jnp.split(sent, sent.shape[-1] // x.shape[-1], axis=-1)
                 slots = text.slots[name]
-                here = slots >= 0 if slots.ndim == 2 else jnp.any(slots >= 0, axis=-1)
+                here = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, Mixed) else slots >= 0
                 x = jnp.where(here[..., None], first, x)
                 add = [a + b for a, b in zip_longest(add, deeper, fillvalue=0)]
         return constrain(x, "rows", "length", "width"), add
@@ -99,10 +99,9 @@ class MultimodalModel(nnx.Module):
 
 def _sent(feature: Float[Array, "r m e"], text: TextBatch, encoder: str) -> Float[Array, "b t e"]:
     """An encoder's tokens where the text wants them, mixed by their shares where it wants several; else zeros."""
-    send, slots, on = text.send[encoder], text.slots[encoder], active()
+    send, on = text.send[encoder], active()
+    slots, share = found if isinstance(found := text.slots[encoder], Mixed) else (found, None)
     mesh, exchange = (None, "padded") if on is None else (on.mesh, on.exchange)
     tokens, gather = feature.reshape(len(send), -1, feature.shape[-1]), slots.reshape(len(send), -1)
     sent = dispatch(tokens, send, gather, mesh, exchange).reshape(*slots.shape, -1)
-    if encoder not in text.shares:
-        return sent
-    return jnp.sum(sent * text.shares[encoder][..., None], axis=2)
+    return sent if share is None else jnp.sum(sent * share[..., None], axis=2)

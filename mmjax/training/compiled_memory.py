@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mmjax.batch import ItemBatch, Microbatch, TextBatch
+from mmjax.batch import ItemBatch, Microbatch, Mixed, TextBatch
 from mmjax.config import Config
+from mmjax.data.arrangement import CORNERS, interpolates
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
@@ -58,10 +59,17 @@ def _microbatch(executor: Executor, batch: OnDevice) -> Microbatch:
         return laid(batch_of_tower(model, name, (devices * rows, length)), axes)
 
     text = tower("llm", rules.rows)
-    slots = dict.fromkeys(model.encoders, text.token)
+    slots = {name: _slots(text.token, interpolates(encoder)) for name, encoder in model.encoders.items()}
     send = {e: jax.ShapeDtypeStruct((ranks, batch.peers, batch.widths[e]), np.int32) for e in model.encoders}
     text = text._replace(slots=slots, send={e: _struct(x, text.token.sharding) for e, x in send.items()})
     return Microbatch(text, {e: tower(e, rules.item_rows) for e in model.encoders})
+
+
+def _slots(token: jax.ShapeDtypeStruct, mixed: bool) -> jax.ShapeDtypeStruct | Mixed:
+    if not mixed:
+        return token
+    several = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32)
+    return Mixed(*(_struct(several.update(dtype=dtype), token.sharding) for dtype in (np.int32, np.float32)))
 
 
 def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
