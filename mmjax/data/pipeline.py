@@ -27,11 +27,12 @@ from mmjax.data.budget import Budget
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
 from mmjax.data.layout import RankLayout, make_placer
-from mmjax.data.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.packing import Reader, pack_microbatch
 from mmjax.data.placement import MicrobatchPlan
 from mmjax.data.plan import PLANNER, StepPlan, StepPlanner
 from mmjax.data.sample import Facts, Sample, Source
 from mmjax.data.sources import open_sources
+from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError
 from mmjax.planning.cost import frozen_modules, step_needed
 

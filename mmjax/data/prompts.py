@@ -12,11 +12,12 @@ from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, Samples
 from mmjax.data.embedded import decode
 from mmjax.data.index import build_index
-from mmjax.data.packing import Arrays, pack_microbatch
+from mmjax.data.packing import pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.placement import ONE_RANK, Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Question, Sample, Source, Text
+from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError
 
 PROMPTS_PER_BATCH = 48

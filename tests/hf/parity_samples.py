@@ -27,10 +27,11 @@ from mmjax.config import (
 from mmjax.data.chat_source import image_items, in_rows
 from mmjax.data.image_items import items_of_image
 from mmjax.data.index import build_index
-from mmjax.data.packing import Arrays, pack_microbatch
+from mmjax.data.packing import pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.text_rows import Arrays
 
 Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
 
