@@ -511,6 +511,20 @@ class StretchedGrid:
 
 
 @dataclass(frozen=True)
+class Callbacks:
+    """Your own functions around an encoder (Cornstarch 5.1), `module:qualname` as of a FunctionSource; empty: none.
+
+    In the order in which they are called. The first and the last are called where data is loaded, and know sizes; the
+    others inside the step, on arrays, and keep their shapes.
+    """
+
+    before_encoder: str = ""  # (Picture, images of its sample) -> Pictures: the items of an image, instead of `images`
+    after_encoder: str = ""  # (features [R, L, W], ItemBatch) -> what the connector reads
+    after_connector: str = ""  # (tokens [R, M, E], ItemBatch) -> what is sent to the LLM
+    before_llm: str = ""  # (size, grids of the items) -> Arrangement: which tokens of an image the LLM sees, and where
+
+
+@dataclass(frozen=True)
 class VisionConfig:
     """A ViT that takes images as packed patches."""
 
@@ -541,6 +555,7 @@ class VisionConfig:
     qk_norm_eps: float = 1e-6
     layer_scale: bool = False  # learned scales of what attention and the MLP add to the residual stream
     connector: ConnectorConfig = ConnectorConfig()
+    callbacks: Callbacks = Callbacks()
     attention: Literal["dense", "blockwise"] = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
@@ -579,6 +594,7 @@ class AudioConfig:
     stem_activation: Activation = "gelu_tanh"  # of the convolutions
     pool: int = 1  # so many positions become their mean before the last norm; those left over at the end are dropped
     connector: ConnectorConfig = ConnectorConfig()
+    callbacks: Callbacks = Callbacks()
     attention: Literal["dense", "blockwise"] = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream

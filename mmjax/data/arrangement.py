@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,18 +31,19 @@ class Arrangement(NamedTuple):
 def interpolates(encoder: VisionConfig | AudioConfig) -> bool:
     """Whether a position of the LLM may be made of several tokens of an encoder."""
     how = encoder.images if isinstance(encoder, VisionConfig) else None
-    return isinstance(how, AnyRes) and how.order == "rows" and how.most_tiles > 0
+    return bool(encoder.callbacks.before_llm) or (isinstance(how, AnyRes) and how.most_tiles > 0)
 
 
-def arranged(encoder: VisionConfig, size: Size, grids: Sequence[Size]) -> Arrangement | None:
-    """How the LLM sees an image of (height, width); None: all tokens of its items, one after the other.
-
-    grids: rows and columns of the tokens of each item. BadMedia for an image of which nothing would be seen.
-    """
+def before_llm(encoder: VisionConfig) -> BeforeLlm | None:
+    """The function by which an encoder's own images are arranged; None: all tokens of an item follow each other."""
     how = encoder.images
     if isinstance(how, AnyRes) and how.order == "rows":
-        return any_res_rows(how, encoder.connector.newline, size, grids)
+        return partial(any_res_rows, how, encoder.connector.newline)
     return None
+
+
+# Of an image's (height, width) in pixels, and of the rows and columns of the tokens of each of its items.
+BeforeLlm = Callable[[Size, Sequence[Size]], Arrangement]
 
 
 def in_order(token: np.ndarray) -> Arrangement:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from mmjax.config import AudioConfig, VisionConfig
-from mmjax.data.arrangement import Arrangement, arranged
+from mmjax.data.arrangement import Arrangement, BeforeLlm, before_llm
 from mmjax.data.chat import Chat
 from mmjax.data.conversation import BadSample, Conversation, Media, Medium
 from mmjax.data.decode import ClipFacts, clip_facts, clip_samples, decode_clip, decode_image, image_size
-from mmjax.data.image_items import items_of_image, items_of_size
+from mmjax.data.image_items import BeforeEncoder, before_encoder, items_of_image, sizes_of_items
 from mmjax.data.index import Encoders
 from mmjax.data.media import item_size, token_grid
 from mmjax.data.media_facts import KINDS, MediaFacts, Probe, open_facts, read_facts
@@ -53,18 +54,47 @@ class MediumItems(NamedTuple):
         return sum(item_size(encoder, size).tokens for size in self.sizes) if self.tokens is None else len(self.tokens)
 
 
-def image_items(name: str, encoder: VisionConfig, size: tuple[int, int], images: int) -> MediumItems:
-    """What an image of (height, width) becomes, one of so many of its sample. Raises BadMedia."""
-    sizes = items_of_size(encoder.images, size, images).sizes
-    return MediumItems(name, sizes, arranged(encoder, size, [token_grid(encoder, size)[1:] for size in sizes]))
+@dataclass(frozen=True)
+class Eyes:
+    """An encoder of images, and how these come to it and to the LLM."""
+
+    name: str
+    encoder: VisionConfig
+    before_encoder: BeforeEncoder
+    before_llm: BeforeLlm | None
+
+    @classmethod
+    def of(cls, name: str, encoder: VisionConfig, functions: Mapping[str, Callable[..., Any]]) -> Eyes:
+        """With its own callbacks, by their names, where it has some."""
+        first, last = encoder.callbacks.before_encoder, encoder.callbacks.before_llm
+        ways = functions[first] if first else before_encoder(encoder.images)
+        return cls(name, encoder, ways, functions[last] if last else before_llm(encoder))
+
+    def items(self, size: tuple[int, int], images: int) -> MediumItems:
+        """What an image of (height, width) becomes, one of so many of its sample. Raises BadMedia."""
+        sizes = sizes_of_items(self.before_encoder, size, images)
+        if self.before_llm is None:
+            return MediumItems(self.name, sizes, None)
+        grids = [token_grid(self.encoder, of)[1:] for of in sizes]
+        return MediumItems(self.name, sizes, self.before_llm(size, grids))
 
 
 class ChatSource:
     """Conversations of a data set as a `Source`, and as questions: each one's last answer."""
 
-    def __init__(self, conversations: StoredConversations, chat: Chat, encoders: Encoders, cache: Path) -> None:
+    def __init__(
+        self,
+        conversations: StoredConversations,
+        chat: Chat,
+        encoders: Encoders,
+        cache: Path,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        """`functions` are those that the encoders' callbacks name."""
         self.conversations, self.chat, self._cache = conversations, chat, cache
         self._encoders = dict(encoders)
+        seeing = {name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)}
+        self._eyes = {name: Eyes.of(name, encoder, functions or {}) for name, encoder in seeing.items()}
         self._decoded = lru_cache(maxsize=DECODED)(self._decode)
 
     def __len__(self) -> int:
@@ -135,11 +165,10 @@ class ChatSource:
         found = []
         for kind, (first, second) in zip(kinds, self._facts.size[begin:end].tolist(), strict=True):
             name = self._encoder(kind)
-            encoder = self._encoders[name]
-            if isinstance(encoder, VisionConfig):
-                found.append(image_items(name, encoder, (first, second), kinds.count("image")))
+            if kind == "image":
+                found.append(self._eyes[name].items((first, second), kinds.count("image")))
             else:
-                samples = clip_samples(ClipFacts(first, second), encoder.sample_rate)
+                samples = clip_samples(ClipFacts(first, second), self._encoders[name].sample_rate)
                 found.append(MediumItems(name, ((samples,),), None))
         return found
 
@@ -171,12 +200,13 @@ class ChatSource:
         raise IndexError(f"sample {index} has no item {number}")
 
     def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
-        encoder = self._encoders[self._items(index)[medium].encoder]
+        name = self._items(index)[medium].encoder
+        encoder = self._encoders[name]
         encoded = self.conversations.encoded(index, medium)
         if isinstance(encoder, AudioConfig):
             return (decode_clip(encoded, encoder.sample_rate),)
         images = sum(KINDS[kind] == "image" for kind in self._facts.kind[slice(*self._facts.start[index : index + 2])])
-        return items_of_image(encoder.images, decode_image(encoded), images)
+        return items_of_image(self._eyes[name].before_encoder, decode_image(encoded), images)
 
     # ---------------------------------------------------------------------------------------------------- questions
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.config import Config, EmbeddedSource, FileSource, FunctionSource
-from mmjax.config_files import resolve
+from mmjax.config_files import callbacks_of, resolve
 from mmjax.data.chat import Chat, load_chat
 from mmjax.data.chat_source import ChatSource
 from mmjax.data.embedded import EmbeddedDataset
@@ -81,7 +81,8 @@ def _open(
     if isinstance(source, FileSource):
         cache = cache_folder(config.data)
         conversations = open_conversations(source, split, cache, f"data.sources.{name}")
-        return ChatSource(conversations, chat, config.model.encoders, cache)
+        functions = callbacks_of(config.model, config_folder)
+        return ChatSource(conversations, chat, config.model.encoders, cache, functions)
     make, arguments = resolve(source.function, config_folder), {"split": split, **source.arguments}
     try:
         inspect.signature(make).bind(**arguments)

@@ -24,7 +24,7 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.chat_source import image_items, in_rows
+from mmjax.data.chat_source import Eyes, in_rows
 from mmjax.data.image_items import items_of_image
 from mmjax.data.index import build_index
 from mmjax.data.packing import pack_microbatch
@@ -79,15 +79,15 @@ class Given:
 class GivenWhole(Given):
     """The same of images that are not prepared yet: they are as files would be."""
 
-    eyes: VisionConfig = None
+    eyes: Eyes = None
 
     def media(self, index: int) -> list:
         images = self.items(index)
-        return [image_items(self.vision, self.eyes, image.shape[:2], len(images)) for image in images]
+        return [self.eyes.items(image.shape[:2], len(images)) for image in images]
 
     def facts(self, index: int) -> Facts:
         media = self.media(index)
-        tokens = sum(medium.count({self.vision: self.eyes}) for medium in media)
+        tokens = sum(medium.count({self.vision: self.eyes.encoder}) for medium in media)
         sizes = tuple((self.vision, size) for medium in media for size in medium.sizes)
         return Facts(super().facts(index).text_tokens, sizes, tokens)
 
@@ -103,7 +103,7 @@ class GivenWhole(Given):
 
     def item(self, index: int, number: int) -> np.ndarray:
         images = self.items(index)
-        made = [items_of_image(self.eyes.images, image, len(images)) for image in images]
+        made = [items_of_image(self.eyes.before_encoder, image, len(images)) for image in images]
         return [tile for tiles in made for tile in tiles][number]
 
 
@@ -117,7 +117,7 @@ def packed(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Microbatch:
     name, eyes = next(iter(seeing.items()), ("vision", None))
     source, modules = Given(samples, name), ("llm", *model.encoders)
     if eyes is not None and isinstance(eyes.images, AnyRes):
-        source = GivenWhole(samples, name, eyes)
+        source = GivenWhole(samples, name, Eyes.of(name, eyes, {}))
     batch = BatchConfig(Samples(len(samples)), dict.fromkeys(modules, 1), grouping=NoGrouping())
     config = Config("given", DataConfig(), batch, model, TrainingConfig(1))
     index = build_index({"given": source}, model.encoders)
