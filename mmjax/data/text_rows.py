@@ -176,8 +176,9 @@ def _tokens_of(segment: Item | Arranged, places: Sequence[Place], arrays: Arrays
         return places[segment.number].tokens
     token, have = segment.tokens.token, sum(p.tokens for p in places[segment.number :][: segment.items])
     if not NEWLINE <= token.min(initial=NOTHING) <= token.max(initial=NOTHING) < have:
+        first, last = token[token != NOTHING].min(), token.max()
         raise ValueError(
-            f"its items from {segment.number} on have {have} tokens; it places {token.min()} to {token.max()}"
+            f"its items from {segment.number} on have {have} tokens, and it places those from {first} to {last}"
         )
     if (token == NEWLINE).any() and not arrays.newline(segment.encoder):
         raise ValueError(f"it places newlines, and connector.newline of {segment.encoder!r} is false")
