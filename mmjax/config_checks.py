@@ -202,6 +202,7 @@ def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) 
 
 def _check_vision(where: str, encoder: VisionConfig) -> None:
     _at_least(1, where, encoder, ("patch", "channels", "frames"))
+    check_images(f"{where}.images", encoder.images)
     _at_least(0, where, encoder, ("window",))
     _check_windows(where, encoder)
     _check_layers(where, "deepstack", encoder)
