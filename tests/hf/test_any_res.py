@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 import pytest
 import torch
 import transformers
 from image_shapes import picture
-from parity import random_model
+from parity import loaded, random_model
 from parity_samples import check_samples, is_text
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPVisionConfig,
     LlavaNextConfig,
@@ -22,6 +25,11 @@ from transformers import (
 )
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+from mmjax.config import AnyRes
+from mmjax.errors import UserError
+from mmjax.hf.families import from_hf
+from mmjax.planning.cost import parameters
 
 VOCAB, IMAGE = 61, 60
 TEXT = {
@@ -147,3 +155,74 @@ def test_llava_onevision_is_what_transformers_makes_of_it(kind, tmp_path):
     batch = check(variant, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, processor, tmp_path)
     mixed = (batch.text.slots["vision"].slot >= 0).sum(-1) > 1
     assert mixed.any() == (variant.grids != GRIDS)
+
+
+def saved_next(folder, **own):
+    variant = NEXT["clip"]
+    processor = processor_of(variant, LlavaNextImageProcessorPil)
+    points = processor.image_grid_pinpoints
+    given = {"vision_config": variant.vision, "text_config": variant.text, "image_token_index": IMAGE}
+    random_model(
+        LlavaNextConfig(**given | {"image_grid_pinpoints": points}), LlavaNextForConditionalGeneration
+    ).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    edit(folder / "config.json", **own)
+
+
+def edit(path, **own):
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+
+
+def test_names_of_tensors_may_be_old_or_new(tmp_path):
+    saved_next(tmp_path)
+    _, before, config = loaded(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    new = "model.image_newline" in tensors
+    for old, name in (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")):
+        old, name = (name, old) if new else (old, name)
+        tensors = {name + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()}
+    for part in ("vision_tower.", "multi_modal_projector.", "image_newline"):
+        old, name = (f"model.{part}", part) if new else (part, f"model.{part}")
+        tensors = {name + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()}
+    assert ("model.image_newline" in tensors) != new
+    save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path)[1], before)
+    newline = config.encoders["vision"].connector
+    without = replace(config.encoders["vision"], connector=replace(newline, newline=False))
+    counted = [parameters(replace(config, encoders={"vision": e})) for e in (config.encoders["vision"], without)]
+    assert counted[0]["vision.connector"] - counted[1]["vision.connector"] == config.llm.width
+
+
+def test_without_a_processor_images_are_prepared_by_the_defaults_of_its_class(tmp_path):
+    saved_next(tmp_path)
+    read = from_hf(tmp_path).encoders["vision"]
+    (tmp_path / "preprocessor_config.json").unlink()
+    alone = from_hf(tmp_path).encoders["vision"]
+    assert alone.images == replace(read.images, background=AnyRes().background)
+    np.testing.assert_allclose(alone.mean, (0.48145466, 0.4578275, 0.40821073))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            {"image_grid_pinpoints": [[12, 24]]},
+            "image_grid_pinpoints differs from that of the folder's",
+        ),
+        ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer=.* names several layers"),
+        ({"vision_feature_select_strategy": "full"}, "shows the LLM the class token, which is not supported"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(own, message, tmp_path):
+    saved_next(tmp_path, **own)
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
+def test_images_that_are_not_in_tiles_or_not_counted_in_them_are_refused(tmp_path):
+    saved_next(tmp_path, model_type="llava_onevision", vision_aspect_ratio="anyres")
+    with pytest.raises(UserError, match="vision_aspect_ratio='anyres' is not supported; known: 'anyres_max_9'"):
+        from_hf(tmp_path)
+    edit(tmp_path / "preprocessor_config.json", image_processor_type="CLIPImageProcessor", do_pad=False)
+    with pytest.raises(UserError, match="its images come in tiles, but the folder's image processor makes none"):
+        from_hf(tmp_path)
