@@ -6,7 +6,8 @@ are in the order of the ranks that hold them, as many for each.
 
 Encoder tokens reach the text in two steps: every rank sends to its peers what `send` names, positions of its own
 connector output `[its rows * L']`; then each text position takes the token that `slots` names from what its rank got,
-`[peers * width]`, followed by what the rank made itself.
+`[peers * width]`, followed by what the rank made itself. Where an encoder's images are
+interpolated, that is a sum of several tokens, by shares: `Mixed`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from typing import Any, NamedTuple
 Array = Any  # numpy.ndarray in the loader, jax.Array in the step
 
 PADDING = -1  # in `sample`, `source`, `owner`, `item`, `slots` and `send`: nothing here
+
+
+class Mixed(NamedTuple):
+    """What the positions of a text take of an encoder, each up to four tokens."""
+
+    slot: Array  # int32 [R, T, 4], -1 = nothing
+    share: Array  # float32 [R, T, 4]
 
 
 class TextBatch(NamedTuple):
@@ -33,7 +41,8 @@ class TextBatch(NamedTuple):
     source: Array  # number of the sample's data source, -1 = padding
     owner: Array  # the sample's id in the length index, -1 = padding
     offset: Array  # index in the sample
-    slots: dict[str, Array]  # per encoder: index into what the rank got of its tokens and made itself, -1 = not from it
+    # Per encoder: index into what the rank got of its tokens and made itself, -1 = not from it; or several of them.
+    slots: dict[str, Array | Mixed]
     send: dict[str, Array]  # per encoder `[ranks, peers, width]`: what a rank made that goes to each peer, -1 = nothing
 
 

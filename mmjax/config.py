@@ -227,7 +227,11 @@ class DynamicTiles:
 
 @dataclass(frozen=True)
 class AnyRes:
-    """The whole image as one tile, then the tiles of the best of some resolutions, as for LLaVA-NeXT and -OneVision."""
+    """The whole image as one tile, then the tiles of the best of some resolutions, as for LLaVA-NeXT and -OneVision.
+
+    The LLM sees the tokens of the tiles tile by tile, or by the rows of the image that they make up, without what is
+    only padding, and `connector.newline` behind each.
+    """
 
     tile: int = 336
     pinpoints: tuple[str, ...] = ("336x672", "672x336", "672x672", "1008x336", "336x1008")  # height x width
@@ -236,6 +240,8 @@ class AnyRes:
     )
     background: tuple[int, ...] = (122, 116, 104)  # red, green and blue of that padding
     filter: Filter = "bicubic"
+    order: Literal["tiles", "rows"] = "tiles"
+    most_tiles: int = 0  # rows with over 1.21 times as many tokens as these have are interpolated to as many; 0 = never
     kind: Literal["any_res"] = "any_res"
 
 
@@ -484,6 +490,7 @@ class ConnectorConfig:
     activation: Activation = "gelu_tanh"
     biases: tuple[Biased, ...] = ("up", "down")
     position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0 = none
+    newline: bool = False  # a learned token behind every row of an image whose tokens the LLM sees by rows
     frozen: bool = False
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
 
@@ -512,6 +519,20 @@ class StretchedGrid:
     side: int
     theta: float = 10_000.0
     kind: Literal["stretched"] = "stretched"
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Your own functions around an encoder (Cornstarch 5.1), `module:qualname` as of a FunctionSource; empty: none.
+
+    In the order in which they are called. The first and the last are called where data is loaded, and know sizes; the
+    others inside the step, on arrays, and keep their shapes.
+    """
+
+    before_encoder: str = ""  # (Picture, images of its sample) -> Pictures: the items of an image, instead of `images`
+    after_encoder: str = ""  # (features [R, L, W], ItemBatch) -> what the connector reads
+    after_connector: str = ""  # (tokens [R, M, E], ItemBatch) -> what is sent to the LLM
+    before_llm: str = ""  # (size, grids of the items) -> Arrangement: which tokens of an image the LLM sees, and where
 
 
 @dataclass(frozen=True)
@@ -545,6 +566,7 @@ class VisionConfig:
     qk_norm_eps: float = 1e-6
     layer_scale: bool = False  # learned scales of what attention and the MLP add to the residual stream
     connector: ConnectorConfig = ConnectorConfig()
+    callbacks: Callbacks = Callbacks()
     attention: Literal["dense", "blockwise"] = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
@@ -583,6 +605,7 @@ class AudioConfig:
     stem_activation: Activation = "gelu_tanh"  # of the convolutions
     pool: int = 1  # so many positions become their mean before the last norm; those left over at the end are dropped
     connector: ConnectorConfig = ConnectorConfig()
+    callbacks: Callbacks = Callbacks()
     attention: Literal["dense", "blockwise"] = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream

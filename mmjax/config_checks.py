@@ -11,6 +11,7 @@ from mmjax.adapters import adapted_modules, linear_layers, matching
 from mmjax.config import (
     AdamW,
     AnyRes,
+    AsIs,
     AudioConfig,
     AudioPreparation,
     BatchConfig,
@@ -94,6 +95,7 @@ def _check_model(model: ModelConfig) -> None:
         _check_dropout(where, encoder)
         _at_least(1, f"{where}.connector", encoder.connector, ("merge",))
         _at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
+        _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
             _check_vision(where, encoder)
         else:
@@ -104,6 +106,26 @@ def _check_model(model: ModelConfig) -> None:
         "model: every module is frozen; set frozen=false on one, such as model.llm",
     )
     _check_lora(model)
+
+
+def _check_callbacks(where: str, encoder: VisionConfig | AudioConfig) -> None:
+    calls, own = encoder.callbacks, f"{where}.callbacks"
+    if isinstance(encoder, AudioConfig):
+        for name in ("before_encoder", "before_llm"):
+            given = getattr(calls, name)
+            _check(
+                not given, f"{own}.{name}={given}: it is called for images, and this encoder takes clips; leave it out"
+            )
+        return
+    prepared = f"{where}.images={encoder.images.kind}"
+    _check(
+        not calls.before_encoder or isinstance(encoder.images, AsIs),
+        f"{own}.before_encoder prepares images, and so does {prepared}; leave one of them out",
+    )
+    _check(
+        not calls.before_llm or not isinstance(encoder.images, AnyRes) or encoder.images.order == "tiles",
+        f"{own}.before_llm says in what order tokens stand, and so does {prepared}; choose order=tiles",
+    )
 
 
 def _check_lora(model: ModelConfig) -> None:
@@ -180,6 +202,7 @@ def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) 
 
 def _check_vision(where: str, encoder: VisionConfig) -> None:
     _at_least(1, where, encoder, ("patch", "channels", "frames"))
+    check_images(f"{where}.images", encoder.images)
     _at_least(0, where, encoder, ("window",))
     _check_windows(where, encoder)
     _check_layers(where, "deepstack", encoder)
@@ -324,6 +347,9 @@ def check_images(where: str, how: ImagePreparation) -> None:
         )
     elif isinstance(how, AnyRes):
         _at_least(1, where, how, ("tile",))
+        _at_least(0, where, how, ("most_tiles",))
+        rows = how.order == "rows" or not how.most_tiles
+        _check(rows, f"{where}.most_tiles={how.most_tiles}: it is rows that are interpolated; choose order=rows")
         _check_color(f"{where}.background", how.background)
         _check(bool(how.pinpoints), f"{where}.pinpoints is empty; name some, such as {2 * how.tile}x{how.tile}")
         for pinpoint in how.pinpoints:

@@ -7,13 +7,14 @@ A config is a Python file with `def config() -> Config`. A variant starts from a
     def config() -> Config:
         return dataclasses.replace(base.config(), name="mine")
 
-Lines `a.b=value` edit it; what results is checked, printed, stored as JSON and rebuilt from that JSON alone. A source's
-own function is stored as `module:qualname` and looked up here and nowhere else.
+Lines `a.b=value` edit it; what results is checked, printed, stored as JSON and rebuilt from that JSON alone. A
+function of your own is stored as `module:qualname` and looked up here and nowhere else.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import importlib
 import inspect
@@ -28,12 +29,13 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import Config, FunctionSource
+from mmjax.config import Config, FunctionSource, ModelConfig
 from mmjax.config_checks import validate
 from mmjax.config_values import assign, decode, did_you_mean, encode, leaves
 from mmjax.errors import UserError
 
 __all__ = [
+    "callbacks_of",
     "default_config",
     "describe",
     "differences",
@@ -78,6 +80,8 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
         for name, source in config.data.sources.items():
             if isinstance(source, FunctionSource):
                 _function_of(source.function, f"data.sources.{name}.function", module, path)
+        for key, function in _callbacks(config.model):
+            _function_of(function, key, module, path)
     except UserError as error:
         raise UserError(f"{error}" if overrides else f"{path}: {error}") from None
     return config
@@ -281,6 +285,19 @@ def resolve(function: str, folder: Path | None) -> Callable[..., Any]:
         raise UserError(f"function {function!r} is in the run's config file, but {place}; give the run's folder")
     with _one_reading() as read:
         return _function_of(function, "function", _execute(path, read), path)
+
+
+def callbacks_of(model: ModelConfig, folder: Path | None) -> dict[str, Callable[..., Any]]:
+    """The functions that a model's encoders name, by these names; `folder` and errors as in `resolve`."""
+    return {function: resolve(function, folder) for _, function in _callbacks(model)}
+
+
+def _callbacks(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """The keys of the functions that a model's encoders name, and these names."""
+    for name, encoder in model.encoders.items():
+        for field in dataclasses.fields(encoder.callbacks):
+            if function := getattr(encoder.callbacks, field.name):
+                yield f"model.encoders.{name}.callbacks.{field.name}", function
 
 
 def _function_of(function: str, where: str, module: types.ModuleType | None, path: Path | None) -> Callable[..., Any]:

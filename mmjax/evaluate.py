@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mmjax.config import Config, ManifestSource, MeshConfig
-from mmjax.config_files import edit
+from mmjax.config_files import callbacks_of, edit
 from mmjax.data.chat_source import ChatSource
 from mmjax.data.embedded import EmbeddedDataset, SwappedItems
 from mmjax.data.file_kinds import source_of
@@ -64,7 +64,8 @@ def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence
     step = newest(folder.checkpoints)
     mesh = make_mesh(MeshConfig(), choose_devices(config.device))
     keep_programs(folder.programs)
-    model, rules = Model.build(config.model, jnp.dtype(config.training.precision)), ShardingRules()
+    functions, rules = callbacks_of(config.model, folder.path), ShardingRules()
+    model = Model.build(config.model, jnp.dtype(config.training.precision), functions=functions)
     params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
     evaluator = Evaluator(model, mesh, rules, sources, config, topology_of(mesh, MeshConfig()))
     answered = evaluator.ask_all(params, split)

@@ -15,9 +15,9 @@ import jax
 
 from mmjax.config import Config, MeshConfig
 from mmjax.data.asked import Asked, AskedPrompts, ask
-from mmjax.data.chat_source import PROBES, encoder_for
 from mmjax.data.conversation import BadSample, Medium
 from mmjax.data.index import Encoders
+from mmjax.data.media_items import PROBES, Senses
 from mmjax.data.placement import Topology
 from mmjax.data.prompt_rows import PromptRows
 from mmjax.errors import BadMedia, UserError, run_command
@@ -43,7 +43,7 @@ def generate(
     for the model.
     """
     config, chat = served.config, served.chat()
-    prompts = AskedPrompts([asked], chat, config.model.encoders)
+    prompts = AskedPrompts([asked], chat, config.model.encoders, served.functions())
     most = min(most, _room(served, prompts))
     mesh_config, devices = _where(config)
     mesh, rules = make_mesh(mesh_config, devices), ShardingRules.of(mesh_config)
@@ -104,7 +104,7 @@ def read_media(images: Sequence[Path], clips: Sequence[Path], encoders: Encoders
 
 def _read(kind: Medium, path: Path, encoders: Encoders) -> bytes:
     try:
-        encoder_for(kind, encoders)
+        Senses(encoders).encoder(kind)
     except UserError:
         raise UserError(
             f"--{kind} {path}: this model has no encoder for it (it has {', '.join(encoders) or 'none'})"

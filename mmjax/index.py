@@ -20,10 +20,10 @@ import numpy as np
 from mmjax.config import Config, FileSource
 from mmjax.config_files import default_config, find, load
 from mmjax.data.array_record_writing import LEFT_OUT, write_array_records
-from mmjax.data.chat_source import PROBES
 from mmjax.data.file_sources import Split, cache_folder, open_conversations, path_of
 from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.media_facts import MediaFacts, Progress, read_facts
+from mmjax.data.media_items import PROBES
 from mmjax.data.quarantine import Bad
 from mmjax.data.sources import open_sources
 from mmjax.data.stored import StoredConversations

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.config import Config
-from mmjax.config_files import default_config, describe, find, load
+from mmjax.config_files import callbacks_of, default_config, describe, find, load
 from mmjax.data.index import LengthIndex, cached_index
 from mmjax.data.layout import RankLayout
 from mmjax.data.pipeline import StepLoader
@@ -68,7 +68,8 @@ def open_session(
 
     before = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if resumed and not profile else None
     fitted = fit_on_mesh(config, mesh, layouts, profile, before and Decision.of(before))
-    model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision))
+    functions = callbacks_of(config.model, folder.path)
+    model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
     rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)
     executor = Executor(model, optimizer, mesh, rules, len(sources), config.mesh.exchange, fitted.loss_chunks)

@@ -11,9 +11,10 @@ from functools import lru_cache
 import numpy as np
 
 from mmjax.data.chat import Chat
-from mmjax.data.chat_source import DECODED, PROBES, decoded_items, encoder_for, item_sizes
+from mmjax.data.chat_source import DECODED
 from mmjax.data.conversation import BadSample, Conversation, Media, Medium, Message
 from mmjax.data.index import Encoders
+from mmjax.data.media_items import PROBES, Functions, MediumItems, Senses, in_rows, names
 from mmjax.data.sample import Facts, Sample, Text
 from mmjax.errors import BadMedia, UserError
 
@@ -52,8 +53,11 @@ def ask(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = ""
 class AskedPrompts:
     """Questions as a `Source` of prompts."""
 
-    def __init__(self, asked: Sequence[Asked], chat: Chat, encoders: Encoders) -> None:
-        self.asked, self.chat, self._encoders = list(asked), chat, dict(encoders)
+    def __init__(
+        self, asked: Sequence[Asked], chat: Chat, encoders: Encoders, functions: Functions | None = None
+    ) -> None:
+        """functions: those that the encoders' callbacks name."""
+        self.asked, self.chat, self._senses = list(asked), chat, Senses(encoders, functions)
         self._items = lru_cache(maxsize=DECODED)(self._decoded)
 
     def __len__(self) -> int:
@@ -66,37 +70,33 @@ class AskedPrompts:
     def facts(self, index: int) -> Facts:
         """What a prompt needs, by the headers of its media. Raises BadSample."""
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
-        return Facts(text, tuple((name, size) for name, sizes in self._sizes(index) for size in sizes))
+        return self._senses.facts(text, self._media_items(index))
 
     def sample(self, index: int) -> Sample:
         """The prompt, up to where its answer begins. Raises BadSample."""
-        names = [[name] * len(sizes) for name, sizes in self._sizes(index)]
-        return self.chat.prompt(self.asked[index].conversation, names)
+        media = self._media_items(index)
+        return in_rows(self.chat.prompt(self.asked[index].conversation, names(media)), media)
 
     def item(self, index: int, number: int) -> np.ndarray:
         """An item of the prompt, decoded. Raises BadMedia."""
-        items = [(medium, k) for medium, (_, sizes) in enumerate(self._sizes(index)) for k in range(len(sizes))]
+        items = [(medium, k) for medium, of in enumerate(self._media_items(index)) for k in range(len(of.sizes))]
         medium, within = items[number]
         return self._items(index, medium)[within]
 
-    def _sizes(self, index: int) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
-        """Of every medium: its encoder, and the size of each of its items. Raises BadSample."""
-        found = []
-        for media, encoded in zip(self._media(index), self.asked[index].media, strict=True):
-            name = encoder_for(media.kind, self._encoders)
+    def _media_items(self, index: int) -> list[MediumItems]:
+        """What every medium becomes. Raises BadSample."""
+        kinds, found = self._kinds(index), []
+        for kind, encoded in zip(kinds, self.asked[index].media, strict=True):
             try:
-                facts = PROBES[media.kind](io.BytesIO(encoded))
-                found.append((name, item_sizes(self._encoders[name], facts, self._images(index))))
+                facts = PROBES[kind](io.BytesIO(encoded))
+                found.append(self._senses.items(kind, (facts[0], facts[1]), kinds.count("image")))
             except BadMedia as bad:
                 raise BadSample(str(bad)) from None
         return found
 
     def _decoded(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
-        encoder = self._encoders[encoder_for(self._media(index)[medium].kind, self._encoders)]
-        return decoded_items(encoder, self.asked[index].media[medium], self._images(index))
+        kinds = self._kinds(index)
+        return self._senses.decoded(kinds[medium], self.asked[index].media[medium], kinds.count("image"))
 
-    def _media(self, index: int) -> list[Media]:
-        return list(self.asked[index].conversation.media())
-
-    def _images(self, index: int) -> int:
-        return sum(media.kind == "image" for media in self._media(index))
+    def _kinds(self, index: int) -> list[Medium]:
+        return [media.kind for media in self.asked[index].conversation.media()]

@@ -6,48 +6,34 @@ import hashlib
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from mmjax.config import AudioConfig, VisionConfig
 from mmjax.data.chat import Chat
-from mmjax.data.clip_items import pieces
-from mmjax.data.conversation import BadSample, Conversation, Media, Medium
-from mmjax.data.decode import ClipFacts, clip_facts, clip_samples, decode_clip, decode_image, image_size
-from mmjax.data.image_items import items_of_image, items_of_size
+from mmjax.data.conversation import BadSample, Conversation, Media
 from mmjax.data.index import Encoders
-from mmjax.data.media_facts import KINDS, MediaFacts, Probe, Progress, open_facts, read_facts
+from mmjax.data.media_facts import KINDS, MediaFacts, Progress, open_facts, read_facts
+from mmjax.data.media_items import PROBES, Functions, MediumItems, Senses, in_rows, names
 from mmjax.data.sample import Facts, Question, Sample, Text
 from mmjax.data.template import ASSISTANT
 from mmjax.data.text_lengths import Reopen, TextLengths, count_text, open_text_lengths
-from mmjax.errors import BadMedia, UserError
+from mmjax.errors import BadMedia
 
-MEASURED = 1 << 16  # sizes of media whose items' sizes are kept
 DECODED = 4  # media that are kept, so that the tiles of an image are cut from one decoding
-
-
-def probe_image(file: BinaryIO) -> tuple[int, int]:
-    """(height, width), from the header."""
-    return image_size(file)
-
-
-def probe_clip(file: BinaryIO) -> tuple[int, int]:
-    """(frames, rate), from the header."""
-    return clip_facts(file)
-
-
-PROBES: dict[Medium, Probe] = {"image": probe_image, "audio": probe_clip}
 
 
 class ChatSource:
     """Conversations of a data set as a `Source`, and as questions: each one's last answer."""
 
-    def __init__(self, reopen: Reopen, chat: Chat, encoders: Encoders, cache: Path) -> None:
-        """reopen: opens the conversations, here and in the processes that count their tokens."""
+    def __init__(
+        self, reopen: Reopen, chat: Chat, encoders: Encoders, cache: Path, functions: Functions | None = None
+    ) -> None:
+        """reopen: opens the conversations, here and in the processes that count their tokens.
+
+        functions: those that the encoders' callbacks name.
+        """
         self.conversations, self.chat, self._cache = reopen(), chat, cache
-        self._reopen, self._encoders = reopen, dict(encoders)
-        self._sizes = lru_cache(maxsize=MEASURED)(self._measured)
+        self._reopen, self._senses = reopen, Senses(encoders, functions)
         self._decoded = lru_cache(maxsize=DECODED)(self._decode)
 
     def __len__(self) -> int:
@@ -56,7 +42,7 @@ class ChatSource:
     def fingerprint(self) -> str:
         """Changes with the records, the sizes of their media, the template and how media are prepared."""
         digest = hashlib.sha256()
-        for part in (self.conversations.fingerprint(), self.chat.fingerprint(), repr(self._encoders)):
+        for part in (self.conversations.fingerprint(), self.chat.fingerprint(), repr(self._senses.encoders)):
             digest.update(part.encode())
         for array in (self._facts.start, self._facts.size, self._facts.bad):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -93,51 +79,42 @@ class ChatSource:
         if (reason := self._bad.get(index)) is not None:
             raise BadSample(reason)
         try:
-            items = [(name, size) for name, sizes in self._items(index) for size in sizes]
+            media = self._items(index)
         except BadMedia as bad:
             raise BadSample(str(bad)) from None
-        return Facts(int(self._text.tokens[index]), tuple(items))
+        return self._senses.facts(int(self._text.tokens[index]), media)
 
-    def _items(self, index: int) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
-        """Of every medium: its encoder, and the size of each of its items. Raises BadMedia."""
+    def _items(self, index: int) -> list[MediumItems]:
+        """What every medium becomes. Raises BadMedia."""
         begin, end = self._facts.start[index : index + 2]
         kinds = [KINDS[kind] for kind in self._facts.kind[begin:end]]
-        found = []
-        for kind, facts in zip(kinds, self._facts.size[begin:end].tolist(), strict=True):
-            found.append((name := encoder_for(kind, self._encoders), self._sizes(name, *facts, kinds.count("image"))))
-        return found
-
-    def _measured(self, name: str, first: int, second: int, images: int) -> tuple[tuple[int, ...], ...]:
-        return item_sizes(self._encoders[name], (first, second), images)
+        sizes = map(tuple, self._facts.size[begin:end].tolist())
+        return [self._senses.items(kind, size, kinds.count("image")) for kind, size in zip(kinds, sizes, strict=True)]
 
     # ------------------------------------------------------------------------------------------------------ samples
 
     def sample(self, index: int) -> Sample:
         """The conversation's tokens and places. Raises BadSample."""
-        return self.chat.sample(self.conversations.conversation(index), self._names(index))
+        media = self._items(index)
+        return in_rows(self.chat.sample(self.conversations.conversation(index), names(media)), media)
 
     def item(self, index: int, number: int) -> np.ndarray:
         """An item of the sample, decoded. Raises BadMedia."""
         medium, within = self._medium(index, number)
         return self._decoded(index, medium)[within]
 
-    def _names(self, index: int) -> list[list[str]]:
-        """The encoder of each item of every medium."""
-        return [[name] * len(sizes) for name, sizes in self._items(index)]
-
     def _medium(self, index: int, number: int) -> tuple[int, int]:
         """The medium that an item is of, and which of its items."""
-        for medium, (_, sizes) in enumerate(self._items(index)):
-            if number < len(sizes):
+        for medium, of in enumerate(self._items(index)):
+            if number < len(of.sizes):
                 return medium, number
-            number -= len(sizes)
+            number -= len(of.sizes)
         raise IndexError(f"sample {index} has no item {number}")
 
     def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
-        encoder = self._encoders[self._items(index)[medium][0]]
+        kinds = [KINDS[kind] for kind in self._facts.kind[slice(*self._facts.start[index : index + 2])]]
         encoded = self.conversations.encoded(index, medium)
-        images = sum(KINDS[kind] == "image" for kind in self._facts.kind[slice(*self._facts.start[index : index + 2])])
-        return decoded_items(encoder, encoded, images)
+        return self._senses.decoded(kinds[medium], encoded, kinds.count("image"))
 
     # ---------------------------------------------------------------------------------------------------- questions
 
@@ -147,9 +124,9 @@ class ChatSource:
         *before, last = conversation.messages
         if last.role != ASSISTANT or any(isinstance(part, Media) for part in last.parts):
             raise BadSample("it does not end with an answer of the assistant, so there is nothing to ask")
-        names = self._names(index)
-        prompt = self.chat.prompt(Conversation(tuple(before)), names)
-        needs = tuple(dict.fromkeys(name for of in names for name in of))
+        media = self._items(index)
+        prompt = in_rows(self.chat.prompt(Conversation(tuple(before)), names(media)), media)
+        needs = tuple(dict.fromkeys(medium.encoder for medium in media))
         return Question("chat", "chat.answer", prompt, "".join(last.parts).strip(), needs, conversation.answers)
 
     def answer_tokens(self, index: int) -> int:
@@ -160,35 +137,6 @@ class ChatSource:
     def decode(self, tokens: Sequence[int]) -> str:
         """What tokens say, up to where the answer ends."""
         return self.chat.said(tokens)
-
-
-def encoder_for(kind: Medium, encoders: Encoders) -> str:
-    """The encoder that takes media of a kind, by name. Raises UserError where there is none."""
-    wanted = {"image": VisionConfig, "audio": AudioConfig}[kind]
-    name = next((name for name, encoder in encoders.items() if isinstance(encoder, wanted)), None)
-    if name is None:
-        raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; add one")
-    return name
-
-
-def item_sizes(encoder: VisionConfig | AudioConfig, facts: Sequence[int], images: int) -> tuple[tuple[int, ...], ...]:
-    """The size of each item of a medium: (height, width) of an image of that size, (samples,) of a clip of these facts.
-
-    images: how many its sample has. Raises BadMedia.
-    """
-    first, second = facts
-    if isinstance(encoder, VisionConfig):
-        return tuple(tuple(size) for size in items_of_size(encoder.images, (first, second), images).sizes)
-    samples = clip_samples(ClipFacts(first, second), encoder.sample_rate)
-    return tuple((stop - start,) for start, stop in pieces(encoder, samples))
-
-
-def decoded_items(encoder: VisionConfig | AudioConfig, encoded: bytes, images: int) -> tuple[np.ndarray, ...]:
-    """The items of a medium's file, of the sizes that `item_sizes` says. Raises BadMedia."""
-    if isinstance(encoder, AudioConfig):
-        wave = decode_clip(encoded, encoder.sample_rate)
-        return tuple(wave[start:stop] for start, stop in pieces(encoder, len(wave)))
-    return items_of_image(encoder.images, decode_image(encoded), images)
 
 
 def _text_tokens(sample: Sample) -> list[int]:

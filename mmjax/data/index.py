@@ -39,7 +39,7 @@ class LengthIndex:
     item_encoder: np.ndarray  # int32 [p]: number of the encoder, in the model's order
     item_positions: np.ndarray  # int32 [p]: of the encoder's row, alignment included
     item_useful: np.ndarray  # int32 [p]: of those, patches or frames that hold something
-    item_tokens: np.ndarray  # int32 [p]: in the LLM
+    item_tokens: np.ndarray  # int32 [p]: that its encoder makes for the LLM
     positions_per_token: np.ndarray  # int32 [encoders]: of an encoder's row for each token that it gives the LLM
     # Samples that cannot be used, whose lengths are 0, and why.
     bad: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [b], in order
@@ -79,7 +79,7 @@ class LengthIndex:
         return useful
 
     def tokens(self, samples: np.ndarray) -> np.ndarray:
-        """LLM tokens of each of these samples' parts, int64 `[p]`."""
+        """LLM tokens of each of these samples, and those that encoders make of its items, int64 `[p]`."""
         _, item, is_item = self._parts_of(samples)
         tokens = np.empty(len(is_item), np.int64)
         tokens[~is_item], tokens[is_item] = self.llm_tokens[samples], self.item_tokens[item]
@@ -128,7 +128,7 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
     Raises UserError where an item has no encoder or a size is impossible.
     """
     numbers = {name: k for k, name in enumerate(encoders)}
-    text, item_count, item_rows = [], [], []
+    text, item_count, item_rows, more = [], [], [], []  # more: LLM tokens than those of text and items
     bad: dict[int, str] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]] = {}
     for source_name, source in sources.items():
@@ -149,10 +149,12 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
             text.append(facts.text_tokens)
             item_count.append(len(rows))
             item_rows += rows
+            of_items = sum(row[2] for row in rows)
+            more.append(0 if facts.item_tokens is None else facts.item_tokens - of_items)
     items = np.array(item_rows, np.int32).reshape(-1, 4)
     item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
     totals = np.zeros((len(text), 1 + len(encoders)), np.int32)
-    totals[:, 0] = text
+    totals[:, 0] = np.array(text, np.int64) + np.array(more, np.int64)
     sample = np.repeat(np.arange(len(text)), item_count)
     np.add.at(totals, (sample, 0), items[:, 2])
     np.add.at(totals, (sample, 1 + items[:, 0]), items[:, 1])

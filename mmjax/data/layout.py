@@ -14,6 +14,7 @@ from mmjax.balance.shapes import choose_shapes
 from mmjax.config import Config, NoGrouping, PostBalance
 from mmjax.data.budget import Lengths
 from mmjax.data.grouping import Group, StepGrouper
+from mmjax.data.index import LengthIndex
 from mmjax.data.placement import Balance, Placer, Shape, Topology
 from mmjax.planning.cost import frozen_modules, relative_cost
 
@@ -125,10 +126,17 @@ def _with_room_for_all(
         lengths = np.maximum(lengths, -(-over_peers // alignment)[:modules] * alignment[:modules])
     if not spread:
         return (*shapes[:-1], Shape(tuple(lengths.tolist()), shapes[-1].widths))
-    # No rank makes, or takes, more tokens than its rows hold.
-    most = np.minimum(rows[1:] * lengths[1:] // grouper.index.positions_per_token, rows[0] * lengths[0])
+    # No rank makes more tokens than its rows hold, or takes more than its samples' items have.
+    taken = rows[0] * lengths[0] * _tokens_per_token(grouper.index)
+    most = np.minimum(rows[1:] * lengths[1:] // grouper.index.positions_per_token, taken)
     widths = -(-most // alignment[modules:]) * alignment[modules:]
     return (*shapes, Shape(tuple(lengths.tolist()), tuple(widths.tolist())))
+
+
+def _tokens_per_token(index: LengthIndex) -> int:
+    """The most tokens that encoders make for one of the LLM in any sample: above 1 where images are unpadded."""
+    made = np.bincount(np.repeat(np.arange(len(index)), np.diff(index.item_start)), index.item_tokens, len(index))
+    return max(1, math.ceil((made / np.maximum(index.llm_tokens, 1)).max(initial=1)))
 
 
 def _wide(grouper: StepGrouper, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
         raise ValueError(f"an item of size {size} is empty")
     merge = encoder.connector.merge
     if isinstance(encoder, VisionConfig):
-        height, width = (-(-extent // encoder.patch) for extent in size)
+        height, width = patch_grid(encoder, size)
         _check_grid(encoder, size, height, width)
         _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
         windows, own = -(-height // merge) * -(-width // merge), hidden_tokens(encoder)
@@ -70,12 +70,25 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
 
 def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:
     """Times, rows and columns of the LLM's tokens of an image of (height, width) in pixels."""
-    rows, columns = (-(-extent // (encoder.patch * encoder.connector.merge)) for extent in size)
+    rows, columns = (-(-patches // encoder.connector.merge) for patches in patch_grid(encoder, size))
     return 1, rows, columns
+
+
+def patch_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of the patches of an image of (height, width) in pixels.
+
+    Whole patches alone where positions are a learned grid, as the convolutions of CLIP, SigLIP and InternViT see them:
+    what is left over at the bottom and the right is dropped. Elsewhere black fills the last patches up.
+    """
+    if isinstance(encoder.positions, LearnedGrid):
+        return size[0] // encoder.patch, size[1] // encoder.patch
+    return -(-size[0] // encoder.patch), -(-size[1] // encoder.patch)
 
 
 def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
     grid = encoder.positions
+    if not min(height, width):
+        raise ValueError(f"an image of {size[0]} x {size[1]} pixels has not one patch of {encoder.patch}")
     if isinstance(grid, LearnedGrid) and (height > grid.rows or width > grid.columns):
         raise ValueError(
             f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, the encoder learned positions "
@@ -100,6 +113,8 @@ def prepare(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Prepared:
     if isinstance(encoder, VisionConfig):
         if array.ndim != 3 or array.shape[2] != encoder.channels:
             raise ValueError(f"an image of shape {array.shape} is not [height, width, {encoder.channels}]")
+        rows, columns = patch_grid(encoder, array.shape[:2])
+        array = array[: rows * encoder.patch, : columns * encoder.patch]
         found = patches(array, encoder.patch, encoder.connector.merge)
         return _with_class_token(found, encoder.connector.merge) if encoder.class_token else found
     frames = clip_frames(encoder, array)

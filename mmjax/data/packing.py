@@ -13,47 +13,12 @@ import numpy as np
 from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
-from mmjax.config import AudioConfig, ModelConfig, VisionConfig
+from mmjax.config import VisionConfig
 from mmjax.data.media import hidden_tokens, positions_per_token, prepare, token_grid
 from mmjax.data.placement import MicrobatchPlan
-from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.sample import Facts, Sample
+from mmjax.data.text_rows import Arrays, Place, empty_text, stretch, write_sample
 from mmjax.errors import UserError
-
-# Bits of `kind` and `sees`: text, then the encoders, then the branches of a sample.
-TEXT_KIND = 1
-FIRST_BRANCH_BIT = 12
-MAX_ENCODERS = FIRST_BRANCH_BIT - 1
-MAX_BRANCHES = 30 - FIRST_BRANCH_BIT
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """What the arrays look like: the encoders in their order, and how an item's tokens attend in the LLM."""
-
-    encoders: dict[str, VisionConfig | AudioConfig]
-    items: str  # DecoderConfig.items
-    vocab: int
-    axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> Arrays:
-        """The arrays of a model's batches. Raises UserError where it has more encoders than the mask can tell apart."""
-        if (count := len(model.encoders)) > MAX_ENCODERS:
-            raise UserError(f"model.encoders has {count}; the attention mask tells {MAX_ENCODERS} apart")
-        return cls(dict(model.encoders), model.llm.items, model.llm.vocab, len(model.llm.rope_sections))
-
-    def features(self, encoder: str) -> int:
-        """Width of one patch or frame."""
-        config = self.encoders[encoder]
-        return config.patch**2 * config.channels if isinstance(config, VisionConfig) else config.mels
-
-    def dtype(self, encoder: str) -> type:
-        """Of the patches or frames."""
-        return np.uint8 if isinstance(self.encoders[encoder], VisionConfig) else np.float32
-
-    def bit(self, encoder: str) -> int:
-        """The kind of an encoder's tokens."""
-        return TEXT_KIND << 1 + list(self.encoders).index(encoder)
 
 
 @dataclass(frozen=True)
@@ -65,15 +30,6 @@ class Reader:
     item: Callable[[int, int], np.ndarray]
     source_of: Callable[[np.ndarray], np.ndarray]
     name: Callable[[int], str]  # for messages: "source[index]"
-
-
-class Place(NamedTuple):
-    """Where an item's tokens come from."""
-
-    encoder: str
-    slot: int  # of the first, in what the rank of its sample got and made
-    tokens: int
-    grid: tuple[int, int, int] | None = None  # of an image where positions have axes: times, rows, columns of tokens
 
 
 def pack_microbatch(
@@ -110,6 +66,7 @@ class Sent(NamedTuple):
 
     send: np.ndarray  # int32 [ranks, peers, width], as in TextBatch
     slot: np.ndarray  # int64 [p], of the first token of each of the encoder's items that arrive or stay here
+    newline: int  # slot of the connector's, which every row of a rank ends with: that of its own first row
 
 
 def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks: range) -> Sent:
@@ -119,7 +76,8 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
     items = np.flatnonzero(plan.module == module)
     rank, tokens = plan.rank(), plan.length[items] // group - hidden_tokens(arrays.encoders[encoder])
     source, home = rank[items], rank[plan.part_start[:-1]][plan.sample_of()][items]
-    first = (plan.row[items] % plan.rows[module] * np.int64(length) + plan.offset[items]) // group
+    row_tokens, newline = length // group + arrays.newline(encoder), peers * width + length // group
+    first = plan.row[items] % plan.rows[module] * np.int64(row_tokens) + plan.offset[items] // group
     arrived = pack_places(tokens, home, plan.topology.ranks)
     moved = Rearrangement(tokens, Places(source, first), arrived, plan.topology.ranks)
     capacity = int((arrived.offset + tokens).max(initial=1))
@@ -131,7 +89,7 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
         here = (home >= mine.start) & (home < mine.stop)
         slot[items[here]] = found.gather[home[here] - mine.start, arrived.offset[here]]
         send.append(found.send)
-    return Sent(np.concatenate(send), slot)
+    return Sent(np.concatenate(send), slot, newline if arrays.newline(encoder) else PADDING)
 
 
 @contextmanager
@@ -205,7 +163,7 @@ def _pack_text(
     sent: dict[str, Sent],
     spoiled: dict[int, str] | None,
 ) -> TextBatch:
-    batch = _empty_text((len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()})
+    batch = empty_text((len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()})
     sources = reader.source_of(plan.samples)
     samples, spans = np.zeros(len(share), np.int32), np.zeros(len(share), np.int32)
     for index, sample in enumerate(plan.samples.tolist()):
@@ -218,7 +176,7 @@ def _pack_text(
             places = [_place(plan, arrays, item, sent) for item in range(part + 1, end)]
             if arrays.axes:
                 places = _with_grids(places, arrays, reader.facts(sample))
-            _write_sample(_stretch(batch, row, at), reader.sample(sample), arrays, places, spans[row])
+            write_sample(stretch(batch, row, at), reader.sample(sample), arrays, places, spans[row])
         batch.sample[row, at], batch.source[row, at] = samples[row], sources[index]
         batch.owner[row, at], batch.offset[row, at] = sample, np.arange(plan.length[part])
         samples[row] += 1
@@ -226,39 +184,11 @@ def _pack_text(
     return batch
 
 
-def _empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarray]) -> TextBatch:
-    def full(value: int) -> np.ndarray:
-        return np.full(shape, value, np.int32)
-
-    return TextBatch(
-        token=full(0),
-        target=full(0),
-        weight=np.zeros(shape, np.float32),
-        position=np.zeros((*shape, arrays.axes) if arrays.axes else shape, np.int32),
-        sample=full(PADDING),
-        pos=np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
-        span=full(0),
-        kind=full(0),
-        sees=full(0),
-        source=full(PADDING),
-        owner=full(PADDING),
-        offset=full(0),
-        slots={encoder: full(PADDING) for encoder in arrays.encoders},
-        send=send,
-    )
-
-
-def _stretch(batch: TextBatch, row: int, at: slice) -> TextBatch:
-    """Views `[n]` of the part of a row that a sample gets."""
-    views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f not in ("slots", "send")}
-    return TextBatch(**views, slots={e: s[row, at] for e, s in batch.slots.items()}, send={})
-
-
 def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent]) -> Place:
     encoder = list(arrays.encoders)[int(plan.module[part]) - 1]
     config = arrays.encoders[encoder]
     tokens = int(plan.length[part]) // positions_per_token(config) - hidden_tokens(config)
-    return Place(encoder, int(sent[encoder].slot[part]), tokens)
+    return Place(encoder, int(sent[encoder].slot[part]), tokens, sent[encoder].newline)
 
 
 def _with_grids(places: Sequence[Place], arrays: Arrays, facts: Facts) -> list[Place]:
@@ -275,89 +205,3 @@ def _with_grids(places: Sequence[Place], arrays: Arrays, facts: Facts) -> list[P
             )
         found.append(place._replace(grid=grid))
     return found
-
-
-def _write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequence[Place], first_span: int) -> None:
-    """Write one sample into its stretch of a row (views `[n]`). ValueError where it isn't what was promised.
-
-    A position goes on from where its branch is; a new branch begins where branch 0 is. Where positions have axes, an
-    image's are its rows and columns, and what follows goes on behind the longer of both (Qwen2-VL). A token is the
-    target of the one before it in its own branch; items stand in branch 0, so an item's last token predicts the text
-    after it there.
-    """
-    lengths = _checked_lengths(sample, arrays, places, len(row.token))
-    position: dict[int, int] = {0: 0}  # that follows in each branch
-    last: dict[int, int] = {}  # index of the last token of each branch
-    at = 0
-    for segment, n in zip(sample.segments, lengths, strict=True):
-        branch = segment.branch if isinstance(segment, Text) else 0
-        begin = position.get(branch, position[0]) if segment.start is None else segment.start
-        here = slice(at, at + n)
-        along = np.arange(n)
-        if isinstance(segment, Text):
-            _write_text(row, here, segment, arrays, last.get(branch))
-        else:
-            _write_item(row, here, places[segment.number], arrays, first_span + segment.number + 1)
-            if (grid := places[segment.number].grid) is not None:
-                along = np.stack(np.unravel_index(along, grid), axis=-1)
-        row.position[here] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
-        position[branch] = begin + along.max(initial=-1) + 1
-        at += n
-        if n:
-            last[branch] = at - 1
-
-
-def _write_text(row: TextBatch, here: slice, text: Text, arrays: Arrays, before: int | None) -> None:
-    """Tokens, whom they see, and what they predict. `before` is the index of the token before them in their branch.
-
-    Branches see branch 0 and themselves: each has a kind of its own, so the mask spec needs nothing more.
-    """
-    own = 1 << (FIRST_BRANCH_BIT + text.branch - 1) if text.branch else TEXT_KIND
-    row.token[here], row.kind[here], row.sees[here] = text.tokens, own, _everyone(arrays) | own
-    predict = slice(here.start, max(here.stop - 1, here.start))
-    row.target[predict], row.weight[predict] = text.tokens[1:], text.weights[1:]
-    if before is not None and len(text.tokens):
-        row.target[before], row.weight[before] = text.tokens[0], text.weights[0]
-    elif len(text.tokens) and text.weights[0]:
-        raise ValueError(f"the first token of branch {text.branch} has a loss weight, but none before it predicts it")
-
-
-def _write_item(row: TextBatch, here: slice, place: Place, arrays: Arrays, span: int) -> None:
-    """An item's tokens: where they come from, and how they see each other and what is before them."""
-    row.slots[place.encoder][here] = np.arange(place.slot, place.slot + place.tokens)
-    row.kind[here] = arrays.bit(place.encoder)
-    row.sees[here] = 0 if arrays.items == "isolated" else _everyone(arrays)
-    row.span[here] = 0 if arrays.items == "causal" else span
-
-
-def _everyone(arrays: Arrays) -> int:
-    """The kinds of branch 0: text and all encoders."""
-    return (TEXT_KIND << 1 + len(arrays.encoders)) - 1
-
-
-def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], promised: int) -> list[int]:
-    """Tokens of each segment. ValueError where the sample isn't what its source's facts() say, or can't be written."""
-    lengths, numbers = [], []
-    for segment in sample.segments:
-        if isinstance(segment, Item):
-            numbers.append(segment.number)
-            known = segment.number < len(places) and places[segment.number].encoder == segment.encoder
-            lengths.append(places[segment.number].tokens if known else 0)
-            if not known:
-                raise ValueError(f"its item {segment.number} of {segment.encoder!r} is not in its source's facts()")
-            continue
-        tokens, weights = segment.tokens, segment.weights
-        lengths.append(len(tokens))
-        if not 0 <= segment.branch <= MAX_BRANCHES:
-            raise ValueError(f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}")
-        if len(tokens) != len(weights):
-            raise ValueError(f"a text has {len(tokens)} tokens and {len(weights)} loss weights")
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < arrays.vocab):
-            raise ValueError(f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={arrays.vocab} has no such")
-        if not (np.isfinite(weights).all() and (weights >= 0).all()):
-            raise ValueError("a loss weight is negative, NaN or Inf")
-    if sorted(numbers) != list(range(len(places))):
-        raise ValueError(f"it places the items {numbers}, but its source's facts() have {len(places)}; each goes once")
-    if sum(lengths) != promised:
-        raise ValueError(f"it has {sum(lengths)} tokens where its source's facts() promised {promised}")
-    return lengths

@@ -27,11 +27,12 @@ from mmjax.data.budget import Budget
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
 from mmjax.data.layout import RankLayout, make_placer
-from mmjax.data.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.packing import Reader, pack_microbatch
 from mmjax.data.placement import MicrobatchPlan
 from mmjax.data.plan import PLANNER, StepPlan, StepPlanner
 from mmjax.data.sample import Facts, Sample, Source
 from mmjax.data.sources import open_sources
+from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError
 from mmjax.planning.cost import frozen_modules, step_needed
 
@@ -162,7 +163,7 @@ class StepLoader:
     def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
         per_token = np.array([1, *self.index.positions_per_token])
         tokens = np.bincount(plan.module, plan.length // per_token[plan.module], len(per_token)).astype(np.int64)
-        tokens[0] = self.index.llm_tokens[plan.samples].sum() - tokens[1:].sum()
+        tokens[0] = self.index.text_tokens[plan.samples].sum()
         return tokens
 
     def __getstate__(self) -> dict[str, object]:

@@ -12,9 +12,10 @@ from mmjax.balance.parts import LLM
 from mmjax.batch import Microbatch
 from mmjax.config import AnyRes, DynamicTiles, FixedSize, ModelConfig, VisionConfig
 from mmjax.data.index import build_index
-from mmjax.data.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.packing import Reader, pack_microbatch
 from mmjax.data.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.sample import Facts, Sample, Source
+from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError
 
 UNIT = 16  # tokens: row lengths are 1, 2, 3, 4, 6, 8, 12, ... of them

@@ -14,11 +14,12 @@ from mmjax.config import BatchConfig, Config, Samples
 from mmjax.data.conversation import BadSample
 from mmjax.data.embedded import decode
 from mmjax.data.index import build_index
-from mmjax.data.packing import Arrays, pack_microbatch
+from mmjax.data.packing import pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.placement import ONE_RANK, Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Question, Sample, Source, Text
+from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError
 
 PROMPTS_PER_BATCH = 48
@@ -62,7 +63,7 @@ class Prompts:
     def facts(self, index: int) -> Facts:
         """The sample's items; the text is the question's."""
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
-        return Facts(text, self.source.facts(index).items)
+        return replace(self.source.facts(index), text_tokens=text)
 
     def sample(self, index: int) -> Sample:
         """The question and the room for its answer, in the same branch."""

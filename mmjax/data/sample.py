@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from mmjax.data.arrangement import Arrangement
+
 
 @dataclass(frozen=True)
 class Text:
@@ -29,10 +31,21 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Arranged:
+    """A place where tokens of several items go together, in an order of their own: the tiles of one image."""
+
+    encoder: str
+    number: int  # of the first item
+    items: int
+    tokens: Arrangement
+    start: int | None = None  # RoPE position of the first token; None = go on
+
+
+@dataclass(frozen=True)
 class Sample:
     """One training example, interleaved as it is read; items are not decoded yet."""
 
-    segments: tuple[Text | Item, ...]
+    segments: tuple[Text | Item | Arranged, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,7 @@ class Facts:
 
     text_tokens: int
     items: tuple[tuple[str, tuple[int, ...]], ...]  # (encoder, size): (height, width) in pixels, (samples,) of a clip
+    item_tokens: int | None = None  # of the LLM, for all items; None = all that their encoders make (no `Arranged`)
 
 
 class Source(Protocol):

@@ -43,7 +43,7 @@ def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 CHECKPOINTS = {
     **dict.fromkeys(decoders.FAMILIES, Checkpoints(_decoder, _decoder_layout)),
-    "llava": Checkpoints(llava.read, llava.layout),
+    **dict.fromkeys(llava.FAMILIES, Checkpoints(llava.read, llava.layout)),
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
     **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout)),

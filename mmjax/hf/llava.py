@@ -1,18 +1,39 @@
-"""LLaVA-1.5: a CLIP or SigLIP tower, an MLP on each of its patches, a decoder."""
+"""LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision: a CLIP or SigLIP tower, an MLP on each of its patches, a decoder."""
 
 from __future__ import annotations
 
-from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmjax.config import AnyRes, AsIs, ConnectorConfig, DecoderConfig, LearnedGrid, ModelConfig, VisionConfig
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, decoder_of, decoder_parts, find_decoder
 from mmjax.hf.fields import Fields
 from mmjax.hf.folder import HfFolder
 from mmjax.hf.layout import Layout
-from mmjax.hf.parts import Parts, linear
+from mmjax.hf.parts import Part, Parts, linear
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, DEFAULTS
 from mmjax.hf.vision import find_tower, kind_of, unused_in, vision_of, vision_parts, with_images
 
 PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.")
-CLIP_L = {  # the tower that the config's class documents as its default
+NEWLINES = ("model.image_newline", "image_newline")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one of them apart: what its config's class documents as defaults, and how it takes images."""
+
+    text: str
+    tower: Mapping[str, Any]
+    layer: int  # of the tower, whose output is read
+    features: str  # vision_feature_select_strategy
+    processor: str = ""  # of images in tiles, whose rows end with a newline
+    most_tiles: str = ""  # the field that says from how many on they are interpolated
+
+
+CLIP_L = {
     "model_type": "clip_vision_model",
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -21,12 +42,27 @@ CLIP_L = {  # the tower that the config's class documents as its default
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
 }
+SIGLIP_SO = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "patch_size": 14,
+    "image_size": 384,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+}
+FAMILIES = {
+    "llava": Family("llama", CLIP_L, -2, "default"),
+    "llava_next": Family("llama", CLIP_L, -2, "default", "LlavaNextImageProcessor"),
+    "llava_onevision": Family("qwen2", SIGLIP_SO, -1, "full", "LlavaOnevisionImageProcessor", "vision_aspect_ratio"),
+}
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
-    """The model that a LLaVA config says."""
-    llm = text_of(fields, "llama")
-    layer = fields.get("vision_feature_layer", (int, list), -2)
+    """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
+    family = FAMILIES[fields.get("model_type", str)]
+    llm = text_of(fields, family.text)
+    layer = fields.get("vision_feature_layer", (int, list), family.layer)
     if isinstance(layer, list):
         raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
     biased = fields.get("multimodal_projector_bias", bool, True)
@@ -36,24 +72,64 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         norm="none",
         activation=fields.choice("projector_hidden_act", ACTIVATIONS, "gelu"),
         biases=("up", "down") if biased else (),
+        newline=bool(family.processor),
     )
-    vision = vision_of(tower_fields(fields, CLIP_L), layer, False, connector)
-    if vision.class_token:
-        fields.refuse("vision_feature_select_strategy", "default")
-    elif fields.get("vision_feature_select_strategy", str, "default") == "default":
+    vision = vision_of(tower_fields(fields, family.tower), layer, False, connector)
+    _check_features(fields, vision, family)
+    vision = with_images(folder, vision)
+    return ModelConfig(llm, {"vision": _by_rows(fields, vision, family) if family.processor else vision})
+
+
+def _check_features(fields: Fields, vision: VisionConfig, family: Family) -> None:
+    """What the LLM sees of the tower must be its patches: all of them, and no class token."""
+    features = fields.get("vision_feature_select_strategy", str, family.features)
+    wanted = "default" if vision.class_token else "full"
+    if features != wanted:
+        what = "shows the LLM the class token" if vision.class_token else "drops the first patch of an image"
         raise UserError(
-            f"{fields.where}: vision_feature_select_strategy='default' drops the first patch of a tower without class "
-            "token, which is not supported; say 'full'"
+            f"{fields.where}: vision_feature_select_strategy={features!r} {what}, which is not supported; say "
+            f"{wanted!r}"
         )
-    return ModelConfig(llm, {"vision": with_images(folder, vision)})
+
+
+def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConfig:
+    """The tower with images in tiles that the LLM sees by rows. What the folder's processor says must be the same."""
+    grid = vision.positions
+    assert isinstance(grid, LearnedGrid)
+    points = fields.get("image_grid_pinpoints", list, DEFAULTS[family.processor]["image_grid_pinpoints"])
+    pinpoints = tuple("x".join(map(str, point)) for point in points)
+    how = vision.images
+    if isinstance(how, AsIs):  # there is no processor: its defaults
+        tile = tower_fields(fields, family.tower).get("image_size", int, grid.rows * vision.patch)
+        how = AnyRes(tile=tile, several="square" if family.most_tiles else "tiles")
+        vision = replace(vision, mean=CLIP_MEAN, std=CLIP_STD)
+    elif not isinstance(how, AnyRes):
+        raise UserError(f"{fields.where}: its images come in tiles, but the folder's image processor makes none")
+    elif how.pinpoints != pinpoints:
+        raise UserError(f"{fields.where}: image_grid_pinpoints differs from that of the folder's image processor")
+    elif grid.rows != grid.columns or how.tile // vision.patch != grid.rows:
+        raise UserError(f"{fields.where}: tiles of {how.tile} pixels do not fill {grid.rows} x {grid.columns} patches")
+    most = 0
+    if family.most_tiles:
+        said = fields.get(family.most_tiles, str, "anyres_max_9")
+        if not (found := re.fullmatch(r"anyres_max_([1-9]\d*)", said)):
+            raise UserError(f"{fields.where}: {family.most_tiles}={said!r} is not supported; known: 'anyres_max_9'")
+        most = int(found[1])
+    return replace(vision, images=replace(how, pinpoints=pinpoints, order="rows", most_tiles=most))
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where a LLaVA checkpoint's tensors lie."""
+    """Where the tensors of such a checkpoint lie."""
+    fields = Fields(folder.config, str(folder.path / "config.json"))
+    family = FAMILIES[fields.get("model_type", str)]
     projector = next((p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1])
     connector = {"mlp.up": linear(f"{projector}linear_1"), "mlp.down": linear(f"{projector}linear_2")}
-    kind = kind_of(tower_fields(Fields(folder.config, str(folder.path / "config.json")), CLIP_L))
-    return whole_layout(folder, model, kind, Parts(connector), projector)
+    begins = (projector,)
+    if family.processor:
+        newline = next((key for key in NEWLINES if key in folder.tensors), NEWLINES[-1])
+        connector["newline"] = {"weight": Part(newline, (0,))}
+        begins += (newline,)
+    return whole_layout(folder, model, kind_of(tower_fields(fields, family.tower)), Parts(connector), *begins)
 
 
 def text_of(fields: Fields, kind: str) -> DecoderConfig:
@@ -67,15 +143,18 @@ def text_of(fields: Fields, kind: str) -> DecoderConfig:
     return decoder_of(text, tied)
 
 
-def tower_fields(fields: Fields, default: dict[str, object]) -> Fields:
+def tower_fields(fields: Fields, default: Mapping[str, object]) -> Fields:
     """The `vision_config`; the class's default where there is none."""
     given = fields.get("vision_config", dict, {})
     same = given.get("model_type", default.get("model_type")) == default.get("model_type")
-    return Fields((default if same else {}) | given, f"{fields.where}: vision_config")
+    return Fields((dict(default) if same else {}) | given, f"{fields.where}: vision_config")
 
 
-def whole_layout(folder: HfFolder, model: ModelConfig, kind: str, connector: Parts, projector: str) -> Layout:
-    """The layout of a checkpoint of one vision tower, a projector and a decoder."""
+def whole_layout(folder: HfFolder, model: ModelConfig, kind: str, connector: Parts, *projector: str) -> Layout:
+    """The layout of a checkpoint of one vision tower, a projector and a decoder.
+
+    projector: what the tensors of the projector begin with.
+    """
     inner, output = find_decoder(folder)
     vision, tower = model.encoders["vision"], find_tower(folder, kind)
     tables = (f"{output}.weight",) if model.llm.tied else ()
@@ -85,6 +164,6 @@ def whole_layout(folder: HfFolder, model: ModelConfig, kind: str, connector: Par
             "vision": vision_parts(vision, kind, tower),
             "vision.connector": connector,
         },
-        {"llm": (inner, output), "vision": (tower,), "vision.connector": (projector,)},
+        {"llm": (inner, output), "vision": (tower,), "vision.connector": projector},
         tables + unused_in(vision, kind, tower),
     )

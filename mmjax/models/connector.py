@@ -47,7 +47,8 @@ class Connector(nnx.Module):
         self.linear = None if mlp else Linear(merged, outputs, ("mlp", "embed"), rngs, bias=bias)
         tables = [PositionTable(config.position_grid, outputs, rngs) for _ in axes] if config.position_grid else []
         self.positions = nnx.Dict({("t", "y", "x")[axis]: table for axis, table in zip(axes, tables, strict=False)})
-        self.deepstack, own = deepstack, replace(config, norm="merged_layer", position_grid=0)
+        self.newline = PositionTable(1, outputs, rngs) if config.newline else None
+        self.deepstack, own = deepstack, replace(config, norm="merged_layer", position_grid=0, newline=False)
         deeper = {str(n): Connector(own, inputs, outputs, axes, eps, rngs) for n in range(len(deepstack))}
         self.deeper = nnx.Dict(deeper)
 
@@ -73,3 +74,11 @@ class Connector(nnx.Module):
         more = [self.deeper[str(n)](below, item, coordinates) for n, below in enumerate(deeper)]
         x = jnp.concatenate([x, *more], axis=-1) if more else x
         return constrain(x, "rows", "length", "width")
+
+    def with_newline(self, tokens: Float[Array, "r m e"]) -> Float[Array, "r n e"]:
+        """Rows of tokens that end with one more, the newline, where there is one: nothing of it is added deeper."""
+        if self.newline is None:
+            return tokens
+        line = self.newline(jnp.zeros((len(tokens), 1), jnp.int32), tokens.dtype)
+        line = jnp.pad(line, ((0, 0), (0, 0), (0, tokens.shape[-1] - line.shape[-1])))
+        return jnp.concatenate([tokens, line], axis=1)

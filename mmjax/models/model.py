@@ -20,7 +20,7 @@ from mmjax.models.cached import Cache, prefill, step
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_runs import Run, plan_runs
 from mmjax.models.lora import attach
-from mmjax.models.multimodal import MultimodalModel
+from mmjax.models.multimodal import Functions, MultimodalModel
 from mmjax.parallel.sharding import encoding
 
 Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
@@ -37,11 +37,19 @@ class Model:
     abstract: Params = field(repr=False)  # shapes and dtypes of the parameters
     axes: Params = field(repr=False)  # their logical axes, tuples; a stack's leading axis is not named
     graph: Any = field(repr=False)
+    functions: Functions = field(repr=False, default_factory=dict)  # that the encoders' callbacks name
 
     @classmethod
-    def build(cls, config: ModelConfig, dtype: Any, cuts: Mapping[str, tuple[int, ...]] | None = None) -> Model:
+    def build(
+        cls,
+        config: ModelConfig,
+        dtype: Any,
+        cuts: Mapping[str, tuple[int, ...]] | None = None,
+        functions: Functions | None = None,
+    ) -> Model:
         """The model of a config, its towers cut into runs at `cuts`. Holds no parameters, so it costs nothing.
 
+        functions: those that the encoders' callbacks name (`config_files.callbacks_of`); what computes needs them.
         Raises ValueError for an encoder called "llm", impossible cuts or remat policies, and widths that do not divide.
         """
         if "llm" in config.encoders:
@@ -54,10 +62,11 @@ class Model:
             for name, c in towers.items()
         }
         dtype = jnp.dtype(dtype)
-        born = partial(_born, config, runs, dtype)
+        functions = functions or {}
+        born = partial(_born, config, runs, dtype, functions)
         graph, state = nnx.split(nnx.eval_shape(born, jax.random.key(0)))
         axes = {path: variable.get_metadata("axes") for path, variable in nnx.to_flat_state(state)}
-        return cls(config, dtype, runs, nnx.to_pure_dict(state), _nested(axes), graph)
+        return cls(config, dtype, runs, nnx.to_pure_dict(state), _nested(axes), graph, functions)
 
     @property
     def frozen(self) -> set[str]:
@@ -75,7 +84,7 @@ class Model:
 
     def init(self, key: Array) -> Params:
         """Random parameters, float32; under jit with `out_shardings` born where they belong."""
-        return nnx.to_pure_dict(nnx.state(_born(self.config, self.runs, self.dtype, key)))
+        return nnx.to_pure_dict(nnx.state(_born(self.config, self.runs, self.dtype, self.functions, key)))
 
     def logits(self, params: Params, microbatch: Microbatch, noise: Noise | None = None) -> Float[Array, "b t v"]:
         """Float32 logits of a microbatch; training mode, with dropout, where there is `noise`: uint32 (seed, step)."""
@@ -261,8 +270,10 @@ def merge(first: Params, second: Params) -> Params:
     return merged
 
 
-def _born(config: ModelConfig, runs: dict[str, tuple[Run, ...]], dtype: Any, key: Array) -> MultimodalModel:
-    model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key))
+def _born(
+    config: ModelConfig, runs: dict[str, tuple[Run, ...]], dtype: Any, functions: Functions, key: Array
+) -> MultimodalModel:
+    model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key), functions)
     attach(model, config, key)
     return model
 

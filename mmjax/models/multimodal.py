@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.batch import ItemBatch, TextBatch
+from mmjax.batch import ItemBatch, Mixed, TextBatch
 from mmjax.config import ModelConfig, VisionConfig
 from mmjax.models.audio import AudioEncoder
 from mmjax.models.connector import Connector
@@ -21,11 +22,20 @@ from mmjax.models.vision import VisionEncoder
 from mmjax.parallel.dispatch import dispatch
 from mmjax.parallel.sharding import active, constrain, encoding
 
+Functions = Mapping[str, Callable[..., Any]]  # by the names that configs have for them
+
 
 class MultimodalModel(nnx.Module):
     """`llm`, and by name `encoders` and their `connectors`."""
 
-    def __init__(self, config: ModelConfig, plans: dict[str, tuple[Run, ...]], dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        plans: dict[str, tuple[Run, ...]],
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        functions: Functions,
+    ):
         self.llm = Decoder(config.llm, plans["llm"], dtype, rngs)
         encoders, connectors = {}, {}
         for name, c in config.encoders.items():
@@ -35,6 +45,10 @@ class MultimodalModel(nnx.Module):
             connectors[name] = Connector(c.connector, c.width, config.llm.width, axes, c.norm_eps, rngs, deep)
         self.encoders = nnx.Dict(encoders)
         self.connectors = nnx.Dict(connectors)
+        self.after_encoder = {name: _named(functions, c.callbacks.after_encoder) for name, c in config.encoders.items()}
+        self.after_connector = {
+            name: _named(functions, c.callbacks.after_connector) for name, c in config.encoders.items()
+        }
 
     def context(self, name: str, batch: TextBatch | ItemBatch, noise: Noise | None) -> Context:
         """What the layers of a tower ("llm", or an encoder) read; with dropout where it has a rate and there is noise.
@@ -64,8 +78,10 @@ class MultimodalModel(nnx.Module):
     def connected(self, name: str, outputs: Sequence[Float[Array, "r l w"]], batch: ItemBatch) -> Float[Array, "r m e"]:
         """The head of an encoder and its connector, on what the connector's `deepstack` and the last layer give."""
         *deeper, x = outputs
-        encoder = self.encoders[name]
-        return self.connectors[name](encoder.finished(x), *encoder.places(batch), deeper)
+        encoder, connector = self.encoders[name], self.connectors[name]
+        x = self.after_encoder[name](encoder.finished(x), batch)
+        x = connector(x, *encoder.places(batch), deeper)
+        return connector.with_newline(self.after_connector[name](x, batch))
 
     def decode(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
@@ -89,14 +105,34 @@ class MultimodalModel(nnx.Module):
             if feature.size and name in text.slots:
                 sent = _sent(feature, text, name).astype(x.dtype)
                 first, *deeper = jnp.split(sent, sent.shape[-1] // x.shape[-1], axis=-1)
-                x = jnp.where((text.slots[name] >= 0)[..., None], first, x)
+                slots = text.slots[name]
+                here = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, Mixed) else slots >= 0
+                x = jnp.where(here[..., None], first, x)
                 add = [a + b for a, b in zip_longest(add, deeper, fillvalue=0)]
         return constrain(x, "rows", "length", "width"), add
 
 
+def _named(functions: Functions, name: str) -> Callable[[Array, ItemBatch], Array]:
+    """The callback of this name, which must keep the shape of what it gets."""
+
+    def call(x: Array, batch: ItemBatch) -> Array:
+        if not name:
+            return x
+        if name not in functions:
+            raise ValueError(f"the config names {name}, but Model.build was not given it")
+        y = functions[name](x, batch)
+        if y.shape != x.shape:
+            raise ValueError(f"{name} made {y.shape} of {x.shape}; it must keep the shape")
+        return y.astype(x.dtype)
+
+    return call
+
+
 def _sent(feature: Float[Array, "r m e"], text: TextBatch, encoder: str) -> Float[Array, "b t e"]:
-    """An encoder's tokens where the text wants them, zeros elsewhere."""
-    send, slots, on = text.send[encoder], text.slots[encoder], active()
+    """An encoder's tokens where the text wants them, mixed by their shares where it wants several; else zeros."""
+    send, on = text.send[encoder], active()
+    slots, share = found if isinstance(found := text.slots[encoder], Mixed) else (found, None)
     mesh, exchange = (None, "padded") if on is None else (on.mesh, on.exchange)
     tokens, gather = feature.reshape(len(send), -1, feature.shape[-1]), slots.reshape(len(send), -1)
-    return dispatch(tokens, send, gather, mesh, exchange).reshape(*slots.shape, -1)
+    sent = dispatch(tokens, send, gather, mesh, exchange).reshape(*slots.shape, -1)
+    return sent if share is None else jnp.sum(sent * share[..., None], axis=2)

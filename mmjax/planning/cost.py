@@ -71,7 +71,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
         mlp = connector_weights(encoder, llm.width) + biases
         deeper = (streams(encoder) - 1) * (2 * merged + mlp)
-        counts[f"{name}.connector"] = norm + mlp + deeper + axes * c.position_grid * llm.width
+        counts[f"{name}.connector"] = norm + mlp + deeper + (axes * c.position_grid + c.newline) * llm.width
     return counts | adapter_sizes(model)
 
 

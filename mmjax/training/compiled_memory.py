@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import Config
+from mmjax.batch import ItemBatch, Microbatch, Mixed, TextBatch
+from mmjax.config import Callbacks, Config, ModelConfig
+from mmjax.data.arrangement import CORNERS, interpolates
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
@@ -25,9 +27,11 @@ def compiled_bytes(config: Config, batch: OnDevice, devices: list[jax.Device]) -
     """Bytes that the fullest moment of a step takes of each device, by the compiler.
 
     That of the program which accumulates gradients, with what lies beside it: the optimizer's moments and the batches
-    of the steps to come. `batch` is what each device gets; its exchange sends what the widths say.
+    of the steps to come. `batch` is what each device gets; its exchange sends what the widths say. Your own callbacks
+    are left out.
     """
-    model = Model.build(config.model, jnp.dtype(config.training.precision))
+    encoders = {name: replace(e, callbacks=Callbacks()) for name, e in config.model.encoders.items()}
+    model = Model.build(replace(config.model, encoders=encoders), jnp.dtype(config.training.precision))
     mesh, rules = make_mesh(config.mesh, devices), ShardingRules.of(config.mesh)
     optimizer, chunks = make_optimizer(config.optimizer, model.axes), config.training.loss_chunks or 1
     executor = Executor(model, optimizer, mesh, rules, 1, config.mesh.exchange, chunks)
@@ -36,7 +40,7 @@ def compiled_bytes(config: Config, batch: OnDevice, devices: list[jax.Device]) -
     zeros = jax.eval_shape(executor.zeros)
     whole = NamedSharding(mesh, PartitionSpec())
     sums = Accumulated(_laid(zeros.gradients, held.trainable), jax.tree.map(lambda x: _struct(x, whole), zeros.report))
-    arrays = _microbatch(executor, batch)
+    arrays = _microbatch(executor, batch, config.model)
     weight = jax.ShapeDtypeStruct((), np.float32)
     found = executor.accumulate.lower(trainable, frozen, sums, arrays, weight).compile().memory_analysis()
     inside = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
@@ -45,8 +49,8 @@ def compiled_bytes(config: Config, batch: OnDevice, devices: list[jax.Device]) -
     return found.temp_size_in_bytes + inside + moments + waiting
 
 
-def _microbatch(executor: Executor, batch: OnDevice) -> Microbatch:
-    mesh, rules, model = executor.mesh, executor.rules, executor.model.config
+def _microbatch(executor: Executor, batch: OnDevice, model: ModelConfig) -> Microbatch:
+    mesh, rules = executor.mesh, executor.rules
     ranks = math.prod(mesh.shape[axis] for axis in rules.rows)
 
     def laid(of: TextBatch | ItemBatch, axes: tuple[str, ...]) -> Any:
@@ -58,10 +62,17 @@ def _microbatch(executor: Executor, batch: OnDevice) -> Microbatch:
         return laid(batch_of_tower(model, name, (devices * rows, length)), axes)
 
     text = tower("llm", rules.rows)
-    slots = dict.fromkeys(model.encoders, text.token)
+    slots = {name: _slots(text.token, interpolates(encoder)) for name, encoder in model.encoders.items()}
     send = {e: jax.ShapeDtypeStruct((ranks, batch.peers, batch.widths[e]), np.int32) for e in model.encoders}
     text = text._replace(slots=slots, send={e: _struct(x, text.token.sharding) for e, x in send.items()})
     return Microbatch(text, {e: tower(e, rules.item_rows) for e in model.encoders})
+
+
+def _slots(token: jax.ShapeDtypeStruct, mixed: bool) -> jax.ShapeDtypeStruct | Mixed:
+    if not mixed:
+        return token
+    several = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32)
+    return Mixed(*(_struct(several.update(dtype=dtype), token.sharding) for dtype in (np.int32, np.float32)))
 
 
 def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, MeshConfig, ModelConfig, TrainingConfig
-from mmjax.config_files import edit
+from mmjax.config_files import callbacks_of, edit
 from mmjax.data.chat import Chat
 from mmjax.data.sources import chat_for
 from mmjax.errors import UserError
@@ -79,13 +79,17 @@ class Served:
         own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "programs"
         return own if self.run is None else self.run.programs
 
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Those that the encoders' callbacks name."""
+        return callbacks_of(self.config.model, self.path)
+
     def load(self, mesh: Mesh, rules: ShardingRules) -> tuple[Model, Params]:
         """The model and its weights on a mesh: what only ever computes in the activations' dtype is held in it."""
         dtype = jnp.dtype(self.config.training.precision)
         if self.run is None:
             model = Model.build(_still(self.config.model), dtype)
             return model, load_pretrained(model, parameter_shardings(model, mesh, rules))
-        model = Model.build(self.config.model, dtype)
+        model = Model.build(self.config.model, dtype, functions=self.functions())
         shardings = parameter_shardings(model, mesh, rules)
         params = restore_parameters(self.run.checkpoints, newest(self.run.checkpoints), model, shardings)
         return model, params | {"llm": _cast(params["llm"], dtype)}

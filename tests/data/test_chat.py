@@ -35,9 +35,10 @@ from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, 
 from mmjax.data.chat import Chat, load_chat
 from mmjax.data.conversation import BadSample, Conversation, Media, Message
 from mmjax.data.media import item_size
-from mmjax.data.packing import Arrays, pack_microbatch
+from mmjax.data.packing import pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.sample import Item, Sample, Text
+from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError
 
 IMAGE, CLIP = Media("image"), Media("audio")

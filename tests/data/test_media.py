@@ -1,12 +1,14 @@
 """Images become patches and clips become frames, as many as their sizes say."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.config import AudioConfig, ConnectorConfig, LogMel, VisionConfig
-from mmjax.data.media import item_size, patches, prepare
+from mmjax.config import AudioConfig, ConnectorConfig, LearnedGrid, LogMel, RotaryGrid, VisionConfig
+from mmjax.data.media import item_size, patches, prepare, token_grid
 
 
 def vision(patch: int = 4, merge: int = 2, channels: int = 1) -> VisionConfig:
@@ -97,3 +99,14 @@ def test_an_item_beyond_the_connectors_learned_positions_is_refused() -> None:
     assert item_size(encoder, (8, 32)).tokens == 4
     with pytest.raises(ValueError, match="position_grid is 4"):
         item_size(encoder, (8, 33))
+
+
+def test_of_a_learned_grid_only_whole_patches_are_seen_and_elsewhere_black_fills_them_up():
+    image = np.arange(11 * 14 * 3, dtype=np.uint8).reshape(11, 14, 3)
+    grid = VisionConfig(1, 8, 2, 8, patch=4, positions=LearnedGrid(2, 3), connector=ConnectorConfig(merge=1))
+    filled = replace(grid, positions=RotaryGrid())
+    assert (item_size(grid, (11, 14)).tokens, item_size(filled, (11, 14)).tokens) == (2 * 3, 3 * 4)
+    assert (token_grid(grid, (11, 14)), token_grid(filled, (11, 14))) == ((1, 2, 3), (1, 3, 4))
+    np.testing.assert_array_equal(prepare(grid, image).values, prepare(grid, image[:8, :12]).values)
+    with pytest.raises(ValueError, match="an image of 3 x 14 pixels has not one patch of 4"):
+        item_size(grid, (3, 14))

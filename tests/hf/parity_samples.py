@@ -13,12 +13,25 @@ import torch
 from parity import check_gradients, loaded
 
 from mmjax.batch import Microbatch
-from mmjax.config import BatchConfig, Config, DataConfig, ModelConfig, NoGrouping, Samples, TrainingConfig, VisionConfig
+from mmjax.config import (
+    AnyRes,
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    NoGrouping,
+    Samples,
+    TrainingConfig,
+    VisionConfig,
+)
+from mmjax.data.media_items import Eyes, in_rows
+from mmjax.data.image_items import items_of_image
 from mmjax.data.index import build_index
-from mmjax.data.packing import Arrays, pack_microbatch
+from mmjax.data.packing import pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.text_rows import Arrays
 
 Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
 
@@ -62,14 +75,49 @@ class Given:
         return self.items(index)[number]
 
 
+@dataclass(frozen=True)
+class GivenWhole(Given):
+    """The same of images that are not prepared yet: they are as files would be."""
+
+    eyes: Eyes = None
+
+    def media(self, index: int) -> list:
+        images = self.items(index)
+        return [self.eyes.items(image.shape[:2], len(images)) for image in images]
+
+    def facts(self, index: int) -> Facts:
+        media = self.media(index)
+        tokens = sum(medium.count({self.vision: self.eyes.encoder}) for medium in media)
+        sizes = tuple((self.vision, size) for medium in media for size in medium.sizes)
+        return Facts(super().facts(index).text_tokens, sizes, tokens)
+
+    def sample(self, index: int) -> Sample:
+        segments, media, number = [], iter(self.media(index)), 0
+        for segment in super().sample(index).segments:
+            items = [segment]
+            if isinstance(segment, Item):
+                count = len(next(media).sizes)
+                items, number = [Item(self.vision, number + n) for n in range(count)], number + count
+            segments += items
+        return in_rows(Sample(tuple(segments)), self.media(index))
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        images = self.items(index)
+        made = [items_of_image(self.eyes.before_encoder, image, len(images)) for image in images]
+        return [tile for tiles in made for tile in tiles][number]
+
+
 def is_text(part: Part) -> bool:
     return part.ndim == 1 and np.issubdtype(part.dtype, np.integer)
 
 
 def packed(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Microbatch:
     """All samples in one row of each module, by the real index, planner and packer."""
-    eyes = (name for name, encoder in model.encoders.items() if isinstance(encoder, VisionConfig))
-    source, modules = Given(samples, next(eyes, "vision")), ("llm", *model.encoders)
+    seeing = {name: encoder for name, encoder in model.encoders.items() if isinstance(encoder, VisionConfig)}
+    name, eyes = next(iter(seeing.items()), ("vision", None))
+    source, modules = Given(samples, name), ("llm", *model.encoders)
+    if eyes is not None and isinstance(eyes.images, AnyRes):
+        source = GivenWhole(samples, name, Eyes.of(name, eyes, {}))
     batch = BatchConfig(Samples(len(samples)), dict.fromkeys(modules, 1), grouping=NoGrouping())
     config = Config("given", DataConfig(), batch, model, TrainingConfig(1))
     index = build_index({"given": source}, model.encoders)

@@ -36,7 +36,7 @@ def assert_same(found: Result, wanted: Result) -> None:
     np.testing.assert_allclose(found["flops"], wanted["flops"], rtol=1e-6)
 
 
-OF_PROCESSES = [case for case in CASES if not case.endswith("apart")] + ["none/apart"]
+OF_TWO, OF_FOUR = ["pack/post", "none/apart"], ["none/llm", "isf/post", "pack/llm", "none/post"]
 QUICK = ("none/post", "none/apart", "pack/post", "isf/post", "none/post/tensor as data")
 ALL = [*CASES, "none/post/tensor as data", "pack/apart/tensor as data"]
 
@@ -56,7 +56,7 @@ def test_phases_planned_apart_send_most_encoder_tokens_and_others_few(on):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "cases"), [(2, ["pack/post", "none/apart"]), (4, OF_PROCESSES)])
+@pytest.mark.parametrize(("count", "cases"), [(2, OF_TWO), (4, OF_FOUR)])
 def test_processes_give_the_losses_and_gradients_of_one_device_and_each_opens_its_part(on, tmp_path, count, cases):
     folder, out = tmp_path / "data", tmp_path / "out.npz"
     folder.mkdir()

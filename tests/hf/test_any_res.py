@@ -1,0 +1,228 @@
+"""LLaVA-NeXT and LLaVA-OneVision compute what transformers computes: images in tiles, by rows with newlines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from image_shapes import picture
+from parity import loaded, random_model
+from parity_samples import check_samples, is_text
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CLIPVisionConfig,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    SiglipVisionConfig,
+)
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+from mmjax.config import AnyRes
+from mmjax.errors import UserError
+from mmjax.hf.families import from_hf
+from mmjax.planning.cost import parameters
+
+VOCAB, IMAGE = 61, 60
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3}
+CLIP, SIGLIP = (
+    lambda **own: CLIPVisionConfig(**TOWER | {"image_size": 12, "patch_size": 4} | own),
+    lambda **own: SiglipVisionConfig(**TOWER | {"image_size": 12, "patch_size": 4, "vision_use_head": False} | own),
+)
+QWEN2, LLAMA = transformers.Qwen2Config(**TEXT), transformers.LlamaConfig(**TEXT)
+GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))
+SOME = tuple((rows, columns) for rows in range(1, 4) for columns in range(1, 4))
+ALL = tuple((rows, columns) for rows in range(1, 5) for columns in range(1, 5))
+
+
+@dataclass(frozen=True)
+class Variant:
+    vision: transformers.PreTrainedConfig
+    text: transformers.PreTrainedConfig
+    own: dict
+    grids: tuple = GRIDS
+
+
+NEXT = {
+    "clip": Variant(CLIP(), LLAMA, {}),
+    "siglip, last layer, whole": Variant(
+        SIGLIP(),
+        transformers.MistralConfig(**TEXT, tie_word_embeddings=True),
+        {"vision_feature_select_strategy": "full", "vision_feature_layer": -1, "tie_word_embeddings": True},
+        ((1, 1), (2, 3), (3, 2)),
+    ),
+    "odd tiles, no biases": Variant(
+        CLIP(image_size=14, patch_size=6),
+        QWEN2,
+        {"multimodal_projector_bias": False, "vision_feature_layer": 1, "projector_hidden_act": "relu"},
+        ((1, 4), (4, 1), (2, 2)),
+    ),
+}
+ONEVISION = {
+    "siglip, at most nine tiles": Variant(SIGLIP(), QWEN2, {}, ALL),
+    "at most two tiles": Variant(SIGLIP(), QWEN2, {"vision_aspect_ratio": "anyres_max_2"}, ALL),
+    "odd tiles, tied": Variant(
+        SIGLIP(image_size=13, patch_size=4),
+        transformers.Qwen2Config(**TEXT, tie_word_embeddings=True),
+        {"vision_aspect_ratio": "anyres_max_1", "vision_feature_layer": -2, "tie_word_embeddings": True},
+        SOME,
+    ),
+    "clip": Variant(CLIP(), LLAMA, {"vision_feature_select_strategy": "default", "vision_feature_layer": -2}, GRIDS),
+}
+SHAPES = ((40, 40), (20, 90), (90, 20), (1, 40), (61, 1), (37, 50))
+
+
+def samples(shapes=SHAPES):
+    """Text alone, an image of each shape in a sample of its own, several in one."""
+    rng = np.random.default_rng(0)
+    words = lambda n: rng.integers(1, IMAGE, n)  # noqa: E731
+    alone = [[words(2 + n % 3), picture(*shape), words(4)] for n, shape in enumerate(shapes)]
+    return [[words(7)], *alone, [words(1), picture(30, 44), words(2), picture(50, 20), words(3)]]
+
+
+def processor_of(variant, kind):
+    tile = variant.vision.image_size
+    points = [[rows * tile, columns * tile] for rows, columns in variant.grids]
+    size = {"size": {"shortest_edge": tile}, "crop_size": {"height": tile, "width": tile}}
+    if kind is LlavaOnevisionImageProcessorPil:
+        size = {"size": {"height": tile, "width": tile}}
+    return kind(**size, image_grid_pinpoints=points, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.25, 0.3])
+
+
+def theirs(processor, several):
+    """Logits of one sample, of whose images the processor makes the tiles."""
+
+    def logits(model, sample):
+        images = [Image.fromarray(part) for part in sample if not is_text(part)]
+        if not images:
+            return model(input_ids=torch.tensor(sample[0])[None].long(), use_cache=False).logits[0]
+        made = processor([images] if several else images, return_tensors="pt")
+        features = model.get_image_features(**made).pooler_output
+        lengths = iter([len(feature) for feature in features])
+        tokens = [part if is_text(part) else np.full(next(lengths), IMAGE) for part in sample]
+        ids = torch.tensor(np.concatenate(tokens))[None].long()
+        return model(input_ids=ids, use_cache=False, **made).logits[0]
+
+    return logits
+
+
+def check(variant, config, model, processor, folder):
+    points = processor.image_grid_pinpoints
+    config = config(
+        vision_config=variant.vision,
+        text_config=variant.text,
+        image_token_index=IMAGE,
+        image_grid_pinpoints=points,
+        **variant.own,
+    )
+    model = random_model(config, model)
+    with torch.no_grad():
+        model.model.image_newline.normal_(0, 1)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    several = isinstance(processor, LlavaOnevisionImageProcessorPil)
+    return check_samples(model, folder, samples(), theirs(processor, several))
+
+
+@pytest.mark.parametrize("kind", NEXT)
+def test_llava_next_is_what_transformers_makes_of_it(kind, tmp_path):
+    variant = NEXT[kind]
+    processor = processor_of(variant, LlavaNextImageProcessorPil)
+    batch = check(variant, LlavaNextConfig, LlavaNextForConditionalGeneration, processor, tmp_path)
+    assert isinstance(batch.text.slots["vision"], np.ndarray)
+
+
+@pytest.mark.parametrize("kind", ONEVISION)
+def test_llava_onevision_is_what_transformers_makes_of_it(kind, tmp_path):
+    variant = ONEVISION[kind]
+    processor = processor_of(variant, LlavaOnevisionImageProcessorPil)
+    batch = check(variant, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, processor, tmp_path)
+    mixed = (batch.text.slots["vision"].slot >= 0).sum(-1) > 1
+    assert mixed.any() == (variant.grids != GRIDS)
+
+
+def saved_next(folder, **own):
+    variant = NEXT["clip"]
+    processor = processor_of(variant, LlavaNextImageProcessorPil)
+    points = processor.image_grid_pinpoints
+    given = {"vision_config": variant.vision, "text_config": variant.text, "image_token_index": IMAGE}
+    random_model(
+        LlavaNextConfig(**given | {"image_grid_pinpoints": points}), LlavaNextForConditionalGeneration
+    ).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    edit(folder / "config.json", **own)
+
+
+def edit(path, **own):
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+
+
+def test_names_of_tensors_may_be_old_or_new(tmp_path):
+    saved_next(tmp_path)
+    _, before, config = loaded(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    new = "model.image_newline" in tensors
+    for old, name in (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")):
+        old, name = (name, old) if new else (old, name)
+        tensors = {name + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()}
+    for part in ("vision_tower.", "multi_modal_projector.", "image_newline"):
+        old, name = (f"model.{part}", part) if new else (part, f"model.{part}")
+        tensors = {name + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()}
+    assert ("model.image_newline" in tensors) != new
+    save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path)[1], before)
+    newline = config.encoders["vision"].connector
+    without = replace(config.encoders["vision"], connector=replace(newline, newline=False))
+    counted = [parameters(replace(config, encoders={"vision": e})) for e in (config.encoders["vision"], without)]
+    assert counted[0]["vision.connector"] - counted[1]["vision.connector"] == config.llm.width
+
+
+def test_without_a_processor_images_are_prepared_by_the_defaults_of_its_class(tmp_path):
+    saved_next(tmp_path)
+    read = from_hf(tmp_path).encoders["vision"]
+    (tmp_path / "preprocessor_config.json").unlink()
+    alone = from_hf(tmp_path).encoders["vision"]
+    assert alone.images == replace(read.images, background=AnyRes().background)
+    np.testing.assert_allclose(alone.mean, (0.48145466, 0.4578275, 0.40821073))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            {"image_grid_pinpoints": [[12, 24]]},
+            "image_grid_pinpoints differs from that of the folder's",
+        ),
+        ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer=.* names several layers"),
+        ({"vision_feature_select_strategy": "full"}, "shows the LLM the class token, which is not supported"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(own, message, tmp_path):
+    saved_next(tmp_path, **own)
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
+def test_images_that_are_not_in_tiles_or_not_counted_in_them_are_refused(tmp_path):
+    saved_next(tmp_path, model_type="llava_onevision", vision_aspect_ratio="anyres")
+    with pytest.raises(UserError, match="vision_aspect_ratio='anyres' is not supported; known: 'anyres_max_9'"):
+        from_hf(tmp_path)
+    edit(tmp_path / "preprocessor_config.json", image_processor_type="CLIPImageProcessor", do_pad=False)
+    with pytest.raises(UserError, match="its images come in tiles, but the folder's image processor makes none"):
+        from_hf(tmp_path)
