@@ -24,9 +24,9 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.media_items import Eyes, in_rows
 from mmjax.data.image_items import items_of_image
 from mmjax.data.index import build_index
+from mmjax.data.media_items import Eyes, in_rows
 from mmjax.data.packing import pack_microbatch
 from mmjax.data.pipeline import reader_of
 from mmjax.data.plan import make_planner
