@@ -33,7 +33,7 @@ class May:
 NUMERIC = frozenset({"numpy", "scipy", "numba"})
 CONFIG = ("mmjax.config", "mmjax.config_files", "mmjax.errors")
 RULES = {
-    "config": May((), frozenset()),
+    "config": May(("mmjax.config",), frozenset()),
     "errors": May((), frozenset()),
     "batch": May((), frozenset()),
     "outputs": May(("mmjax.errors",), frozenset()),

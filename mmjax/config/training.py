@@ -1,0 +1,81 @@
+"""On which devices, by which rule and for how long it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Exchange = Literal["padded", "ragged"]
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How many devices along each axis; -1 takes what the others leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+    ranks_per_node: int = 0  # that send encoder outputs to each other; 0 = those of one host
+    exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
+    encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis cuts their layers too, or spreads their rows
+    memory: float = 0.0  # GB of a device that may be used; 0 = what it has
+    host_memory: float = 0.0  # GB of its host that a device may offload activations to
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rate and weight decay of one module, where they differ from the optimizer's."""
+
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW on every parameter."""
+
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
+    kind: Literal["adamw"] = "adamw"
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon on the matrices of the layers and connectors, AdamW on the rest."""
+
+    learning_rate: float = 0.02  # of the matrices
+    weight_decay: float = 0.01
+    adam_learning_rate: float = 3e-3  # of the rest: embeddings, norms, biases
+    momentum: float = 0.95
+    b1: float = 0.9
+    b2: float = 0.98
+    eps: float = 1e-8
+    modules: dict[str, Rates] = field(default_factory=dict)
+    kind: Literal["muon"] = "muon"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then a cosine down to `final` of the peak at the last step."""
+
+    warmup: int = 50
+    final: float = 0.02
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long to train, in what precision, and how often to look and to save."""
+
+    steps: int
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the computation; master weights are float32
+    clip: float = 1.0  # global gradient norm
+    loss_chunks: int = 0  # parts of the vocabulary whose logits are made one after the other; 0 = as memory needs
+    evaluate_every: int = 0  # steps; 0 = only at the end
+    evaluate_samples: int = 64  # of the validation split, while training
+    checkpoint_every: int = 0  # steps; 0 = only at the end
+    keep: int = 2  # checkpoints
