@@ -34,6 +34,7 @@ from mmjax.training.evaluation import Evaluator, question_sources
 from mmjax.training.fitting import fit_on_mesh
 from mmjax.training.interrupts import kept_interrupts
 from mmjax.training.kept_fit import Decision, asked_of, read_fit
+from mmjax.training.left_out import LeftOut
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.profile import peak_of
 from mmjax.training.programs import ProgramCounter, keep_programs
@@ -77,7 +78,8 @@ def open_session(
     questions = question_sources(config, ("validation", "test"), folder.path)
     evaluator = Evaluator(model, mesh, rules, questions, config, topology)
     peak = peak_of(devices, config.training.precision)
-    parts = mesh, executor, loader, quarantine, checkpoints, evaluator, programs, peak, fitted
+    left_out = LeftOut(quarantine, index.name)
+    parts = mesh, executor, loader, left_out, checkpoints, evaluator, programs, peak, fitted
     return Session(config, folder, resumed, *parts)
 
 
@@ -133,7 +135,7 @@ def train(
                     int(loaded.digest),
                     float(loaded.needed_flops),
                     noise,
-                    session.spoiled(loaded),
+                    session.left_out.of_step(loaded),
                 )
                 session.ran(step, ready, report, progress)
                 if session.due(step + 1, config.training.evaluate_every):

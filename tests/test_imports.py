@@ -39,7 +39,9 @@ RULES = {
     "outputs": May(("mmjax.errors",), frozenset()),
     "config_values": May(("mmjax.errors",), frozenset()),
     "adapters": May(("mmjax.config",), frozenset()),
-    "config_checks": May(("mmjax.adapters", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset()),
+    "config_checks": May(
+        ("mmjax.config_checks", "mmjax.adapters", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset()
+    ),
     "config_files": May(("mmjax.config", "mmjax.config_checks", "mmjax.config_values", "mmjax.errors"), frozenset()),
     "balance": May(("mmjax.balance",), NUMERIC),
     "planning": May(

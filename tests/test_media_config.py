@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize, WhisperMel
-from mmjax.config_checks import check_audio, check_images, check_limits
+from mmjax.config_checks.media import check_audio, check_images, check_limits
 from mmjax.config_values import assign, decode, encode, leaves
 from mmjax.errors import UserError
 

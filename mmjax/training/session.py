@@ -13,12 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mmjax.batch import PADDING, Microbatch
+from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.config_files import to_json
 from mmjax.data.pipeline import LoadedStep, StepLoader, steps
 from mmjax.data.plan import PLANNER
-from mmjax.data.quarantine import Bad, Quarantine
 from mmjax.errors import UserError
 from mmjax.models.model import Model, merge, modules_of
 from mmjax.parallel import processes
@@ -28,6 +27,7 @@ from mmjax.training.checkpoint import Checkpoints, DataState, newest, read_saved
 from mmjax.training.console import ProgressLine, say, size
 from mmjax.training.evaluation import Evaluator, exact_match
 from mmjax.training.kept_fit import asked_of, write_fit
+from mmjax.training.left_out import LeftOut
 from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars, exchange_scalars
 from mmjax.training.optimizer import Hyperparameters, hyperparameters
 from mmjax.training.pretrained import by_folder, load_pretrained
@@ -35,7 +35,7 @@ from mmjax.training.profile import memory_used
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
-from mmjax.training.step import MOST_SPOILED, Accumulated, Executor, StepReport
+from mmjax.training.step import Accumulated, Executor, StepReport
 
 Params = dict[str, Any]
 
@@ -68,7 +68,7 @@ class Session:
     mesh: Mesh
     executor: Executor
     loader: StepLoader
-    quarantine: Quarantine
+    left_out: LeftOut
     checkpoints: Checkpoints
     evaluator: Evaluator
     programs: ProgramCounter
@@ -83,8 +83,6 @@ class Session:
         self._compiled_at_start = 0
         self._log: MetricsLog | None = None
         self._batches: Iterator[LoadedStep] = iter(())
-        self._left_out: set[str] = set()  # questions
-        self._reasons: dict[int, str] = {}  # of the samples that this process could not read
 
     # ------------------------------------------------------------------------------------------------ before the loop
 
@@ -207,13 +205,6 @@ class Session:
             waited = time.monotonic() - began
             yield Ready(tuple(self.executor.put(b) for b in loaded.microbatches), loaded, waited)
 
-    def spoiled(self, loaded: LoadedStep) -> list[int]:
-        """The samples of a step that this process could not read; process 0 can ask why."""
-        for found in loaded.spoiled:
-            self._reasons[found.sample] = found.reason
-            processes.tell(f"spoiled/{found.sample}", found.reason)
-        return [found.sample for found in loaded.spoiled]
-
     def ran(self, step: int, ready: Ready, report: StepReport, progress: ProgressLine) -> None:
         """Note a step that was started, and write down the one before, which is done by now."""
         self.settle(progress)
@@ -226,7 +217,7 @@ class Session:
         step, ready, report = self._running
         self._running = None
         report = jax.device_get(report)
-        self._quarantine(step, report)
+        self.left_out.settle(step, report.spoiled)
         self._check_updated(step, report)
         scalars = self._scalars(step, ready, report)
         self._write(step + 1, scalars)
@@ -253,30 +244,6 @@ class Session:
             f"optimizer.learning_rate or training.clip. Its {len(ready.loaded.samples)} samples begin with {names}",
             everywhere=True,
         )
-
-    def _quarantine(self, step: int, report: StepReport) -> None:
-        """List the samples of a step that could not be read. Raises UserError where that is fatal."""
-        ids = [int(sample) for sample in report.spoiled.samples if sample != PADDING]
-        name = self.loader.index.name
-        if (count := int(report.spoiled.count)) > MOST_SPOILED:
-            raise UserError(
-                f"{count} or more samples of step {step + 1} could not be read, so nothing was updated; the first, "
-                f"{name(ids[0])}: {self._reason(ids[0])}. See whether their files can be reached, then go on with "
-                "--resume",
-                everywhere=True,
-            )
-        try:
-            new = self.quarantine.add([Bad(name(sample), self._reason(sample)) for sample in ids])
-        except UserError as error:
-            raise UserError(str(error), everywhere=True) from error
-        for found in new:
-            say(f"step {step + 1}: left out {found.sample}, which cannot be used: {found.reason}")
-
-    def _reason(self, sample: int) -> str:
-        """Why a sample could not be read; only process 0 asks the others."""
-        if sample in self._reasons or not processes.leads():
-            return self._reasons.get(sample, "another process could not read it")
-        return processes.told(f"spoiled/{sample}")
 
     def _check_updated(self, step: int, report: StepReport) -> None:
         """Raises UserError where the step has updated nothing."""
@@ -332,19 +299,12 @@ class Session:
     def evaluate(self, done: int, state: TrainState) -> None:
         """Ask some validation questions, write the scores down and show one answer."""
         answered = self.evaluator.ask_all(all_parameters(state), "validation", self.config.training.evaluate_samples)
-        self._say_left_out()
+        self.left_out.say_questions(self.evaluator.left_out)
         if answered:
             scores = exact_match(answered)
             self._write(done, {f"validation/{k}": v for k, v in scores.items()})
             say(f"step {done}  validation  {announce.brief(scores)}", f"  {answered[done % len(answered)]}")
         self._step_ended = time.monotonic()
-
-    def _say_left_out(self) -> None:
-        """Name the questions that cannot be asked, each once."""
-        for name, reason in self.evaluator.left_out.items():
-            if name not in self._left_out:
-                self._left_out.add(name)
-                say(f"{name} is not asked: {reason}")
 
     def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
         """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
@@ -359,7 +319,7 @@ class Session:
         if first < steps_done:
             self.checkpoints.save(state, to_json(self.config), self.data_state(steps_done))
         scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
-        self._say_left_out()
+        self.left_out.say_questions(self.evaluator.left_out)
         if scores:
             if processes.leads():
                 self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")

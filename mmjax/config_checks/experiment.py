@@ -1,0 +1,83 @@
+"""What must hold in a whole config, its batch and its training."""
+
+from __future__ import annotations
+
+import re
+
+from mmjax.adapters import adapted_modules
+from mmjax.config import (
+    AdamW,
+    BatchConfig,
+    Config,
+    EmbeddedSource,
+    ModelConfig,
+)
+from mmjax.config_checks.data import check_data, check_embedded
+from mmjax.config_checks.model import check_model
+from mmjax.config_checks.rules import (
+    above_zero,
+    at_least,
+    check,
+    modules_of_model,
+)
+
+
+def validate(config: Config) -> None:
+    """Raises UserError, naming the key and the remedy, for the first value that cannot work with the others."""
+    check(bool(re.fullmatch(r"[\w.\-]+", config.name)), f"name={config.name!r}: use letters, digits, '_', '-' and '.'")
+    check(0 <= config.seed < 2**31, f"seed={config.seed}: choose 0 to {2**31 - 1}")
+    check_model(config.model)
+    check_data(config.data)
+    for name, source in config.data.sources.items():
+        if isinstance(source, EmbeddedSource):
+            check_embedded(f"data.sources.{name}", source, config)
+    _check_batch(config.batch, config.model)
+    at_least(0, "mesh", config.mesh, ("memory", "host_memory"))
+    _check_training(config)
+
+
+def _check_batch(batch: BatchConfig, model: ModelConfig) -> None:
+    at_least(1, "batch.size", batch.size, ("count",))
+    at_least(1, "batch", batch, ("microbatches", "alignment", "shapes"))
+    at_least(1, "batch.grouping", batch.grouping, ("chunk_steps",))
+    for name in ("pool_steps", "iterations"):
+        if hasattr(batch.grouping, name):
+            at_least(1, "batch.grouping", batch.grouping, (name,))
+    modules = ["llm", *model.encoders]
+    modules_of_model("batch.rows", batch.rows, modules)
+    for name in modules:
+        check(name in batch.rows, f"batch.rows has no {name!r}; say how many packed rows it gets: batch.rows.{name}=2")
+        check(batch.rows[name] >= 1, f"batch.rows.{name}={batch.rows[name]}: must be at least 1")
+
+
+def _check_training(config: Config) -> None:
+    training, schedule, optimizer, model = config.training, config.schedule, config.optimizer, config.model
+    tokens = len(config.data.alphabet) + 2
+    check(
+        model.llm.vocab >= tokens,
+        f"model.llm.vocab={model.llm.vocab}: data.alphabet needs {tokens} (its characters, padding and end of answer); "
+        f"set model.llm.vocab={tokens} or more",
+    )
+    at_least(1, "training", training, ("steps", "evaluate_samples", "keep"))
+    at_least(0, "training", training, ("loss_chunks", "evaluate_every", "checkpoint_every"))
+    above_zero("training", training, ("clip",))
+    at_least(0, "schedule", schedule, ("warmup", "final"))
+    check(schedule.final <= 1, f"schedule.final={schedule.final}: it is a part of the peak; choose 0 to 1")
+    check(
+        schedule.warmup < training.steps,
+        f"schedule.warmup={schedule.warmup} takes all of training.steps={training.steps}; "
+        f"set schedule.warmup={training.steps // 10}",
+    )
+    rates = ["learning_rate", "weight_decay"] + ([] if isinstance(optimizer, AdamW) else ["adam_learning_rate"])
+    at_least(0, "optimizer", optimizer, rates)
+    above_zero("optimizer", optimizer, ("eps",))
+    for name in ("b1", "b2", "momentum"):
+        value = getattr(optimizer, name, 0.0)
+        check(0 <= value < 1, f"optimizer.{name}={value}: choose at least 0 and less than 1")
+    modules = [part for name in model.encoders for part in (name, f"{name}.connector")]
+    adapters = [f"{module}.lora" for module in adapted_modules(model)]
+    modules_of_model("optimizer.modules", optimizer.modules, ["llm", *modules, *adapters])
+    for name, own in optimizer.modules.items():
+        for key in ("learning_rate", "weight_decay"):
+            value = getattr(own, key)
+            check(value is None or value >= 0, f"optimizer.modules.{name}.{key}={value}: must be at least 0")
