@@ -111,13 +111,18 @@ def is_text(part: Part) -> bool:
     return part.ndim == 1 and np.issubdtype(part.dtype, np.integer)
 
 
-def packed(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Microbatch:
-    """All samples in one row of each module, by the real index, planner and packer."""
+def given(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Given:
+    """The samples as a source for this model."""
     seeing = {name: encoder for name, encoder in model.encoders.items() if isinstance(encoder, VisionConfig)}
     name, eyes = next(iter(seeing.items()), ("vision", None))
-    source, modules = Given(samples, name), ("llm", *model.encoders)
     if eyes is not None and isinstance(eyes.images, AnyRes):
-        source = GivenWhole(samples, name, Eyes.of(name, eyes, {}))
+        return GivenWhole(samples, name, Eyes.of(name, eyes, {}))
+    return Given(samples, name)
+
+
+def packed(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Microbatch:
+    """All samples in one row of each module, by the real index, planner and packer."""
+    source, modules = given(model, samples), ("llm", *model.encoders)
     batch = BatchConfig(Samples(len(samples)), dict.fromkeys(modules, 1), grouping=NoGrouping())
     config = Config("given", DataConfig(), batch, model, TrainingConfig(1))
     index = build_index({"given": source}, model.encoders)

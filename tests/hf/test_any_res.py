@@ -108,21 +108,23 @@ def processor_of(variant, kind):
 def theirs(processor, several):
     """Logits of one sample, of whose images the processor makes the tiles."""
 
-    def logits(model, sample):
-        images = [Image.fromarray(part) for part in sample if not is_text(part)]
-        if not images:
-            return model(input_ids=torch.tensor(sample[0])[None].long(), use_cache=False).logits[0]
-        made = processor([images] if several else images, return_tensors="pt")
-        features = model.get_image_features(**made).pooler_output
-        lengths = iter([len(feature) for feature in features])
-        tokens = [part if is_text(part) else np.full(next(lengths), IMAGE) for part in sample]
-        ids = torch.tensor(np.concatenate(tokens))[None].long()
-        return model(input_ids=ids, use_cache=False, **made).logits[0]
-
-    return logits
+    return lambda model, sample: model(**inputs(model, sample, processor, several), use_cache=False).logits[0]
 
 
-def check(variant, config, model, processor, folder):
+def inputs(model, sample, processor, several):
+    """What the model there takes for one sample."""
+    images = [Image.fromarray(part) for part in sample if not is_text(part)]
+    if not images:
+        return {"input_ids": torch.tensor(sample[0])[None].long()}
+    made = processor([images] if several else images, return_tensors="pt")
+    with torch.no_grad():
+        lengths = iter([len(feature) for feature in model.get_image_features(**made).pooler_output])
+    tokens = [part if is_text(part) else np.full(next(lengths), IMAGE) for part in sample]
+    return {"input_ids": torch.tensor(np.concatenate(tokens))[None].long(), **made}
+
+
+def saved(variant, config, model, processor, folder):
+    """A random model in a folder with its processor."""
     points = processor.image_grid_pinpoints
     config = config(
         vision_config=variant.vision,
@@ -136,6 +138,11 @@ def check(variant, config, model, processor, folder):
         model.model.image_newline.normal_(0, 1)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
+    return model
+
+
+def check(variant, config, model, processor, folder):
+    model = saved(variant, config, model, processor, folder)
     several = isinstance(processor, LlavaOnevisionImageProcessorPil)
     return check_samples(model, folder, samples(), theirs(processor, several))
 

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import test_any_res
 import torch
 import transformers
 from parity import loaded, random_model
-from parity_samples import Given, Part, is_text
+from parity_samples import Given, Part, given, is_text
+from test_any_res import NEXT, ONEVISION, inputs, processor_of, saved
 from test_audio_towers import AUDIO_TOKEN, HOP, clip, features_there, qwen2_audio, words
 from test_decoders import COMMON, FAMILIES
 from test_qwen_vl import GRIDS, inputs_of, qwen2_5, qwen3, samples_of
@@ -31,9 +33,8 @@ Inputs = Callable[[Sequence[Part]], dict[str, Any]]  # of transformers' model, f
 def answered(folder, prompts: Sequence[Sequence[Part]], ends: Sequence[int]) -> list[Answer]:
     model, params, config = loaded(folder)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    vision = next((name for name in config.encoders if name != "audio"), "vision")
     generator = Generator(model, mesh, ShardingRules(), ends, lambda tokens: " ".join(map(str, tokens)), most=MOST)
-    return generator.answers(params, Given(prompts, vision))
+    return generator.answers(params, given(config, prompts))
 
 
 def written_there(model: torch.nn.Module, inputs: dict[str, Any]) -> list[int]:
@@ -101,6 +102,16 @@ def test_internvl_writes_what_it_writes_there_with_one_tile_or_several(tmp_path)
     model = random_model(config, transformers.InternVLForConditionalGeneration)
     save(model, tmp_path)
     check(model, tmp_path, samples(), with_images((SIDE // 8) ** 2))
+
+
+@pytest.mark.parametrize("name", ["LlavaNext", "LlavaOnevision"])
+def test_llava_next_and_onevision_write_what_they_write_there_of_images_in_tiles(name, tmp_path):
+    variant = {"LlavaNext": NEXT["clip"], "LlavaOnevision": ONEVISION["at most two tiles"]}[name]
+    processor = processor_of(variant, getattr(test_any_res, f"{name}ImageProcessorPil"))
+    kinds = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForConditionalGeneration")
+    model = saved(variant, *kinds, processor, tmp_path)
+    of = lambda prompt: inputs(model, prompt, processor, name == "LlavaOnevision")  # noqa: E731
+    check(model, tmp_path, test_any_res.samples(), of)
 
 
 @pytest.mark.parametrize("make", [qwen2_5, qwen3])
