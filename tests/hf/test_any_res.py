@@ -6,10 +6,12 @@ import json
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from fine_tuning import moved
 from image_shapes import picture
 from parity import loaded, random_model
 from parity_samples import check_samples, is_text
@@ -26,10 +28,17 @@ from transformers import (
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-from mmjax.config import AnyRes
+from mmjax.config import AnyRes, MeshConfig
 from mmjax.errors import UserError
+from mmjax.export import export
 from mmjax.hf.families import from_hf
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.cost import parameters
+from mmjax.training.checkpoint import newest, restore_parameters
+from mmjax.training.run_folder import RunFolder
+from mmjax.training.state import parameter_shardings
 
 VOCAB, IMAGE = 61, 60
 TEXT = {
@@ -162,6 +171,25 @@ def test_llava_onevision_is_what_transformers_makes_of_it(kind, tmp_path):
     batch = check(variant, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, processor, tmp_path)
     mixed = (batch.text.slots["vision"].slot >= 0).sum(-1) > 1
     assert mixed.any() == (variant.grids != GRIDS)
+
+
+@pytest.mark.parametrize("name", ["LlavaNext", "LlavaOnevision"])
+def test_a_run_is_exported_as_it_was_read_and_transformers_computes_with_it(name, tmp_path):
+    variant = {"LlavaNext": NEXT["clip"], "LlavaOnevision": ONEVISION["odd tiles, tied"]}[name]
+    processor = processor_of(variant, globals()[f"{name}ImageProcessorPil"])
+    kinds = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForConditionalGeneration")
+    before = saved(variant, *kinds, processor, tmp_path / "source")
+    run = moved(tmp_path / "source", tmp_path / "run")
+    export(run, tmp_path / "out")
+    there = kinds[1].from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert not torch.equal(there.model.image_newline, before.model.image_newline)
+    check_samples(there, tmp_path / "out", samples(), theirs(processor, name == "LlavaOnevision"))
+    _, written, _ = loaded(tmp_path / "out")
+    folder = RunFolder(run)
+    model = Model.build(folder.read_config().model, jnp.float32)
+    shardings = parameter_shardings(model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
+    trained = restore_parameters(folder.checkpoints, newest(folder.checkpoints), model, shardings)
+    jax.tree.map(np.testing.assert_array_equal, written, trained)
 
 
 def saved_next(folder, **own):
