@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import llava_folder
 import numpy as np
 import peft
 import pytest
@@ -209,6 +210,28 @@ def test_peft_writes_the_same_adapter_folder(source, scaling, tmp_path):
     mine, again = (json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("out", "again"))
     assert sorted(mine.pop("target_modules")) == sorted(again["target_modules"]) == ["q_proj", "up_proj"]
     assert mine.items() <= {**again, "task_type": mine["task_type"]}.items()
+
+
+@pytest.mark.parametrize(
+    "patterns", [("llm.*",), ("llm.*.query", "vision.*"), ("*.value", "vision.connector.*")], ids=str
+)
+def test_adapters_of_a_vision_language_model_compute_in_peft_what_the_merged_folder_computes(patterns, tmp_path):
+    llava_folder.save_checkpoint(tmp_path / "source")
+    run = moved(tmp_path / "source", tmp_path / "run", lora={"all": LoraConfig(patterns, 4, 6.0)})
+    export.export(run, tmp_path / "merged")
+    export.export(run, tmp_path / "adapter", adapter=True)
+    kind = transformers.LlavaForConditionalGeneration
+    merged, source = (kind.from_pretrained(tmp_path / name).eval() for name in ("merged", "source"))
+    image, text = merged.config.image_token_index, torch.arange(5, 25)
+    given = {
+        "input_ids": torch.cat([text, torch.full((16,), image), text])[None],
+        "pixel_values": torch.randn(1, 3, 16, 16, generator=torch.manual_seed(0)),
+    }
+    with torch.no_grad():
+        before, wanted = source(**given).logits, merged(**given).logits
+        found = peft.PeftModel.from_pretrained(source, tmp_path / "adapter").eval()(**given).logits
+    assert (before - wanted).abs().max() > 0.01
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=1e-4)
 
 
 def test_tensors_that_nobody_reads_are_kept_and_a_second_copy_of_a_tied_table_follows(tmp_path):
