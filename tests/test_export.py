@@ -213,7 +213,9 @@ def test_peft_writes_the_same_adapter_folder(source, scaling, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "patterns", [("llm.*",), ("llm.*.query", "vision.*"), ("*.value", "vision.connector.*")], ids=str
+    "patterns",
+    [("llm.*", "vision.*.query", "vision.connector.*"), ("llm.*.query", "vision.*"), ("*.value", "vision.connector.*")],
+    ids=["llm", "vision", "values"],
 )
 def test_adapters_of_a_vision_language_model_compute_in_peft_what_the_merged_folder_computes(patterns, tmp_path):
     llava_folder.save_checkpoint(tmp_path / "source")
