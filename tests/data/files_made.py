@@ -69,13 +69,14 @@ def audio_length(file: Any) -> tuple[int, int]:
 
 
 class Server(ThreadingHTTPServer):
-    """Counts what is asked of it and the bytes that it gave; `broken` are paths that fail, with how often."""
+    """Counts what is asked of it, at once at most, and the bytes that it gave; `broken` paths fail so often."""
 
     daemon_threads = True
     request_queue_size = 256
 
     def __init__(self, folder: Path, delay: float) -> None:
         self.delay, self.asked, self.given, self.broken = delay, Counter[str](), 0, Counter[str]()
+        self.waiting, self.most = set[int](), 0
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
 
     @property
@@ -94,7 +95,10 @@ class _Handler(SimpleHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _give(self, command: str) -> None:
+        self.server.waiting.add(id(self))
+        self.server.most = max(self.server.most, len(self.server.waiting))
         time.sleep(self.server.delay)
+        self.server.waiting.discard(id(self))
         self.server.asked[command] += 1
         path = Path(self.translate_path(self.path))
         if self.server.broken[self.path]:

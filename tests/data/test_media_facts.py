@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -194,27 +193,23 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_headers_behind_a_server_that_answers_late_are_read_many_at_a_time(tmp_path: Path) -> None:
-    count, rates = 1500, []
+    count = 600
     noise = np.random.default_rng(0).bytes(100_000)  # behind the image: never read
     site = write(tmp_path / "site", {f"{i}.png": picture(1 + i % 50, 9) + noise for i in range(count)})
     path = lines(tmp_path / "d.jsonl", [asked("<image>", image=f"{i}.png") for i in range(count)])
     with served(site, 0.05) as server:
         got = opened(LlavaSource(path, images=server.url), tmp_path)
-        while len(rates) < 3 and max(rates, default=0) < 400:  # the server and other tests share the machine's cores
-            cache, server.given, began = tmp_path / f"cache{len(rates)}", 0, time.perf_counter()
-            facts = read_facts(got, Counted().probes, cache)
-            rates.append(count / (time.perf_counter() - began))
-            assert facts.size[:, 0].tolist() == [1 + i % 50 for i in range(count)]
-            assert server.given < count * 10_000
+        facts = read_facts(got, Counted().probes, tmp_path / "cache")
+        assert facts.size[:, 0].tolist() == [1 + i % 50 for i in range(count)]
+        assert server.given < count * 10_000
+        assert server.most > 32
         counted = Counted()
-        read_facts(got, counted.probes, cache)
+        read_facts(got, counted.probes, tmp_path / "cache")
         assert counted.count == 0
-    print(*(f"{rate:.0f} files/s" for rate in rates))
-    assert max(rates) >= 400, "one after the other there would be 10"
 
 
-def test_the_headers_of_two_thousand_local_images_are_read_in_a_second(tmp_path: Path) -> None:
-    rng, count, rates = np.random.default_rng(0), 2000, []
+def test_of_local_images_little_more_than_the_header_is_read(tmp_path: Path) -> None:
+    rng, count = np.random.default_rng(0), 200
     noise = Image.fromarray(rng.integers(0, 255, (120, 160, 3), np.uint8)).resize((640, 480))
     file = io.BytesIO()
     noise.save(file, "JPEG", quality=90)
@@ -223,13 +218,15 @@ def test_the_headers_of_two_thousand_local_images_are_read_in_a_second(tmp_path:
     got = opened(
         LlavaSource(lines(tmp_path / "d.jsonl", [asked("<image>", image=f"{i}.jpg") for i in range(count)])), tmp_path
     )
-    while len(rates) < 3 and max(rates, default=0) < 2000:
-        began = time.perf_counter()
-        facts = read_facts(got, Counted().probes, tmp_path / f"cache{len(rates)}")
-        rates.append(count / (time.perf_counter() - began))
+    before = bytes_read()
+    facts = read_facts(got, Counted().probes, tmp_path / "cache")
+    assert bytes_read() - before < count * 20_000
     assert facts.size.tolist() == [[480, 640]] * count
-    print(*(f"{rate:.0f} images/s" for rate in rates))
-    assert max(rates) >= 2000
+
+
+def bytes_read() -> int:
+    """By this process, of files and pipes."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_a_server_s_passing_fault_is_tried_again_and_a_lasting_one_is_no_fact(tmp_path: Path) -> None:
