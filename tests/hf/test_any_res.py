@@ -17,6 +17,7 @@ from parity import loaded, random_model
 from parity_samples import check_samples, is_text
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from test_vision_language import IMAGE, TEXT
 from transformers import (
     CLIPVisionConfig,
     LlavaNextConfig,
@@ -40,15 +41,6 @@ from mmjax.training.checkpoint import newest, restore_parameters
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import parameter_shardings
 
-VOCAB, IMAGE = 61, 60
-TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3}
 CLIP, SIGLIP = (
     lambda **own: CLIPVisionConfig(**TOWER | {"image_size": 12, "patch_size": 4} | own),
