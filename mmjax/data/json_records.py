@@ -30,6 +30,7 @@ class JsonRecords:
     """
 
     def __init__(self, paths: Sequence[str], cache: Path) -> None:
+        self._names = paths
         self._paths, folders = zip(*(_indexed_file(path, cache) for path in paths), strict=True)
         folder = folders[0] if len(folders) == 1 else _together(folders, cache)
         self._starts, self._spans = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("starts", "spans"))
@@ -41,6 +42,10 @@ class JsonRecords:
     def fingerprint(self) -> str:
         """Of all bytes of all files."""
         return self._content
+
+    def files(self) -> list[tuple[str, int]]:
+        """The files and how many records each has."""
+        return list(zip(self._names, np.diff(self._starts).tolist(), strict=True))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One record. Raises BadSample where it is no JSON object."""
