@@ -273,7 +273,8 @@ def changes_of(folder: RunFolder, config: Config, permitted: Permitted = NOTHING
 
 def check_keys(permitted: Permitted, config: Config) -> None:
     """Raises UserError where a key that may change is none of the config's."""
-    known = keys_of(config)
+    keys = [key.split(".") for key in keys_of(config)]
+    known = dict.fromkeys(".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1))
     for own in permitted.keys:
         if not any(Permitted(keys=(own,)).allows(key) for key in known):
             raise UserError(f"--change {own}: a config has no such key{did_you_mean(own, known)}")
