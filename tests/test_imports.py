@@ -36,6 +36,7 @@ RULES = {
     "config": May(("mmjax.config",), frozenset()),
     "errors": May((), frozenset()),
     "batch": May((), frozenset()),
+    "supervise": May(("mmjax.errors",), frozenset()),
     "outputs": May(("mmjax.errors",), frozenset()),
     "config_values": May(("mmjax.errors",), frozenset()),
     "adapters": May(("mmjax.config",), frozenset()),
