@@ -34,8 +34,9 @@ from mmjax.training.profile import peak_of
 from mmjax.training.programs import ProgramCounter, keep_programs
 from mmjax.training.run_data import open_data
 from mmjax.training.run_folder import NOTHING, Mode, Permitted, RunFolder, claim, run_folder
+from mmjax.training.run_lock import locked
 from mmjax.training.session import Session
-from mmjax.training.signals import heeded
+from mmjax.training.signals import Asked, heed
 from mmjax.training.state import TrainState
 from mmjax.training.step import Executor
 
@@ -108,15 +109,16 @@ def train(
     devices: Sequence[jax.Device] | None = None,
     profile: bool = False,
     permitted: Permitted = NOTHING,
+    asked: Asked | None = None,
 ) -> Session:
     """Train as the config says.
 
     `source` is the config's file, of which the run keeps a copy; `devices` are by default all of the kind that the
     config names. profile: time layers on them before `remat=auto` is decided. permitted: what may differ from the run
-    that is gone on with.
+    that is gone on with. asked: by signals, to stop in mid-run for instance.
     """
-    devices = choose_devices(config.device) if devices is None else devices
-    with heeded() as asked:
+    devices, asked = choose_devices(config.device) if devices is None else devices, asked or Asked()
+    with locked_together(run_folder(config).path):
         with claim_together(config, source, mode, permitted) as (folder, resumed):
             session, state = begin(config, folder, resumed, permitted, devices, profile)
         first = session.life.first
@@ -144,6 +146,14 @@ def train(
                 session.settle(state, progress)
             session.finish(first, state)
     return session
+
+
+@contextmanager
+def locked_together(folder: Path) -> Iterator[None]:
+    """Process 0 holds a run's folder for all."""
+    with ExitStack() as held:
+        processes.led(lambda: held.enter_context(locked(folder)))
+        yield
 
 
 @contextmanager
@@ -208,9 +218,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     permitted = Permitted(args.new_data, tuple(args.change))
     if permitted != NOTHING and not args.resume:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
-    mode = "overwrite" if args.overwrite else args.resume or "new"
+    mode, asked = "overwrite" if args.overwrite else args.resume or "new", heed()
     with processes.joined():
-        train(config, path, mode, profile=args.profile, permitted=permitted)
+        train(config, path, mode, profile=args.profile, permitted=permitted, asked=asked)
 
 
 if __name__ == "__main__":

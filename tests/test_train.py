@@ -24,7 +24,7 @@ from compilation import quickly
 from mmjax import train
 from mmjax.config_files import default_config, describe, load
 from mmjax.training.checkpoint import newest, restore_parameters
-from mmjax.training.run_folder import RunFolder, claim
+from mmjax.training.run_folder import NOTHING, RunFolder, claim
 from mmjax.training.state import all_parameters, parameter_shardings
 
 STEPS = 6
@@ -253,11 +253,11 @@ def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
     monkeypatch.chdir(source.parent)
     words = (f"run={source.with_name('begun')}", f"init_from={source.name}", "optimizer=muon", *MEDIA_WORDS)
     config = load(TINY_MEDIA, words)
-    with claim(config, Path(TINY_MEDIA), "new") as (folder, resumed):
-        session = train.open_session(config, folder, resumed, jax.devices())
-        state, first = session.start()
+    with claim(config, Path(TINY_MEDIA), "new") as (folder, _):
+        session = train.open_session(config, folder, 0, NOTHING, jax.devices())
+        state = session.start()
         session.close()
-    assert first == int(state.step) == 0
+    assert session.life.first == int(state.step) == 0
     executor = session.executor
     layouts = parameter_shardings(executor.model, session.mesh, executor.rules)
     saved = restore_parameters(RunFolder(source).checkpoints, STEPS, executor.model, layouts)

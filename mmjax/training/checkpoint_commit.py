@@ -85,8 +85,15 @@ class Commit:
         partial = partial_of(self._folder, self.step)
         self._finish(partial)
         partial.rename(self._folder / str(self.step))
-        _tell_progress(self.step)
+        reason_of(self._tell_progress)
         reason_of(self._remove_superfluous)  # which the next save tries again
+
+    def _tell_progress(self) -> None:
+        if told := os.environ.get(PROGRESS):
+            path = Path(told)
+            partial = path.with_name(f"{path.name}{PARTIAL}")
+            partial.write_text(str(self.step))
+            partial.rename(path)
 
     def _remove_superfluous(self) -> None:
         for step in self._retention.superfluous(steps_in(self._folder)):
@@ -133,14 +140,6 @@ def remove_leftovers(folder: Path) -> None:
     for pattern in LEFTOVERS:
         for left in folder.glob(pattern):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _tell_progress(step: int) -> None:
-    if told := os.environ.get(PROGRESS):
-        path = Path(told)
-        partial = path.with_name(f"{path.name}{PARTIAL}")
-        partial.write_text(str(step))
-        partial.rename(path)
 
 
 def reason_of(work: Callable[[], None]) -> str:

@@ -141,7 +141,6 @@ class Session:
                 say(f"weights of {', '.join(modules)} from {folder}")
         if processes.leads():
             write_fit(self.folder.fit, asked_of(self.config, self.mesh), self.fitted)
-            append_life(self.folder.history, self.life)
             self._log = MetricsLog(
                 self.folder.metrics, first, self.config.training.wandb, json.loads(to_json(self.config))
             )
@@ -229,7 +228,12 @@ class Session:
     # ------------------------------------------------------------------------------------------------ inside the loop
 
     def batches(self, first: int, asked: Asked) -> Iterator[Ready]:
-        """The steps' batches, on the devices; workers begin to load them at once. asked: of this process."""
+        """The steps' batches, on the devices; workers begin to load them at once, and the run's history has this life.
+
+        asked: of this process.
+        """
+        if processes.leads():
+            append_life(self.folder.history, self.life)
         self._asked, data = asked, self.config.data
         self._batches = steps(self.loader, first, self.config.training.steps, data.workers, data.prefetch)
         return self._arrive()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 from mmjax.training.console import note
@@ -33,16 +31,10 @@ class Asked:
             note(f"{name}: saving after this step, then ending")
 
 
-@contextmanager
-def heeded() -> Iterator[Asked]:
-    """Heed signals inside; in a thread other than the main one, where Python cannot, nothing is asked."""
+def heed() -> Asked:
+    """From now on what this process is asked for by signals, which end it no more: it ends by itself."""
     asked = Asked()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = {number: signal.signal(number, asked.heed) for number in (*STOP, TRACE)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    if threading.current_thread() is threading.main_thread():  # no other can
+        for number in (*STOP, TRACE):
+            signal.signal(number, asked.heed)
+    return asked
