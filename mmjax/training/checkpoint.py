@@ -121,10 +121,9 @@ class Checkpoints:
         refused = refused or reason_of(begin)
 
         def write() -> None:
-            if refused:
-                raise OSError(refused)
-            for future in futures:
-                future.result()
+            failed = [refused, *(reason_of(future.result) for future in futures)]  # all: none may write any more
+            if error := next(filter(None, failed), ""):
+                raise OSError(error)
 
         self._saves += 1
         self._commit = Commit(self._folder, data.step, self._saves, write, finish, self._retention)

@@ -98,6 +98,7 @@ class Commit:
     def _remove_superfluous(self) -> None:
         for step in self._retention.superfluous(steps_in(self._folder)):
             remove(self._folder / str(step))
+        remove_leftovers(self._folder)
         for torn in self._folder.glob(f"*{TORN}"):
             if int(torn.name.removesuffix(TORN)) <= self.step:
                 shutil.rmtree(torn)
