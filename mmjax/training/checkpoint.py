@@ -109,7 +109,7 @@ class Checkpoints:
 
         def begin() -> None:  # what is saved is in the host's memory when this ends
             saving = self._handler.async_save(partial / STATE, args=ocp.args.PyTreeSave(single))
-            with ThreadPoolExecutor(1) as thread:  # in a notebook this one has an event loop already
+            with _quiet(), ThreadPoolExecutor(1) as thread:  # in a notebook this one has an event loop already
                 futures.extend(thread.submit(asyncio.run, saving).result())
 
         def finish(partial: Path) -> None:
@@ -121,9 +121,10 @@ class Checkpoints:
         refused = refused or reason_of(begin)
 
         def write() -> None:
-            failed = [refused, *(reason_of(future.result) for future in futures)]  # all: none may write any more
-            if error := next(filter(None, failed), ""):
-                raise OSError(error)
+            with _quiet():
+                failed = [refused, *(reason_of(future.result) for future in futures)]  # all: none may write any more
+                if error := next(filter(None, failed), ""):
+                    raise OSError(error)
 
         self._saves += 1
         self._commit = Commit(self._folder, data.step, self._saves, write, finish, self._retention)
@@ -335,7 +336,13 @@ def _quiet() -> Iterator[None]:
     When one array cannot be read, the others' reads end later, in threads, and each prints a traceback about an event
     loop that is gone.
     """
-    heard, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    heard = sys.unraisablehook
+
+    def hear(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, Exception):  # Ctrl-C, of which `kept_interrupts` wants to know
+            heard(unraisable)
+
+    sys.unraisablehook = hear
     asyncio_log = logging.getLogger("asyncio")
     level = asyncio_log.level
     asyncio_log.setLevel(logging.CRITICAL)

@@ -1,0 +1,194 @@
+"""No run is lost: killed, stopped, torn or out of disk, it goes on exactly where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import TINY, finish, run, runs_of, start
+from restarts import checkpoints, last, losses, records, wait_until
+
+from mmjax import train
+
+pytestmark = pytest.mark.slow
+
+WORDS = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=100000")
+KILLS = 20
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Of this test's run, beside those whose compiled programs it shares."""
+    return runs_of(tmp_path_factory) / request.node.name.replace("[", "-").strip("]")
+
+
+def test_killed_at_twenty_moments_the_losses_are_to_the_bit_those_of_a_run_that_was_not(folder):
+    """Every other step is saved, so that many kills fall into a checkpoint's writing, and some into a start."""
+    rng, cut_off, beside = random.Random(7), 0, folder.with_name("not_killed")
+    for life in range(KILLS):
+        process = start("mmjax.train", TINY, f"run={folder}", *WORDS, "training.checkpoint_every=2", "--resume=auto")
+        before = last(folder)
+        if life % 5 == 4:
+            time.sleep(rng.uniform(0.5, 6))  # wherever it is then
+        else:
+            wait_until(lambda: last(folder) > before, process)  # noqa: B023
+            time.sleep(rng.uniform(0, 0.7))
+        process.kill()
+        process.communicate()
+        if (folder / "checkpoints").is_dir():
+            cut_off += any(name.endswith(".partial") for name in checkpoints(folder))
+    assert cut_off > 0
+    steps = last(folder)
+    assert steps > 2 * KILLS
+    process = start("mmjax.train", TINY, f"run={beside}", *WORDS)
+    wait_until(lambda: last(beside) >= steps, process)
+    process.kill()
+    process.communicate()
+    whole = losses(beside)
+    assert losses(folder) == {step: whole[step] for step in range(1, steps + 1)}
+    assert len((folder / "history.jsonl").read_text().splitlines()) > KILLS // 2
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_asked_to_stop_saves_and_ends_with_0(asked, folder):
+    process = start("mmjax.train", TINY, f"run={folder}", *WORDS, "data.workers=2")
+    wait_until(lambda: last(folder) >= 10, process)
+    os.killpg(process.pid, asked)  # as SLURM does: the workers get it too
+    os.kill(process.pid, asked)  # and perhaps twice
+    ended = finish(process, 60)
+    assert ended.code == 0, ended
+    step = last(folder)
+    assert f"stopped as asked after step {step}, which is saved; go on with --resume" in ended.out
+    assert ended.err.startswith(f"{asked.name}: saving after this step, then ending\n")
+    assert checkpoints(folder) == [str(step)]
+
+
+def test_a_second_start_in_the_folder_of_a_running_one_is_refused(folder, capsys):
+    process = start("mmjax.train", TINY, f"run={folder}", *WORDS)
+    wait_until(lambda: last(folder) >= 1, process)
+    for word in ("--resume", "--overwrite"):
+        ended = run(capsys, train.main, TINY, f"run={folder}", *WORDS, word)
+        assert ended.code == 2
+        assert f"{folder} is in use by process {process.pid} on " in ended.err
+    before = last(folder)
+    wait_until(lambda: last(folder) > before, process)
+    process.kill()
+    process.communicate()
+
+
+def test_while_the_disk_is_full_the_run_goes_on_warns_and_keeps_the_last_checkpoint(folder):
+    process = start("mmjax.train", TINY, f"run={folder}", *WORDS, "training.checkpoint_every=20")
+    wait_until(lambda: (folder / "checkpoints" / "40").is_dir(), process)
+    largest = max(p.stat().st_size for p in folder.rglob("*") if p.is_file() and "checkpoints" not in p.parts)
+    # As a full disk does, to checkpoints and metrics alike: no file may grow beyond what the largest is now.
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (min(largest, 4096), resource.RLIM_INFINITY))
+    at = last(folder)
+    time.sleep(3)
+    kept = [name for name in checkpoints(folder) if name.isdecimal()]
+    assert kept
+    assert last(folder) <= at + 20  # the log stands still as well
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    newest = int(kept[-1])
+    wait_until(lambda: any(n.isdecimal() and int(n) > newest for n in checkpoints(folder)), process)
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process, 60)
+    assert ended.code == 0, ended
+    assert "could not be saved: " in ended.out
+    assert f"the checkpoint after step {newest} is kept, and the run goes on" in ended.out
+    assert "metrics.jsonl cannot be written: File too large; its lines wait until there is room" in ended.out
+    steps = [r["step"] for r in records(folder)]
+    assert steps == list(range(1, steps[-1] + 1))  # none is missing, none is torn
+    assert all(name.isdecimal() for name in checkpoints(folder))
+
+
+def test_on_a_disk_that_stays_full_a_run_that_is_stopped_says_what_is_kept(folder):
+    process = start("mmjax.train", TINY, f"run={folder}", *WORDS, "training.checkpoint_every=50")
+    wait_until(lambda: (folder / "checkpoints" / "50").is_dir(), process)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process, 60)
+    assert ended.code == 2
+    assert "error: the last state could not be saved: " in ended.err
+    assert "make room, and go on from step " in ended.err
+    assert "Traceback" not in ended.err
+
+
+def tear(checkpoint: Path) -> None:
+    for path in (checkpoint / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:64])
+
+
+def test_a_torn_checkpoint_is_set_aside_and_the_one_before_is_gone_on_from(folder, capsys):
+    whole = folder.with_name("whole")
+    words = (TINY, "schedule.warmup=2", "training.evaluate_every=0", "training.checkpoint_every=4", "training.keep=3")
+    assert run(capsys, train.main, *words, f"run={whole}", "training.steps=16").code == 0
+    shutil.copytree(whole, folder)
+    (folder / "test.json").unlink()
+    tear(folder / "checkpoints" / "16")
+    shutil.rmtree(folder / "checkpoints" / "12" / "meta")
+    (folder / "checkpoints" / "20.partial" / "state").mkdir(parents=True)
+    ended = run(capsys, train.main, *words, f"run={folder}", "training.steps=16", "--resume")
+    assert ended.code == 0, ended.err
+    for step in (16, 12):
+        assert f"WARNING checkpoint {folder}/checkpoints/{step} cannot be used: " in ended.out
+        assert f"it is set aside as {step}.torn, and the run goes on from step 8" in ended.out
+    assert f"resumed {folder} at step 8" in ended.out
+    assert losses(folder) == losses(whole)
+    assert checkpoints(folder) == ["12", "16", "8"]  # later ones are whole, so those set aside are gone
+
+
+def test_where_no_checkpoint_can_be_read_nothing_is_touched(folder, capsys):
+    words = (TINY, f"run={folder}", "training.evaluate_every=0", "training.checkpoint_every=2")
+    assert run(capsys, train.main, *words, "training.steps=4").code == 0
+    for step in (2, 4):
+        tear(folder / "checkpoints" / str(step))
+    ended = run(capsys, train.main, *words, "training.steps=6", "--resume")
+    assert ended.code == 2
+    assert f"checkpoint {folder}/checkpoints/4 cannot be used: " in ended.err
+    assert "; nor can the 1 before it; restore the folder, or start afresh with --overwrite" in ended.err
+    assert checkpoints(folder) == ["2", "4"]
+
+
+def test_every_so_many_steps_a_checkpoint_stays_for_good(folder, capsys):
+    words = (TINY, f"run={folder}", "training.steps=12", "training.checkpoint_every=2")
+    more = ("training.evaluate_every=0", "training.keep=1", "training.keep_every=4")
+    assert run(capsys, train.main, *words, *more).code == 0
+    assert checkpoints(folder) == ["12", "4", "8"]
+
+
+def test_a_supervised_training_is_started_again_where_it_was_until_it_is_done(folder):
+    words = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=600", "training.checkpoint_every=20")
+    command = ("mmjax.train", TINY, f"run={folder}", *words, "--resume=auto")
+    process = start("mmjax.supervise", "--wait", "0", "--", sys.executable, "-m", *command)
+    for step in (40, 100):
+        wait_until(lambda: last(folder) >= step, process)  # noqa: B023
+        lock = folder.with_name(f".{folder.name}.lock")
+        os.kill(int(lock.read_text().split()[1]), signal.SIGKILL)
+    ended = finish(process, 200)
+    assert ended.code == 0, ended
+    assert sorted(losses(folder)) == list(range(1, 601))
+    assert len((folder / "history.jsonl").read_text().splitlines()) == 3
+
+
+def test_memory_and_open_files_stay_flat_over_two_thousand_steps(folder):
+    words = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=2600", "training.checkpoint_every=200")
+    ended = finish(start("mmjax.train", TINY, f"run={folder}", *words, "data.workers=1"), 400)
+    assert ended.code == 0, ended
+    of_steps = records(folder)[600:]  # after the pools of memory have grown to what they need
+    steps = np.array([r["step"] for r in of_steps])
+    memory = np.array([r["memory/host"] for r in of_steps])
+    slope = np.polyfit(steps, memory / 1e6, 1)[0] * 1000
+    assert slope < 1.0, f"{slope:.2f} MB per 1,000 steps"
+    files = np.array([r["open_files"] for r in of_steps])
+    assert abs(np.polyfit(steps, files, 1)[0]) * 1000 < 1
+    lives = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert [life["first"] for life in lives] == [0]
