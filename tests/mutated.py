@@ -52,8 +52,10 @@ from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import check_heads, make_mesh
 from mmjax.parallel.sharding import ShardingRules
+from mmjax.planning.fit import Fit, Room
+from mmjax.planning.memory import Spread
 from mmjax.training.checkpoint import Checkpoints, DataState, read_saved, restore_parameters
-from mmjax.training.kept_fit import Decision, asked_of, read_fit
+from mmjax.training.kept_fit import Decision, asked_of, read_fit, write_fit
 from mmjax.training.metrics import MetricsLog
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.run_folder import RunFolder, refuse_other_run
@@ -128,7 +130,9 @@ def outcome_of(one: Mutation, things: Things) -> Outcome:
     except Fault as fault:
         return Outcome(way[0], "fault", told=str(fault))
     except BaseException as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "mmjax" in f.filename] or traceback.extract_tb(error.__traceback__)
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if "mmjax" in f.filename
+        ] or traceback.extract_tb(error.__traceback__)
         place = f"{frames[-1].filename}:{frames[-1].lineno}"
         return Outcome(way[0], "fault", told=f"{place}: {type(error).__name__}: {str(error)[:500]}")
     finally:
@@ -147,7 +151,9 @@ def loaded_of(config: Config, index_folder: Path) -> Loaded:
     loaded = Loaded(sources, index, ())
     while set(range(len(index))) - set(loaded.bad()) - loaded.drawn():
         if len(loaded.steps) == STEPS:
-            raise Fault(f"samples {set(range(len(index))) - set(loaded.bad()) - loaded.drawn()} are neither used nor listed")
+            raise Fault(
+                f"samples {set(range(len(index))) - set(loaded.bad()) - loaded.drawn()} are neither used nor listed"
+            )
         loaded = loaded._replace(steps=(*loaded.steps, loader(len(loaded.steps))))
     check_whole(loaded)
     return loaded
@@ -170,7 +176,9 @@ def check_whole(loaded: Loaded) -> None:
 
 def same(a: Loaded, b: Loaded) -> bool:
     """To the bit, but for what the clock says."""
-    x, y = (jax.tree.leaves([s._replace(plan_seconds=0, load_seconds=0, spoiled=()) for s in of.steps]) for of in (a, b))
+    x, y = (
+        jax.tree.leaves([s._replace(plan_seconds=0, load_seconds=0, spoiled=()) for s in of.steps]) for of in (a, b)
+    )
     return len(x) == len(y) and all(np.array_equal(u, v) for u, v in zip(x, y, strict=True))
 
 
@@ -248,7 +256,9 @@ class Things:
             after = loaded.sources["mine"].item(number, 0)
             path.write_bytes(self.media[name])
             if not np.array_equal(before, after):
-                raise Fault(f"{len(spoiled)} of {len(self.media[name])} bytes are used as {after.shape}, {before.shape}")
+                raise Fault(
+                    f"{len(spoiled)} of {len(self.media[name])} bytes are used as {after.shape}, {before.shape}"
+                )
         return len(bad)
 
     # ----------------------------------------------------------------------------------------------------- records
@@ -340,8 +350,8 @@ class Things:
         config, folder = load(TINY), RunFolder(self.folder / "run")
         folder.path.mkdir()
         folder.write_config(config)
-        decided = {"policies": {"llm": ["none", "full"]}, "loss_chunks": 1, "measured": None}
-        folder.fit.write_text(json.dumps({"asked": self._asked(config), **decided}))
+        decided = Fit({"llm": ("none", "full")}, 1, {}, {}, {}, 0.0, 0.0, {}, 0, Spread(1, 1, 1), Room(1e9))
+        write_fit(folder.fit, self._asked(config), decided)
         steps = [json.dumps({"step": k, "loss": 1.5, "time": 1.0 * k}) for k in range(1, 9)]
         folder.metrics.write_text("".join(line + "\n" for line in steps))
         folder.quarantine.write_text("".join(Bad(f"few[{k}]", "broken").line() + "\n" for k in range(3)))
@@ -370,7 +380,10 @@ class Things:
         refuse_other_run(folder, config)
         if kept := read_fit(folder.fit, self._asked(config)):
             decided = Decision.of(kept)
-            edit(config, [f"model.llm.remat={','.join(decided.policies['llm'])}", f"training.loss_chunks={decided.loss_chunks}"])
+            edit(
+                config,
+                [f"model.llm.remat={','.join(decided.policies['llm'])}", f"training.loss_chunks={decided.loss_chunks}"],
+            )
             if len(decided.policies["llm"]) != config.model.llm.layers:
                 raise Fault(f"a fit of other layers: {decided}")
         log = MetricsLog(folder.metrics, 4)
@@ -457,7 +470,8 @@ def put_back(path: Path) -> Iterator[None]:
     """Whatever happens to a file or folder, it is as before afterwards, to its times of change."""
     aside = path.with_name(f"{path.name}.aside")
     copy: Callable[..., Any] = shutil.copytree if path.is_dir() else shutil.copy2
-    copy(path, aside)
+    path.rename(aside)  # the copy is spoiled: what is memory-mapped stays as it is
+    copy(aside, path)
     try:
         yield
     finally:

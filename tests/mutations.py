@@ -18,7 +18,17 @@ import numpy as np
 
 Random = np.random.Generator
 SEED = 2026
-SHARES = {"image": 19, "audio": 15, "records": 26, "index": 10, "cache": 10, "run": 5, "config": 7, "words": 4, "checkpoint": 4}
+SHARES = {
+    "image": 19,
+    "audio": 15,
+    "records": 26,
+    "index": 10,
+    "cache": 10,
+    "run": 5,
+    "config": 7,
+    "words": 4,
+    "checkpoint": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -154,9 +164,13 @@ def spoiled_record(record: dict[str, Any], rng: Random) -> tuple[str, bytes]:
     elif way == "utf8":
         line = line.replace(b"a", b"\xff\xfe", 1)
     elif way == "number":
-        line = re.sub(rb'"[^"]*"', [b"1e999", b"-", b"9" * 6000, b"Infinity", b"0x10"][int(rng.integers(5))], line, count=1)
+        line = re.sub(
+            rb'"[^"]*"', [b"1e999", b"-", b"9" * 6000, b"Infinity", b"0x10"][int(rng.integers(5))], line, count=1
+        )
     elif way == "text":
-        line = [b"null", b'"text"', b"[1]", b"5", b"{", b"}{", b"\0", line[: len(line) // 2], b"{}"][int(rng.integers(9))]
+        line = [b"null", b'"text"', b"[1]", b"5", b"{", b"}{", b"\0", line[: len(line) // 2], b"{}"][
+            int(rng.integers(9))
+        ]
     return way, line
 
 

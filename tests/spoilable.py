@@ -50,7 +50,9 @@ TEMPLATE = (
 IMAGES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tiff"}
 CLIPS = {"WAV": "PCM_16", "FLAC": "PCM_16", "OGG": "VORBIS", "MP3": "MPEG_LAYER_III"}
 CONFIG_TEXT = (
-    (ROOT / "configs" / "tiny_omni.py").read_text().replace("EmbeddedSource()", "EmbeddedSource(samples=64, questions=2)")
+    (ROOT / "configs" / "tiny_omni.py")
+    .read_text()
+    .replace("EmbeddedSource()", "EmbeddedSource(samples=64, questions=2)")
 )
 
 
@@ -60,7 +62,9 @@ def save_chat(folder: Path) -> ChatFormat:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(["user: What is it? assistant: A cat."] * 4, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet))
+    backend.train_from_iterator(
+        ["user: What is it? assistant: A cat."] * 4, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet)
+    )
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("</s>", "<image>", "<audio>")])
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
@@ -72,7 +76,9 @@ def save_chat(folder: Path) -> ChatFormat:
 def picture(kind: str, number: int, **how: Any) -> bytes:
     """An encoded image of smooth noise."""
     rng = np.random.default_rng(number)
-    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), np.uint8)).resize((32 + 4 * number, 24), Image.Resampling.BICUBIC)
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), np.uint8)).resize(
+        (32 + 4 * number, 24), Image.Resampling.BICUBIC
+    )
     file = io.BytesIO()
     coarse.save(file, kind, **how)
     return file.getvalue()
@@ -98,7 +104,11 @@ def media() -> dict[str, bytes]:
         "late.png": picture("PNG", 9, exif=exif),
     }
     clips = {f"{k}.{kind.lower()}": clip(kind, k) for k, kind in enumerate(CLIPS)}
-    clips |= {"float.wav": clip("WAV", 5, "FLOAT", 2), "opus.ogg": clip("OGG", 6, "OPUS"), "wide.flac": clip("FLAC", 7, "PCM_24", 2)}
+    clips |= {
+        "float.wav": clip("WAV", 5, "FLOAT", 2),
+        "opus.ogg": clip("OGG", 6, "OPUS"),
+        "wide.flac": clip("FLAC", 7, "PCM_24", 2),
+    }
     return images | clips
 
 
@@ -203,6 +213,8 @@ def config_of(source: FileSource, chat: ChatFormat, cache: Path, samples: int) -
     return replace(
         base,
         data=DataConfig({"mine": source}, str(cache), chat=chat, workers=0, max_bad_share=1.0),
-        batch=BatchConfig(Samples(samples), {"llm": 1, "vision": 1, "audio": 1}, grouping=PackGrouping(chunk_steps=1), shapes=1),
+        batch=BatchConfig(
+            Samples(samples), {"llm": 1, "vision": 1, "audio": 1}, grouping=PackGrouping(chunk_steps=1), shapes=1
+        ),
         model=replace(base.model, llm=llm, encoders={"vision": seeing, "audio": hearing}),
     )

@@ -22,6 +22,13 @@ def at_least(minimum: float, where: str, section: Any, names: Sequence[str]) -> 
         check(value >= minimum, f"{where}.{name}={value}: must be at least {minimum}")
 
 
+def at_most(maximum: float, where: str, section: Any, names: Sequence[str]) -> None:
+    """That these values of a section are no more."""
+    for name in names:
+        value = getattr(section, name)
+        check(value <= maximum, f"{where}.{name}={value}: must be at most {maximum}")
+
+
 def above_zero(where: str, section: Any, names: Sequence[str]) -> None:
     """That these values of a section are more than 0."""
     for name in names:

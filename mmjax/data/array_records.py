@@ -28,7 +28,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from mmjax.data.conversation import BadSample, Conversation, Media, Message
 from mmjax.data.json_records import JsonRecords
-from mmjax.data.stored import Inline, Stored, digest, local_copy, stored
+from mmjax.data.stored import Inline, Stored, digest, local_copy, one_line, stored
 from mmjax.errors import UserError
 
 MAGIC = b"MMJ1"
@@ -172,7 +172,7 @@ class ArrayRecords:
             with self._lock:  # a reader serves one thread at a time
                 (record,) = self._reader(shard).read([index - int(self._starts[shard])])
         except (RuntimeError, ValueError, IndexError) as error:
-            raise BadSample(f"{self._shards[shard]} cannot be read: {error}") from None
+            raise BadSample(f"{self._shards[shard]} cannot be read: {one_line(error)}") from None
         return tuple(map(Inline, unpacked(record)[1]))
 
     def encoded(self, index: int, number: int) -> bytes:

@@ -15,6 +15,7 @@ from mmjax.balance.parts import LLM
 from mmjax.data.layout import RankLayout
 from mmjax.data.pipeline import LoadedStep
 from mmjax.data.placement import Topology
+from mmjax.errors import UserError
 
 Scalars = dict[str, float]
 
@@ -74,6 +75,8 @@ class MetricsLog:
 
     def __init__(self, path: Path, done: int) -> None:
         self.path = path
+        if path.is_dir():
+            raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
         if path.exists():
             kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= done]
             partial = path.with_suffix(".partial")
@@ -109,5 +112,5 @@ def _plain(value: float | str) -> float | str:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line cut off when its process was killed
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # cut off when its process was killed
         return math.inf
