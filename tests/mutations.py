@@ -55,9 +55,10 @@ def mutation(number: int, seed: int = SEED) -> Mutation:
 # ------------------------------------------------------------------------------------------------------------- bytes
 
 HEADS = (
-    b"\xff\xd8\xff\xe0\0\x10JFIF\0", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", b"GIF89a\1\0\1\0", b"BM", b"II*\0\x08\0\0\0", b"MM\0*",
-    b"RIFF\xff\xff\xff\x7fWEBPVP8 ", b"RIFF\x24\0\0\0WAVEfmt ", b"fLaC\0\0\0\x22", b"OggS\0\2", b"ID3\4\0\0\0\0\0\x7f",
-    b"\xff\xfb\x90\x64", b"PK\3\4", b"\x1f\x8b\x08", b"PAR1", b"\x93NUMPY\1\0", b"{}", b"[", b"%PDF-1.7", b"\0" * 64,
+    b"\xff\xd8\xff\xe0\0\x10JFIF\0", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", b"GIF89a\1\0\1\0", b"BM", b"II*\0\x08\0\0\0",
+    b"MM\0*", b"RIFF\xff\xff\xff\x7fWEBPVP8 ", b"RIFF\x24\0\0\0WAVEfmt ", b"fLaC\0\0\0\x22", b"OggS\0\2",
+    b"ID3\4\0\0\0\0\0\x7f", b"\xff\xfb\x90\x64", b"PK\3\4", b"\x1f\x8b\x08", b"PAR1", b"\x93NUMPY\1\0", b"{}", b"[",
+    b"%PDF-1.7", b"\0" * 64,
 )  # fmt: skip
 
 
@@ -122,9 +123,10 @@ def spoiled_bytes(data: bytes, rng: Random, ways: Sequence[str] = tuple(BYTES)) 
 # -------------------------------------------------------------------------------------------------- records as JSON
 
 VALUES = (
-    None, True, False, 0, -1, 3, 1.5, -2.5e300, 10**18, 10**400, float("nan"), float("inf"), "", "text", "<image>", "<audio>",
-    "../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "data:image/png;base64,!!", "a\0b", "\ud800", "x" * 5000,
-    "missing.png", [], {}, [[]], [None], ["text"], [1, 2], {"a": 1}, {"path": 5}, {"bytes": "x"}, {"url": None}, [{}],
+    None, True, False, 0, -1, 3, 1.5, -2.5e300, 10**18, 10**400, float("nan"), float("inf"), "", "text", "<image>",
+    "<audio>", "../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "data:image/png;base64,!!", "a\0b", "\ud800",
+    "x" * 5000, "missing.png", [], {}, [[]], [None], ["text"], [1, 2], {"a": 1}, {"path": 5}, {"bytes": "x"},
+    {"url": None}, [{}],
     [{"type": "image"}], {"data": "AAAA"}, -(10**30), "\u202e\ufeff", "</s>",
 )  # fmt: skip
 
@@ -176,10 +178,10 @@ def spoiled_record(record: dict[str, Any], rng: Random) -> tuple[str, bytes]:
 
 # ------------------------------------------------------------------------------------------------------ config files
 
-NUMBERS = ("0", "-1", "1", "2", "3", "7", "1e9", "10**9", "10**30", "2**31", "float('nan')", "float('inf')", "-0.5", "1e-30", "True",
-           "None", "'4'", "(1, 2)", "{}", "'none'")  # fmt: skip
-TEXTS = ("0", "-1", "1", "2", "3", "7", "1e9", "1000000000", "9" * 40, "nan", "inf", "-0.5", "1e-30", "true", "none", "text",
-         "(1,2)", "{}", "", "()", "1,2,3", '"', "a.b", "=", "\0", "\ud800")  # fmt: skip
+NUMBERS = ("0", "-1", "1", "2", "3", "7", "1e9", "10**9", "10**30", "2**31", "float('nan')", "float('inf')", "-0.5",
+           "1e-30", "True", "None", "'4'", "(1, 2)", "{}", "'none'")  # fmt: skip
+TEXTS = ("0", "-1", "1", "2", "3", "7", "1e9", "1000000000", "9" * 40, "nan", "inf", "-0.5", "1e-30", "true", "none",
+         "text", "(1,2)", "{}", "", "()", "1,2,3", '"', "a.b", "=", "\0", "\ud800")  # fmt: skip
 
 
 def _one(found: Sequence[Any], rng: Random) -> Any:

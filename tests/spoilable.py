@@ -1,11 +1,13 @@
-"""Small whole things to spoil: media files of every format, records of every format, a config and its text."""
+"""Small whole things to spoil: media files of every format, records of every format, a config; and how they are."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import shutil
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import soundfile
 from commands import ROOT, TINY_MEDIA
+from mutations import BYTES, Random
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -43,7 +46,7 @@ from mmjax.data.media_items import PROBES
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ':' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{{ '<' + p['type'] + '>' if p['type'] in ('image', 'audio') else p['text'] }}{% endfor %}"
+    "{% for p in m['content'] %}{{ p['text'] if p['type'] == 'text' else '<' + p['type'] + '>' }}{% endfor %}"
     "{% endif %}{{ eos_token if m['role'] == 'assistant' else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
@@ -149,7 +152,7 @@ RECORDS: Mapping[str, Sequence[dict[str, Any]]] = {  # by format
     "sharegpt": [{**chat_of(name), "system": "Be brief."} for name in NAMES],
     "messages": [*(parts_of(name) for name in NAMES if name), chat_of("", "messages")],
     "questions": [{"image": name, "question": "What?", "answers": ["a cat", "cat"]} for name in PICTURES],
-    "manifest": [{"audio_filepath": n, "text": "said", "offset": 0.01, "duration": 0.05, "prompt": "Say."} for n in CLIPPED],
+    "manifest": [{"audio_filepath": n, "text": "a", "offset": 0.01, "duration": 0.1, "prompt": "X"} for n in CLIPPED],
 }  # fmt: skip
 for record in RECORDS["llava"]:
     record.pop("images")
@@ -218,3 +221,43 @@ def config_of(source: FileSource, chat: ChatFormat, cache: Path, samples: int) -
         ),
         model=replace(base.model, llm=llm, encoders={"vision": seeing, "audio": hearing}),
     )
+
+
+# ------------------------------------------------------------------------------------------------------------ spoiling
+
+
+class Fault(AssertionError):
+    """mmjax did what it must not."""
+
+
+def one_file(folder: Path, rng: Random) -> Path:
+    """A file somewhere in a folder. They are told by their size: some have names of chance."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != "lock" and not p.name.startswith("chunks-")]
+    files.sort(key=lambda path: (str(path.parent.relative_to(folder)).count("/"), path.suffix, path.stat().st_size))
+    return files[int(rng.random() * len(files))]
+
+
+def spoil_file(path: Path, rng: Random) -> str:
+    """Spoil one file of a folder where it lies; the way."""
+    way = str(rng.choice([*BYTES, "missing", "folder"]))
+    if way in BYTES:
+        path.write_bytes(BYTES[way](path.read_bytes(), rng))
+    else:
+        path.unlink()
+        if way == "folder":
+            path.mkdir()
+    return f"{way} {path.name}"
+
+
+@contextlib.contextmanager
+def put_back(path: Path) -> Iterator[None]:
+    """Whatever happens to a file or folder, it is as before afterwards, to its times of change."""
+    aside = path.with_name(f"{path.name}.aside")
+    copy: Callable[..., Any] = shutil.copytree if path.is_dir() else shutil.copy2
+    path.rename(aside)  # the copy is spoiled: what is memory-mapped stays as it is
+    copy(aside, path)
+    try:
+        yield
+    finally:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        aside.rename(path)

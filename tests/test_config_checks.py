@@ -49,6 +49,8 @@ def message(*overrides: str) -> str:
         ("data.alphabet=", "data.alphabet is empty"),
         ("data.alphabet=abca", "data.alphabet holds 'a' more than once"),
         ("data.workers=-1", "data.workers=-1: must be at least 0"),
+        ("model.llm.layers=1000000000", "model.llm.layers=1000000000: must be at most 10000"),
+        ("data.sources.embedded.samples=1000000000", "samples=1000000000: must be at most 10000000"),
         ("batch.rows.llm=0", "batch.rows.llm=0: must be at least 1"),
         ("batch.rows.visin=2", "there is no module 'visin': did you mean 'vision'?"),
         ("batch.rows={} batch.rows.llm=8", "batch.rows has no 'vision'; say how many packed rows it gets"),

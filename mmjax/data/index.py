@@ -178,7 +178,7 @@ def _measured(
 
 
 def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path) -> tuple[LengthIndex, Path]:
-    """The index of these sources under `folder`, memory-mapped, and its path; built if it is not there, or not whole."""
+    """The index of these sources under `folder`, memory-mapped, and its path; built where it is not, or not whole."""
     key = json.dumps(
         [
             [[name, len(source), source.fingerprint()] for name, source in sources.items()],

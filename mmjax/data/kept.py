@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def keep(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         np.save(partial / f"{name}.npy", array)
     sums = {name: _sum(partial / f"{name}.npy") for name in arrays}
     (partial / SUMS).write_text(json.dumps(sums) + "\n")
-    if os.path.lexists(folder):
+    with suppress(FileNotFoundError):
         folder.rename(old)
     try:
         partial.rename(folder)
