@@ -2,6 +2,7 @@
 # Train with N processes on this machine:  launch/local.sh N [CONFIG] [a.b=value ...] [--resume ...]
 #
 # Ends with the code of the process that failed first, or 0. JAX_NUM_CPU_DEVICES says how many CPU devices each gets.
+# Ctrl-C, TERM, USR1 and USR2 are passed on to every process: docs/operations.md says what they mean.
 set -um # job control: without it, processes in the background ignore Ctrl-C
 if [[ $# -lt 1 || ! $1 =~ ^[1-9][0-9]*$ ]]; then
     echo "usage: launch/local.sh N [CONFIG] [a.b=value ...]" >&2
@@ -12,12 +13,14 @@ shift
 free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 export MMJAX_COORDINATOR=${MMJAX_COORDINATOR:-127.0.0.1:$(python -c "$free_port")} MMJAX_PROCESSES=$count
 
-declare -A number
+declare -A number=()
+for name in INT TERM USR1 USR2; do
+    trap "kill -$name \"\${!number[@]}\" 2>/dev/null" "$name"
+done
 for ((i = 0; i < count; i++)); do
     MMJAX_PROCESS=$i python -m mmjax.train "$@" &
     number[$!]=$i
 done
-trap 'kill -INT "${!number[@]}" 2>/dev/null' INT TERM
 
 code=0
 while ((${#number[@]})); do

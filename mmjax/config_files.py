@@ -43,6 +43,7 @@ __all__ = [
     "find",
     "from_json",
     "keep",
+    "keys_of",
     "load",
     "resolve",
     "sibling",
@@ -256,6 +257,11 @@ def describe(config: Config) -> str:
     lines = list(leaves(Config, encode(Config, config, "")))
     width = max(len(key) for key, _ in lines)
     return "\n".join(f"{key:<{width}} = {text}" for key, text in lines)
+
+
+def keys_of(config: Config) -> list[str]:
+    """The names of all its values, as overrides have them."""
+    return [key for key, _ in leaves(Config, encode(Config, config, ""))]
 
 
 def differences(a: Config, b: Config) -> list[str]:

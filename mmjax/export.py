@@ -23,7 +23,8 @@ from mmjax.hf.folder import SINGLE, HfFolder
 from mmjax.hf.parts import TRANSPOSED
 from mmjax.hf.writing import NewTensor, copy_beside, write_tensors
 from mmjax.models.model import Model
-from mmjax.training.checkpoint import SavedParameters, newest, steps_in
+from mmjax.training.checkpoint import SavedParameters, newest
+from mmjax.training.checkpoint_commit import steps_in
 from mmjax.training.console import say, table
 from mmjax.training.exporting import Exporter, Piece
 from mmjax.training.pretrained import by_folder

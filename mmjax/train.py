@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mmjax.config import Config
 from mmjax.config_files import callbacks_of, default_config, describe, find, load
-from mmjax.data.index import LengthIndex, cached_index
-from mmjax.data.layout import RankLayout
-from mmjax.data.pipeline import StepLoader
-from mmjax.data.plan import make_planner
-from mmjax.data.quarantine import Bad, Quarantine
-from mmjax.data.sample import Source
-from mmjax.data.sources import look_again, notes_of, open_sources
 from mmjax.errors import UserError, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
-from mmjax.parallel.mesh import check_heads, encoder_axes, held_ranks, make_mesh
+from mmjax.parallel.mesh import check_heads, make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.plan_file import plan_changes
-from mmjax.training.checkpoint import Checkpoints
+from mmjax.training.checkpoint import Checkpoints, TornCheckpoint
+from mmjax.training.checkpoint_commit import Retention, set_aside, steps_in
 from mmjax.training.console import ProgressLine, mute, say
 from mmjax.training.devices import choose_devices, topology_of, use_most_memory
 from mmjax.training.evaluation import Evaluator, question_sources
@@ -38,67 +32,73 @@ from mmjax.training.left_out import LeftOut
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.profile import peak_of
 from mmjax.training.programs import ProgramCounter, keep_programs
-from mmjax.training.run_folder import Mode, RunFolder, claim, run_folder
+from mmjax.training.run_data import open_data
+from mmjax.training.run_folder import NOTHING, Mode, Permitted, RunFolder, claim, run_folder
 from mmjax.training.session import Session
+from mmjax.training.signals import heeded
+from mmjax.training.state import TrainState
 from mmjax.training.step import Executor
 
 
 def open_session(
-    config: Config, folder: RunFolder, resumed: bool, devices: Sequence[jax.Device], profile: bool = False
+    config: Config,
+    folder: RunFolder,
+    step: int,
+    permitted: Permitted,
+    devices: Sequence[jax.Device],
+    profile: bool = False,
 ) -> Session:
-    """Everything a run needs, in a folder that it has claimed."""
+    """Everything a run needs to go on from `step`, in a folder that it has claimed."""
     mesh = make_mesh(config.mesh, devices)
     check_heads(mesh.shape, config.mesh, config.model)
     keep_programs(folder.programs)
     programs = ProgramCounter()
 
-    sources = open_sources(config, "train", folder.path)
-    processes.led(lambda: _indexed(sources, config, folder))
-    index, index_folder = cached_index(sources, config.model.encoders, folder.index)
-    weights = [s.weight for s in config.data.sources.values()]
-    topology = topology_of(mesh, config.mesh)
-    planner, layout = make_planner(index, config, weights, topology)
-    grouper = planner.grouper
-    held = held_ranks(mesh), processes.leads(), held_ranks(mesh, encoder_axes(config.mesh))
-    loader = StepLoader(config, grouper.budget, layout, index_folder, folder.path, *held)
-    processes.led(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
-    quarantine = _quarantine(index, folder, config)
-
-    def layouts(other: Config) -> RankLayout:
-        return layout if other == config else make_planner(index, other, weights, topology)[1]
-
-    before = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if resumed and not profile else None
-    fitted = fit_on_mesh(config, mesh, layouts, profile, before and Decision.of(before))
+    data = open_data(config, folder, step, permitted, mesh)
+    before = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if step and not profile else None
+    fitted = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, before and Decision.of(before))
     functions = callbacks_of(config.model, folder.path)
     model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
     rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)
-    executor = Executor(model, optimizer, mesh, rules, len(sources), config.mesh.exchange, fitted.loss_chunks)
-    checkpoints = Checkpoints(folder.checkpoints, executor, config.training.keep)
+    executor = Executor(model, optimizer, mesh, rules, data.sources, config.mesh.exchange, fitted.loss_chunks)
+    retention = Retention(config.training.keep, config.training.keep_every)
+    checkpoints = Checkpoints(folder.checkpoints, executor, retention)
     questions = question_sources(config, ("validation", "test"), folder.path)
-    evaluator = Evaluator(model, mesh, rules, questions, config, topology)
+    evaluator = Evaluator(model, mesh, rules, questions, config, topology_of(mesh, config.mesh))
     peak = peak_of(devices, config.training.precision)
-    left_out = LeftOut(quarantine, index.name)
-    parts = mesh, executor, loader, left_out, checkpoints, evaluator, programs, peak, fitted
-    return Session(config, folder, resumed, *parts)
+    left_out = LeftOut(data.quarantine, data.index.name)
+    parts = mesh, executor, data.loader, left_out, checkpoints, evaluator, programs, peak, fitted
+    return Session(config, folder, data.life, *parts)
 
 
-def _indexed(sources: Mapping[str, Source], config: Config, folder: RunFolder) -> str:
-    look_again(sources)
-    for note in notes_of(sources):
-        say(f"note   {note}")
-    return str(cached_index(sources, config.model.encoders, folder.index)[1])
+def begin(
+    config: Config,
+    folder: RunFolder,
+    resumed: bool,
+    permitted: Permitted,
+    devices: Sequence[jax.Device],
+    profile: bool = False,
+) -> tuple[Session, TrainState]:
+    """A session, and the state that it begins with: of the newest checkpoint that can be read, where it goes on.
 
-
-def _quarantine(index: LengthIndex, folder: RunFolder, config: Config) -> Quarantine:
-    """The samples that cannot be used, which process 0 writes down. Raises UserError where they are fatal."""
-    bad = [Bad(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True)]
-    quarantine = Quarantine(folder.quarantine, config.data, len(index), writes=processes.leads())
-    processes.led(lambda: len(quarantine.add(bad)))
-    quarantine.add(bad)  # by the other processes, for whom it is the same
-    if bad:
-        say(f"{len(bad)} of {len(index)} samples cannot be used; they are skipped, and listed in {folder.quarantine}")
-    return quarantine
+    Those that cannot are set aside. Raises UserError where there are some, and none can be read.
+    """
+    torn: list[tuple[int, TornCheckpoint]] = []
+    saved = processes.led(lambda: steps_in(folder.checkpoints)) if resumed else []
+    for step in reversed(saved or [0]):
+        session = open_session(config, folder, step, permitted, devices, profile)
+        try:
+            state = session.start()
+        except TornCheckpoint as error:
+            torn.append((step, error))
+            continue
+        for other, error in torn:
+            aside = processes.led(lambda other=other: set_aside(folder.checkpoints, other).name)
+            say(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
+        return session, state
+    more = f"nor can the {len(torn) - 1} before it" if len(torn) > 1 else "there is no older one here"
+    raise UserError(f"{torn[0][1]}; {more}; restore the folder, or start afresh with --overwrite", everywhere=True)
 
 
 def train(
@@ -107,55 +107,54 @@ def train(
     mode: Mode = "new",
     devices: Sequence[jax.Device] | None = None,
     profile: bool = False,
+    permitted: Permitted = NOTHING,
 ) -> Session:
     """Train as the config says.
 
     `source` is the config's file, of which the run keeps a copy; `devices` are by default all of the kind that the
-    config names. profile: time layers on them before `remat=auto` is decided.
+    config names. profile: time layers on them before `remat=auto` is decided. permitted: what may differ from the run
+    that is gone on with.
     """
     devices = choose_devices(config.device) if devices is None else devices
-    with claim_together(config, source, mode) as (folder, resumed):
-        session = open_session(config, folder, resumed, devices, profile)
-        state, first = session.start()
-    with closing(session):
-        if session.complete(first):
-            return session
-        batches = session.batches(first)
-        accumulated = session.compile(state, first)
-        with ProgressLine(first, config.training.steps) as progress, kept_interrupts() as check_interrupts:
-            for step, ready in enumerate(batches, start=first):
-                check_interrupts()
-                hyper, loaded = session.hyperparameters(step), ready.loaded
-                noise = np.array([config.seed, step], np.uint32)
-                state, accumulated, report = session.executor.step(
-                    state,
-                    accumulated,
-                    ready.arrays,
-                    hyper,
-                    int(loaded.digest),
-                    float(loaded.needed_flops),
-                    noise,
-                    session.left_out.of_step(loaded),
-                )
-                session.ran(step, ready, report, progress)
-                if session.due(step + 1, config.training.evaluate_every):
-                    session.evaluate(step + 1, state)
-                if session.due(step + 1, config.training.checkpoint_every):
-                    session.save(step + 1, state, progress)
-            session.settle(progress)
-        session.finish(first, state)
+    with heeded() as asked:
+        with claim_together(config, source, mode, permitted) as (folder, resumed):
+            session, state = begin(config, folder, resumed, permitted, devices, profile)
+        first = session.life.first
+        with closing(session):
+            if session.complete(first):
+                return session
+            batches = session.batches(first, asked)
+            accumulated = session.compile(state, first)
+            with ProgressLine(first, config.training.steps) as progress, kept_interrupts() as check_interrupts:
+                for step, ready in enumerate(batches, start=first):
+                    check_interrupts()
+                    hyper, said, noise = session.hyperparameters(step), session.said(ready), session.noise(step)
+                    spoiled = session.left_out.of_step(ready.loaded)
+                    state, accumulated, report = session.executor.step(
+                        state, accumulated, ready.arrays, hyper, said, noise, spoiled
+                    )
+                    session.ran(step, ready, report, state, progress)
+                    if session.stopping:
+                        session.stop(step + 1, state, progress)
+                        return session
+                    if session.due(step + 1, config.training.evaluate_every):
+                        session.evaluate(step + 1, state)
+                    if session.due(step + 1, config.training.checkpoint_every):
+                        session.save(step + 1, state, progress)
+                session.settle(state, progress)
+            session.finish(first, state)
     return session
 
 
 @contextmanager
-def claim_together(config: Config, source: Path, mode: Mode) -> Iterator[tuple[RunFolder, bool]]:
+def claim_together(config: Config, source: Path, mode: Mode, permitted: Permitted) -> Iterator[tuple[RunFolder, bool]]:
     """`claim` by process 0 for all; the others learn what it found. Only process 0 changes files."""
     if processes.leads():
         with ExitStack() as claimed:
             found: list[tuple[RunFolder, bool]] = []
 
             def enter() -> bool:
-                found.append(claimed.enter_context(claim(config, source, mode)))
+                found.append(claimed.enter_context(claim(config, source, mode, permitted)))
                 return found[0][1]
 
             processes.led(enter)
@@ -183,6 +182,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=WORDS)
     parser.add_argument("--show", action="store_true", help="print the whole config and stop")
     parser.add_argument("--profile", action="store_true", help="time layers here first; kept for the next time")
+    parser.add_argument("--new-data", action="store_true", help="with --resume: go on with the data as it is now")
+    parser.add_argument(
+        "--change", action="append", default=[], metavar="KEY", help="with --resume: this part of the config may differ"
+    )
     started = parser.add_mutually_exclusive_group()
     started.add_argument(
         "--resume", nargs="?", const="resume", choices=("resume", "auto"), help="continue the run (auto: or start it)"
@@ -202,8 +205,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not processes.leads():
         mute()
     use_most_memory()
+    permitted = Permitted(args.new_data, tuple(args.change))
+    if permitted != NOTHING and not args.resume:
+        raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
+    mode = "overwrite" if args.overwrite else args.resume or "new"
     with processes.joined():
-        train(config, path, "overwrite" if args.overwrite else args.resume or "new", profile=args.profile)
+        train(config, path, mode, profile=args.profile, permitted=permitted)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.fit import Fit, Room
 from mmjax.planning.memory import Spread
 from mmjax.training.checkpoint import Checkpoints, DataState, read_saved, restore_parameters
+from mmjax.training.checkpoint_commit import Retention
 from mmjax.training.kept_fit import Decision, asked_of, read_fit, write_fit
-from mmjax.training.metrics import MetricsLog
+from mmjax.training.metrics_log import MetricsLog
 from mmjax.training.optimizer import make_optimizer
-from mmjax.training.run_folder import RunFolder, refuse_other_run
+from mmjax.training.run_folder import RunFolder, changes_of
 from mmjax.training.state import parameter_shardings
 from mmjax.training.step import Executor
 
@@ -72,7 +73,7 @@ class Runs:
     def _run_again(self, folder: RunFolder, config: Config) -> None:
         """What resuming and scoring read of a run's folder."""
         edit(folder.read_config(), [])
-        refuse_other_run(folder, config)
+        changes_of(folder, config)
         if kept := read_fit(folder.fit, self._asked(config)):
             decided = Decision.of(kept)
             edit(
@@ -137,7 +138,7 @@ class Runs:
         rng, folder = np.random.default_rng(0), self.folder / "checkpoints"
         host = jax.tree.map(lambda x: np.asarray(rng.normal(size=x.shape), x.dtype), executor.abstract)
         state = jax.device_put(host, executor.shardings)
-        checkpoints = Checkpoints(folder, executor, keep=2)
+        checkpoints = Checkpoints(folder, executor, Retention(2))
         for step in (2, 4):
             checkpoints.save(state, to_json(config), DataState(step, "an index", {"rows": [1]}))
         checkpoints.close()

@@ -32,7 +32,7 @@ from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.optimizer import Hyperparameters, hyperparameters, make_optimizer
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.state import TrainState
-from mmjax.training.step import Accumulated, Executor
+from mmjax.training.step import Accumulated, Executor, Said
 
 CORES_LEFT = -1  # in place of a core's number: do not pin
 
@@ -63,9 +63,9 @@ class Trainer:
 
     def step(self, step: Prepared) -> bool:
         """One update, done when this returns; whether all processes had planned the same."""
-        digest, flops = int(step.loaded.digest), float(step.loaded.needed_flops)
+        said = Said(int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops))
         self.state, self.accumulated, told = self.executor.step(
-            self.state, self.accumulated, step.arrays, self.hyper, digest, flops
+            self.state, self.accumulated, step.arrays, self.hyper, said
         )
         jax.block_until_ready((self.state, self.accumulated, told))
         return bool(told.agreed)

@@ -166,6 +166,10 @@ class ArrayRecords:
         """Of what the folder was made from, and all its texts."""
         return digest(self._contents.made_from, self._headers.fingerprint())
 
+    def files(self) -> list[tuple[str, int]]:
+        """The files and how many records each has."""
+        return self._headers.files()
+
     def conversation(self, index: int) -> Conversation:
         """What a record says. Raises BadSample."""
         return conversation_of(self._headers[index])

@@ -37,6 +37,10 @@ class ChatFiles:
         places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in self._folders.items()]
         return digest(self._records.fingerprint(), self._reading, *places)
 
+    def files(self) -> list[tuple[str, int]]:
+        """The files and how many records each has."""
+        return self._records.files()
+
     def conversation(self, index: int) -> Conversation:
         """What a record says. Raises BadSample."""
         return self._read(self._records[index]).conversation

@@ -48,6 +48,10 @@ class ChatSource:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()[:16]
 
+    def files(self) -> list[tuple[str, int]]:
+        """The files that its samples are in and how many each has, in order."""
+        return self.conversations.files()
+
     def read_headers(self, progress: Progress = lambda done: None) -> MediaFacts:
         """What is known of all media: headers are read of those that are new or have changed since the last time."""
         self._facts = read_facts(self.conversations, PROBES, self._cache, progress)

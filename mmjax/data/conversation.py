@@ -51,6 +51,9 @@ class Conversations(Protocol):
     def fingerprint(self) -> str:
         """Changes when any record changes."""
 
+    def files(self) -> list[tuple[str, int]]:
+        """The files that the records are in and how many each has, in order."""
+
     def conversation(self, index: int) -> Conversation: ...
 
     def encoded(self, index: int, number: int) -> bytes:

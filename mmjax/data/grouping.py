@@ -18,7 +18,7 @@ from mmjax.balance.place import split
 from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping
 from mmjax.data.budget import Budget, isf_groups
 from mmjax.data.index import LengthIndex
-from mmjax.data.stream import Pool, chunk_samples, pools_of
+from mmjax.data.stream import Due, Pool, chunk_samples, pools_of
 
 
 class Group(NamedTuple):
@@ -55,22 +55,39 @@ class StepGrouper:
     seed: int
     budget: Budget
     first_steps: list[int] = field(default_factory=lambda: [0])  # of the chunks found so far and the one after them
+    first: int = 0  # the step of the run that is the first here
+    due: Due = ()  # what epochs that were begun before it still owe
 
     def __post_init__(self) -> None:
         self.oversize = _oversize(self.index, self.batch, self.budget)
-        self._pools: list[Pool] = pools_of(self.index, self.weights, self.oversize)
+        self.pools: list[Pool] = pools_of(self.index, self.weights, self.oversize, self.due)
         self._chunk = lru_cache(maxsize=2)(self._group_chunk)
 
     def step(self, step: int) -> list[Group]:
         """The microbatches of step `step`. Chunks whose start is not known are grouped first, one after the other."""
-        if isinstance(self.batch.grouping, NoGrouping):
-            chunk, at = divmod(step, self.batch.grouping.chunk_steps)
-        else:
-            while self.first_steps[-1] <= step:
-                self.first_steps.append(self.first_steps[-1] + len(self._chunk(len(self.first_steps) - 1)))
-            chunk = int(np.searchsorted(self.first_steps, step, side="right")) - 1
-            at = step - self.first_steps[chunk]
+        chunk, at = self._place_of(step)
         return self._microbatches(*self._chunk(chunk).step(at))
+
+    def used(self, step: int) -> tuple[int, np.ndarray]:
+        """The number of the chunk that step `step` is in, and the ids of that chunk's samples that came before it."""
+        chunk, at = self._place_of(step)
+        found = self._chunk(chunk)
+        return chunk, found.samples[: found.step_start[at]]
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples of a chunk."""
+        return max(1, round(self.batch.grouping.chunk_steps * self.budget.samples_per_step))
+
+    def _place_of(self, step: int) -> tuple[int, int]:
+        """The chunk of a step of the run, and which of its steps it is."""
+        step -= self.first
+        if isinstance(self.batch.grouping, NoGrouping):
+            return divmod(step, self.batch.grouping.chunk_steps)
+        while self.first_steps[-1] <= step:
+            self.first_steps.append(self.first_steps[-1] + len(self._chunk(len(self.first_steps) - 1)))
+        chunk = int(np.searchsorted(self.first_steps, step, side="right")) - 1
+        return chunk, step - self.first_steps[chunk]
 
     def steps_of(self, samples: np.ndarray) -> list[list[Group]]:
         """Steps that hold exactly these samples, each once (packed; for evaluation)."""
@@ -88,16 +105,15 @@ class StepGrouper:
         return [Group(samples[of], in_microbatch[parts.of_samples(of)].astype(np.int32)) for of in chosen]
 
     def _group_chunk(self, chunk: int) -> _Chunk:
-        samples_per_step, grouping = self.budget.samples_per_step, self.batch.grouping
-        size = max(1, round(grouping.chunk_steps * samples_per_step))
-        order = chunk_samples(self._pools, self.weights, size, self.seed, chunk)
+        grouping = self.batch.grouping
+        order = chunk_samples(self.pools, self.weights, self.chunk_size, self.seed, chunk)
         match grouping:
             case PackGrouping(pool_steps=pool):
                 return self._packed(order, pool)
             case IsfGrouping(iterations=iterations):
                 return self._isf(order, iterations, np.random.default_rng((self.seed, 3, chunk)))
             case NoGrouping():
-                start = np.arange(grouping.chunk_steps + 1) * int(samples_per_step)
+                start = np.arange(grouping.chunk_steps + 1) * int(self.budget.samples_per_step)
                 return _Chunk(order, start, np.zeros(0, np.int64), None)
 
     def _packed(self, order: np.ndarray, pool_steps: int) -> _Chunk:

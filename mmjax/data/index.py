@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -101,7 +102,10 @@ class LengthIndex:
         return digest.hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
-        """Write one file per array, and their hashes. A folder that is there is replaced."""
+        """Write one file per array, and their hashes. A folder that is there and whole stays as it is."""
+        with suppress(Damaged):
+            LengthIndex.open(folder)
+            return
         keep(folder, {f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod

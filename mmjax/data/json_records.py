@@ -31,6 +31,7 @@ class JsonRecords:
     """
 
     def __init__(self, paths: Sequence[str], cache: Path) -> None:
+        self._names = paths
         self._paths, folders = zip(*(_indexed_file(path, cache) for path in paths), strict=True)
         folder = folders[0] if len(folders) == 1 else _together(folders, cache)
         found = kept(folder, _NAMES)
@@ -42,6 +43,10 @@ class JsonRecords:
     def fingerprint(self) -> str:
         """Of all bytes of all files."""
         return self._content
+
+    def files(self) -> list[tuple[str, int]]:
+        """The files and how many records each has."""
+        return list(zip(self._names, np.diff(self._starts).tolist(), strict=True))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One record. Raises BadSample where it is no JSON object."""

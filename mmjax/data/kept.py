@@ -19,12 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
+from mmjax.errors import UserError
+
 SUMS = "sums.json"  # the hash of every file by its name
 
 _sound: set[tuple[tuple[str, int, int, int], ...]] = set()  # folders that were found whole: their files as they were
 
 
-class Damaged(Exception):
+class Damaged(UserError):
     """A folder that is not as it was written; the message says what of it."""
 
 

@@ -60,6 +60,10 @@ class ParquetRecords:
         files = [f"{os.path.basename(file.path)} {file.stamp}" for file in self._files]
         return digest(repr((self._texts, self._media)), self._folder.outside, *files)
 
+    def files(self) -> list[tuple[str, int]]:
+        """The files and how many rows each has."""
+        return [(path, int(file.starts[-1])) for path, file in zip(self._paths, self._files, strict=True)]
+
     def conversation(self, index: int) -> Conversation:
         """What a row says. Raises BadSample."""
         return self._record(index).conversation

@@ -11,7 +11,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from absl import flags
 from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
 from mmjax.data.budget import Budget
+from mmjax.data.content import BITS, Own, content_of
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
 from mmjax.data.layout import RankLayout, make_placer
@@ -31,6 +33,7 @@ from mmjax.data.packing import Reader, pack_microbatch
 from mmjax.data.placement import MicrobatchPlan
 from mmjax.data.plan import PLANNER, StepPlan, StepPlanner
 from mmjax.data.sample import Facts, Sample, Source
+from mmjax.data.segments import WHOLE_RUN, Segment
 from mmjax.data.sources import open_sources
 from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError
@@ -60,6 +63,7 @@ class LoadedStep(NamedTuple):
 
     step: np.ndarray  # int64 []
     digest: np.ndarray  # int64 []: hash of the step plan
+    content: np.ndarray  # uint64 []: of the rows that count here, as `content_of`
     samples: np.ndarray  # int64 [n]
     plan_seconds: np.ndarray  # float64 []
     load_seconds: np.ndarray  # float64 []: opening, decoding and packing
@@ -82,6 +86,8 @@ class StepLoader:
     ranks: range = range(1)  # whose rows are loaded here
     leads: bool = True  # whether this process writes down what is found out about chunks
     encoder_ranks: range | None = None  # whose rows of items are loaded here; None = those of the ranks
+    own: Own | None = None  # ranks and encoder ranks that no process before this one holds; None = all
+    segment: Segment = WHOLE_RUN
 
     def __call__(self, step: int) -> LoadedStep:
         begin = time.perf_counter()
@@ -92,6 +98,7 @@ class StepLoader:
         return LoadedStep(
             np.int64(step),
             np.int64(plan.digest()),
+            np.uint64(self._content(batches)),
             plan.samples(),
             np.float64(planned - begin),
             np.float64(time.perf_counter() - planned),
@@ -114,7 +121,8 @@ class StepLoader:
     def planner(self) -> StepPlanner:
         weights = [s.weight for s in self.config.data.sources.values()]
         known = json.loads(self._chunks.read_text()) if self._chunks.is_file() else [0]
-        grouper = StepGrouper(self.index, self.config.batch, weights, self.config.seed, self.budget, known)
+        of_segment = self.segment.first, self.segment.read_due()
+        grouper = StepGrouper(self.index, self.config.batch, weights, self.config.seed, self.budget, known, *of_segment)
         return StepPlanner(grouper, make_placer(grouper, self.config, self.layout))
 
     @property
@@ -122,7 +130,8 @@ class StepLoader:
         """Where chunks start, as far as anybody found out: a late step is planned without replaying early ones."""
         weights = [s.weight for s in self.config.data.sources.values()]
         grouped = replace(self.config.batch, balance=NoBalance())  # which does not change what a step has
-        key = repr((PLANNER, grouped, weights, self.config.seed, self.budget))
+        due = (self.segment.due.name,) if self.segment.due else ()
+        key = repr((PLANNER, grouped, weights, self.config.seed, self.budget, *due))
         return self.index_folder / f"chunks-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
     @cached_property
@@ -139,10 +148,17 @@ class StepLoader:
         known = len(grouper.first_steps)
         plan = self.planner.plan(step)
         if self.leads and len(grouper.first_steps) > known:
-            partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(json.dumps(grouper.first_steps))
-            partial.rename(self._chunks)
+            with suppress(OSError):  # the disk is full: it only saves time
+                partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
+                partial.write_text(json.dumps(grouper.first_steps))
+                partial.rename(self._chunks)
         return plan
+
+    def _content(self, batches: Sequence[Microbatch]) -> int:
+        parts = self.layout.topology.encoders_per_rank
+        of_encoders = self.encoder_ranks or range(self.ranks.start * parts, self.ranks.stop * parts)
+        held = self.ranks, of_encoders
+        return sum(content_of(b, m, *held, self.own or held) for m, b in enumerate(batches)) % 2**BITS
 
     def _needed_flops(self, batch: Microbatch) -> float:
         """Of this process's ranks; encoder ranks of these that others hold count as much as its own."""

@@ -18,6 +18,7 @@ from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
 from mmjax.data.layout import RankLayout, lay_out, make_placer
 from mmjax.data.placement import ONE_RANK, MicrobatchPlan, Placer, Topology
+from mmjax.data.segments import WHOLE_RUN, Segment
 
 # Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.
 PLANNER = 3
@@ -67,6 +68,7 @@ def make_planner(
     topology: Topology = ONE_RANK,
     budget: Budget | None = None,
     most: int | None = None,
+    segment: Segment = WHOLE_RUN,
 ) -> tuple[StepPlanner, RankLayout]:
     """The planner of a mixture of sources on these ranks, and the layout that it plans for.
 
@@ -74,6 +76,8 @@ def make_planner(
     `make_budget`.
     """
     budget = make_budget(index, config, weights) if budget is None else budget
-    grouper = StepGrouper(index, config.batch, weights, config.seed, budget)
+    grouper = StepGrouper(
+        index, config.batch, weights, config.seed, budget, first=segment.first, due=segment.read_due()
+    )
     layout = lay_out(grouper, config, topology, most=most)
     return StepPlanner(grouper, make_placer(grouper, config, layout)), layout

@@ -15,6 +15,7 @@ from mmjax.data.chat_source import ChatSource
 from mmjax.data.embedded import EmbeddedDataset
 from mmjax.data.file_sources import Split, cache_folder, open_conversations, path_of
 from mmjax.data.sample import Source
+from mmjax.data.segments import Files
 from mmjax.errors import UserError
 
 REQUIRED = ("__len__", "fingerprint", "facts", "sample", "item")  # of a Source
@@ -44,6 +45,11 @@ def look_again(sources: Mapping[str, Source]) -> None:
         if isinstance(source, ChatSource):
             source.read_headers()
             source.count_tokens()
+
+
+def files_of(source: Source) -> Files:
+    """The files that a source's samples are in, where it can tell by `files()`; else one without a name."""
+    return source.files() if hasattr(source, "files") else [("", len(source))]
 
 
 def notes_of(sources: Mapping[str, Source]) -> list[str]:

@@ -15,6 +15,11 @@ from mmjax.errors import UserError
 
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly
 _ROUNDS = 8
+_DUE = 1 << 32  # the shuffles of epochs that were begun with other data are none of a whole epoch's
+
+Due = Sequence[
+    Sequence[np.ndarray]
+]  # of every source, what epochs that were begun before still owe: sorted ids of each
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,32 @@ class Pool:
     start: int
     stop: int
     excluded: np.ndarray
+    due: tuple[np.ndarray, ...] = ()  # ids that come before its first whole epoch
 
     def __len__(self) -> int:
         return self.stop - self.start - len(self.excluded)
+
+    def draw(self, begin: int, end: int, key: np.uint64) -> tuple[np.ndarray, np.ndarray]:
+        """The ids that are drawn as number `begin` to `end` - 1, and of which epoch each is, int64; `due` come first.
+
+        Every epoch has a permutation of its own, which depends on `key`.
+        """
+        ids, epochs, at = [], [], 0
+        for epoch, due in enumerate(self.due):
+            rank = np.arange(max(begin, at), min(end, at + len(due))) - at
+            ids.append(due[_shuffled(rank, len(due), key, np.full(len(rank), _DUE + epoch))])
+            epochs.append(np.full(len(rank), epoch))
+            at += len(due)
+        epoch, rank = np.divmod(np.arange(max(begin, at), end) - at, max(1, len(self)))
+        ids.append(self.ids(_shuffled(rank, len(self), key, epoch)))
+        return np.concatenate(ids), np.concatenate([*epochs, epoch + len(self.due)])
+
+    def epoch(self, epoch: int) -> tuple[int, np.ndarray]:
+        """The number of an epoch's first draw, and all its ids."""
+        if epoch < len(self.due):
+            return sum(map(len, self.due[:epoch])), self.due[epoch]
+        start = sum(map(len, self.due)) + (epoch - len(self.due)) * len(self)
+        return start, self.ids(np.arange(len(self)))
 
     def ids(self, ranks: np.ndarray) -> np.ndarray:
         """The ids of the usable samples with these ranks, int64."""
@@ -34,15 +62,18 @@ class Pool:
         return self.start + ranks + skipped
 
 
-def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray) -> list[Pool]:
+def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray, due: Due = ()) -> list[Pool]:
     """The usable samples of every source: not those that are excluded or bad.
 
     Raises UserError where a source that should be drawn from has none.
     """
+    due = due or [()] * len(weights)
     excluded, pools = np.union1d(excluded, index.bad), []
     for s, weight in enumerate(weights):
         start, stop = map(int, index.source_start[s : s + 2])
-        pools.append(Pool(start, stop, excluded[(excluded >= start) & (excluded < stop)]))
+        left = (np.setdiff1d(ids, excluded) for ids in due[s])
+        own = excluded[(excluded >= start) & (excluded < stop)]
+        pools.append(Pool(start, stop, own, tuple(ids for ids in left if len(ids))))
         if weight > 0 and not len(pools[-1]):
             if np.isin(np.arange(start, stop), index.bad).all() and stop > start:
                 reason = index.reason[np.searchsorted(index.bad, start)]
@@ -68,8 +99,7 @@ def chunk_samples(pools: Sequence[Pool], weights: Sequence[float], size: int, se
     ids = []
     for s, (pool, begin, end) in enumerate(zip(pools, before, until, strict=True)):
         if end > begin:
-            epoch, rank = np.divmod(np.arange(begin, end), len(pool))
-            ids.append(pool.ids(_shuffled(rank, len(pool), _key(seed, s), epoch)))
+            ids.append(pool.draw(begin, end, key_of(seed, s))[0])
     return np.random.default_rng((seed, 2, chunk)).permutation(np.concatenate(ids))
 
 
@@ -88,7 +118,8 @@ def drawn(weights: Sequence[float], size: int, chunks: int) -> np.ndarray:
     return np.diff(border, prepend=0)
 
 
-def _key(seed: int, source: int) -> np.uint64:
+def key_of(seed: int, source: int) -> np.uint64:
+    """What the permutations of a source depend on."""
     return np.random.SeedSequence((seed, 1, source)).generate_state(1, np.uint64)[0]
 
 

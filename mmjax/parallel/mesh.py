@@ -115,6 +115,16 @@ def held_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
     return range(ranks[0], ranks[0] + len(ranks))
 
 
+def own_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> tuple[int, ...]:
+    """Of `held_ranks` those that no process before this one holds: each rank is one process's own."""
+    devices = rows_sharding(mesh, axes).devices_indices_map((row_ranks(mesh, axes),))
+    first: dict[int, int] = {}
+    for device, (at,) in devices.items():
+        rank = at.start or 0
+        first[rank] = min(first.get(rank, device.process_index), device.process_index)
+    return tuple(rank for rank in held_ranks(mesh, axes) if first[rank] == jax.process_index())
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import jax
@@ -102,6 +103,20 @@ def led(work: Callable[[], Any]) -> Any:
     return result
 
 
+def gather(key: str, text: str) -> list[str]:
+    """What every process says under this key, which serves once; in their order, the same for all. From any thread."""
+    if count() == 1:
+        return [text]
+    client, milliseconds = distributed.global_state.client, _TELL_SECONDS * 1000
+    client.key_value_set(f"mmjax/gather/{key}/{index()}", text)
+    if leads():
+        texts = [client.blocking_key_value_get(f"mmjax/gather/{key}/{p}", milliseconds) for p in range(count())]
+        client.key_value_delete(f"mmjax/gather/{key}/")
+        client.key_value_set(f"mmjax/gathered/{key}", json.dumps(texts))
+        return texts
+    return json.loads(client.blocking_key_value_get(f"mmjax/gathered/{key}", milliseconds))
+
+
 def tell(key: str, text: str) -> None:
     """Leave a text for who asks `told` for it; nobody waits."""
     if count() > 1:
@@ -119,14 +134,15 @@ def wait_for_all(where: str) -> None:
         distributed.global_state.client.wait_at_barrier(f"mmjax/{where}", _TELL_SECONDS * 1000)
 
 
+@cache
+def hosts() -> list[str]:
+    """The name of each process's host."""
+    return gather("hosts", socket.gethostname())
+
+
 def per_host() -> int:
     """How many neighbouring processes share a host, where that is the same everywhere; else 1."""
-    if count() == 1:
-        return 1
-    client = distributed.global_state.client
-    client.key_value_set(f"mmjax/host/{index()}", socket.gethostname(), allow_overwrite=True)
-    hosts = [client.blocking_key_value_get(f"mmjax/host/{p}", _START_SECONDS * 1000) for p in range(count())]
-    together = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    together = [len(list(run)) for _, run in itertools.groupby(hosts())]
     return together[0] if len(set(together)) == 1 else 1
 
 

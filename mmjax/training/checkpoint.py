@@ -7,9 +7,12 @@ bits: storage may read a missing or damaged chunk as zeros or noise without a wo
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +27,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmjax.errors import UserError
 from mmjax.models.layer_runs import into_runs, layers_one_by_one
 from mmjax.models.model import Model
+from mmjax.parallel import processes
+from mmjax.training.checkpoint_commit import (
+    Commit,
+    Retention,
+    begin_partial,
+    partial_of,
+    reason,
+    reason_of,
+    remove_leftovers,
+    steps_in,
+)
 from mmjax.training.optimizer import key_names
 from mmjax.training.state import TrainState, all_parameters
 from mmjax.training.step import Executor
 
 FORMAT = "mmjax-1"
+STATE, META = "state", "meta/metadata"  # in a checkpoint's folder: the arrays, and what it says of itself
 Params = dict[str, Any]
 Sums = dict[str, int]  # of every array's bits, by its name
 
@@ -44,6 +59,7 @@ class DataState:
     index: str  # fingerprint of the length index
     budget: dict[str, Any]
     planner: int = 1  # of the version of mmjax; checkpoints from before there was a number have the first
+    segment: int = 0  # the step at which this data, mixture and batch were begun with
 
 
 @dataclass(frozen=True)
@@ -56,51 +72,93 @@ class Saved:
     sums: Sums
 
 
-class Checkpoints:
-    """The checkpoints of one run, in the structure and shardings of its executor; the newest `keep` stay."""
+class TornCheckpoint(UserError):
+    """A checkpoint that is not whole, or not as it was saved. All processes find it together."""
 
-    def __init__(self, folder: Path, executor: Executor, keep: int) -> None:
+
+class Checkpoints:
+    """The checkpoints of one run, in the structure and shardings of its executor."""
+
+    def __init__(self, folder: Path, executor: Executor, retention: Retention) -> None:
         self._folder, self._model, self._shardings = folder, executor.model, executor.shardings
+        self._retention, self._saves = retention, 0
+        self._commit: Commit | None = None
         self._abstract = _with_sharding(executor.abstract, executor.shardings)
         self._wanted = layers_one_by_one(self._abstract, _layer_of_struct)
         layouts = jax.tree.map(lambda x: x.sharding, self._wanted)
         self._single: Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]
         self._single = jax.jit(_single_with_sums, out_shardings=(layouts, executor.shardings.step))
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        handlers = {"state": _state_handler(), "meta": ocp.JsonCheckpointHandler()}
-        with _user_error(f"cannot open {folder}"):
-            self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+        self._handler = _state_handler()
+        processes.led(self._open)
+
+    def _open(self) -> None:
+        with _user_error(f"cannot open {self._folder}"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self._folder)
 
     def prepare(self) -> None:
         """Compile what saving needs, so that nothing is compiled in mid-run."""
         self._single = self._single.lower(self._abstract).compile()
 
     def save(self, state: TrainState, config: str, data: DataState) -> None:
-        """Start saving; training may go on at once. The checkpoint appears whole or not at all."""
+        """Start saving; training may go on at once. The checkpoint appears whole or not at all: `wait` tells."""
+        self.wait()
         single, sums = self._single(state)
         meta = {"format": FORMAT, "config": config, "data": asdict(data), "sums": _as_ints(sums)}
-        with _user_error(f"cannot save step {data.step} in {self._folder}"):
-            items = ocp.args.Composite(state=ocp.args.PyTreeSave(single), meta=ocp.args.JsonSave(meta))
-            self._manager.save(data.step, args=items)
+        partial, futures = partial_of(self._folder, data.step), []
+
+        def begin() -> None:  # what is saved is in the host's memory when this ends
+            saving = self._handler.async_save(partial / STATE, args=ocp.args.PyTreeSave(single))
+            with ThreadPoolExecutor(1) as thread:  # in a notebook this one has an event loop already
+                futures.extend(thread.submit(asyncio.run, saving).result())
+
+        def finish(partial: Path) -> None:
+            self._handler.finalize(partial / STATE)
+            (partial / META).parent.mkdir()
+            (partial / META).write_text(json.dumps(meta))
+
+        refused = processes.led(lambda: reason_of(lambda: begin_partial(self._folder, data.step)))
+        refused = refused or reason_of(begin)
+
+        def write() -> None:
+            if refused:
+                raise OSError(refused)
+            for future in futures:
+                future.result()
+
+        self._saves += 1
+        self._commit = Commit(self._folder, data.step, self._saves, write, finish, self._retention)
+
+    def wait(self) -> str:
+        """Why what was saved last is not whole, once it could be; empty where it is. The same on every process."""
+        return self._commit.wait() if self._commit else ""
+
+    @property
+    def ended(self) -> Commit | None:
+        """The save that was begun last, if nothing more will come of it."""
+        return self._commit if self._commit and self._commit.ended else None
 
     def restore(self, step: int) -> tuple[TrainState, Saved]:
-        """State `step`, in this run's shardings. Raises UserError where the checkpoint is torn or of another model."""
-        saved = read_saved(self._folder, step)
-        with _reading(self._folder, step):
-            items = ocp.args.Composite(state=_restore_as(self._wanted))
-            single = self._manager.restore(step, args=items).state
-            _check_sums(single, saved.sums)
+        """State `step`, in this run's shardings. Raises TornCheckpoint, where one process cannot read it on all."""
+        found: list[Any] = []
+
+        def read() -> None:
+            # By the handler itself: around it Orbax's processes wait for each other, also for one that has failed.
+            with _quiet():
+                found.append(read_saved(self._folder, step))
+                found.append(self._handler.restore(self._folder / str(step) / STATE, args=_restore_as(self._wanted)))
+
+        error = next(filter(None, processes.gather(f"restored/{step}", reason_of(read))), "")
+        if not error and (wrong := _not_as_saved(found[1], found[0].sums)) is not None:
+            error = f"{wrong} is not what was saved"
+        if error:
+            raise TornCheckpoint(f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True)
+        saved, single = found
         return jax.device_put(into_runs(single, self._model.runs), self._shardings), saved
 
     def close(self) -> None:
-        """Wait until every save that was started is whole on disk, and let go."""
-        with _user_error(f"cannot save in {self._folder}"):
-            self._manager.close()
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Steps of the checkpoints under `folder`, ascending. One that is being written has another kind of name."""
-    return sorted(int(p.name) for p in folder.glob("*") if p.is_dir() and p.name.isdecimal())
+        """Wait until the save that was started last has ended."""
+        self.wait()
 
 
 def newest(folder: Path) -> int:
@@ -112,9 +170,8 @@ def newest(folder: Path) -> int:
 
 def read_saved(folder: Path, step: int) -> Saved:
     """What checkpoint `step` says of itself. Raises UserError where it is not one of mmjax's, or torn."""
-    with _reading(folder, step), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        items = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        meta = checkpointer.restore(folder / str(step), args=items).meta
+    with _reading(folder, step):
+        meta = json.loads((folder / str(step) / META).read_text())
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise UserError(f"it is not one of mmjax's ({FORMAT})")
         return Saved(step, meta["config"], DataState(**meta["data"]), meta["sums"])
@@ -127,15 +184,16 @@ def restore_parameters(folder: Path, step: int, model: Model, shardings: Params)
     is missing, too many or of another shape.
     """
     saved = read_saved(folder, step)
-    place = folder / str(step) / "state"
+    place, handler = folder / str(step) / STATE, _state_handler()
     wanted = layers_one_by_one(_with_sharding(model.abstract, shardings), _layer_of_struct)
-    with _reading(folder, step), ocp.Checkpointer(_state_handler()) as checkpointer:
-        tree = checkpointer.metadata(place).item_metadata.tree
+    with _reading(folder, step):
+        tree = handler.metadata(place).tree
         parts = {part: tree.get(part) or {} for part in ("trainable", "frozen")}
         _check_same(all_parameters(_state_of(parts)), wanted)
         held = {part: _as_stored(stored, wanted) for part, stored in parts.items()}
-        single = checkpointer.restore(place, args=_restore_as(held, partial=True))
-        _check_sums(_state_of(single), saved.sums)
+        single = handler.restore(place, args=_restore_as(held, partial=True))
+        if (wrong := _not_as_saved(_state_of(single), saved.sums)) is not None:
+            raise UserError(f"{wrong} is not what was saved")
     params = jax.tree.map(lambda x, w: x.astype(w.dtype), all_parameters(_state_of(single)), wanted)
     return jax.device_put(into_runs(params, model.runs), shardings)
 
@@ -152,14 +210,14 @@ class SavedParameters:
         mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("host",))
         here = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(*(None,) * len(x.shape))), model.abstract)
         self._wanted = layers_one_by_one(_with_sharding(model.abstract, here), _layer_of_struct)
-        with _reading(folder, step), ocp.Checkpointer(_state_handler()) as checkpointer:
-            tree = checkpointer.metadata(self._place).item_metadata.tree
+        with _reading(folder, step):
+            tree = _state_handler().metadata(self._place).tree
             self._parts = {part: tree.get(part) or {} for part in ("trainable", "frozen")}
             _check_same(all_parameters(_state_of(self._parts)), self._wanted)
 
     @property
     def _place(self) -> Path:
-        return self._folder / str(self._step) / "state"
+        return self._folder / str(self._step) / STATE
 
     @property
     def shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -172,8 +230,8 @@ class SavedParameters:
         held = {part: _as_stored(stored, self._wanted) for part, stored in chosen.items() if stored}
         if not held:
             return {}
-        with _reading(self._folder, self._step), ocp.Checkpointer(_state_handler()) as checkpointer:
-            found = checkpointer.restore(self._place, args=_restore_as(held, partial=True))
+        with _reading(self._folder, self._step):
+            found = _state_handler().restore(self._place, args=_restore_as(held, partial=True))
             host = {part: jax.tree.map(np.asarray, found[part]) for part in held}
             for name, x in _named(_state_of({"trainable": {}, "frozen": {}} | host)).items():
                 bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
@@ -247,10 +305,9 @@ def _as_ints(sums: dict[str, jax.Array]) -> Sums:
     return {name: int(x) for name, x in jax.device_get(sums).items()}
 
 
-def _check_sums(tree: Any, saved: Sums) -> None:
-    for name, found in _as_ints(jax.jit(_bit_sums)(tree)).items():
-        if saved.get(name) != found:
-            raise UserError(f"{name} is not what was saved")
+def _not_as_saved(tree: Any, saved: Sums) -> str | None:
+    """The first array that is not what was saved."""
+    return next((name for name, found in _as_ints(jax.jit(_bit_sums)(tree)).items() if saved.get(name) != found), None)
 
 
 def _with_sharding(abstract: Any, shardings: Any) -> Any:
@@ -269,28 +326,32 @@ def _user_error(message: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Orbax and its storage raise dozens of kinds for one broken file
-        root: BaseException = error
-        while root.__cause__ is not None:
-            root = root.__cause__
-        lines = str(root).strip().splitlines() or [type(root).__name__]
-        raise UserError(f"{message}: {lines[0][:200]}") from error
+        raise UserError(f"{message}: {reason(error)}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let nothing be printed by what goes on in the background after a failure.
+
+    When one array cannot be read, the others' reads end later, in threads, and each prints a traceback about an event
+    loop that is gone.
+    """
+    heard, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    asyncio_log = logging.getLogger("asyncio")
+    level = asyncio_log.level
+    asyncio_log.setLevel(logging.CRITICAL)
+    yield
+    sys.unraisablehook = heard
+    asyncio_log.setLevel(level)
 
 
 @contextmanager
 def _reading(folder: Path, step: int) -> Iterator[None]:
     """Turn whatever reading a checkpoint raises into one line that says what is left to do."""
-    # When one array cannot be read, the others' reads end later, in threads, and each prints a traceback about an event
-    # loop that is gone. So after a failure these stay mute.
-    heard, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-    asyncio_log = logging.getLogger("asyncio")
-    level = asyncio_log.level
-    asyncio_log.setLevel(logging.CRITICAL)
     try:
-        with _user_error(f"checkpoint {folder / str(step)} cannot be used"):
+        with _quiet(), _user_error(f"checkpoint {folder / str(step)} cannot be used"):
             yield
-        sys.unraisablehook = heard
-        asyncio_log.setLevel(level)
     except UserError as error:
         older = [s for s in steps_in(folder) if s < step]
-        remedy = f"to go on from step {older[-1]} instead, remove it" if older else "there is no older one here"
+        remedy = f"to use step {older[-1]} instead, remove it" if older else "there is no older one here"
         raise UserError(f"{error}; {remedy}") from error.__cause__

@@ -1,12 +1,8 @@
-"""Numbers of each step: how full, how balanced, how fast; kept as JSON lines and TensorBoard scalars."""
+"""Numbers of each step: how full, how balanced, how fast."""
 
 from __future__ import annotations
 
-import json
-import math
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +11,6 @@ from mmjax.balance.parts import LLM
 from mmjax.data.layout import RankLayout
 from mmjax.data.pipeline import LoadedStep
 from mmjax.data.placement import Topology
-from mmjax.errors import UserError
 
 Scalars = dict[str, float]
 
@@ -65,52 +60,3 @@ def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topo
 
 def _summed(loaded: LoadedStep, field: str) -> np.ndarray:
     return sum(getattr(work, field) for work in loaded.work)
-
-
-class MetricsLog:
-    """Writes every record to `metrics.jsonl` and to TensorBoard; a record's step is the number of updates done.
-
-    Opened after `done` updates, it drops what an earlier life recorded beyond them, so that no step stands there twice.
-    """
-
-    def __init__(self, path: Path, done: int) -> None:
-        self.path = path
-        if path.is_dir():
-            raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
-        if path.exists():
-            kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= done]
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(line + "\n" for line in kept))
-            partial.rename(path)
-        self._file = path.open("a", buffering=1)
-        from tensorboardX import SummaryWriter  # which imports PyTorch where that is installed, in seconds
-
-        self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=done + 1)
-
-    def write(self, step: int, scalars: Mapping[str, float | str]) -> None:
-        """One record. NaN and Inf are kept as strings: JSON has none."""
-        record = {"step": step, "time": round(time.time(), 3)}
-        record |= {k: _plain(v) for k, v in scalars.items()}
-        self._file.write(json.dumps(record) + "\n")
-        for key, value in scalars.items():
-            if not isinstance(value, str):
-                self._board.add_scalar(key, float(value), step)
-
-    def close(self) -> None:
-        """Flush both."""
-        self._file.close()
-        self._board.close()
-
-
-def _plain(value: float | str) -> float | str:
-    if isinstance(value, str):
-        return value
-    value = float(value)
-    return float(f"{value:.9g}") if math.isfinite(value) else str(value)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # cut off when its process was killed
-        return math.inf

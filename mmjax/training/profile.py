@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import jax
@@ -47,6 +48,22 @@ def memory_used(mesh: Mesh) -> int | None:
     """Bytes, at most so far, of this process's fullest device; None where its backend does not count them."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
     return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def host_memory() -> int:
+    """Bytes that this process holds of its host's memory now; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def open_files() -> int:
+    """Files that this process holds open; 0 where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
 
 
 @cache

@@ -6,17 +6,40 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mmjax.config import Config
-from mmjax.config_files import differences, from_json, keep, to_json
+from mmjax.config_files import differences, from_json, keep, keys_of, to_json
+from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
+from mmjax.training.console import say
 
 Mode = Literal["new", "resume", "auto", "overwrite"]
+
+
+@dataclass(frozen=True)
+class Permitted:
+    """What may differ from the run that is gone on with. keys: of the config, or beginnings of such."""
+
+    new_data: bool = False
+    keys: tuple[str, ...] = ()
+
+    def allows(self, key: str) -> bool:
+        """Whether this key of the config may have another value."""
+        named = any(key == own or key.startswith((f"{own}.", f"{own}[")) for own in self.keys)
+        return named or (self.new_data and key.startswith("data.sources"))
+
+    def allows_other_samples(self) -> bool:
+        """Whether the samples may be others, or other ones may form a step."""
+        parts = ("data", "batch", "seed", "model")
+        return self.new_data or any(key.split(".")[0] in parts for key in self.keys)
+
+
+NOTHING = Permitted()
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,21 @@ class RunFolder:
     def programs(self) -> Path:
         """Compiled programs, shared by the runs beside this one."""
         return self.path.parent / ".programs"
+
+    @property
+    def history(self) -> Path:
+        """What every start of the run was made of, a JSON object each."""
+        return self.path / "history.jsonl"
+
+    @property
+    def due(self) -> Path:
+        """What epochs owed where other data was gone on with."""
+        return self.path / "due"
+
+    @property
+    def traces(self) -> Path:
+        """Profiler traces of a few steps."""
+        return self.path / "traces"
 
     @property
     def fit(self) -> Path:
@@ -122,17 +160,19 @@ class RunFolder:
 
 
 @contextmanager
-def claim(config: Config, source: Path, mode: Mode) -> Iterator[tuple[RunFolder, bool]]:
+def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHING) -> Iterator[tuple[RunFolder, bool]]:
     """The run's folder, and whether the run in it goes on. What can fail of the start happens inside `with`.
 
     Where it does, everything is as it was: a new folder is gone again, and the run that was to be resumed or
     overwritten is untouched. Raises UserError where a run is there and neither resuming nor overwriting was said, where
-    there is none to resume or it is of another config, or where the folder cannot be written.
+    there is none to resume or it is of another config in more than is permitted, or where the folder cannot be written.
     """
+    check_keys(permitted, config)
     folder = run_folder(config)
     there = _check_claim(folder, config, mode)
     if there and mode in ("resume", "auto"):
-        refuse_other_run(folder, config)
+        for line in changes_of(folder, config, permitted):
+            say(f"changed {line}")
         _write_or_user_error(folder, lambda: _check_writable(folder))
         yield folder, True
         _write_or_user_error(folder, lambda: folder.write_config(config))
@@ -206,27 +246,41 @@ def _write_or_user_error(folder: RunFolder, write: Callable[[], None]) -> None:
         ) from error
 
 
-# What may change when a run goes on: where and how fast it runs, how long, how often it looks, its rates.
+# What may change without a word when a run goes on: where and how fast it runs, how long, how often it looks and saves.
 MAY_CHANGE = (
-    "name", "run", "device", "mesh.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch",
-    "training.steps", "training.clip", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
-    "training.keep",
-    "optimizer.learning_rate", "optimizer.adam_learning_rate", "optimizer.weight_decay", "optimizer.modules.",
-    "schedule.",
+    "name", "run", "device", "mesh.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch", "data.cache",
+    "data.on_bad_sample", "data.max_bad_share",
+    "training.steps", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every", "training.keep",
+    "training.bad_numbers", "training.spike", "training.wandb",
     "model.llm.remat", "model.llm.attention",
 )  # fmt: skip
 
 
-def refuse_other_run(folder: RunFolder, config: Config) -> None:
-    """Raises UserError where `config` describes another model, data or batch than the run in the folder."""
+def changes_of(folder: RunFolder, config: Config, permitted: Permitted = NOTHING) -> Sequence[str]:
+    """What differs from the run in the folder, as lines. Raises UserError where that is more than is permitted."""
     lines = differences(folder.read_config(), config)
-    if kept := [line for line in lines if not line.startswith(MAY_CHANGE) and not _encoder_may_change(line)]:
+    others = {key: line for line in lines if not _may_change(key := line.partition(":")[0])}
+    if kept := [key for key in others if not permitted.allows(key)]:
+        data = [key for key in kept if key.startswith("data.sources")]
+        said = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in kept if key not in data])
         raise UserError(
-            f"{folder.path} is a run of another config: {'; '.join(kept)}. Say these values as they were to resume it, "
-            f"or start another run from its parameters: run=FOLDER init_from={folder.path}"
+            f"{folder.path} is a run of another config: {'; '.join(others[key] for key in kept)}. Say these values as "
+            f"they were, or that they shall change: {said}; or start another run from its parameters: run=FOLDER "
+            f"init_from={folder.path}"
         )
+    return lines
 
 
-def _encoder_may_change(line: str) -> bool:
-    key = line.split(":")[0].split(".")
-    return key[:2] == ["model", "encoders"] and key[3:] in (["remat"], ["attention"])
+def check_keys(permitted: Permitted, config: Config) -> None:
+    """Raises UserError where a key that may change is none of the config's."""
+    keys = [key.split(".") for key in keys_of(config)]
+    known = dict.fromkeys(".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1))
+    for own in permitted.keys:
+        if not any(Permitted(keys=(own,)).allows(key) for key in known):
+            raise UserError(f"--change {own}: a config has no such key{did_you_mean(own, known)}")
+
+
+def _may_change(key: str) -> bool:
+    parts = key.split(".")
+    of_encoder = parts[:2] == ["model", "encoders"] and parts[3:] in (["remat"], ["attention"])
+    return key.startswith(MAY_CHANGE) or of_encoder

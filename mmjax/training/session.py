@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from jax.sharding import Mesh
 from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.config_files import to_json
+from mmjax.data.content import spelled
 from mmjax.data.pipeline import LoadedStep, StepLoader, steps
 from mmjax.data.plan import PLANNER
 from mmjax.errors import UserError
@@ -23,19 +26,26 @@ from mmjax.models.model import Model, merge, modules_of
 from mmjax.parallel import processes
 from mmjax.planning.fit import Fit
 from mmjax.training import announce
-from mmjax.training.checkpoint import Checkpoints, DataState, newest, read_saved, restore_parameters, steps_in
+from mmjax.training.bad_gradients import samples_behind
+from mmjax.training.bad_numbers import BadNumbers
+from mmjax.training.checkpoint import Checkpoints, DataState, Saved, newest, restore_parameters
+from mmjax.training.checkpoint_commit import steps_in
 from mmjax.training.console import ProgressLine, say, size
 from mmjax.training.evaluation import Evaluator, exact_match
 from mmjax.training.kept_fit import asked_of, write_fit
 from mmjax.training.left_out import LeftOut
-from mmjax.training.metrics import MetricsLog, Scalars, balance_scalars, exchange_scalars
+from mmjax.training.metrics import balance_scalars, exchange_scalars
+from mmjax.training.metrics_log import MetricsLog, Value
 from mmjax.training.optimizer import Hyperparameters, hyperparameters
 from mmjax.training.pretrained import by_folder, load_pretrained
-from mmjax.training.profile import memory_used
+from mmjax.training.profile import host_memory, memory_used, open_files
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
+from mmjax.training.run_history import Life, append_life
+from mmjax.training.signals import Asked
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
-from mmjax.training.step import Accumulated, Executor, StepReport
+from mmjax.training.step import Accumulated, Executor, Said, StepReport
+from mmjax.training.tracing import Tracer
 
 Params = dict[str, Any]
 
@@ -48,6 +58,7 @@ class Ready(NamedTuple):
     arrays: tuple[Microbatch, ...]
     loaded: LoadedStep
     waited: float  # seconds that the loop stood still for it
+    busy: float  # seconds from asking for it to having it on the devices
 
 
 class Running(NamedTuple):
@@ -58,13 +69,30 @@ class Running(NamedTuple):
     report: StepReport
 
 
+class Times:
+    """How long the steps took, of which little is kept."""
+
+    def __init__(self) -> None:
+        self.steps, self.total, self.waited = 0, 0.0, 0.0
+        self._last: deque[float] = deque(maxlen=100)  # without waiting for data
+
+    def add(self, seconds: float, waited: float) -> None:
+        """One more step, and how much of it was waiting for data."""
+        self.steps, self.total, self.waited = self.steps + 1, self.total + seconds, self.waited + waited
+        self._last.append(seconds - waited)
+
+    def typical(self) -> float:
+        """Seconds of a step whose data is there."""
+        return float(np.median(self._last))
+
+
 @dataclass
 class Session:
     """A run's folder, programs, data, checkpoints and log. `mmjax.train` opens it and walks the loop."""
 
     config: Config
     folder: RunFolder
-    resumed: bool
+    life: Life
     mesh: Mesh
     executor: Executor
     loader: StepLoader
@@ -77,22 +105,30 @@ class Session:
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
+        self._asked = Asked()
+        self.stopping = False  # some process was asked to, and all know it
+        self.tracer = Tracer(self.folder.traces)
+        self._bad_numbers = BadNumbers(self.config.training, self.loader.index.name)
+        self._told_save = 0  # the step of the last save that something was said of
+        self._processes = [f"process {p} ({host})" for p, host in enumerate(processes.hosts())]
         self._running: Running | None = None
         self._step_ended = self.began
-        self._times: list[tuple[float, float]] = []  # (step, of it waited for data), seconds
+        self._times = Times()
         self._compiled_at_start = 0
         self._log: MetricsLog | None = None
         self._batches: Iterator[LoadedStep] = iter(())
 
     # ------------------------------------------------------------------------------------------------ before the loop
 
-    def start(self) -> tuple[TrainState, int]:
-        """The state to begin with and the first step: fresh, from `init_from`, or resumed; no file changes before."""
-        executor, saved_steps = self.executor, steps_in(self.folder.checkpoints) if self.resumed else []
-        first = 0
-        if saved_steps:
-            first = self._first_after(saved_steps[-1])
-            state, _ = self.checkpoints.restore(first)
+    def start(self) -> TrainState:
+        """The state to begin with: of a checkpoint where the run goes on, from `init_from`, or fresh.
+
+        No file changes before. Raises TornCheckpoint.
+        """
+        executor, first = self.executor, self.life.first
+        if first:
+            state, saved = self.checkpoints.restore(first)
+            self._check_goes_with(saved)
             say(f"resumed {self.folder.path} at step {first}")
         elif self.config.init_from:
             params = self._parameters_of(Path(self.config.init_from))
@@ -105,22 +141,25 @@ class Session:
                 say(f"weights of {', '.join(modules)} from {folder}")
         if processes.leads():
             write_fit(self.folder.fit, asked_of(self.config, self.mesh), self.fitted)
-            self._log = MetricsLog(self.folder.metrics, first)
-        return state, first
+            append_life(self.folder.history, self.life)
+            self._log = MetricsLog(
+                self.folder.metrics, first, self.config.training.wandb, json.loads(to_json(self.config))
+            )
+        return state
 
-    def _first_after(self, step: int) -> int:
-        """The step to go on with from checkpoint `step`. Raises UserError where data or length do not go with it."""
-        saved = read_saved(self.folder.checkpoints, step)
-        now = asdict(self.data_state(step))
+    def _check_goes_with(self, saved: Saved) -> None:
+        """Raises UserError where a checkpoint does not go with the data or the length of the run."""
+        step, now = saved.step, asdict(self.data_state(saved.step))
+        begins = self.life.segment.first == step  # with other data, as was said
         if saved.data.planner != PLANNER:
             raise UserError(
                 f"{self.folder.path} was planned by another version of mmjax, which put other samples into its steps; "
                 "go on with that version, or start another run from its parameters with init_from="
             )
-        if changed := [key for key, value in asdict(saved.data).items() if now[key] != value]:
+        if changed := [key for key, value in asdict(saved.data).items() if now[key] != value and not begins]:
             raise UserError(
-                f"{self.folder.path} was trained on other data ({', '.join(changed)} differ); restore the data, or "
-                "start another run from its parameters with init_from="
+                f"{self.folder.path} was trained on other data ({', '.join(changed)} differ); restore the data, go on "
+                "with what there is now by --new-data, or start another run from its parameters with init_from="
             )
         if self.config.training.steps < step:
             raise UserError(
@@ -128,7 +167,6 @@ class Session:
                 f"training.steps={self.config.training.steps}; give at least {step}, or score it with "
                 "python -m mmjax.evaluate"
             )
-        return step
 
     def _parameters_of(self, run: Path) -> Params:
         source = RunFolder(run)
@@ -163,7 +201,7 @@ class Session:
     def data_state(self, step: int) -> DataState:
         """Where the data will be before `step`."""
         budget = json.loads(json.dumps(asdict(self.loader.budget)))
-        return DataState(step, self.loader.index.fingerprint(), budget, PLANNER)
+        return DataState(step, self.life.fingerprint, budget, PLANNER, self.life.segment.first)
 
     def compile(self, state: TrainState, first: int) -> Accumulated:
         """Say what will run, then compile every program ahead: gradients of each shape, update, saving, answering."""
@@ -190,9 +228,9 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ inside the loop
 
-    def batches(self, first: int) -> Iterator[Ready]:
-        """The steps' batches, on the devices; workers begin to load them at once."""
-        data = self.config.data
+    def batches(self, first: int, asked: Asked) -> Iterator[Ready]:
+        """The steps' batches, on the devices; workers begin to load them at once. asked: of this process."""
+        self._asked, data = asked, self.config.data
         self._batches = steps(self.loader, first, self.config.training.steps, data.workers, data.prefetch)
         return self._arrive()
 
@@ -203,15 +241,24 @@ class Session:
             if loaded is None:
                 return
             waited = time.monotonic() - began
-            yield Ready(tuple(self.executor.put(b) for b in loaded.microbatches), loaded, waited)
+            arrays = tuple(self.executor.put(b) for b in loaded.microbatches)
+            yield Ready(arrays, loaded, waited, time.monotonic() - began)
 
-    def ran(self, step: int, ready: Ready, report: StepReport, progress: ProgressLine) -> None:
-        """Note a step that was started, and write down the one before, which is done by now."""
-        self.settle(progress)
+    def said(self, ready: Ready) -> Said:
+        """What this process tells the others with a step."""
+        loaded = ready.loaded
+        work = float(loaded.needed_flops)
+        return Said(int(loaded.digest), int(loaded.content), work, ready.busy, bool(self._asked.stop))
+
+    def ran(self, step: int, ready: Ready, report: StepReport, state: TrainState, progress: ProgressLine) -> None:
+        """Note a step that was started and gave this state, and write down the one before, which is done by now."""
+        self.settle(state, progress)
         self._running = Running(step, ready, report)
+        if self.tracer.before(step + 1, self._asked.trace):
+            self._asked.trace = False
 
-    def settle(self, progress: ProgressLine) -> None:
-        """Write down the step under way, waiting for it to end. Raises UserError where its numbers are not finite."""
+    def settle(self, state: TrainState, progress: ProgressLine) -> None:
+        """Write down the step under way, waiting for it to end. Raises UserError where it is to be the last."""
         if self._running is None:
             return
         step, ready, report = self._running
@@ -219,31 +266,37 @@ class Session:
         report = jax.device_get(report)
         self.left_out.settle(step, report.spoiled)
         self._check_updated(step, report)
+        self.stopping = bool(report.stop)
         scalars = self._scalars(step, ready, report)
-        self._write(step + 1, scalars)
+        low, high = map(int, report.content)
+        more = {"batch": spelled(low + (high << 32)), "worst": self._bad_numbers.worst(report.worst)}
+        self._write(step + 1, scalars | more)
         progress.update(step + 1, scalars)
-        if not np.isfinite([scalars["loss"], scalars["gradient_norm"]]).all():
-            self._stop_at_bad_numbers(step, ready)
-        if len(self._times) == SETTLED:
-            typical = float(np.median([t - w for t, w in self._times]))
+        spoiled = [int(sample) for sample in report.spoiled.samples if sample >= 0]
+        behind = partial(samples_behind, self.executor, state, ready.arrays, self.noise(step), spoiled)
+        self._bad_numbers.settle(step, report, behind, ready.loaded.samples.tolist())
+        self._tell_save()
+        if self._times.steps == SETTLED:
+            typical = self._times.typical()
             if (used := memory_used(self.mesh)) is not None:
                 say(f"memory {size(used)} of a device used so far, {size(self.fitted.device)} predicted")
             load = float(ready.loaded.load_seconds)  # the first steps' includes opening everything
             say(announce.loader_verdict(load, self.config.data.workers, typical))
 
-    def _write(self, done: int, scalars: Scalars) -> None:
+    def _write(self, done: int, scalars: Mapping[str, Value]) -> None:
         if self._log is not None:
             self._log.write(done, scalars)
 
-    def _stop_at_bad_numbers(self, step: int, ready: Ready) -> None:
-        saved = steps_in(self.folder.checkpoints)
-        back = f"resume from step {saved[-1]} with --resume and" if saved else "start again with"
-        names = ", ".join(map(self.loader.index.name, ready.loaded.samples[:3].tolist()))
-        raise UserError(
-            f"the loss or gradient of step {step + 1} is not a finite number; {back} a lower "
-            f"optimizer.learning_rate or training.clip. Its {len(ready.loaded.samples)} samples begin with {names}",
-            everywhere=True,
-        )
+    def _tell_save(self) -> None:
+        """Warn where the save that was begun last has failed; the one before is kept, and the run goes on."""
+        ended = self.checkpoints.ended
+        if ended is None or ended.step == self._told_save:
+            return
+        self._told_save = ended.step
+        if ended.error:
+            saved = steps_in(self.folder.checkpoints)
+            kept = f"the checkpoint after step {saved[-1]} is kept" if saved else "there is none yet"
+            say(f"WARNING step {ended.step} could not be saved: {ended.error}; {kept}, and the run goes on")
 
     def _check_updated(self, step: int, report: StepReport) -> None:
         """Raises UserError where the step has updated nothing."""
@@ -260,12 +313,16 @@ class Session:
                 everywhere=True,
             )
 
-    def _scalars(self, step: int, ready: Ready, report: StepReport) -> Scalars:
+    def noise(self, step: int) -> np.ndarray:
+        """What dropout of a step depends on."""
+        return np.array([self.config.seed, step], np.uint32)
+
+    def _scalars(self, step: int, ready: Ready, report: StepReport) -> dict[str, Value]:
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
         # A wait may have begun before the step before this one was settled: no more than this step's time is its own.
         waited = min(ready.waited, seconds)
-        self._times.append((seconds, waited))
+        self._times.add(seconds, waited)
         loss, weight = report.report.loss, report.report.weight
         modules, layout = ("llm", *self.config.model.encoders), self.loader.layout
         token_bytes = self.config.model.llm.width * self.executor.model.dtype.itemsize
@@ -290,7 +347,19 @@ class Session:
             "plan_ms": 1e3 * float(ready.loaded.plan_seconds),
             "seconds/load": float(ready.loaded.load_seconds),
             "data_wait_share": waited / seconds,
+            **self._slowest(report),
+            "memory/host": host_memory(),
+            **({} if (used := memory_used(self.mesh)) is None else {"memory/device": used}),
+            "open_files": open_files(),
         }
+
+    def _slowest(self, report: StepReport) -> dict[str, Value]:
+        """The process that was ready last."""
+        if len(self._processes) == 1:
+            return {}
+        device = int(np.argmax(report.busy))
+        process = self.mesh.devices.flat[device].process_index
+        return {"slowest": self._processes[process], "seconds/slowest": float(report.busy[device])}
 
     def due(self, done: int, every: int) -> bool:
         """Whether something that happens every so many steps happens after `done` steps; not asked at the end."""
@@ -308,8 +377,14 @@ class Session:
 
     def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
         """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
-        self.settle(progress)
+        self.settle(state, progress)
         self.checkpoints.save(state, to_json(self.config), self.data_state(done))
+
+    def stop(self, done: int, state: TrainState, progress: ProgressLine) -> None:
+        """Save the state after `done` steps, where that was asked for in mid-run."""
+        self.save(done, state, progress)
+        self._check_saved()
+        say(f"stopped as asked after step {done}, which is saved; go on with --resume", f"run    {self.folder.path}")
 
     # ------------------------------------------------------------------------------------------------- after the loop
 
@@ -325,21 +400,31 @@ class Session:
                 self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")
             self._write(steps_done, {f"test/{k}": v for k, v in scores.items()})
             say(*announce.score_table(scores))
-        self.checkpoints.close()
-        total = sum(t for t, _ in self._times) or 1.0
-        waited = sum(w for _, w in self._times)
+        self._check_saved()
+        total = self._times.total or 1.0
         say(
-            f"{steps_done - first} steps in {total:.0f} s, {waited / total:.1%} of it waiting for data; "
+            f"{steps_done - first} steps in {total:.0f} s, {self._times.waited / total:.1%} of it waiting for data; "
             f"{time.monotonic() - self.began:.0f} s in all; "
             f"{self.programs.requested - self._compiled_at_start} programs compiled after the start",
             f"run    {self.folder.path}",
             *announce.what_next(self.folder.path, tuple(self.config.model.encoders)),
         )
 
+    def _check_saved(self) -> None:
+        """Raises UserError where the last state is not whole on disk."""
+        if error := self.checkpoints.wait():
+            saved = steps_in(self.folder.checkpoints)
+            kept = f"step {saved[-1]}, which is kept," if saved else "the start"
+            raise UserError(
+                f"the last state could not be saved: {error}; make room, and go on from {kept} with --resume",
+                everywhere=True,
+            )
+
     def close(self) -> None:
         """Let the workers go, finish the checkpoint that is being written, and close the log; also in mid-run."""
         if isinstance(self._batches, Generator):
             self._batches.close()
+        self.tracer.close()
         self.checkpoints.close()
         if self._log is not None:
             self._log.close()

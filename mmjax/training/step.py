@@ -24,6 +24,7 @@ from mmjax.parallel.mesh import held_ranks, replicated, row_ranks, rows_sharding
 from mmjax.parallel.sharding import ShardingRules, activations_on
 from mmjax.training.loss import LossReport, losses_in_chunks, step_loss
 from mmjax.training.optimizer import Hyperparameters, Optimizer
+from mmjax.training.sample_losses import Worst, no_samples, worse_of, worst_samples
 from mmjax.training.state import TrainState, split, state_from, state_shardings
 
 Params = dict[str, Any]
@@ -38,20 +39,36 @@ class Spoiled(NamedTuple):
     count: jax.Array  # int32 []: where it is more than MOST_SPOILED nothing is updated
 
 
+class Said(NamedTuple):
+    """What one process says of a step, for all to know when it is done."""
+
+    digest: int = 0  # of the step's plan, which must be the same everywhere; 63 bits
+    content: int = 0  # sum of the hashes of its rows, 64 bits; a row that several processes hold counts once
+    needed_flops: float = 0.0  # of its ranks
+    busy: float = 0.0  # seconds that it kept the others waiting in the step before, at most
+    stop: bool = False  # whether it was asked to stop
+
+
 class Accumulated(NamedTuple):
-    """What microbatches add to: gradients in float32 and the loss report."""
+    """What microbatches add to: gradients in float32, the loss report, and the worst samples so far."""
 
     gradients: Params
     report: LossReport
+    worst: Worst
 
 
 class StepReport(NamedTuple):
     """What one update tells, the same on every process."""
 
     report: LossReport
+    worst: Worst
     gradient_norm: jax.Array
     agreed: jax.Array  # bool []: every process had planned the same step; where not, nothing was updated
+    finite: jax.Array  # bool []: loss and gradient are; where not, nothing was updated
+    stop: jax.Array  # bool []: some process was asked to stop
+    content: jax.Array  # uint32 [2]: the hash of all rows, its lower half first
     needed_flops: jax.Array  # float32 []: of all processes' rows
+    busy: jax.Array  # float32 [devices]: of each device's process
     spoiled: Spoiled | None = None
 
 
@@ -73,8 +90,9 @@ class Executor:
         self.frozen = frozenset(model.frozen)
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         whole = replicated(mesh)
-        accumulated = Accumulated(self.shardings.trainable, LossReport(whole, whole))
-        told = StepReport(LossReport(whole, whole), whole, whole, whole)
+        sums, worst = LossReport(whole, whole), Worst(whole, whole, whole)
+        accumulated = Accumulated(self.shardings.trainable, sums, worst)
+        told = StepReport(sums, worst, *(whole,) * 7)
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
         self.born = cache(self._born)
@@ -123,7 +141,7 @@ class Executor:
 
     def _zeros(self) -> Accumulated:
         gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.abstract.trainable)
-        return Accumulated(gradients, LossReport(jnp.zeros(self.sources), jnp.zeros(self.sources)))
+        return Accumulated(gradients, LossReport(jnp.zeros(self.sources), jnp.zeros(self.sources)), no_samples())
 
     def _accumulate(
         self,
@@ -134,15 +152,17 @@ class Executor:
         total_weight: jax.Array,
         noise: jax.Array | None = None,
     ) -> Accumulated:
-        def loss(trainable: Params) -> tuple[jax.Array, LossReport]:
+        def loss(trainable: Params) -> tuple[jax.Array, tuple[LossReport, Worst]]:
             hidden, table = self.model.hidden_and_table(merge(trainable, frozen), batch, noise)
             cap = self.model.config.llm.logit_cap
             losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks, cap)
-            return step_loss(losses, batch.text, total_weight, self.sources)
+            total, report = step_loss(losses, batch.text, total_weight, self.sources)
+            return total, (report, worst_samples(jax.lax.stop_gradient(losses), batch.text))
 
         with activations_on(self.mesh, self.rules, self.exchange):
-            gradients, report = jax.grad(loss, has_aux=True)(trainable)
-        return jax.tree.map(jnp.add, accumulated, Accumulated(gradients, report))
+            gradients, (report, worst) = jax.grad(loss, has_aux=True)(trainable)
+        gradients, report = jax.tree.map(jnp.add, accumulated[:2], (gradients, report))
+        return Accumulated(gradients, report, worse_of(accumulated.worst, worst))
 
     def _update(
         self,
@@ -150,18 +170,21 @@ class Executor:
         accumulated: Accumulated,
         hyper: Hyperparameters,
         weight: jax.Array,
-        digests: jax.Array,
-        flops: jax.Array,
+        words: jax.Array,
+        numbers: jax.Array,
     ) -> tuple[TrainState, Accumulated, StepReport]:
         params, moments, norm = self.optimizer.update(accumulated.gradients, state.optimizer, state.trainable, hyper)
+        digests, content, stop = words[:, :2], words[:, 2:4].sum(0, dtype=jnp.uint32), words[:, 4].any()
         agreed = jnp.all(digests.min(0) == digests.max(0))
+        finite = jnp.isfinite(norm) & jnp.isfinite(accumulated.report.loss).all()
         # A selection, not a branch: it is part of the update's own pass over the parameters.
-        valid = agreed & (weight > 0)
+        valid = agreed & (weight > 0) & finite
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, state.optimizer)
         )
         cleared = jax.tree.map(jnp.zeros_like, accumulated)
-        told = StepReport(accumulated.report, norm, agreed, flops.sum())
+        flops, busy = numbers[:, 0].sum(), numbers[:, 1]
+        told = StepReport(*accumulated[1:], norm, agreed, finite, stop, content, flops, busy)
         return TrainState(state.step + valid, params, state.frozen, moments), cleared, told
 
     def put(self, batch: Microbatch) -> Microbatch:
@@ -180,24 +203,24 @@ class Executor:
         accumulated: Accumulated,
         batches: Sequence[Microbatch],
         hyper: Hyperparameters,
-        digest: int = 0,
-        needed_flops: float = 0.0,
+        said: Said | None = None,
         noise: np.ndarray | None = None,
         spoiled: Sequence[int] = (),
     ) -> tuple[TrainState, Accumulated, StepReport]:
         """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
 
-        digest: of the step's plan. needed_flops: of this process's ranks. noise: uint32 (seed, step) of dropout;
-        without it nothing is dropped. spoiled: the samples that this process could not read. Nothing is updated, and
-        the step does not count, where processes differ in the digest, where no token of the step has a loss weight, or
-        where more samples are spoiled than may be left out.
+        said: what this process tells the others. noise: uint32 (seed, step) of dropout; without it nothing is dropped.
+        spoiled: the samples that this process could not read. Nothing is updated, and the step does not count, where
+        processes differ in the digest of its plan, where loss or gradient are not finite, where no token of the step
+        has a loss weight, or where more samples are spoiled than may be left out.
         """
         weight, batches, left_out = self.weighed(batches, spoiled)
         for batch in batches:
             accumulated = self.accumulate(
                 state.trainable, state.frozen, accumulated, batch, weight, noise if self.model.drops else None
             )
-        state, accumulated, report = self.update(state, accumulated, hyper, weight, *self.said(digest, needed_flops))
+        words = self.put_said(said or Said())
+        state, accumulated, report = self.update(state, accumulated, hyper, weight, *words)
         return state, accumulated, report._replace(spoiled=left_out)
 
     def weighed(
@@ -214,14 +237,18 @@ class Executor:
             weighed.append(batch._replace(text=batch.text._replace(weight=own_weight)))
         return weight, weighed, left_out
 
-    def said(self, digest: int, needed_flops: float) -> tuple[jax.Array, jax.Array]:
-        """What this process knows of a step, one entry for each of its devices: int32 `[devices, 2]`, float32."""
-        local = len(self.mesh.local_devices)
+    def put_said(self, said: Said) -> tuple[jax.Array, jax.Array]:
+        """What this process says, on each of its devices: uint32 `[devices, 5]`, float32 `[devices, 2]`."""
+        words = np.zeros((len(self.mesh.local_devices), 5), np.uint32)
+        numbers = np.zeros((len(words), 2), np.float32)
+        words[:, :2] = said.digest & 0xFFFFFFFF, said.digest >> 32
+        words[0, 2:4] = said.content & 0xFFFFFFFF, said.content >> 32  # it is summed over devices
+        words[:, 4], numbers[:, 1] = said.stop, said.busy
         # A rank's rows are counted once for each of the devices that share them.
-        each = needed_flops / (len(held_ranks(self.mesh)) * self.mesh.size // row_ranks(self.mesh))
-        halves = np.array([digest & 0x7FFFFFFF, digest >> 31 & 0x7FFFFFFF], np.int32)
+        shared = len(held_ranks(self.mesh)) * self.mesh.size // row_ranks(self.mesh)
+        numbers[:, 0] = said.needed_flops / shared
         put = partial(jax.make_array_from_process_local_data, self.per_device)
-        return put(np.tile(halves, (local, 1))), put(np.full(local, each, np.float32))
+        return put(words), put(numbers)
 
     def compile(
         self, state: TrainState, accumulated: Accumulated, batches: Sequence[Microbatch], hyper: Hyperparameters
@@ -233,7 +260,7 @@ class Executor:
             put = self.put(batch)
             weight, (put, _), _ = self.weighed([put, put])  # begun with a number, gone on with an array
             self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight, noise).compile()
-        self.update.lower(state, accumulated, hyper, weight, *self.said(0, 0.0)).compile()
+        self.update.lower(state, accumulated, hyper, weight, *self.put_said(Said())).compile()
 
 
 def _all_spoiled(samples: jax.Array) -> Spoiled:

@@ -38,7 +38,7 @@ from mmjax.parallel.mesh import encoder_axes, held_ranks, make_mesh, replicated
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.devices import topology_of
 from mmjax.training.optimizer import hyperparameters, make_optimizer
-from mmjax.training.step import Executor
+from mmjax.training.step import Executor, Said
 
 STEPS = 20
 GROUPINGS = {"none": NoGrouping(24), "isf": IsfGrouping(chunk_steps=24), "pack": PackGrouping(24)}
@@ -85,7 +85,7 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     for step, arrays in enumerate(loaded):
         put = [executor.put(b) for b in arrays.microbatches]
         hyper, noise = hyperparameters(config, executor.modules, step), np.array([config.seed, step], np.uint32)
-        told = int(arrays.digest), float(arrays.needed_flops), noise
+        told = Said(int(arrays.digest), needed_flops=float(arrays.needed_flops)), noise
         state, accumulated, report = executor.step(state, accumulated, put, hyper, *told)
         report = jax.device_get(report)
         assert report.agreed

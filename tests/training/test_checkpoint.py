@@ -17,10 +17,18 @@ from mmjax.models.layer_runs import layers_one_by_one
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.checkpoint import Checkpoints, DataState, newest, read_saved, restore_parameters, steps_in
+from mmjax.training.checkpoint import (
+    Checkpoints,
+    DataState,
+    TornCheckpoint,
+    newest,
+    read_saved,
+    restore_parameters,
+)
+from mmjax.training.checkpoint_commit import Retention, steps_in
 from mmjax.training.optimizer import hyperparameters, make_optimizer
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings
-from mmjax.training.step import Executor
+from mmjax.training.step import Executor, Said
 
 CONFIG = load(TINY_MEDIA)
 DATA = DataState(4, "an index", {"rows": [4, 1, 1], "shapes": [[128, 96, 192]]})
@@ -59,7 +67,7 @@ def assert_equal(a, b) -> None:
 
 
 def save(folder: Path, on: Executor, state: TrainState, step=4) -> Path:
-    checkpoints = Checkpoints(folder, on, keep=2)
+    checkpoints = Checkpoints(folder, on, Retention(2))
     checkpoints.save(state, "{}", replace(DATA, step=step))
     checkpoints.close()
     return folder
@@ -81,7 +89,7 @@ def saved(one, state, tmp_path_factory) -> Path:
 
 
 def restored(folder: Path, on: Executor, step=4) -> TrainState:
-    checkpoints = Checkpoints(folder, on, keep=2)
+    checkpoints = Checkpoints(folder, on, Retention(2))
     try:
         return checkpoints.restore(step)[0]
     finally:
@@ -97,13 +105,13 @@ def test_the_step_config_and_data_position_come_back(saved):
 def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_once(one, tmp_path):
     state = moved(one)
     before = values(state)
-    checkpoints = Checkpoints(tmp_path, one, keep=1)
+    checkpoints = Checkpoints(tmp_path, one, Retention(1))
     checkpoints.prepare()
     checkpoints.save(state, "{}", DATA)
     hyper = hyperparameters(CONFIG, one.modules, 0)
     accumulated = one.zeros()
     for _ in range(3):  # donates the arrays that are being written
-        state, accumulated, _ = one.update(state, accumulated, hyper, np.float32(1), *one.said(0, 0.0))
+        state, accumulated, _ = one.update(state, accumulated, hyper, np.float32(1), *one.put_said(Said()))
     jax.block_until_ready(state)
     checkpoints.close()
     after = values(restored(tmp_path, one))
@@ -139,7 +147,7 @@ def test_muons_state_comes_back(tmp_path):
 
 
 def test_only_the_newest_stay(one, state, tmp_path):
-    checkpoints = Checkpoints(tmp_path, one, keep=2)
+    checkpoints = Checkpoints(tmp_path, one, Retention(2))
     for step in (1, 2, 3):
         checkpoints.save(state, "{}", replace(DATA, step=step))
     checkpoints.close()
@@ -218,8 +226,12 @@ def test_noise_that_storage_does_not_notice_is_named(saved, one, tmp_path):
     said = json.loads(meta.read_text())
     said["sums"]["trainable.llm.embed.weight"] += 1
     meta.write_text(json.dumps(said))
-    with pytest.raises(UserError, match=r"trainable\.llm\.embed\.weight is not what was saved") as error:
+    with pytest.raises(TornCheckpoint, match=r"trainable\.llm\.embed\.weight is not what was saved") as error:
         restored(tmp_path, one)
+    one_line(error, tmp_path)
+    layouts = parameter_shardings(one.model, one.mesh, one.rules)
+    with pytest.raises(UserError, match=r"trainable\.llm\.embed\.weight is not what was saved") as error:
+        restore_parameters(tmp_path, 4, one.model, layouts)
     assert "there is no older one" in one_line(error, tmp_path)
 
 
@@ -227,8 +239,8 @@ def test_a_torn_checkpoint_names_the_one_before(saved, one, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path / "4", tmp_path / "2")
     shutil.rmtree(tmp_path / "4" / "state")
-    with pytest.raises(UserError, match="to go on from step 2 instead, remove it") as error:
-        restored(tmp_path, one)
+    with pytest.raises(UserError, match="to use step 2 instead, remove it") as error:
+        restore_parameters(tmp_path, 4, one.model, {})
     one_line(error, tmp_path)
 
 

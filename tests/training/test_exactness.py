@@ -33,7 +33,7 @@ from mmjax.config import Muon
 from mmjax.data.placement import ONE_RANK, Topology
 from mmjax.training.devices import topology_of
 from mmjax.training.optimizer import hyperparameters
-from mmjax.training.step import Accumulated, Executor
+from mmjax.training.step import Accumulated, Executor, Said
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -163,7 +163,7 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
     hyper = hyperparameters(CONFIG, executor.modules, 5)
     accumulated = gradients(executor, state_with(executor, parameters), batches)
     accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()))
-    told = np.float32(1), *executor.said(0, 0.0)
+    told = np.float32(1), *executor.put_said(Said())
     state, _, _ = executor.update(state_with(executor, parameters), accumulated, hyper, *told)
     rate, decay = hyper.rates["vision"]
     before, after = (paths(tree["encoders"]["vision"]) for tree in (parameters, jax.device_get(state.trainable)))

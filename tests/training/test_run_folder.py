@@ -9,16 +9,16 @@ from commands import TINY, TINY_MEDIA, files
 from mmjax.config import Config
 from mmjax.config_files import load, to_json
 from mmjax.errors import UserError
-from mmjax.training.run_folder import RunFolder, claim
+from mmjax.training.run_folder import NOTHING, Permitted, RunFolder, claim
 
 
 def config_in(folder: Path, *lines: str) -> Config:
     return load(TINY, [f"run={folder}", *lines])
 
 
-def start(config: Config, mode="new", source=TINY) -> bool:
+def start(config: Config, mode="new", source=TINY, permitted=NOTHING) -> bool:
     """Claim the folder for a start that works; whether a run goes on."""
-    with claim(config, Path(source), mode) as (folder, resumed):
+    with claim(config, Path(source), mode, permitted) as (folder, resumed):
         (folder.path / "written.txt").write_text("by the start")
     return resumed
 
@@ -122,11 +122,11 @@ def test_a_run_reached_through_a_link_is_overwritten_where_it_is(run, tmp_path):
     assert RunFolder(run).read_config().seed == 1
 
 
-def test_resuming_may_change_how_long_and_how_fast_and_nothing_else(run):
-    lines = ("training.steps=9", "mesh.data=4", "mesh.fsdp=2", "data.workers=2", "optimizer.learning_rate=1e-4")
-    more = ("schedule.final=0.5", "model.llm.remat=full", "training.loss_chunks=43")
-    assert start(config_in(run, *lines, *more), "resume")
+def test_resuming_may_change_how_long_and_how_fast_which_is_said_and_nothing_else(run, capsys):
+    lines = ("training.steps=9", "mesh.data=4", "mesh.fsdp=2", "data.workers=2", "training.keep_every=4")
+    assert start(config_in(run, *lines, "model.llm.remat=full", "training.loss_chunks=43"), "resume")
     assert RunFolder(run).read_config().training.steps == 9
+    assert "changed training.steps: 6 -> 9\n" in capsys.readouterr().out
     before = files(run)
     for line, told in {
         "seed=3": "seed: 0 -> 3",
@@ -134,12 +134,29 @@ def test_resuming_may_change_how_long_and_how_fast_and_nothing_else(run):
         "batch.size.count=9": "batch.size.count: 8 -> 9",
         "data.sources.few.weight=2": "data.sources.few.weight: 1.0 -> 2.0",
         "training.precision=bfloat16": "training.precision: float32 -> bfloat16",
+        "optimizer.learning_rate=1e-4": "optimizer.learning_rate: 0.001 -> 0.0001",
+        "schedule.final=0.5": "schedule.final: 0.02 -> 0.5",
     }.items():
         with pytest.raises(UserError, match="is a run of another config") as error:
             start(config_in(run, line), "resume")
         assert told in str(error.value)
         assert "init_from=" in str(error.value)
+        word = "--new-data" if line.startswith("data.sources") else f"--change {line.partition('=')[0]}"
+        assert f"that they shall change: {word};" in str(error.value)
     assert files(run) == before
+
+
+def test_what_is_named_may_change_and_is_said(run, capsys):
+    config = config_in(run, "seed=3", "batch.size.count=9", "data.sources.few.weight=2")
+    assert start(config, "resume", permitted=Permitted(True, ("seed", "batch")))
+    out = capsys.readouterr().out
+    for line in ("seed: 0 -> 3", "batch.size.count: 8 -> 9", "data.sources.few.weight: 1.0 -> 2.0"):
+        assert f"changed {line}\n" in out
+    assert start(config, "resume", permitted=Permitted(True, ("seed",)))  # the same line again, after a restart
+    with pytest.raises(UserError, match=r"that they shall change: --new-data --change seed;"):
+        start(config_in(run, "batch.size.count=9"), "resume")
+    with pytest.raises(UserError, match=r"--change batc: a config has no such key: did you mean"):
+        start(config, "resume", permitted=Permitted(keys=("batc",)))
 
 
 def test_a_run_whose_config_is_torn_says_where(run):

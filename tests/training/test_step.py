@@ -16,7 +16,7 @@ from mmjax.data.placement import Topology
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.state import TrainState, all_parameters
-from mmjax.training.step import MOST_SPOILED, Executor, put_rows
+from mmjax.training.step import MOST_SPOILED, Executor, Said, put_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -186,16 +186,20 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
     for batch in run.steps[0]:
         batch = put_rows(batch, executor.mesh, executor.rules)
         accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, np.float32(1))
-    digests, flops = (np.asarray(x).copy() for x in executor.said(123 << 31 | 5, 8.0))
+    said = Said(digest=123 << 31 | 5, content=7 << 40 | 3, needed_flops=8.0, busy=0.5, stop=True)
+    words, numbers = (np.asarray(x).copy() for x in executor.put_said(said))
     for half in range(2):
-        other = digests.copy()
+        other = words.copy()
         other[3, half] += 1
-        state, accumulated, told = executor.update(state, accumulated, hyper, np.float32(1), other, flops)
+        state, accumulated, told = executor.update(state, accumulated, hyper, np.float32(1), other, numbers)
         assert not told.agreed
         assert_unchanged(state, before)
-    state, _, told = executor.update(state, accumulated, hyper, np.float32(1), digests, flops)
+    state, _, told = executor.update(state, accumulated, hyper, np.float32(1), words, numbers)
     assert told.agreed
+    assert told.stop
     assert float(told.needed_flops) == 8
+    assert [int(half) for half in told.content] == [3, 7 << 8]
+    assert np.asarray(told.busy).tolist() == [0.5] * 8
 
 
 def assert_unchanged(state: TrainState, before: TrainState) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.errors import UserError
-from mmjax.training.metrics import MetricsLog
+from mmjax.training.metrics_log import MetricsLog
 
 ODD = ["half a li", "[1]", '{"step": "x"}', '{"step": ' + "9" * 400 + "}", "[" * 100_000, '{"step": NaN}', "\xff"]
 

@@ -1,0 +1,55 @@
+"""A hash of what a step's rows hold, which does not depend on how many processes they are spread over.
+
+Every row is hashed with its place, and the hashes are added up: each process adds its own rows, and all their sums are
+that of the step. A replayed step has the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterator
+
+import numpy as np
+
+from mmjax.batch import ItemBatch, Microbatch, Mixed, TextBatch
+
+BITS = 64
+
+
+Own = tuple[Container[int], Container[int]]  # ranks and encoder ranks that count
+
+
+def content_of(batch: Microbatch, number: int, ranks: range, encoder_ranks: range, own: Own) -> int:
+    """The sum of the hashes of a microbatch's rows, modulo 2^64.
+
+    number: of the microbatch in its step. ranks, encoder_ranks: that hold these rows, as many each. own: of these, the
+    ranks whose rows count here.
+    """
+    total = _rows_content(_arrays(batch.text), ("text", number), ranks, own[0])
+    for encoder, items in batch.items.items():
+        total += _rows_content(_arrays(items), (encoder, number), encoder_ranks, own[1])
+    return total % 2**BITS
+
+
+def spelled(content: int) -> str:
+    """As it stands in the log."""
+    return f"{content:0{BITS // 4}x}"
+
+
+def _arrays(batch: TextBatch | ItemBatch) -> Iterator[np.ndarray]:
+    for value in batch:
+        for array in value.values() if isinstance(value, dict) else (value,):
+            yield from array if isinstance(array, Mixed) else (array,)
+
+
+def _rows_content(arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: range, own: Container[int]) -> int:
+    """All rows of a rank are hashed together."""
+    of_ranks = [np.ascontiguousarray(a).reshape(len(ranks), -1) for a in arrays]
+    total = 0
+    for k, rank in enumerate(ranks):
+        if rank in own:
+            digest = hashlib.blake2b(repr((*place, rank)).encode(), digest_size=BITS // 8)
+            for array in of_ranks:
+                digest.update(array[k])
+            total += int.from_bytes(digest.digest(), "little")
+    return total

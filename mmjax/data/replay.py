@@ -1,0 +1,159 @@
+"""A past step made again from a run's folder and its data: what lay in each row, and where each item was encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mmjax.balance.parts import LLM
+from mmjax.batch import TextBatch
+from mmjax.data.chat_source import ChatSource
+from mmjax.data.content import spelled
+from mmjax.data.embedded import ALPHABET, END, EmbeddedDataset
+from mmjax.data.pipeline import LoadedStep, StepLoader
+from mmjax.data.placement import MicrobatchPlan
+from mmjax.data.plan import StepPlan
+from mmjax.data.sample import Sample, Source, Text
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a sample's text, or the place of an item."""
+
+    text: str
+    trained: bool = False  # the loss is on it
+    branch: int = 0
+    item: int | None = None  # the number of the item that stands here
+
+
+@dataclass(frozen=True)
+class PlacedItem:
+    """Where an item was encoded."""
+
+    number: int
+    encoder: str
+    rank: int
+    row: int  # on that rank
+    begin: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class PlacedSample:
+    """A sample in a row of the LLM, from `begin` up to `end`."""
+
+    id: int
+    name: str
+    begin: int
+    end: int
+    items: tuple[PlacedItem, ...]
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """A row of the LLM."""
+
+    microbatch: int
+    rank: int
+    row: int  # on that rank
+    length: int
+    samples: tuple[PlacedSample, ...]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Step `step` (the first is 0) as a loader of all rows makes it."""
+
+    loader: StepLoader
+    step: int
+
+    @cached_property
+    def plan(self) -> StepPlan:
+        """Who is where; nothing is opened for it."""
+        return self.loader.plan(self.step)
+
+    @cached_property
+    def loaded(self) -> LoadedStep:
+        """All rows of all ranks."""
+        return self.loader(self.step)
+
+    @property
+    def content(self) -> str:
+        """The hash of all rows, as the log has it."""
+        return spelled(int(self.loaded.content))
+
+    def rows(self, rank: int | None = None) -> Iterator[PackedRow]:
+        """The rows of the LLM that hold something, of one rank or of all."""
+        for number, plan in enumerate(self.plan.microbatches):
+            llm = plan.part_start[:-1]
+            for row in np.unique(plan.row[llm]):
+                of = np.flatnonzero(plan.row[llm] == row)
+                at, on = divmod(int(row), plan.rows[LLM])
+                if rank in (None, at):
+                    samples = [self._placed(plan, int(k)) for k in of[np.argsort(plan.offset[llm[of]])]]
+                    yield PackedRow(number, at, on, plan.shape.lengths[LLM], tuple(samples))
+
+    def text_of(self, row: PackedRow) -> TextBatch:
+        """The arrays of a row, `[T]`."""
+        text = self.loaded.microbatches[row.microbatch].text
+        at = row.rank * self.plan.microbatches[row.microbatch].rows[LLM] + row.row
+        fields = {f: getattr(text, f)[at] for f in TextBatch._fields if f not in ("slots", "send")}
+        return TextBatch(**fields, slots={}, send={})
+
+    def _placed(self, plan: MicrobatchPlan, k: int) -> PlacedSample:
+        first, end = plan.part_start[k : k + 2].tolist()
+        encoders = list(self.loader.config.model.encoders)
+        items = []
+        for part in range(first + 1, end):
+            module = int(plan.module[part])
+            rank, row = divmod(int(plan.row[part]), plan.rows[module])
+            place = rank, row, int(plan.offset[part]), int(plan.length[part])
+            items.append(PlacedItem(part - first - 1, encoders[module - 1], *place))
+        sample, begin = int(plan.samples[k]), int(plan.offset[first])
+        placed = begin, begin + int(plan.length[first]), tuple(items)
+        return PlacedSample(sample, self.loader.index.name(sample), *placed)
+
+    def pieces(self, sample: int) -> list[Piece]:
+        """The text of a sample as it was tokenized, with what is trained on, and its items' places."""
+        source = self._source(sample)
+        read: Sample = self.loader.reader.sample(sample)
+        found = []
+        for segment in read.segments:
+            if not isinstance(segment, Text):
+                found.append(Piece(f"<{segment.encoder}>", item=segment.number))
+                continue
+            trained = segment.weights > 0
+            borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
+            for begin, end in pairwise(borders):
+                text = spoken(source, segment.tokens[begin:end].tolist())
+                found.append(Piece(text, bool(trained[begin]), segment.branch))
+        return found
+
+    def item(self, sample: int, number: int) -> np.ndarray:
+        """An item as it was decoded: uint8 `[height, width, channels]`, or float32 `[samples]`."""
+        return self.loader.reader.item(sample, number)
+
+    def _source(self, sample: int) -> Source:
+        return list(self.loader.sources.values())[int(self.loader.index.source_of(np.array(sample)))]
+
+
+def spoken(source: Any, tokens: Sequence[int]) -> str:
+    """What tokens say, special ones too; their numbers where the source cannot tell."""
+    if isinstance(source, ChatSource):
+        return source.chat.tokenizer.decode(tokens, skip_special=False)
+    if isinstance(source, EmbeddedDataset):
+        return "".join("|" if token == END else ALPHABET[token - 2] for token in tokens if token >= END)
+    return " ".join(map(str, tokens))
+
+
+def seen(text: TextBatch) -> np.ndarray:
+    """Which keys `[T]` each query `[T]` of a row attends, bool (the mask spec of `mmjax.models.attention`)."""
+    same = (text.sample[:, None] == text.sample) & (text.sample >= 0)
+    mutual = (text.span[:, None] == text.span) & (text.span != 0)
+    causal = (text.pos <= text.pos[:, None]) & ((text.sees[:, None] & text.kind) != 0)
+    return same & (mutual | causal)

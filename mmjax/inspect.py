@@ -1,0 +1,201 @@
+"""Make a past step of a run again and look at it: ``python -m mmjax.inspect RUN --step N [--rank R] [--out FOLDER]``.
+
+Sample ids, text with what is trained on, images, clips, the mask and where each item was encoded, from the run's folder
+and its data alone, without an accelerator. The hash of all rows is compared with the one that was logged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import wave
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmjax.config import AudioConfig
+from mmjax.data.replay import PackedRow, PlacedSample, Replayed, seen
+from mmjax.errors import UserError, run_command
+from mmjax.training.console import say, table
+from mmjax.training.run_data import loader_of
+from mmjax.training.run_folder import RunFolder
+from mmjax.training.run_history import Life, life_of
+
+TRAINED = "\033[1m", "\033[0m"  # on a terminal; elsewhere [[ and ]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m mmjax.inspect", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="the folder that mmjax.train printed")
+    parser.add_argument("--step", type=int, required=True, help="as the log counts them, from 1")
+    parser.add_argument("--rank", type=int, help="the rows of this rank alone")
+    parser.add_argument("--out", type=Path, help="a folder for images, clips and masks")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    folder = RunFolder(args.run)
+    replayed, life = replay(folder, args.step)
+    ranks = life.layout.topology.ranks
+    if args.rank is not None and not 0 <= args.rank < ranks:
+        raise UserError(f"--rank {args.rank}: the step had {ranks} ranks; give 0 to {ranks - 1}")
+    logged = record_of(folder, args.step)
+    rows = list(replayed.rows(args.rank))
+    if args.json:
+        say(json.dumps(_told(replayed, rows, logged, args.step)))
+    else:
+        say(*_described(replayed, life, rows, logged, args.step))
+    if args.out:
+        say(f"images, clips and masks are in {write(replayed, rows, args.out)}")
+    if logged.get("batch", replayed.content) != replayed.content:
+        raise UserError(
+            f"the rows of step {args.step} hash to {replayed.content}, and {logged['batch']} was logged: the data has "
+            "changed since, or this is another version of mmjax"
+        )
+
+
+def replay(folder: RunFolder, number: int) -> tuple[Replayed, Life]:
+    """Step `number` of a run, counted from 1, and the life that ran it. Raises UserError where it is not known."""
+    folder.read_config()
+    if number < 1:
+        raise UserError(f"--step {number}: steps are counted from 1")
+    life = life_of(folder.history, number - 1, folder.due)
+    if life is None:
+        raise UserError(f"{folder.history} does not tell of step {number}; it is kept since runs have a history")
+    return Replayed(loader_of(life, folder), number - 1), life
+
+
+def record_of(folder: RunFolder, number: int) -> dict[str, Any]:
+    """What was logged of a step; empty where nothing was."""
+    for line in folder.metrics.read_text().splitlines() if folder.metrics.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("step") == number and "loss" in record:
+            return record
+    return {}
+
+
+def _described(
+    replayed: Replayed, life: Life, rows: Sequence[PackedRow], logged: dict[str, Any], number: int
+) -> Iterator[str]:
+    """For a person."""
+    topology = life.layout.topology
+    yield (
+        f"step {number}: {len(replayed.plan.samples())} samples on {topology.ranks} rank(s), "
+        f"{len(replayed.plan.microbatches)} microbatch(es); run from step {life.first + 1} on by {life.processes} "
+        f"process(es), {life.devices}"
+    )
+    if not logged:
+        yield f"batch {replayed.content}; nothing was logged of it"
+    else:
+        same = "as it was logged" if logged.get("batch") == replayed.content else f"LOGGED AS {logged.get('batch')}"
+        yield f"batch {replayed.content}, {same}; loss {logged['loss']}, gradient norm {logged['gradient_norm']}"
+        if worst := logged.get("worst"):
+            yield "worst losses: " + ", ".join(f"{name} {loss}" for name, loss in worst.items())
+    for spoiled in replayed.loaded.spoiled:
+        yield f"left out: {replayed.loader.index.name(spoiled.sample)}: {spoiled.reason}"
+    for row in rows:
+        used = sum(s.end - s.begin for s in row.samples)
+        yield f"microbatch {row.microbatch}, rank {row.rank}, row {row.row}: {used} of {row.length} positions"
+        for sample in row.samples:
+            yield f"  {sample.begin}-{sample.end}  {sample.name}"
+            yield f"    {_shown(replayed, sample)}"
+            yield from (
+                table(
+                    [
+                        (
+                            f"item {i.number}",
+                            i.encoder,
+                            f"rank {i.rank}, row {i.row}",
+                            f"{i.begin}-{i.begin + i.positions}",
+                        )
+                        for i in sample.items
+                    ]
+                    or [("",)],
+                    indent="    ",
+                )
+                if sample.items
+                else ()
+            )
+
+
+def _shown(replayed: Replayed, sample: PlacedSample) -> str:
+    """The text on one line, what is trained on marked."""
+    begin, end = TRAINED if sys.stdout.isatty() else ("[[", "]]")
+    pieces = replayed.pieces(sample.id)
+    said = ((f"{begin}{p.text}{end}" if p.trained else p.text) for p in pieces)
+    return "".join(said).replace("\n", "\\n")
+
+
+def _told(replayed: Replayed, rows: Sequence[PackedRow], logged: dict[str, Any], number: int) -> dict[str, Any]:
+    """For a program."""
+    return {
+        "step": number,
+        "batch": replayed.content,
+        "logged": logged.get("batch"),
+        "samples": [replayed.loader.index.name(int(k)) for k in replayed.plan.samples()],
+        "rows": [
+            {
+                "microbatch": row.microbatch,
+                "rank": row.rank,
+                "row": row.row,
+                "length": row.length,
+                "samples": [
+                    {
+                        "sample": s.name,
+                        "begin": s.begin,
+                        "end": s.end,
+                        "text": [[p.text, p.trained, p.branch, p.item] for p in replayed.pieces(s.id)],
+                        "items": [vars(item) for item in s.items],
+                    }
+                    for s in row.samples
+                ],
+            }
+            for row in rows
+        ],
+    }
+
+
+def write(replayed: Replayed, rows: Sequence[PackedRow], out: Path) -> Path:
+    """Every item as an image or a clip, and every row's mask as an image: query by line, key by column."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; name a folder that you may write") from None
+    for row in rows:
+        name = f"microbatch{row.microbatch}-rank{row.rank}-row{row.row}"
+        Image.fromarray(np.where(seen(replayed.text_of(row)), 0, 255).astype(np.uint8)).save(out / f"{name}-mask.png")
+        for sample in row.samples:
+            for item in sample.items:
+                of = f"{name}-{sample.name}-item{item.number}"
+                encoder = replayed.loader.config.model.encoders[item.encoder]
+                value = replayed.item(sample.id, item.number)
+                if isinstance(encoder, AudioConfig):
+                    _write_clip(out / f"{of}.wav", value, encoder.clips.sample_rate)
+                else:
+                    picture(value).save(out / f"{of}.png")
+    return out
+
+
+def picture(value: np.ndarray) -> Image.Image:
+    """An image item as it was decoded."""
+    return Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)
+
+
+def _write_clip(path: Path, samples: np.ndarray, rate: int) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

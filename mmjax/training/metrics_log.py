@@ -1,0 +1,131 @@
+"""Where a run's numbers are kept: JSON lines, TensorBoard scalars and, where asked for, Weights & Biases.
+
+A disk that is full stops no run: what could not be written waits, and is written when there is room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmjax.errors import UserError
+from mmjax.training.console import say
+
+Value = float | str | Mapping[str, float]  # a mapping has samples by name
+
+
+class MetricsLog:
+    """Writes every record to `metrics.jsonl` and to TensorBoard; a record's step is the number of updates done.
+
+    Opened after `done` updates, it drops what an earlier life recorded beyond them, so that no step stands there twice.
+    project: of Weights & Biases; empty = none. Raises UserError where that is not installed.
+    """
+
+    def __init__(self, path: Path, done: int, project: str = "", config: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        if path.is_dir():
+            raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
+        if path.exists():
+            _drop_after(path, done)
+        self._lines, self._waiting, self._said = path.open("ab", buffering=0), b"", False
+        self._board = _Board(path.parent / "tensorboard", done)
+        self._project = _project(project, path.parent, config or {}) if project else None
+
+    def write(self, step: int, scalars: Mapping[str, Value]) -> None:
+        """One record. NaN and Inf are kept as strings: JSON has none."""
+        record = {"step": step, "time": round(time.time(), 3)}
+        record |= {k: _plain(v) for k, v in scalars.items()}
+        self._waiting += json.dumps(record).encode() + b"\n"
+        numbers = {k: float(v) for k, v in scalars.items() if isinstance(v, int | float)}
+        try:
+            self._flush()
+            self._board.write(step, numbers)
+        except OSError as error:
+            if not self._said:
+                say(f"WARNING {self.path} cannot be written: {error.strerror}; its lines wait until there is room")
+            self._said = True
+        if self._project is not None:
+            self._project.log(numbers, step=step)
+
+    def _flush(self) -> None:
+        """Go on where the last write stopped, be it in the middle of a line."""
+        while self._waiting:
+            self._waiting = self._waiting[self._lines.write(self._waiting) :]
+        self._said = False
+
+    def close(self) -> None:
+        """Flush all."""
+        with contextlib.suppress(OSError):
+            self._flush()
+        self._lines.close()
+        self._board.close()
+        if self._project is not None:
+            self._project.finish()
+
+
+class _Board:
+    """TensorBoard's events, written at once: tensorboardX's own writer has a thread, which a full disk would end."""
+
+    def __init__(self, folder: Path, done: int) -> None:
+        # Imports PyTorch where that is installed, in seconds.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        begin = SessionLog(status=SessionLog.START)  # of which TensorBoard drops what stands at later steps
+        self._writer.write_event(Event(wall_time=time.time(), step=done + 1, session_log=begin))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """All numbers of a step. Raises OSError."""
+        values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in numbers.items()]
+        summary = self._summary(value=values)
+        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.close()
+
+
+def _project(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    """A run of Weights & Biases that goes on with that of this folder."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(f'training.wandb={project}: wandb is not installed; pip install -e ".[wandb]"') from None
+    own = folder / "wandb.json"
+    known = json.loads(own.read_text())["id"] if own.is_file() else None
+    run = wandb.init(project=project, name=folder.name, id=known, resume="allow", dir=str(folder), config=dict(config))
+    own.write_text(json.dumps({"id": run.id}) + "\n")
+    return run
+
+
+def _drop_after(path: Path, done: int) -> None:
+    partial = path.with_suffix(".partial")
+    with path.open(errors="replace") as lines, partial.open("w") as kept:
+        kept.writelines(line for line in lines if _step_of(line) <= done)
+    partial.rename(path)
+
+
+def _plain(value: Value) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(x) for name, x in value.items()}
+    if isinstance(value, str):
+        return value
+    value = float(value)
+    return float(f"{value:.9g}") if math.isfinite(value) else str(value)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # cut off when its process was killed
+        return math.inf

@@ -1,0 +1,68 @@
+"""The loss of each sample, inside the step: sums over its tokens, which stand side by side in one row.
+
+Nothing is computed twice for it: the losses of the tokens are there. A step keeps the worst of all its ranks' rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mmjax.batch import TextBatch
+
+MOST_NAMED = 32  # samples of a step
+
+
+class Worst(NamedTuple):
+    """The samples of a step with the highest losses, in order. Zeros where there are not so many."""
+
+    sample: jax.Array  # int32 [MOST_NAMED]: ids in the length index
+    loss: jax.Array  # float32 [MOST_NAMED]: mean over the sample's weighted tokens, Inf where it is not finite
+    not_finite: jax.Array  # int32 []: how many samples' losses are not
+
+
+def no_samples() -> Worst:
+    """Of a step that has not begun."""
+    return Worst(jnp.zeros(MOST_NAMED, jnp.int32), jnp.zeros(MOST_NAMED), jnp.zeros((), jnp.int32))
+
+
+def worst_samples(losses: jax.Array, text: TextBatch) -> Worst:
+    """The worst samples of a microbatch, by its tokens' weighted losses `[R, T]`."""
+    loss, weight = _totals(losses, text.weight, text.sample)
+    last = jnp.concatenate([text.sample[:, 1:] != text.sample[:, :-1], jnp.ones_like(text.sample[:, :1], bool)], 1)
+    counts = last & (text.sample >= 0) & (weight > 0)
+    mean = jnp.where(counts, loss / weight, 0.0)
+    mean = jnp.where(jnp.isfinite(mean), mean, jnp.inf)
+    not_finite = (mean == jnp.inf).sum(dtype=jnp.int32)
+    # First within the rows, which lie on many devices: little is left to be brought together.
+    of_rows, at = jax.lax.top_k(mean, min(MOST_NAMED, mean.shape[1]))
+    owner = jnp.take_along_axis(text.owner, at, axis=1)
+    return _most(of_rows.reshape(-1), owner.reshape(-1), not_finite)
+
+
+def worse_of(a: Worst, b: Worst) -> Worst:
+    """The worst samples of both."""
+    loss, sample = jnp.concatenate([a.loss, b.loss]), jnp.concatenate([a.sample, b.sample])
+    return _most(loss, sample, a.not_finite + b.not_finite)
+
+
+def _most(loss: jax.Array, sample: jax.Array, not_finite: jax.Array) -> Worst:
+    missing = max(0, MOST_NAMED - len(loss))
+    loss, at = jax.lax.top_k(jnp.pad(loss, (0, missing)), MOST_NAMED)
+    return Worst(jnp.where(loss > 0, jnp.pad(sample, (0, missing))[at], 0), loss, not_finite)
+
+
+def _totals(losses: jax.Array, weights: jax.Array, sample: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums from each sample's first token up to every position `[R, T]`: at its last, they are the sample's.
+
+    A scan, which every device does for its own rows; NaN does not pass from one sample to the next.
+    """
+    begins = jnp.concatenate([jnp.ones_like(sample[:, :1], bool), sample[:, 1:] != sample[:, :-1]], axis=1)
+
+    def joined(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return a[0] | b[0], *(jnp.where(b[0], y, x + y) for x, y in zip(a[1:], b[1:], strict=True))
+
+    _, loss, weight = jax.lax.associative_scan(joined, (begins, losses, weights), axis=1)
+    return loss, weight

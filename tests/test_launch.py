@@ -1,0 +1,183 @@
+"""How launchers pass signals on and end, with a few lines of Python for the training and for SLURM's programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import ROOT, finish, heed_interrupts
+
+LOCAL, SLURM = str(ROOT / "launch" / "local.sh"), str(ROOT / "launch" / "slurm.sbatch")
+
+# Notes its start and every signal, saves four steps, and ends with code 0 where it is asked to save, else with 130.
+TRAINING = """
+import os, signal, sys, time
+from pathlib import Path
+folder, process = Path(sys.argv[-1]), os.environ["MMJAX_PROCESS"]
+got = folder / f"got{process}"
+def note(number, frame):
+    with got.open("a") as file:
+        file.write(f"{signal.Signals(number).name} ")
+    if number != signal.SIGUSR2:
+        os._exit(130 if number == signal.SIGINT else 0)
+for name in ("INT", "TERM", "USR1", "USR2"):
+    signal.signal(getattr(signal, f"SIG{name}"), note)
+starts = folder / f"starts{process}"
+with starts.open("a") as file:
+    file.write(" ".join(sys.argv[1:-1]) + "\\n")
+if process == "0" and "MMJAX_PROGRESS" in os.environ:
+    Path(os.environ["MMJAX_PROGRESS"]).write_text("4")
+codes = os.environ.get("CODES", "").split()
+start = len(starts.read_text().splitlines())
+if start <= len(codes):
+    sys.exit(int(codes[start - 1]))
+time.sleep(600)
+"""
+
+# Starts every task with its number, and passes USR1 on to all of them.
+SRUN = """#!/usr/bin/env bash
+set -m
+while [[ $1 == --* ]]; do shift; done
+trap 'kill -USR1 $(jobs -p)' USR1
+trap 'kill -KILL $(jobs -p); exit 143' TERM
+for ((i = 0; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i "$@" & done
+highest=0
+for task in $(jobs -p); do
+    while :; do
+        wait "$task"
+        code=$?
+        kill -0 "$task" 2>/dev/null || break
+    done
+    ((code > highest)) && highest=$code
+done
+exit "$highest"
+"""
+
+SCONTROL = """#!/usr/bin/env bash
+case "$*" in
+"show hostnames nodes[1-2]") echo node1; echo node2 ;;
+"show job 7") echo "JobId=7 PreemptTime=${PREEMPTED:-None}" ;;
+*) echo "$*" >>"$SCONTROL_LOG" ;;
+esac
+"""
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `mmjax.train` and SLURM's programs are those of this file."""
+    package = tmp_path / "python" / "mmjax"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"__path__.append({str(ROOT / 'mmjax')!r})\n")
+    (package / "train.py").write_text(TRAINING)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    found = {name: value for name, value in os.environ.items() if not name.startswith(("MMJAX_", "SLURM_"))}
+    found |= {"PYTHONPATH": str(package.parent), "SCONTROL_LOG": str(tmp_path / "requeued")}
+    found |= {"PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return found | {"SLURM_JOB_NODELIST": "nodes[1-2]", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+
+
+def begin(variables: dict[str, str], folder: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*command, str(folder)],
+        env=variables,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_interrupts,
+    )
+
+
+def wait_until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def started(folder: Path, times: int = 1) -> Callable[[], bool]:
+    """Whether both processes have started as often."""
+
+    def check() -> bool:
+        paths = [folder / f"starts{process}" for process in range(2)]
+        return all(path.exists() and len(path.read_text().splitlines()) >= times for path in paths)
+
+    return check
+
+
+def got(folder: Path) -> list[str]:
+    return [(folder / f"got{process}").read_text() for process in range(2)]
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 0), ("SIGUSR1", 0)])
+def test_local_processes_all_get_a_signal_as_what_it_is(
+    tmp_path: Path, variables: dict[str, str], name: str, code: int
+) -> None:
+    launched = begin(variables, tmp_path, LOCAL, "2")
+    wait_until(started(tmp_path))
+    launched.send_signal(signal.SIGUSR2)
+    wait_until(lambda: (tmp_path / "got0").exists() and (tmp_path / "got1").exists())
+    launched.send_signal(getattr(signal, name))
+    assert finish(launched, 60).code == code
+    assert got(tmp_path) == [f"SIGUSR2 {name} "] * 2
+
+
+def test_a_slurm_job_whose_run_is_done_ends_and_is_not_requeued(tmp_path: Path, variables: dict[str, str]) -> None:
+    ended = finish(begin(variables | {"CODES": "0"}, tmp_path, SLURM, "tiny", "seed=1"), 60)
+    assert ended.code == 0, ended.err
+    assert "start 1 ended with code 0, 4 steps saved; done" in ended.err
+    assert (tmp_path / "starts1").read_text() == "--resume=auto tiny seed=1\n"
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_slurm_job_whose_time_is_up_asks_all_processes_to_save_and_is_requeued(
+    tmp_path: Path, variables: dict[str, str], name: str
+) -> None:
+    job = begin(variables, tmp_path, SLURM, "tiny")
+    wait_until(started(tmp_path))
+    job.send_signal(getattr(signal, name))  # to the shell alone, as with --signal=B:
+    ended = finish(job, 60)
+    assert ended.code == 0, ended.err
+    assert got(tmp_path) == ["SIGUSR1 "] * 2
+    assert (tmp_path / "requeued").read_text() == "requeue Incomplete 7\n"
+
+
+def test_a_slurm_job_whose_tasks_were_told_of_a_preemption_is_requeued(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    """They have saved and ended with 0, and the shell was told nothing."""
+    preempted = variables | {"CODES": "0", "PREEMPTED": "2026-11-22T11:28:44"}
+    assert finish(begin(preempted, tmp_path, SLURM, "tiny"), 60).code == 0
+    assert (tmp_path / "requeued").read_text() == "requeue Incomplete 7\n"
+
+
+def test_a_slurm_job_restarts_what_failed_and_is_requeued_where_its_time_is_up_meanwhile(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    job = begin(variables | {"CODES": "1"}, tmp_path, SLURM, "tiny")
+    assert job.stderr
+    while "start 1 ended with code 1, 4 steps saved; restart in 10 s" not in job.stderr.readline():
+        pass
+    job.send_signal(signal.SIGUSR1)
+    assert finish(job, 60).code == 1
+    assert (tmp_path / "requeued").read_text() == "requeue Incomplete 7\n"
+
+
+def test_a_slurm_job_of_bad_input_ends_with_its_code(tmp_path: Path, variables: dict[str, str]) -> None:
+    (tmp_path / "python" / "mmjax" / "train.py").write_text("raise SystemExit(2)")
+    ended = finish(begin(variables, tmp_path, SLURM, "tiny"), 60)
+    assert ended.code == 2
+    assert "a restart would not mend it" in ended.err
+    assert not (tmp_path / "requeued").exists()
