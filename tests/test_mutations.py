@@ -101,6 +101,7 @@ def test_the_index_command_ends_well_on_spoiled_files(number: int, photos: Path,
     folder = Path(shutil.copytree(photos, tmp_path / "copy"))
     for image in sorted((folder / "media").iterdir())[::2]:
         image.write_bytes(spoiled_bytes(image.read_bytes(), rng)[1])
+    (folder / "media" / "0.jpg").write_bytes(b"")
     records = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
     spoiled = [
         spoiled_record(record, rng)[1] if k % 3 == 1 else json.dumps(record).encode()
@@ -111,7 +112,9 @@ def test_the_index_command_ends_well_on_spoiled_files(number: int, photos: Path,
     ended = finish(start("mmjax.index", photos / "photos.py", *words, f"--out={tmp_path}/out"))
     ended_well(ended)
     assert ended.code == 0
-    assert len((tmp_path / "out" / "bad.jsonl").read_text().splitlines()) >= 3
+    bad = [json.loads(line)["sample"] for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()]
+    assert "photos[0]" in bad
+    assert set(bad) <= {f"photos[{k}]" for k in range(len(records))}
 
 
 @pytest.fixture(scope="module")
