@@ -31,6 +31,7 @@ from mmjax.config_checks.rules import (
 from mmjax.config_values import did_you_mean
 
 MOST_LAYERS = 10_000  # each is planned by itself
+MOST_MERGED = 1024  # a side: its square is a length
 
 
 def check_model(model: ModelConfig) -> None:
@@ -46,6 +47,7 @@ def check_model(model: ModelConfig) -> None:
         _check_remat(where, encoder)
         _check_dropout(where, encoder)
         at_least(1, f"{where}.connector", encoder.connector, ("merge",))
+        at_most(MOST_MERGED, f"{where}.connector", encoder.connector, ("merge",))
         at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
