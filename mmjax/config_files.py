@@ -245,7 +245,7 @@ def from_json(text: str) -> Config:
     """The config that `to_json` stored. Raises UserError for what is no such JSON, or has an unknown key or kind."""
     try:
         tree = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"the stored config is not JSON: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"the stored config is a JSON {type(tree).__name__}, expected an object")

@@ -13,10 +13,12 @@ from mmjax.config import (
 )
 from mmjax.config_checks.rules import (
     at_least,
+    at_most,
     check,
 )
 
 EMBEDDED_RATE = 4000  # Hz, of the embedded dataset's clips
+MOST_EMBEDDED = 10_000_000  # samples: each is made once before the start, to know its length
 EMBEDDED_NEEDS = {"image": ("vision",), "audio": ("audio",), "mixed": ("vision", "audio"), "text": ()}
 
 
@@ -51,6 +53,7 @@ def _check_files(where: str, source: FileSource) -> None:
 
 def check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
     at_least(1, where, source, ("samples", "questions"))
+    at_most(MOST_EMBEDDED, where, source, ("samples",))
     check(bool(source.modalities), f"{where}.modalities is empty; name some of {', '.join(EMBEDDED_NEEDS)}")
     check(len(set(source.modalities)) == len(source.modalities), f"{where}.modalities names one twice; name each once")
     check(bool(config.data.alphabet), "data.alphabet is empty; set it to ALPHABET of mmjax.data.embedded")

@@ -23,11 +23,15 @@ from mmjax.config_checks.media import check_audio, check_images
 from mmjax.config_checks.rules import (
     above_zero,
     at_least,
+    at_most,
     check,
     divides,
     listed,
 )
 from mmjax.config_values import did_you_mean
+
+MOST_LAYERS = 10_000  # each is planned by itself
+MOST_MERGED = 1024  # a side: its square is a length
 
 
 def check_model(model: ModelConfig) -> None:
@@ -37,11 +41,13 @@ def check_model(model: ModelConfig) -> None:
         check(name != "llm", f"{where}: 'llm' is the decoder's name; call this encoder something else")
         check(name.isidentifier(), f"{where}: an encoder's name must be a plain word: letters, digits and '_'")
         at_least(1, where, encoder, ("layers", "width", "heads", "mlp_width"))
+        at_most(MOST_LAYERS, where, encoder, ("layers",))
         above_zero(where, encoder, ("norm_eps",))
         divides(where, encoder.width, "width", encoder.heads, "heads")
         _check_remat(where, encoder)
         _check_dropout(where, encoder)
         at_least(1, f"{where}.connector", encoder.connector, ("merge",))
+        at_most(MOST_MERGED, f"{where}.connector", encoder.connector, ("merge",))
         at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
@@ -104,6 +110,7 @@ def _check_lora(model: ModelConfig) -> None:
 def _check_decoder(llm: DecoderConfig) -> None:
     where = "model.llm"
     at_least(1, where, llm, ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width"))
+    at_most(MOST_LAYERS, where, llm, ("layers",))
     above_zero(where, llm, ("rope_theta", "norm_eps"))
     divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
     check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")

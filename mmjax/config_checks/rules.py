@@ -8,6 +8,8 @@ from typing import Any
 from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
 
+MOST_DIVISOR = 4096  # of those that are named
+
 
 def check(holds: bool, message: str) -> None:
     """Raise the message as a UserError unless it holds."""
@@ -20,6 +22,13 @@ def at_least(minimum: float, where: str, section: Any, names: Sequence[str]) -> 
     for name in names:
         value = getattr(section, name)
         check(value >= minimum, f"{where}.{name}={value}: must be at least {minimum}")
+
+
+def at_most(maximum: float, where: str, section: Any, names: Sequence[str]) -> None:
+    """That these values of a section are no more."""
+    for name in names:
+        value = getattr(section, name)
+        check(value <= maximum, f"{where}.{name}={value}: must be at most {maximum}")
 
 
 def above_zero(where: str, section: Any, names: Sequence[str]) -> None:
@@ -37,9 +46,11 @@ def modules_of_model(where: str, given: Iterable[str], known: Sequence[str]) -> 
 
 def divides(where: str, whole: int, whole_name: str, part: int, part_name: str) -> None:
     """That one value divides by another."""
-    divisors = ", ".join(str(d) for d in range(1, whole + 1) if whole % d == 0)
+    if whole % part == 0:
+        return
+    divisors = ", ".join(str(d) for d in range(1, min(whole, MOST_DIVISOR) + 1) if whole % d == 0)
     check(
-        whole % part == 0,
+        False,
         f"{where}: {whole_name}={whole} does not divide by {part_name}={part}; choose {part_name} from {divisors}",
     )
 

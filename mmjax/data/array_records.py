@@ -19,16 +19,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.conversation import BadSample, Conversation, Media, Medium, Message
 from mmjax.data.json_records import JsonRecords
-from mmjax.data.stored import Inline, Stored, digest, local_copy, stored
+from mmjax.data.stored import Inline, Stored, digest, local_copy, one_line, stored
 from mmjax.errors import UserError
 
 MAGIC = b"MMJ1"
@@ -58,6 +58,10 @@ def conversation_of(header: Mapping[str, Any]) -> Conversation:
     """What `header_of` was given. Raises BadSample."""
     try:
         kinds = [Media(kind) for kind, _ in header["media"]]
+        if odd := [medium.kind for medium in kinds if medium.kind not in get_args(Medium)]:
+            raise ValueError(f"a medium of the kind {odd[0]!r}")
+        if odd := [role for role, _ in header["messages"] if not isinstance(role, str)]:
+            raise ValueError(f"a message of the role {odd[0]!r}")
         return Conversation(
             tuple(
                 Message(role, tuple(part if isinstance(part, str) else kinds[part] for part in parts))
@@ -83,8 +87,11 @@ def unpacked(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
     stop = start + _LENGTH.unpack_from(record, len(MAGIC))[0]
     try:
         header = json.loads(record[start:stop].decode("utf-8", "surrogatepass"))
-        bounds = np.cumsum([stop, *(length for _, length in header["media"])]).tolist()
-    except (ValueError, TypeError, KeyError) as error:
+        lengths = [length for _, length in header["media"]]
+        if odd := [length for length in lengths if type(length) is not int or length < 0]:
+            raise ValueError(f"a medium of {odd[0]!r} bytes")
+        bounds = list(accumulate([stop, *lengths]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
     if bounds[-1] != len(record):
         raise BadSample(f"has {len(record)} bytes, not {bounds[-1]}")
@@ -176,7 +183,7 @@ class ArrayRecords:
             with self._lock:  # a reader serves one thread at a time
                 (record,) = self._reader(shard).read([index - int(self._starts[shard])])
         except (RuntimeError, ValueError, IndexError) as error:
-            raise BadSample(f"{self._shards[shard]} cannot be read: {error}") from None
+            raise BadSample(f"{self._shards[shard]} cannot be read: {one_line(error)}") from None
         return tuple(map(Inline, unpacked(record)[1]))
 
     def encoded(self, index: int, number: int) -> bytes:

@@ -155,7 +155,7 @@ def _turn(turn: Any, number: int) -> tuple[str, Any]:
     if not isinstance(turn, Mapping):
         raise BadSample(f"message {number} is not an object")
     name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if name not in ROLES:
+    if not isinstance(name, str) or name not in ROLES:
         raise BadSample(f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}")
     return ROLES[name], content
 
@@ -179,7 +179,7 @@ def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference 
                 raise BadSample(f"message {number} has a text part without text")
             if part["text"]:
                 yield part["text"]
-        elif kind in _PART_KEYS:
+        elif isinstance(kind, str) and kind in _PART_KEYS:
             medium, keys = _PART_KEYS[kind]
             yield medium, next((part[key] for key in keys if part.get(key) is not None), None)
         else:

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import soundfile
 
 from mmjax.data.conversation import BadSample
-from mmjax.data.stored import Stored
+from mmjax.data.stored import Stored, one_line
 
 _TOLERANCE = 0.02  # seconds by which a manifest's duration may miss the whole file's: it is rounded
 
@@ -48,7 +48,7 @@ class Cut:
                 kind = "int32" if subtype.startswith("PCM") else "float64"
                 cut, rate = clip.read(frames, kind, always_2d=True), clip.samplerate
         except (soundfile.LibsndfileError, RuntimeError) as error:
-            raise BadSample(f"{self.name} cannot be read: {error}") from None
+            raise BadSample(f"{self.name} cannot be read: {one_line(error)}") from None
         if len(cut) != frames:
             raise BadSample(f"{self.name} is truncated: {len(cut)} of {frames} frames from {self.offset} s")
         file = io.BytesIO()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from mmjax.balance.parts import Parts
 from mmjax.config import AudioConfig, VisionConfig
 from mmjax.data.conversation import BadSample
+from mmjax.data.kept import Damaged, keep, kept, note
 from mmjax.data.media import item_size, positions_per_token
 from mmjax.data.sample import Facts, Source
 from mmjax.errors import BadMedia, UserError
@@ -102,24 +102,16 @@ class LengthIndex:
         return digest.hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
-        """Write one file per array. A folder that is there already is whole: it was renamed into place."""
-        if folder.exists():
+        """Write one file per array, and their hashes. A folder that is there and whole stays as it is."""
+        with suppress(Damaged):
+            LengthIndex.open(folder)
             return
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-        partial.mkdir(parents=True)
-        for f in fields(self):
-            np.save(partial / f"{f.name}.npy", getattr(self, f.name))
-        try:
-            partial.rename(folder)
-        except OSError:  # another process was faster
-            if not folder.exists():
-                raise
-            shutil.rmtree(partial)
+        keep(folder, {f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
     def open(cls, folder: Path) -> LengthIndex:
-        """Memory-map what `save` wrote."""
-        return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
+        """Memory-map what `save` wrote. Raises Damaged where it is not that."""
+        return cls(**kept(folder, [f.name for f in fields(cls)]))
 
 
 def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthIndex:
@@ -190,7 +182,7 @@ def _measured(
 
 
 def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path) -> tuple[LengthIndex, Path]:
-    """The index of these sources under `folder`, built there if it is not, memory-mapped; and its path."""
+    """The index of these sources under `folder`, memory-mapped, and its path; built where it is not, or not whole."""
     key = json.dumps(
         [
             [[name, len(source), source.fingerprint()] for name, source in sources.items()],
@@ -199,6 +191,9 @@ def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path
         ]
     )
     path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
-    if not path.exists():
-        build_index(sources, encoders).save(path)
+    try:
+        return LengthIndex.open(path), path
+    except Damaged as damage:
+        note(damage)
+    build_index(sources, encoders).save(path)
     return LengthIndex.open(path), path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ import numba
 import numpy as np
 
 from mmjax.data.conversation import BadSample
+from mmjax.data.kept import Damaged, keep, kept, note
 from mmjax.data.stored import digest, local_copy
 from mmjax.errors import UserError
 
-_VERSION = "2"
+_VERSION = "3"
+_NAMES = ("starts", "spans", "content")
 _CHUNK = 1 << 24
 
 
@@ -33,8 +34,8 @@ class JsonRecords:
         self._names = paths
         self._paths, folders = zip(*(_indexed_file(path, cache) for path in paths), strict=True)
         folder = folders[0] if len(folders) == 1 else _together(folders, cache)
-        self._starts, self._spans = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("starts", "spans"))
-        self._content = (folder / "content").read_text()
+        found = kept(folder, _NAMES)
+        self._starts, self._spans, self._content = found["starts"], found["spans"], str(found["content"])
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -72,7 +73,7 @@ def _indexed_file(path: str, cache: Path) -> tuple[Path, Path]:
         folder = (
             cache / f"records-{digest(str(local.absolute()), str(found.st_size), str(found.st_mtime_ns), _VERSION)}"
         )
-        if not folder.exists():
+        if not _is_kept(folder):
             spans, content = _indexed(path, local)
             _write(folder, np.array([0, len(spans)]), spans, content)
     except (OSError, BadSample) as error:
@@ -83,30 +84,29 @@ def _indexed_file(path: str, cache: Path) -> tuple[Path, Path]:
 def _together(folders: Sequence[Path], cache: Path) -> Path:
     """One folder for several: each memory-mapped array holds a file open."""
     joined = cache / f"records-{digest(*(folder.name for folder in folders))}"
-    if not joined.exists():
-        spans = [np.load(folder / "spans.npy") for folder in folders]
-        content = digest(*((folder / "content").read_text() for folder in folders))
+    if not _is_kept(joined):
+        found = [kept(folder, _NAMES) for folder in folders]
+        spans, content = [of["spans"] for of in found], digest(*(str(of["content"]) for of in found))
         _write(joined, np.cumsum([0, *map(len, spans)]), np.concatenate(spans), content)
     return joined
 
 
+def _is_kept(folder: Path) -> bool:
+    try:
+        kept(folder, _NAMES)
+    except Damaged as damage:
+        note(damage)
+        return False
+    return True
+
+
 def _write(folder: Path, starts: np.ndarray, spans: np.ndarray, content: str) -> None:
-    """A folder that is there already is whole: it was renamed into place.
+    """Keep where records are.
 
     starts: first record of each file `[files + 1]`; spans: where each starts and stops in its file `[n, 2]`; content: a
     hash of the files' bytes.
     """
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    np.save(partial / "starts.npy", starts)
-    np.save(partial / "spans.npy", spans)
-    (partial / "content").write_text(content)
-    try:
-        partial.rename(folder)
-    except OSError:  # another process was faster
-        if not folder.exists():
-            raise
-        shutil.rmtree(partial)
+    keep(folder, {"starts": starts, "spans": spans, "content": np.array(content)})
 
 
 def _indexed(path: str, local: Path) -> tuple[np.ndarray, str]:

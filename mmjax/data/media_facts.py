@@ -10,28 +10,30 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 
 from mmjax.data.array_records import FACTS, ArrayRecords
 from mmjax.data.conversation import BadSample, Medium
 from mmjax.data.excerpts import Cut
+from mmjax.data.kept import SUMS, Damaged, Missing, keep, kept, kept_files, note, remove
 from mmjax.data.stored import Stored, StoredConversations, Unreadable, digest, is_url, local_copy
+from mmjax.errors import UserError
 
 KINDS: tuple[Medium, ...] = ("image", "audio")
 # (height, width) of an image, (frames, rate) of a clip, from its header. It passes on what reading the file raises.
 Probe = Callable[[BinaryIO], tuple[int, int]]
 Progress = Callable[[int], None]  # told how many records are done
 
-_VERSION = "1"
+_VERSION = "2"
 _ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
 _WAITING = 96  # files that are asked for at a time where they are waited for
 _SLOW, _OFTEN = 0.003, 32  # seconds that a record takes then; 4 such records in a row tell
@@ -71,19 +73,19 @@ class MediaFacts:
         return MediaFacts(start, self.kind[media], self.size[media], self.characters[records], *none)
 
     def save(self, folder: Path) -> None:
-        """Write one file per array; a folder that is there is replaced."""
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-        partial.mkdir(parents=True)
-        for f in fields(self):
-            np.save(partial / f"{f.name}.npy", getattr(self, f.name))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        """Write one file per array, and their hashes; a folder that is there is replaced."""
+        keep(folder, {f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
     def open(cls, folder: str, cache: Path) -> MediaFacts:
-        """Memory-map what `save` wrote; what is behind a URL is copied into `cache`."""
-        paths = {f.name: local_copy(os.path.join(folder, f"{f.name}.npy"), cache / "copies") for f in fields(cls)}
-        return cls(**{name: np.load(path, mmap_mode="r") for name, path in paths.items()})
+        """Memory-map what `save` wrote; what is behind a URL is copied into `cache`. Raises Damaged."""
+        if not is_url(folder):
+            return cls(**kept(Path(folder), [f.name for f in fields(cls)]))
+        sums, *copies = (
+            local_copy(os.path.join(folder, name), cache / "copies")
+            for name in (SUMS, *(f"{f.name}.npy" for f in fields(cls)))
+        )
+        return cls(**kept_files({f.name: copy for f, copy in zip(fields(cls), copies, strict=True)}, sums))
 
 
 def open_facts(conversations: StoredConversations, cache: Path) -> MediaFacts | None:
@@ -92,10 +94,28 @@ def open_facts(conversations: StoredConversations, cache: Path) -> MediaFacts | 
     No file is looked at: that a medium changed since is not seen.
     """
     if isinstance(conversations, ArrayRecords):
-        folder = os.path.join(conversations.folder, FACTS)
-        return MediaFacts.open(folder, cache) if is_url(folder) or os.path.isdir(folder) else None
-    kept = _folder(conversations, cache)
-    return MediaFacts.open(str(kept), cache) if kept.is_dir() else None
+        return _written_facts(conversations, cache)
+    try:
+        return MediaFacts.open(str(_folder(conversations, cache)), cache)
+    except Damaged as damage:
+        note(damage)
+        return None
+
+
+def _written_facts(records: ArrayRecords, cache: Path) -> MediaFacts | None:
+    """Those that came with the records. Raises UserError where they are not whole."""
+    folder = os.path.join(records.folder, FACTS)
+    try:
+        found = MediaFacts.open(folder, cache)
+        if len(found) != len(records):
+            raise Damaged(f"{folder} has facts of {len(found)} records, and there are {len(records)}")
+    except Missing:
+        return None
+    except (Damaged, BadSample) as damage:
+        raise UserError(
+            f"{damage}; remove {folder}, so that headers are read again, or write the records again with mmjax.index"
+        ) from None
+    return found
 
 
 def read_facts(
@@ -197,11 +217,10 @@ class _KnownFiles:
         self._before: dict[tuple[int, int], tuple[int, int]] = {}  # what was written last
         self._new_bad: list[tuple[int, int, str]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        settled = np.load(folder / "all.npy", mmap_mode="r") if (folder / "all.npy").exists() else _sorted([])
-        recent = _sorted([np.load(path) for path in self._shards()])
+        settled, recent = _rows(folder / "all.npy", "r"), _sorted(list(map(_rows, self._shards())))
         # Of keys beside each other: searching among rows would copy all keys each time.
         self._known = [(np.ascontiguousarray(rows["key"]), rows) for rows in (settled, recent) if len(rows)]
-        self._bad = {(key, stamp): reason for key, stamp, reason in _read_lines(folder / "bad.jsonl")}
+        self._bad = _read_bad(folder / "bad.jsonl")
 
     def size(self, kind: Medium, stored: Stored, probe: Probe) -> tuple[int, int]:
         """From what is known, else from the header. Raises BadSample."""
@@ -212,8 +231,10 @@ class _KnownFiles:
             return found
         for keys, rows in self._known:
             at = int(keys.searchsorted(np.uint64(key)))
-            if at < len(keys) and keys[at] == key and (row := rows[at])["stamp"] == stamp:
-                return int(row["size"][0]), int(row["size"][1])
+            if at < len(keys) and keys[at] == key:
+                found = tuple(rows[at]["size"].tolist())
+                if rows[at]["stamp"] == _sealed(stamp, found):
+                    return found
         try:
             size = _probed(stored, kind, probe)
         except Unreadable:
@@ -233,7 +254,7 @@ class _KnownFiles:
         """Write what was found since the last time."""
         if self._new:
             self._before, self._new = self._new, {}
-            rows = [(key, stamp, size) for (key, stamp), size in self._before.items()]
+            rows = [(key, _sealed(stamp, size), size) for (key, stamp), size in self._before.items()]
             name = f"{uuid.uuid4().hex}.npy"
             np.save(self._folder / f"partial-{name}", np.array(rows, _ROW))
             (self._folder / f"partial-{name}").rename(self._folder / f"found-{name}")
@@ -250,12 +271,13 @@ class _KnownFiles:
             if not (shards := self._shards()):
                 return
             whole = self._folder / "all.npy"
-            older = [np.load(whole)] if whole.exists() else []
             partial = self._folder / f"partial-{uuid.uuid4().hex}.npy"
-            np.save(partial, _sorted([*older, *map(np.load, shards)]))
+            np.save(partial, _sorted([_rows(whole), *map(_rows, shards)]))
+            if whole.is_dir():
+                remove(whole)
             partial.rename(whole)
             for shard in shards:
-                shard.unlink()
+                remove(shard)
 
     def _shards(self) -> list[Path]:
         return sorted(self._folder.glob("found-*.npy"), key=lambda path: path.stat().st_mtime_ns)
@@ -267,13 +289,28 @@ def _sorted(rows: Sequence[np.ndarray]) -> np.ndarray:
     return joined[np.unique(joined["key"], return_index=True)[1]]
 
 
-def _read_lines(path: Path) -> Iterator[Any]:
-    """What is whole of JSON lines: a killed run may have left half of one."""
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+def _rows(path: Path, mode: Literal["r"] | None = None) -> np.ndarray:
+    """What is kept in one file; none where it is not there or not whole, and those headers are read again."""
+    try:
+        rows = np.load(path, mmap_mode=mode)
+    except Exception:  # of a file that is not whole, NumPy's reader raises what its parser stumbles over
+        return np.empty(0, _ROW)
+    return rows if rows.dtype == _ROW and rows.ndim == 1 else np.empty(0, _ROW)
+
+
+def _sealed(stamp: int, size: tuple[int, int]) -> int:
+    """What a row has as its stamp: with a size that storage has changed, it is that of no file."""
+    return _hash(f"{stamp} {size[0]} {size[1]}")
+
+
+def _read_bad(path: Path) -> dict[tuple[int, int], str]:
+    """What is whole of the bad files' lines: a killed run may have left half of one."""
+    found = {}
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError, TypeError, RecursionError):
+            key, stamp, reason = json.loads(line)
+            found[key, stamp] = str(reason)
+    return found
 
 
 def _hash(text: str) -> int:

@@ -21,12 +21,14 @@ import numpy as np
 
 from mmjax.config import Outside
 from mmjax.data.conversation import BadSample
-from mmjax.data.stored import File, Inline, LocalFile, Piece, RemoteFile, Stored, digest, is_url, stored
+from mmjax.data.kept import Damaged, keep, kept, note
+from mmjax.data.stored import File, Inline, LocalFile, Piece, RemoteFile, Stored, digest, is_url, one_line, stored
 from mmjax.errors import UserError
 
 ARCHIVES = (".zip", ".tar")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a member of a .zip: its name and extra field follow
+_NAMES = ("name", "where")  # of what is kept of an archive
 _LINK, _ENCRYPTED, _METHOD = 2, 3, 4  # why a member cannot be read; 0 is stored as it is, 1 is deflated
 _WHY = {_LINK: "is a link", _ENCRYPTED: "is encrypted", _METHOD: "is packed by an unknown method"}
 
@@ -96,12 +98,15 @@ class Archive:
         file = stored(path)
         try:
             stamp = file.stamp()
-            kept = cache / f"members-{digest(os.path.abspath(path) if not is_url(path) else path, stamp)}.npy"
-            if not kept.exists():
-                _keep(kept, file)
+            folder = cache / f"members-{digest(os.path.abspath(path) if not is_url(path) else path, stamp)}"
+            try:
+                members = kept(folder, _NAMES)
+            except Damaged as damage:
+                note(damage)
+                _keep(folder, file)
+                members = kept(folder, _NAMES)
         except (BadSample, OSError, zipfile.BadZipFile, tarfile.TarError, RuntimeError) as error:
-            raise UserError(f"{path}: the archive cannot be read: {error}") from None
-        members = np.load(kept, mmap_mode="r")
+            raise UserError(f"{path}: the archive cannot be read: {one_line(error)}") from None
         return cls(file, stamp, members["name"], members["where"])
 
     def find(self, member: str) -> Piece:
@@ -125,16 +130,13 @@ class Archive:
         return start + skipped, stop + skipped
 
 
-def _keep(path: Path, file: File) -> None:
+def _keep(folder: Path, file: File) -> None:
     with file.open() as opened:
         rows = list(_zipped(opened) if file.name.endswith(".zip") else _taped(opened))
     inside = [(digest(name), where) for name, where in rows if not name.startswith(("/", "../"))]
     members = np.array(inside, [("name", "S32"), ("where", np.int64, 4)])
     members = members[np.argsort(members["name"], kind="stable")]  # of equal names the last counts, as in unpacking
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.npy")
-    np.save(partial, members)
-    partial.rename(path)
+    keep(folder, {name: np.ascontiguousarray(members[name]) for name in _NAMES})
 
 
 def _zipped(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:

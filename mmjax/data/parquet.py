@@ -21,7 +21,7 @@ from mmjax.data.chat_files import find
 from mmjax.data.chat_records import KEYS, Record, Reference, chat_record, question_record
 from mmjax.data.conversation import BadSample, Conversation, Medium
 from mmjax.data.media_folder import MediaFolder
-from mmjax.data.stored import Stored, digest, filesystem, is_url, stored
+from mmjax.data.stored import Stored, digest, filesystem, is_url, one_line, stored
 from mmjax.errors import UserError
 
 _KEPT_GROUPS = 4  # row groups of each column that stay in memory
@@ -174,7 +174,7 @@ class _File:
                 self._metadata, self.columns = file.metadata, file.schema_arrow.names
                 self._leaves = [file.schema.column(k).path for k in range(len(file.schema))]
         except (BadSample, OSError, pyarrow.ArrowException) as error:
-            raise UserError(f"{path} cannot be read as Parquet: {error}") from None
+            raise UserError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
         groups = range(self._metadata.num_row_groups)
         self.starts = np.cumsum([0, *(self._metadata.row_group(group).num_rows for group in groups)])
 
@@ -196,7 +196,7 @@ class _File:
                 with self._opened() as file:
                     column = file.read_row_group(group, [leaf], use_threads=False).column(0)
             except (OSError, pyarrow.ArrowException) as error:
-                raise BadSample(f"row group {group} of {self.path} cannot be read: {error}") from None
+                raise BadSample(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
             self._held.put(self.path, group, leaf, column)
         return column
 

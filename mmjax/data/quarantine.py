@@ -62,7 +62,9 @@ class Quarantine:
 
     def _write(self, new: Iterable[Bad]) -> None:
         """A run that was killed may have left half a line, which gets its end."""
-        before = self.path.read_text() if self.path.exists() else ""
+        if self.path.is_dir():
+            raise UserError(f"{self.path} is a folder, and the bad samples are to be listed there; remove it")
+        before = self.path.read_text(errors="replace") if self.path.exists() else ""
         there = set(before.splitlines())
         lines = [found.line() + "\n" for found in new if found.line() not in there]
         with self.path.open("a") as file:

@@ -288,7 +288,7 @@ def found_files(path: str, key: str) -> list[str]:
     except BadSample as error:
         raise UserError(f"{key}: {error}; give a path, a pattern with * or a URL that fsspec opens") from None
     except Exception as error:  # each client library behind fsspec has its own
-        raise UserError(f"{key}={path}: {_first_line(error)}") from None
+        raise UserError(f"{key}={path}: {one_line(error)}") from None
     if not found:
         raise UserError(f"{key}={path}: no such file; give a path, a pattern with * or a URL that fsspec opens")
     return sorted(found)
@@ -342,9 +342,10 @@ def _tried(url: str, read: Callable[[], T]) -> T:
 def _unreadable(path: str, error: Exception) -> Unreadable:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return Unreadable(f"{path} is missing")
-    return Unreadable(f"{path} cannot be read: {_first_line(error)}")
+    return Unreadable(f"{path} cannot be read: {one_line(error)}")
 
 
-def _first_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What went wrong, for a message: libraries say it in several lines, or not at all."""
     told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(told.split())[:200] or type(error).__name__

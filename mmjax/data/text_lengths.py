@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -16,12 +15,14 @@ import numpy as np
 from mmjax.config import ChatFormat
 from mmjax.data.chat import Chat, load_chat
 from mmjax.data.conversation import BadSample, Conversation, Conversations
+from mmjax.data.kept import Damaged, keep, kept, note, remove
 from mmjax.data.media_facts import Progress
 from mmjax.data.stored import StoredConversations, digest
 
 Reopen = Callable[[], StoredConversations]  # in another process: it must pickle
 
-_VERSION = "1"
+_VERSION = "2"
+_NAMES = ("tokens", "bad", "reason")
 _CHUNK = 8192  # records that a killed run counts again, for each core
 _ALONE = 3 * _CHUNK  # as many are counted before another process has started
 
@@ -37,8 +38,7 @@ class TextLengths:
 
 def open_text_lengths(conversations: StoredConversations, chat: Chat, cache: Path) -> TextLengths | None:
     """What `count_text` found for these records and this template; None where it was not called."""
-    path = _path(conversations, chat, cache)
-    return _read(path) if path.exists() else None
+    return _read(_path(conversations, chat, cache))
 
 
 def count_text(
@@ -50,20 +50,19 @@ def count_text(
 ) -> TextLengths:
     """The lengths of all records. What was counted before a run was killed is not counted again."""
     path = _path(conversations, chat, cache)
-    if path.exists():
-        return _read(path)
+    if (known := _read(path)) is not None:
+        return known
     parts = path.with_suffix(".parts")
-    parts.mkdir(parents=True, exist_ok=True)
     chunks = [range(k, min(k + _CHUNK, len(conversations))) for k in range(0, len(conversations), _CHUNK)]
-    missing = [chunk for chunk in chunks if not _part(parts, chunk).exists()]
+    missing = [chunk for chunk in chunks if _read(_part(parts, chunk)) is None]
     done = len(conversations) - sum(map(len, missing))
     for chunk, found in _counted(missing, conversations, reopen, chat):
         _write(_part(parts, chunk), found)
         progress(done := done + len(chunk))
-    whole = [_read(_part(parts, chunk)) for chunk in chunks]
-    joined = TextLengths(*(np.concatenate([getattr(p, name) for p in whole]) for name in ("tokens", "bad", "reason")))
+    whole = [kept(_part(parts, chunk), _NAMES) for chunk in chunks]
+    joined = TextLengths(*(np.concatenate([part[name] for part in whole]) for name in _NAMES))
     _write(path, joined)
-    shutil.rmtree(parts, ignore_errors=True)
+    remove(parts)
     return joined
 
 
@@ -113,19 +112,21 @@ def _conversation(conversations: Conversations, index: int) -> Conversation | Ba
 
 
 def _path(conversations: StoredConversations, chat: Chat, cache: Path) -> Path:
-    return cache / f"text-{digest(conversations.fingerprint(), chat.fingerprint(), _VERSION)}.npz"
+    return cache / f"text-{digest(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"
 
 
 def _part(folder: Path, chunk: range) -> Path:
-    return folder / f"{chunk.start}-{chunk.stop}.npz"
+    return folder / f"{chunk.start}-{chunk.stop}"
 
 
-def _read(path: Path) -> TextLengths:
-    with np.load(path) as found:
-        return TextLengths(found["tokens"], found["bad"], found["reason"])
+def _read(folder: Path) -> TextLengths | None:
+    """What was counted; None where it was not, or is not whole."""
+    try:
+        return TextLengths(**kept(folder, _NAMES))
+    except Damaged as damage:
+        note(damage)
+        return None
 
 
-def _write(path: Path, lengths: TextLengths) -> None:
-    partial_path = path.with_name(f"{path.stem}.{os.getpid()}.partial.npz")
-    np.savez(partial_path, tokens=lengths.tokens, bad=lengths.bad, reason=lengths.reason)
-    partial_path.rename(path)
+def _write(folder: Path, lengths: TextLengths) -> None:
+    keep(folder, {name: getattr(lengths, name) for name in _NAMES})

@@ -1,13 +1,14 @@
 """What a run decided of its memory, kept in its folder: gone on with, it computes the same programs, to the same bits.
 
     {"asked": {"device": "cpu", "mesh": {...}, "memory": 0.0, ..., "remat": {"llm": "auto", ...}, "loss_chunks": 0},
-     "policies": {"llm": ["full", "products"], ...}, "loss_chunks": 1, "measured": null}
+     "policies": {"llm": ["full", "products"], ...}, "loss_chunks": 1, "measured": null, "sum": "5b1c..."}
 
 A profile that was made since, or a device that was busier at the start, would decide otherwise.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,14 +53,21 @@ def read_fit(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     """What was decided when the same was asked, as JSON has it; None where nothing was, or the file is not whole."""
     try:
         kept = json.loads(path.read_text())
-        return kept if kept["asked"] == asked and Decision.of(kept) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = kept.pop("sum") == _sum(kept)
+        return kept if whole and kept["asked"] == asked else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def write_fit(path: Path, asked: dict[str, Any], fitted: Fit) -> None:
     """Keep what was decided, in one piece."""
     decision = {"policies": fitted.policies, "loss_chunks": fitted.loss_chunks, "measured": fitted.measured}
+    told = json.loads(json.dumps({"asked": asked, **decision}))
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"asked": asked, **decision}) + "\n")
+    partial.write_text(json.dumps(told | {"sum": _sum(told)}) + "\n")
     partial.rename(path)
+
+
+def _sum(told: dict[str, Any]) -> str:
+    """Of what was decided: with a letter that storage has changed, it may still be JSON."""
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

@@ -28,6 +28,8 @@ class MetricsLog:
 
     def __init__(self, path: Path, done: int, project: str = "", config: Mapping[str, Any] | None = None) -> None:
         self.path = path
+        if path.is_dir():
+            raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
         if path.exists():
             _drop_after(path, done)
         self._lines, self._waiting, self._said = path.open("ab", buffering=0), b"", False
@@ -125,5 +127,5 @@ def _plain(value: Value) -> Any:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line cut off when its process was killed
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # cut off when its process was killed
         return math.inf

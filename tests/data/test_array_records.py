@@ -55,6 +55,25 @@ def test_a_record_that_is_not_whole_is_bad(spoil) -> None:
         unpacked(spoil(packed(header_of(TALK, [5, 0]), [b"image", b""])))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("media", [["image", 5.0], ["audio", 0]]),
+        ("media", [["image", -5], ["audio", 10]]),
+        ("media", [["image", "5"], ["audio", 0]]),
+        ("media", [["imagf", 5], ["audio", 0]]),
+        ("media", [[["image"], 5], ["audio", 0]]),
+        ("media", 5),
+        ("messages", [[["user"], ["What?"]]]),
+        ("messages", [["user", [7]]]),
+    ],
+)
+def test_a_header_that_says_what_cannot_be_is_bad(key, value) -> None:
+    header = header_of(TALK, [5, 0]) | {key: value}
+    with pytest.raises(BadSample, match="not of this format"):
+        unpacked(packed(header, [b"image", b""]))
+
+
 def test_records_of_all_shards_are_read_in_any_order(tmp_path: Path) -> None:
     got = opened(make(tmp_path / "set"), tmp_path)
     assert len(got) == 5

@@ -164,6 +164,8 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
         ({"conversations": [{"from": "alien", "value": "x"}]}, "unknown role 'alien'"),
         ({"conversations": [{"from": "gpt", "value": None}]}, "message 1 has no content"),
         ({"conversations": [{"from": "gpt", "value": [{"type": "pdf"}]}]}, "unknown type 'pdf'"),
+        ({"conversations": [{"from": ["gpt"], "value": "x"}]}, "unknown role ['gpt']"),
+        ({"conversations": [{"from": "gpt", "value": [{"type": {"a": 1}}]}]}, "unknown type {'a': 1}"),
         ([1, 2], "is a JSON list, not an object"),
     ],
 )

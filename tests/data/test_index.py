@@ -88,11 +88,40 @@ def test_two_processes_that_build_the_same_index_leave_one(tmp_path, monkeypatch
     index = index_of(random_samples(5, seed=3), config())
     index.save(tmp_path / "index")
     index.save(tmp_path / "index")
-    with monkeypatch.context() as looked_too_early:
-        looked_too_early.setattr(Path, "exists", lambda path, seen=[]: bool(seen) or seen.append(path))
-        index.save(tmp_path / "index")
+    there = index_of(random_samples(5, seed=3), config())
+    rename = Path.rename
+
+    def after_another(path: Path, to: Path) -> Path:
+        if to.name == "index" and not to.exists():
+            monkeypatch.setattr(Path, "rename", rename)
+            there.save(tmp_path / "index")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", after_another)
+    index.save(tmp_path / "index")
     assert [p.name for p in tmp_path.iterdir()] == ["index"]
     assert LengthIndex.open(tmp_path / "index").fingerprint() == index.fingerprint()
+
+
+@pytest.mark.parametrize("name", ["item_positions.npy", "totals.npy", "bad.npy", "sums.json"])
+@pytest.mark.parametrize("damage", ["changed", "cut", "missing", "folder"])
+def test_an_index_that_is_not_as_it_was_written_is_built_again_and_that_is_said(name, damage, tmp_path, capsys):
+    source = random_samples(20, seed=2)
+    built, path = cached_index({"made": source}, ENCODERS, tmp_path)
+    wanted = built.fingerprint()
+    file, kept = path / name, bytearray((path / name).read_bytes())
+    file.unlink()
+    kept[-3] ^= 1
+    if damage == "folder":
+        file.mkdir()
+    elif damage != "missing":
+        file.write_bytes(kept if damage == "changed" else kept[:40])
+    again, same = cached_index({"made": source}, ENCODERS, tmp_path)
+    assert (again.fingerprint(), same) == (wanted, path)
+    told = capsys.readouterr().err
+    assert told.startswith(f"note   {path}")
+    assert told.endswith("it is made again\n")
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 GOOD = ((text(np.random.default_rng(0), 3, first=True),), [])

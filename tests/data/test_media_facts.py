@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,12 @@ import pytest
 from files_made import asked, audio_length, clip, image_size, lines, picture, served, write
 from PIL import Image
 
-from mmjax.config import LlavaSource, ManifestSource, ParquetSource
+from mmjax.config import ArrayRecordSource, LlavaSource, ManifestSource, ParquetSource
+from mmjax.data.array_record_writing import write_array_records
+from mmjax.data.array_records import FACTS
 from mmjax.data.file_sources import open_conversations
 from mmjax.data.media_facts import open_facts, read_facts
+from mmjax.errors import UserError
 
 
 class Counted:
@@ -122,6 +126,70 @@ def test_what_was_found_is_opened_without_looking_at_any_file(tmp_path: Path) ->
     kept = open_facts(opened(source, tmp_path), cache)
     assert kept.size.tolist() == facts.size.tolist()
     assert isinstance(kept.size, np.memmap)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY\1\0", None], ids=["empty", "cut", "folder"])
+def test_what_cannot_be_read_of_the_known_files_is_probed_again(damage: bytes | None, tmp_path: Path) -> None:
+    source, cache, counted = photos(tmp_path, 10), tmp_path / "cache", Counted()
+    wanted = read_facts(opened(source, tmp_path), counted.probes, cache).size.tolist()
+    known = cache / "media" / "all.npy"
+    known.unlink()
+    known.mkdir() if damage is None else known.write_bytes(damage)
+    assert read_facts(opened(source, tmp_path), counted.probes, cache).size.tolist() == wanted
+    assert counted.count == 16
+    read_facts(opened(source, tmp_path), counted.probes, cache)
+    assert counted.count == 16, "what was probed is known once more"
+
+
+def test_a_size_that_storage_has_changed_is_not_believed(tmp_path: Path) -> None:
+    source, cache, counted = photos(tmp_path, 10), tmp_path / "cache", Counted()
+    wanted = read_facts(opened(source, tmp_path), counted.probes, cache).size.tolist()
+    rows = np.load(cache / "media" / "all.npy")
+    rows["size"][3, 0] += 4
+    np.save(cache / "media" / "all.npy", rows)
+    assert read_facts(opened(source, tmp_path), counted.probes, cache).size.tolist() == wanted
+    assert counted.count == 8 + 1
+
+
+@pytest.mark.parametrize("line", [b"5", b"[1, 2]", b"\xff\xfe", b"[" * 100_000, b'[[1], 2, "x"]'])
+def test_what_is_no_line_of_the_bad_files_is_passed_over(line: bytes, tmp_path: Path) -> None:
+    write(tmp_path, {"a.png": b"broken"})
+    got = opened(LlavaSource(lines(tmp_path / "d.jsonl", [asked("<image>", image="a.png")])), tmp_path)
+    counted = Counted()
+    for _ in range(2):
+        assert read_facts(got, counted.probes, tmp_path / "cache").bad.tolist() == [0]
+        path = tmp_path / "cache" / "media" / "bad.jsonl"
+        path.write_bytes(line + b"\n" + path.read_bytes())
+    assert counted.count == 1
+
+
+def test_kept_facts_that_storage_has_changed_are_not_opened(tmp_path: Path, capsys) -> None:
+    source, cache = photos(tmp_path, 10), tmp_path / "cache"
+    read_facts(opened(source, tmp_path), Counted().probes, cache)
+    (folder,) = cache.glob("facts-*")
+    kept = bytearray((folder / "size.npy").read_bytes())
+    kept[-8] ^= 1
+    (folder / "size.npy").write_bytes(kept)
+    assert open_facts(opened(source, tmp_path), cache) is None
+    assert f"note   {folder}/size.npy is not what was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_written_facts_that_are_not_whole_are_refused_with_what_to_do(damage: str, tmp_path: Path) -> None:
+    cache, folder = tmp_path / "cache", tmp_path / "records"
+    got = opened(photos(tmp_path, 10), tmp_path)
+    facts = read_facts(got, Counted().probes, cache)
+    write_array_records(got, facts, folder, lambda done: None)
+    written = opened(ArrayRecordSource(str(folder)), tmp_path)
+    assert open_facts(written, cache).size.tolist() == facts.size.tolist()
+    size = folder / FACTS / "size.npy"
+    kept = bytearray(size.read_bytes())
+    kept[-8] ^= 1
+    size.write_bytes(kept) if damage == "changed" else size.unlink()
+    with pytest.raises(UserError, match=f"size.npy.*; remove {folder}/{FACTS}, so that headers are read again"):
+        open_facts(written, cache)
+    shutil.rmtree(folder / FACTS)
+    assert read_facts(written, Counted().probes, cache).size.tolist() == facts.size.tolist()
 
 
 def test_cuts_of_a_clip_read_its_header_once_and_have_their_own_lengths(tmp_path: Path) -> None:

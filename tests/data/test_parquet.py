@@ -134,6 +134,19 @@ def test_a_column_or_file_that_is_not_there_names_its_key(tmp_path: Path) -> Non
         opened(ParquetSource(path, question="questoin", answer="answer"), tmp_path)
 
 
+def test_what_arrow_says_in_several_lines_is_said_in_one(tmp_path: Path) -> None:
+    path = Path(parquet(tmp_path / "d.parquet", {"question": ["What?"] * 30, "answer": ["yes"] * 30}, 30))
+    whole, told = path.read_bytes(), set()
+    for at in range(4, len(whole) - 8, 7):
+        path.write_bytes(whole[:at] + whole[at + 3 :])
+        try:
+            opened(ParquetSource(str(path), question="question", answer="answer"), tmp_path).conversation(0)
+        except (UserError, BadSample) as error:
+            told.add(str(error))
+    assert told
+    assert not [line for line in told if "\n" in line]
+
+
 def test_parquet_behind_http_is_read_by_ranges(tmp_path: Path) -> None:
     noise = bytes(range(256)) * 400
     columns = {

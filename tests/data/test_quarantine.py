@@ -29,6 +29,19 @@ def test_each_bad_sample_has_one_line_also_after_a_restart(tmp_path: Path) -> No
     assert named(path) == [("a[1]", "is cut off"), ("b[7]", "é is missing")]
 
 
+def test_bytes_that_are_no_text_stay_and_the_list_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    path.write_bytes(b"\xff\xfe half a line")
+    Quarantine(path, SKIP, 1000).add([Bad("a[1]", "is cut off")])
+    assert path.read_bytes() == b"\xff\xfe half a line\n" + Bad("a[1]", "is cut off").line().encode() + b"\n"
+
+
+def test_a_folder_in_the_place_of_the_list_is_named(tmp_path: Path) -> None:
+    (tmp_path / "quarantine.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"quarantine\.jsonl is a folder.*remove it"):
+        Quarantine(tmp_path / "quarantine.jsonl", SKIP, 1000).add([Bad("a[1]", "is cut off")])
+
+
 def test_what_was_mended_before_a_restart_counts_no_more(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     Quarantine(path, SKIP, 100).add([Bad("a[1]", "x"), Bad("a[2]", "x")])

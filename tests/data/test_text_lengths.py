@@ -83,4 +83,16 @@ def test_what_was_counted_is_kept_and_a_killed_count_goes_on(reopen, chat, tmp_p
     assert len(kept.tokens) == COUNT
     monkeypatch.setattr(text_lengths, "_lengths", None)
     count_text(reopen(), reopen, chat, tmp_path)
-    assert [p.suffix for p in tmp_path.iterdir() if p.name.startswith("text-")] == [".npz"]
+    assert [p.suffix for p in tmp_path.iterdir() if p.name.startswith("text-")] == [""]
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "reason.npy", "sums.json"])
+def test_lengths_that_storage_has_changed_are_counted_again(name, reopen, chat, tmp_path, capsys):
+    whole = count_text(reopen(), reopen, chat, tmp_path).tokens.tolist()
+    (folder,) = tmp_path.glob("text-*")
+    kept = bytearray((folder / name).read_bytes())
+    kept[-2] ^= 1
+    (folder / name).write_bytes(kept)
+    assert open_text_lengths(reopen(), chat, tmp_path) is None
+    assert f"note   {folder}" in capsys.readouterr().err
+    assert count_text(reopen(), reopen, chat, tmp_path).tokens.tolist() == whole

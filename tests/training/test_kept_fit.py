@@ -45,7 +45,16 @@ def test_on_other_devices_or_with_other_settings_it_is_decided_again(kept):
     assert [read_fit(kept, other) for other in others] == [None] * 4
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"asked": {}}', "\x00"])
+def test_a_letter_that_storage_has_changed_decides_nothing(kept):
+    whole = kept.read_text()
+    for was, became in (("full", "none"), ('"loss_chunks": 2', '"loss_chunks": 3'), ("123.0", "923.0")):
+        kept.write_text(whole.replace(was, became, 1))
+        assert read_fit(kept, asked()) is None
+    kept.write_text(whole)
+    assert read_fit(kept, asked()) is not None
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "", "[]", "{", "null", '{"asked": {}}', "\x00"])
 def test_a_file_that_is_not_whole_decides_nothing(kept, text):
     kept.write_text(text)
     assert read_fit(kept, asked()) is None

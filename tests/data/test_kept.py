@@ -1,0 +1,78 @@
+"""Kept arrays come back as they were given, or not at all."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmjax.data import kept as kept_module
+from mmjax.data.kept import Damaged, Missing, keep, kept
+
+ARRAYS = {
+    "lengths": np.arange(1000),
+    "names": np.array(["a", "bé"]),
+    "none": np.empty((0, 2), np.int64),
+    "one": np.array("x" * 32),
+}
+
+
+def test_arrays_come_back_memory_mapped_with_their_types_and_shapes(tmp_path: Path) -> None:
+    keep(tmp_path / "a" / "kept", ARRAYS)
+    found = kept(tmp_path / "a" / "kept", ARRAYS)
+    for name, array in ARRAYS.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+    assert isinstance(found["lengths"], np.memmap)
+
+
+def test_what_is_kept_anew_replaces_what_was_there_whatever_that_is(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.write_text("a file in the way")
+    for value in (1, 2):
+        keep(folder, {"value": np.array([value])})
+        assert kept(folder, ["value"])["value"].tolist() == [value]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_nothing_there_is_told_from_something_damaged(tmp_path: Path) -> None:
+    with pytest.raises(Missing):
+        kept(tmp_path / "kept", ARRAYS)
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(Damaged) as error:
+        kept(tmp_path / "kept", ARRAYS)
+    assert not isinstance(error.value, Missing)
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    keep(tmp_path / "kept", {"lengths": np.arange(20)})
+    file = tmp_path / "kept" / "lengths.npy"
+    whole = file.read_bytes()
+    for at in range(len(whole)):
+        spoiled = bytearray(whole)
+        spoiled[at] ^= 1 << at % 8
+        file.write_bytes(spoiled)
+        with pytest.raises(Damaged, match="kept"):
+            kept(tmp_path / "kept", ["lengths"])
+    file.write_bytes(whole)
+    assert kept(tmp_path / "kept", ["lengths"])["lengths"].tolist() == list(range(20))
+
+
+def lengths_in_a_worker(folder: Path, answers) -> None:
+    kept_module._sum = None  # nothing may be hashed here
+    answers.put(kept(folder, ["lengths"])["lengths"].sum())
+
+
+def test_a_process_hashes_once_and_its_workers_never(tmp_path: Path, monkeypatch) -> None:
+    keep(tmp_path / "kept", {"lengths": np.arange(20)})
+    kept(tmp_path / "kept", ["lengths"])
+    monkeypatch.setattr(kept_module, "_sum", None)
+    kept(tmp_path / "kept", ["lengths"])
+    spawned = multiprocessing.get_context("spawn")
+    answers = spawned.Queue()
+    worker = spawned.Process(target=lengths_in_a_worker, args=(tmp_path / "kept", answers))
+    worker.start()
+    assert answers.get(timeout=60) == 190
+    worker.join()
