@@ -25,7 +25,7 @@ from mmjax.parallel.mesh import check_heads, make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.fit import Fit, Room
 from mmjax.planning.memory import Spread
-from mmjax.training.checkpoint import Checkpoints, DataState, read_saved, restore_parameters
+from mmjax.training.checkpoint import Checkpoints, DataState, Saved, read_saved, restore_parameters
 from mmjax.training.checkpoint_commit import Retention
 from mmjax.training.kept_fit import Decision, asked_of, read_fit, write_fit
 from mmjax.training.metrics_log import MetricsLog
@@ -130,7 +130,7 @@ class Runs:
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     @cached_property
-    def saved(self) -> tuple[Path, Model, Any, Any]:
+    def saved(self) -> tuple[Path, Model, Any, Any, Saved]:
         config = load(TINY)
         mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
         model = Model.build(config.model, jnp.float32)
@@ -144,14 +144,15 @@ class Runs:
         checkpoints.close()
         shardings = parameter_shardings(model, mesh, rules)
         params = jax.device_get(restore_parameters(folder, 4, model, shardings))
-        return folder, model, shardings, params
+        return folder, model, shardings, params, read_saved(folder, 4)
 
     def checkpoint(self, rng: Random, way: list[str]) -> int:
-        folder, model, shardings, params = self.saved
+        folder, model, shardings, params, said = self.saved
         with put_back(folder):
             path = one_file(folder / "4", rng)
             way[0] = f"{path.relative_to(folder).parent}/{spoil_file(path, rng)}"
-            read_saved(folder, 4)
+            if read_saved(folder, 4) != said:
+                raise Fault("what it says of itself is something else")
             restored = jax.device_get(restore_parameters(folder, 4, model, shardings))
             if not all(map(np.array_equal, jax.tree.leaves(restored), jax.tree.leaves(params))):
                 raise Fault("the parameters are others")

@@ -232,7 +232,7 @@ class Fault(AssertionError):
 
 def one_file(folder: Path, rng: Random) -> Path:
     """A file somewhere in a folder. They are told by their size: some have names of chance."""
-    files = [p for p in folder.rglob("*") if p.is_file() and p.name != "lock" and not p.name.startswith("chunks-")]
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != "lock"]
     files.sort(key=lambda path: (str(path.parent.relative_to(folder)).count("/"), path.suffix, path.stat().st_size))
     return files[int(rng.random() * len(files))]
 

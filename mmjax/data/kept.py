@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -102,6 +103,22 @@ def note(damage: Damaged) -> None:
     """Say that something is made again; what is made for the first time goes unsaid."""
     if not isinstance(damage, Missing):
         print(f"note   {damage}; it is made again", file=sys.stderr, flush=True)
+
+
+def sealed(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can hold, with its hash: with a letter that storage has changed it may still be JSON."""
+    return dict(told) | {"sum": _sum_of(told)}
+
+
+def unsealed(told: Any) -> dict[str, Any]:
+    """What was given to `sealed`. Raises ValueError where it is something else."""
+    if not isinstance(told, dict) or told.get("sum") != _sum_of({k: v for k, v in told.items() if k != "sum"}):
+        raise ValueError("it is not what was written")
+    return {k: v for k, v in told.items() if k != "sum"}
+
+
+def _sum_of(told: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _sum(path: Path) -> str:

@@ -28,6 +28,7 @@ from mmjax.data.budget import Budget
 from mmjax.data.content import BITS, Own, content_of
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
+from mmjax.data.kept import sealed, unsealed
 from mmjax.data.layout import RankLayout, make_placer
 from mmjax.data.packing import Reader, pack_microbatch
 from mmjax.data.placement import MicrobatchPlan
@@ -120,10 +121,15 @@ class StepLoader:
     @cached_property
     def planner(self) -> StepPlanner:
         weights = [s.weight for s in self.config.data.sources.values()]
-        known = json.loads(self._chunks.read_text()) if self._chunks.is_file() else [0]
-        of_segment = self.segment.first, self.segment.read_due()
-        grouper = StepGrouper(self.index, self.config.batch, weights, self.config.seed, self.budget, known, *of_segment)
+        of_segment = self._known_chunks(), self.segment.first, self.segment.read_due()
+        grouper = StepGrouper(self.index, self.config.batch, weights, self.config.seed, self.budget, *of_segment)
         return StepPlanner(grouper, make_placer(grouper, self.config, self.layout))
+
+    def _known_chunks(self) -> list[int]:
+        try:
+            return unsealed(json.loads(self._chunks.read_text()))["first_steps"]
+        except (OSError, ValueError, RecursionError):
+            return [0]
 
     @property
     def _chunks(self) -> Path:
@@ -150,7 +156,7 @@ class StepLoader:
         if self.leads and len(grouper.first_steps) > known:
             with suppress(OSError):  # the disk is full: it only saves time
                 partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
-                partial.write_text(json.dumps(grouper.first_steps))
+                partial.write_text(json.dumps(sealed({"first_steps": grouper.first_steps})))
                 partial.rename(self._chunks)
         return plan
 

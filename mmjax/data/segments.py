@@ -16,6 +16,7 @@ import numpy as np
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
 from mmjax.data.stream import Due, Pool, drawn, key_of
+from mmjax.errors import UserError
 
 Files = Sequence[tuple[str, int]]  # the names of a source's files and how many samples each has, in order
 
@@ -31,8 +32,14 @@ class Segment:
         """By source, as `write_due` was given it."""
         if self.due is None:
             return ()
-        with np.load(self.due) as stored:
-            return [[stored[f"{s}/{k}"] for k in range(count)] for s, count in enumerate(stored["epochs"].tolist())]
+        try:
+            with np.load(self.due) as stored:
+                due = [[stored[f"{s}/{k}"] for k in range(n)] for s, n in enumerate(stored["epochs"].tolist())]
+        except Exception as error:  # NumPy's reader raises what its parser stumbles over
+            raise UserError(f"{self.due} cannot be read: {type(error).__name__}; restore it") from None
+        if not self.due.stem.endswith(_digest(due)):
+            raise UserError(f"{self.due} is not what was written; restore it")
+        return due
 
 
 WHOLE_RUN = Segment()
@@ -41,13 +48,17 @@ WHOLE_RUN = Segment()
 def write_due(folder: Path, first: int, due: Due) -> Path:
     """Keep what is due from step `first` on, in a file under its content's name."""
     folder.mkdir(exist_ok=True)
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(ids, np.int64).tobytes() for of in due for ids in of))
-    path = folder / f"due-{first}-{digest.hexdigest()[:16]}.npz"
+    path = folder / f"due-{first}-{_digest(due)}.npz"
     partial = path.with_suffix(".partial.npz")
     arrays = {f"{s}/{k}": ids for s, of in enumerate(due) for k, ids in enumerate(of)}
     np.savez(partial, epochs=np.array([len(of) for of in due], np.int64), **arrays)
     partial.rename(path)
     return path
+
+
+def _digest(due: Due) -> str:
+    whole = hashlib.sha256(b"".join(np.ascontiguousarray(ids, np.int64).tobytes() for of in due for ids in of))
+    return whole.hexdigest()[:16]
 
 
 def still_due(grouper: StepGrouper, step: int) -> list[list[np.ndarray]]:

@@ -24,6 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmjax.data.kept import sealed, unsealed
 from mmjax.errors import UserError
 from mmjax.models.layer_runs import into_runs, layers_one_by_one
 from mmjax.models.model import Model
@@ -115,7 +116,7 @@ class Checkpoints:
         def finish(partial: Path) -> None:
             self._handler.finalize(partial / STATE)
             (partial / META).parent.mkdir()
-            (partial / META).write_text(json.dumps(meta))
+            (partial / META).write_text(json.dumps(sealed(meta)))
 
         refused = processes.led(lambda: reason_of(lambda: begin_partial(self._folder, data.step)))
         refused = refused or reason_of(begin)
@@ -174,6 +175,8 @@ def read_saved(folder: Path, step: int) -> Saved:
         meta = json.loads((folder / str(step) / META).read_text())
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise UserError(f"it is not one of mmjax's ({FORMAT})")
+        if "sum" in meta:  # checkpoints from before there was one have none
+            meta = unsealed(meta)
         return Saved(step, meta["config"], DataState(**meta["data"]), meta["sums"])
 
 

@@ -8,7 +8,6 @@ A profile that was made since, or a device that was busier at the start, would d
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Self
 from jax.sharding import Mesh
 
 from mmjax.config import Config
+from mmjax.data.kept import sealed, unsealed
 from mmjax.planning.fit import Fit, Policies
 
 
@@ -52,9 +52,8 @@ def asked_of(config: Config, mesh: Mesh) -> dict[str, Any]:
 def read_fit(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     """What was decided when the same was asked, as JSON has it; None where nothing was, or the file is not whole."""
     try:
-        kept = json.loads(path.read_text())
-        whole = kept.pop("sum") == _sum(kept)
-        return kept if whole and kept["asked"] == asked else None
+        kept = unsealed(json.loads(path.read_text()))
+        return kept if kept["asked"] == asked else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -64,10 +63,5 @@ def write_fit(path: Path, asked: dict[str, Any], fitted: Fit) -> None:
     decision = {"policies": fitted.policies, "loss_chunks": fitted.loss_chunks, "measured": fitted.measured}
     told = json.loads(json.dumps({"asked": asked, **decision}))
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(told | {"sum": _sum(told)}) + "\n")
+    partial.write_text(json.dumps(sealed(told)) + "\n")
     partial.rename(path)
-
-
-def _sum(told: dict[str, Any]) -> str:
-    """Of what was decided: with a letter that storage has changed, it may still be JSON."""
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

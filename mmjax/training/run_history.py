@@ -14,6 +14,7 @@ from typing import Any, Self
 from mmjax.config import Config
 from mmjax.config_files import from_json, to_json
 from mmjax.data.budget import Budget
+from mmjax.data.kept import sealed, unsealed
 from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Shape, Topology
 from mmjax.data.segments import Files, Segment
@@ -43,12 +44,13 @@ class Life:
         """One line."""
         plain = asdict(replace(self, config=None, segment=None))
         segment = {"first": self.segment.first, "due": self.segment.due and self.segment.due.name}
-        return json.dumps(plain | {"segment": segment, "config": json.loads(to_json(self.config))}) + "\n"
+        whole = json.loads(json.dumps(plain | {"segment": segment, "config": json.loads(to_json(self.config))}))
+        return json.dumps(sealed(whole)) + "\n"
 
     @classmethod
     def from_json(cls, line: str, folder: Path) -> Self:
         """What `to_json` wrote; due: is in `folder`. Raises ValueError, KeyError, TypeError or UserError."""
-        told: dict[str, Any] = json.loads(line)
+        told = unsealed(json.loads(line))
         layout, segment, budget = told["layout"], told["segment"], told["budget"]
         shapes = tuple(Shape(tuple(lengths), tuple(widths)) for lengths, widths in layout["shapes"])
         whole = {key: tuple(x) if isinstance(x, list) else x for key, x in budget.items()}

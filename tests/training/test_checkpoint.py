@@ -12,6 +12,7 @@ from commands import TINY, TINY_MEDIA
 
 from mmjax.config import MeshConfig, ModelConfig, Muon
 from mmjax.config_files import load
+from mmjax.data.kept import sealed, unsealed
 from mmjax.errors import UserError
 from mmjax.models.layer_runs import layers_one_by_one
 from mmjax.models.model import Model
@@ -223,9 +224,9 @@ def test_a_damaged_file_is_one_line_or_does_no_harm(damage, small, small_saved, 
 def test_noise_that_storage_does_not_notice_is_named(saved, one, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     meta = tmp_path / "4" / "meta" / "metadata"
-    said = json.loads(meta.read_text())
+    said = unsealed(json.loads(meta.read_text()))
     said["sums"]["trainable.llm.embed.weight"] += 1
-    meta.write_text(json.dumps(said))
+    meta.write_text(json.dumps(sealed(said)))
     with pytest.raises(TornCheckpoint, match=r"trainable\.llm\.embed\.weight is not what was saved") as error:
         restored(tmp_path, one)
     one_line(error, tmp_path)
@@ -235,12 +236,20 @@ def test_noise_that_storage_does_not_notice_is_named(saved, one, tmp_path):
     assert "there is no older one" in one_line(error, tmp_path)
 
 
+def test_a_letter_that_has_changed_in_what_it_says_of_itself_is_noticed(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    meta = tmp_path / "4" / "meta" / "metadata"
+    meta.write_text(meta.read_text().replace("an index", "an indey"))
+    with pytest.raises(UserError, match="it is not what was written"):
+        read_saved(tmp_path, 4)
+
+
 def test_a_torn_checkpoint_names_the_one_before(saved, one, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path / "4", tmp_path / "2")
     shutil.rmtree(tmp_path / "4" / "state")
     with pytest.raises(UserError, match="to use step 2 instead, remove it") as error:
-        restore_parameters(tmp_path, 4, one.model, {})
+        restore_parameters(tmp_path, 4, one.model, parameter_shardings(one.model, one.mesh, one.rules))
     one_line(error, tmp_path)
 
 
