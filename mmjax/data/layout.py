@@ -109,7 +109,8 @@ def _dry_run(grouper: StepGrouper, config: Config, most: int | None) -> Sequence
     some = int(np.clip(DRY_RUN_SAMPLES / grouper.budget.samples_per_step, 16, DRY_RUN_STEPS))
     grouping = config.batch.grouping
     steps = some if isinstance(grouping, NoGrouping) else min(some, max(16, grouping.chunk_steps // 2))
-    return [group for step in range(min(steps, most or steps)) for group in grouper.step(step)]
+    last = grouper.first + min(steps, most or steps)
+    return [group for step in range(grouper.first, last) for group in grouper.step(step)]
 
 
 def _with_room_for_all(

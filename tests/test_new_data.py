@@ -1,0 +1,167 @@
+"""More data in mid-run, killed and gone on with by other numbers of processes; and its steps made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from commands import ROOT, TINY_MEDIA, finish, heed_interrupts, run, runs_of
+from restarts import last, losses, records, wait_until
+
+from mmjax import inspect, train
+from mmjax.data.replay import Replayed
+from mmjax.training.run_data import loader_of
+from mmjax.training.run_folder import RunFolder
+from mmjax.training.run_history import all_lives, life_of
+
+pytestmark = pytest.mark.slow
+
+WORDS = (
+    "schedule.warmup=2", "training.evaluate_every=0", "training.steps=100000", "training.checkpoint_every=50",
+    "batch.grouping.chunk_steps=8", "data.workers=1",
+)  # fmt: skip
+BEFORE, AFTER = 500, 700  # samples; eight to a step: the 50th is in the first epoch
+
+
+def launch(processes: int, folder: Path, samples: int, *more: str) -> subprocess.Popen[str]:
+    words = (TINY_MEDIA, f"run={folder}", f"data.sources.few.arguments.samples={samples}", *WORDS, *more)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    options = {"text": True, "start_new_session": True, "preexec_fn": heed_interrupts}
+    command = [str(ROOT / "launch" / "local.sh"), str(processes), *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, **options, **pipes)
+
+
+def killed(process: subprocess.Popen[str]) -> None:
+    """All of its processes at once."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == process.pid and int(folder.name) != process.pid:
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:
+            continue
+    process.kill()
+    process.communicate()
+
+
+def replayed(folder: RunFolder, step: int, loaders: dict) -> Replayed:
+    """A step, counted from 0, by a loader that is opened once for each life."""
+    life = life_of(folder.history, step, folder.due)
+    return Replayed(loaders.setdefault(life.first, loader_of(life, folder)), step)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_new_data_at_step_50_comes_once_an_epoch_like_the_old_though_killed(before, after, tmp_path_factory):
+    path = runs_of(tmp_path_factory) / f"new-data-{before}-{after}"
+    folder = RunFolder(path)
+    process = launch(before, path, BEFORE)
+    wait_until(lambda: (path / "checkpoints" / "50").is_dir(), process)
+    killed(process)
+    refused = finish(launch(after, path, AFTER, "--resume=auto"))
+    assert refused.code == 2
+    assert "data.sources.few.arguments.samples: 500 -> 700" in refused.err
+    assert "that they shall change: --new-data;" in refused.err
+    for _ in range(2):  # killed, and the same line again
+        process = launch(after, path, AFTER, "--resume=auto", "--new-data")
+        at = last(path)
+        wait_until(lambda at=at: last(path) >= max(at + 5, 60), process)
+        killed(process)
+    process = launch(after, path, AFTER, "--resume=auto", "--new-data")
+    wait_until(lambda: last(path) >= 150, process)
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process, 90)
+    assert ended.code == 0, ended
+    lives = all_lives(folder.history)
+    first = lives[1]["first"]
+    assert first == 50
+    assert [life["segment"]["first"] for life in lives] == [0, *[first] * (len(lives) - 1)]
+    assert [life["samples"] for life in lives] == [BEFORE, *[AFTER] * (len(lives) - 1)]
+
+    # Every sample as often as epochs were begun and ended: chunk by chunk, since a chunk has the end of one and the
+    # beginning of the next.
+    loaders: dict = {}
+    ids = Counter(int(k) for step in range(first) for k in replayed(folder, step, loaders).plan.samples())
+    assert max(ids.values()) == 1
+    assert 0 < sum(ids.values()) < BEFORE
+    left = AFTER - sum(ids.values())
+    step, drawn = first, 0
+    while drawn < left:
+        samples = replayed(folder, step, loaders).plan.samples().tolist()
+        ids.update(samples)
+        step, drawn = step + 1, drawn + len(samples)
+    grouper = loaders[life_of(folder.history, step, folder.due).first].planner.grouper
+    while grouper.used(step)[0] == grouper.used(step - 1)[0]:  # to the end of the chunk
+        ids.update(replayed(folder, step, loaders).plan.samples().tolist())
+        step += 1
+    usable = set(range(AFTER)) - set(grouper.oversize.tolist())
+    assert set(ids) == usable
+    assert max(ids.values()) <= 2
+    assert step < last(path)  # all this was trained on
+
+    # What is made again is what was trained on, by whatever number of processes.
+    logged = {r["step"]: r["batch"] for r in records(path)}
+    assert sorted(logged) == list(range(1, last(path) + 1))
+    for number in random.Random(0).sample(sorted(logged), 50):
+        assert replayed(folder, number - 1, loaders).content == logged[number]
+
+
+def test_another_batch_is_gone_on_with_where_it_is_named(tmp_path_factory, capsys):
+    path = runs_of(tmp_path_factory) / "another-batch"
+    words = (TINY_MEDIA, f"run={path}", "training.evaluate_every=0", "schedule.warmup=2")
+    assert run(capsys, train.main, *words, "training.steps=10").code == 0
+    more = ("training.steps=14", "batch.size.count=12", "optimizer.learning_rate=1e-4", "--resume")
+    ended = run(capsys, train.main, *words, *more, "--change", "batch.size", "--change", "optimizer.learning_rate")
+    assert ended.code == 0, ended.err
+    for line in ("training.steps: 10 -> 14", "batch.size.count: 8 -> 12", "optimizer.learning_rate: 0.001 -> 0.0001"):
+        assert f"changed {line}\n" in ended.out
+    assert sorted(losses(path)) == list(range(1, 15))
+    assert [life["segment"]["first"] for life in all_lives(path / "history.jsonl")] == [0, 10]
+
+
+def test_a_step_is_shown_with_its_samples_texts_items_and_hash(tmp_path_factory, capsys, tmp_path):
+    path = runs_of(tmp_path_factory) / "shown"
+    words = (TINY_MEDIA, f"run={path}", "training.evaluate_every=0", "training.steps=3", "schedule.warmup=1")
+    assert run(capsys, train.main, *words).code == 0
+    ended = run(capsys, inspect.main, path, "--step", 2, "--out", tmp_path / "out")
+    assert ended.code == 0, ended.err
+    logged = {r["step"]: r for r in records(path)}[2]
+    assert f"batch {logged['batch']}, as it was logged; loss {logged['loss']}" in ended.out
+    assert "[[" in ended.out  # what is trained on
+    told = json.loads(run(capsys, inspect.main, path, "--step", 2, "--json").out)
+    assert told["batch"] == told["logged"] == logged["batch"]
+    assert len(told["samples"]) == logged["samples"]
+    samples = [s for row in told["rows"] for s in row["samples"]]
+    assert sorted(s["sample"] for s in samples) == sorted(told["samples"])
+    items = [item for s in samples for item in s["items"]]
+    assert {item["encoder"] for item in items} == {"vision", "audio"}
+    written = {p.suffix for p in (tmp_path / "out").iterdir()}
+    assert written == {".png", ".wav"}
+    alone = json.loads(run(capsys, inspect.main, path, "--step", 2, "--rank", 1, "--json").out)["rows"]
+    assert alone == [row for row in told["rows"] if row["rank"] == 1]
+    for word, error in ((["--step", 0], "counted from 1"), (["--step", 2, "--rank", 8], "had 8 ranks; give 0 to 7")):
+        refused = run(capsys, inspect.main, path, *word)
+        assert refused.code == 2
+        assert error in refused.err
+
+
+def test_a_step_whose_data_has_changed_since_is_refused(tmp_path_factory, capsys):
+    path = runs_of(tmp_path_factory) / "shown"
+    if not path.exists():
+        pytest.skip("its run was not made")
+    kept = (path / "tiny.py").read_text() if (path / "tiny.py").exists() else (path / "config.py").read_text()
+    name = "tiny.py" if (path / "tiny.py").exists() else "config.py"
+    (path / name).write_text(kept.replace("seed=2", "seed=3"))
+    try:
+        refused = run(capsys, inspect.main, path, "--step", 2)
+    finally:
+        (path / name).write_text(kept)
+    assert refused.code == 2
+    assert "the data has changed since" in refused.err
