@@ -41,10 +41,16 @@ from mmjax.training.programs import ProgramCounter, keep_programs
 from mmjax.training.run_folder import Mode, RunFolder, claim, run_folder
 from mmjax.training.session import Session
 from mmjax.training.step import Executor
+from mmjax.training.watchdog import Watchdog
 
 
 def open_session(
-    config: Config, folder: RunFolder, resumed: bool, devices: Sequence[jax.Device], profile: bool = False
+    config: Config,
+    folder: RunFolder,
+    resumed: bool,
+    devices: Sequence[jax.Device],
+    profile: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> Session:
     """Everything a run needs, in a folder that it has claimed."""
     mesh = make_mesh(config.mesh, devices)
@@ -76,10 +82,11 @@ def open_session(
     executor = Executor(model, optimizer, mesh, rules, len(sources), config.mesh.exchange, fitted.loss_chunks)
     checkpoints = Checkpoints(folder.checkpoints, executor, config.training.keep)
     questions = question_sources(config, ("validation", "test"), folder.path)
-    evaluator = Evaluator(model, mesh, rules, questions, config, topology)
+    watchdog = watchdog or Watchdog(config.training.watch, folder.stacks)
+    evaluator = Evaluator(model, mesh, rules, questions, config, topology, watchdog.beat)
     peak = peak_of(devices, config.training.precision)
     left_out = LeftOut(quarantine, index.name)
-    parts = mesh, executor, loader, left_out, checkpoints, evaluator, programs, peak, fitted
+    parts = mesh, executor, loader, left_out, checkpoints, evaluator, programs, peak, fitted, watchdog
     return Session(config, folder, resumed, *parts)
 
 
@@ -107,6 +114,7 @@ def train(
     mode: Mode = "new",
     devices: Sequence[jax.Device] | None = None,
     profile: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> Session:
     """Train as the config says.
 
@@ -115,7 +123,7 @@ def train(
     """
     devices = choose_devices(config.device) if devices is None else devices
     with claim_together(config, source, mode) as (folder, resumed):
-        session = open_session(config, folder, resumed, devices, profile)
+        session = open_session(config, folder, resumed, devices, profile, watchdog)
         state, first = session.start()
     with closing(session):
         if session.complete(first):
@@ -202,8 +210,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not processes.leads():
         mute()
     use_most_memory()
-    with processes.joined():
-        train(config, path, "overwrite" if args.overwrite else args.resume or "new", profile=args.profile)
+    mode: Mode = "overwrite" if args.overwrite else args.resume or "new"
+    with Watchdog(config.training.watch, run_folder(config).stacks) as watchdog, processes.joined():
+        train(config, path, mode, profile=args.profile, watchdog=watchdog)
 
 
 if __name__ == "__main__":

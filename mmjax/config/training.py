@@ -68,6 +68,15 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class WatchConfig:
+    """When a process that does not get on counts as stuck: it writes where it stands, and ends with exit code 3."""
+
+    seconds: float = 300.0  # that any step may take; 0 = no step is ever too long
+    times: float = 20.0  # as many times the median of the last steps it may take, where that is more
+    others: float = 3600.0  # seconds that opening, compiling, evaluating or saving may stand still; 0 = for ever
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """How long to train, in what precision, and how often to look and to save."""
 
@@ -79,3 +88,4 @@ class TrainingConfig:
     evaluate_samples: int = 64  # of the validation split, while training
     checkpoint_every: int = 0  # steps; 0 = only at the end
     keep: int = 2  # checkpoints
+    watch: WatchConfig = field(default_factory=WatchConfig)

@@ -98,6 +98,11 @@ class RunFolder:
             return None
 
     @property
+    def stacks(self) -> Path:
+        """Where each process stood when the run was found stuck."""
+        return self.path / "stacks"
+
+    @property
     def replaced(self) -> Path:
         """Where the run before this one stays until this one has started."""
         return self.path.with_name(f".{self.path.name}.replaced")
@@ -210,7 +215,7 @@ def _write_or_user_error(folder: RunFolder, write: Callable[[], None]) -> None:
 MAY_CHANGE = (
     "name", "run", "device", "mesh.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch",
     "training.steps", "training.clip", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
-    "training.keep",
+    "training.keep", "training.watch.",
     "optimizer.learning_rate", "optimizer.adam_learning_rate", "optimizer.weight_decay", "optimizer.modules.",
     "schedule.",
     "model.llm.remat", "model.llm.attention",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Generator, Iterator
@@ -36,6 +37,7 @@ from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
 from mmjax.training.step import Accumulated, Executor, StepReport
+from mmjax.training.watchdog import Watchdog
 
 Params = dict[str, Any]
 
@@ -74,6 +76,7 @@ class Session:
     programs: ProgramCounter
     peak: float  # FLOP/s of all devices together
     fitted: Fit
+    watchdog: Watchdog
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
@@ -167,6 +170,7 @@ class Session:
 
     def compile(self, state: TrainState, first: int) -> Accumulated:
         """Say what will run, then compile every program ahead: gradients of each shape, update, saving, answering."""
+        self.watchdog.at("compiling", first)
         example = self.loader(first)
         announce.what_will_run(self.config, self.executor.model, self.mesh, self.loader, example)
         say(*announce.how_it_fits(self.fitted))
@@ -194,15 +198,17 @@ class Session:
         """The steps' batches, on the devices; workers begin to load them at once."""
         data = self.config.data
         self._batches = steps(self.loader, first, self.config.training.steps, data.workers, data.prefetch)
-        return self._arrive()
+        return self._arrive(first)
 
-    def _arrive(self) -> Iterator[Ready]:
-        while True:
+    def _arrive(self, first: int) -> Iterator[Ready]:
+        for step in itertools.count(first):
+            self.watchdog.at("waiting for data", step)
             began = time.monotonic()
             loaded = next(self._batches, None)
             if loaded is None:
                 return
             waited = time.monotonic() - began
+            self.watchdog.at("running", step)
             yield Ready(tuple(self.executor.put(b) for b in loaded.microbatches), loaded, waited)
 
     def ran(self, step: int, ready: Ready, report: StepReport, progress: ProgressLine) -> None:
@@ -298,6 +304,7 @@ class Session:
 
     def evaluate(self, done: int, state: TrainState) -> None:
         """Ask some validation questions, write the scores down and show one answer."""
+        self.watchdog.at("evaluating")
         answered = self.evaluator.ask_all(all_parameters(state), "validation", self.config.training.evaluate_samples)
         self.left_out.say_questions(self.evaluator.left_out)
         if answered:
@@ -309,6 +316,7 @@ class Session:
     def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
         """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
         self.settle(progress)
+        self.watchdog.at("saving")
         self.checkpoints.save(state, to_json(self.config), self.data_state(done))
 
     # ------------------------------------------------------------------------------------------------- after the loop
@@ -316,8 +324,10 @@ class Session:
     def finish(self, first: int, state: TrainState) -> None:
         """Save, evaluate on the test split, and say where everything is and what to try next."""
         steps_done = self.config.training.steps
+        self.watchdog.at("saving", steps_done - 1)
         if first < steps_done:
             self.checkpoints.save(state, to_json(self.config), self.data_state(steps_done))
+        self.watchdog.at("evaluating")
         scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
         self.left_out.say_questions(self.evaluator.left_out)
         if scores:
@@ -325,6 +335,7 @@ class Session:
                 self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")
             self._write(steps_done, {f"test/{k}": v for k, v in scores.items()})
             say(*announce.score_table(scores))
+        self.watchdog.at("saving")
         self.checkpoints.close()
         total = sum(t for t, _ in self._times) or 1.0
         waited = sum(w for _, w in self._times)
@@ -338,6 +349,7 @@ class Session:
 
     def close(self) -> None:
         """Let the workers go, finish the checkpoint that is being written, and close the log; also in mid-run."""
+        self.watchdog.at("closing")
         if isinstance(self._batches, Generator):
             self._batches.close()
         self.checkpoints.close()
