@@ -24,6 +24,7 @@ T = TypeVar("T")
 HEARTBEAT_SECONDS = 24  # of JAX itself: a process without a sign of life for so long counts as gone
 # JAX aborts a process, without a name, that has waited half of that for process 0: it has to be said before.
 _MUTE_SECONDS = 10
+_DOUBT_SECONDS = 1.5  # without an answer, after which it is tried whether process 0 is still there
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 5.0  # for an answer that process 0 gives at once, if it gives any
 _BEATS_SECONDS = 4.0  # in which a process that runs gives at least one sign of life, also on a busy machine
@@ -63,12 +64,15 @@ class Stuck(NamedTuple):
 class Lookout:
     """The threads of one process that tell the others where it is, and look for those that are gone or stuck."""
 
-    def __init__(self, client: Any, index: int, count: int) -> None:
+    def __init__(self, client: Any, address: str, index: int, count: int) -> None:
+        """address: of process 0, host:port."""
         now = time.monotonic()
         self.place = Place(-1, "starting", now, now)  # whoever knows better sets it
         self.stuck: Stuck | None = None
         self.index, self.count = index, count
         self._client = client
+        host, _, port = address.rpartition(":")
+        self._address = host.strip("[]"), int(port)
         self._finished = threading.Event()
         self._unanswered = 0  # looks since process 0 has answered
         self._threads = [
@@ -175,6 +179,8 @@ class Lookout:
             if self._unanswered * _LOOK_SECONDS > _MUTE_SECONDS:
                 claim_the_end()
                 self._end(f"process 0 of this run's {self.count}, which coordinates them, does not answer")
+            if self._unanswered * _LOOK_SECONDS > _DOUBT_SECONDS and _refused(*self._address):
+                return self._end_without_first()
 
     def _end_without_first(self) -> None:
         if not self._finished.is_set():
@@ -190,17 +196,29 @@ class Lookout:
 
     def _end(self, why: str) -> None:
         """Say why and end at once: an orderly end would wait for processes that are not there."""
-        line = f"error: {why}; process {self.index} ends too. What is missing may have said why; go on with --resume\n"
+        line = f"error: {why}; process {self.index} ends too. Its own last lines may say why; go on with --resume\n"
         os.write(2, line.encode())
         within(1, sys.stdout.flush)
         os._exit(1)
 
 
+def _refused(host: str, port: int) -> bool:
+    """Whether nobody listens there any more. A process that was stopped still seems to listen."""
+    try:
+        socket.create_connection((host, port), _LOOK_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _delay_abort() -> None:
     """Have an abort wait, so that a thread here can say who is gone: JAX aborts at once when it loses process 0.
 
-    A handler in Python would not run. The C library's `sleep` does, is safe there, and takes the signal's number for
-    seconds: six. Then the abort goes on.
+    It does so in the thread that hands out the service's answers: none comes meanwhile. A handler in
+    Python would not run. The C library's `sleep` does, is safe there, and takes the signal's number for seconds: six.
+    Then the abort goes on.
     """
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]

@@ -64,7 +64,7 @@ def joined() -> Iterator[None]:
         return
     global _lookout
     _meet()
-    _lookout = Lookout(distributed.global_state.client, index(), count())
+    _lookout = Lookout(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
     _lookout.start()
     try:
         yield
