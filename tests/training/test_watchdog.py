@@ -62,21 +62,21 @@ def test_slow_steps_have_as_many_times_their_median_and_what_is_no_step_its_own_
         """
         for step in range(3):
             watchdog.at("waiting for data", step)
-            time.sleep(1)
+            time.sleep(0.7)
             watchdog.at("running", step)
         watchdog.at("waiting for data", 3)
-        time.sleep(6)  # more than three seconds, less than 10 x 1
+        time.sleep(4)  # more than two seconds, less than 10 x 0.7
         watchdog.at("saving")
-        time.sleep(5)
+        time.sleep(3)
         watchdog.at("evaluating")
         for _ in range(2):
-            time.sleep(5)
+            time.sleep(3)
             watchdog.beat()
         """,
         tmp_path,
-        seconds=3,
+        seconds=2,
         times=10,
-        others=7,
+        others=5,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
