@@ -20,7 +20,7 @@ WORDS = ("training.steps=100000", "training.evaluate_every=0", "training.checkpo
 SOON = ("training.watch.seconds=8", "training.watch.times=3")
 LIMIT = 8 + 60
 
-BLOCKED = """
+BLOCKED = '''
 import multiprocessing
 import os
 import time
@@ -33,11 +33,14 @@ tiny = sibling(__file__, "tiny")
 
 
 class Blocked(tiny.Few):
+    """Waits at the thirtieth sample that a worker of the last process reads."""
+
     wait = read = 0
 
     def sample(self, index):
         self.read += 1
-        if self.read == 30 and os.environ.get("MMJAX_PROCESS", "1") == "1" and multiprocessing.parent_process():
+        last = int(os.environ["MMJAX_PROCESS"]) + 1 == int(os.environ["MMJAX_PROCESSES"])
+        if self.read == 30 and last and multiprocessing.parent_process():
             self.wait_for_the_disk()
         return super().sample(index)
 
@@ -56,7 +59,7 @@ def config():
     base = tiny.config()
     source = FunctionSource("config:blocked", {"wait": 100_000})
     return replace(base, name="blocked", data=replace(base.data, sources={"few": source}, workers=1))
-"""
+'''
 
 
 @pytest.fixture(scope="module")
