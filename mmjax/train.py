@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,23 +40,28 @@ from mmjax.training.session import Session
 from mmjax.training.signals import Asked, heed
 from mmjax.training.state import TrainState
 from mmjax.training.step import Executor
+from mmjax.training.watchdog import Watchdog
 
 
-def open_session(
-    config: Config,
-    folder: RunFolder,
-    step: int,
-    permitted: Permitted,
-    devices: Sequence[jax.Device],
-    profile: bool = False,
-) -> Session:
+@dataclass(frozen=True)
+class Start:
+    """How a run is started, or gone on with."""
+
+    devices: Sequence[jax.Device]
+    watchdog: Watchdog
+    asked: Asked
+    permitted: Permitted = NOTHING
+    profile: bool = False
+
+
+def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> Session:
     """Everything a run needs to go on from `step`, in a folder that it has claimed."""
-    mesh = make_mesh(config.mesh, devices)
+    profile, mesh = start.profile, make_mesh(config.mesh, start.devices)
     check_heads(mesh.shape, config.mesh, config.model)
     keep_programs(folder.programs)
     programs = ProgramCounter()
 
-    data = open_data(config, folder, step, permitted, mesh)
+    data = open_data(config, folder, step, start.permitted, mesh)
     before = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if step and not profile else None
     fitted = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, before and Decision.of(before))
     functions = callbacks_of(config.model, folder.path)
@@ -66,21 +72,15 @@ def open_session(
     retention = Retention(config.training.keep, config.training.keep_every)
     checkpoints = Checkpoints(folder.checkpoints, executor, retention)
     questions = question_sources(config, ("validation", "test"), folder.path)
-    evaluator = Evaluator(model, mesh, rules, questions, config, topology_of(mesh, config.mesh))
-    peak = peak_of(devices, config.training.precision)
+    topology = topology_of(mesh, config.mesh)
+    evaluator = Evaluator(model, mesh, rules, questions, config, topology, start.watchdog.beat)
+    peak = peak_of(start.devices, config.training.precision)
     left_out = LeftOut(data.quarantine, data.index.name)
     parts = mesh, executor, data.loader, left_out, checkpoints, evaluator, programs, peak, fitted
-    return Session(config, folder, data.life, *parts)
+    return Session(config, folder, data.life, *parts, start.asked, start.watchdog)
 
 
-def begin(
-    config: Config,
-    folder: RunFolder,
-    resumed: bool,
-    permitted: Permitted,
-    devices: Sequence[jax.Device],
-    profile: bool = False,
-) -> tuple[Session, TrainState]:
+def begin(config: Config, folder: RunFolder, resumed: bool, start: Start) -> tuple[Session, TrainState]:
     """A session, and the state that it begins with: of the newest checkpoint that can be read, where it goes on.
 
     Those that cannot are set aside. Raises UserError where there are some, and none can be read.
@@ -88,7 +88,7 @@ def begin(
     torn: list[tuple[int, TornCheckpoint]] = []
     saved = processes.led(lambda: steps_in(folder.checkpoints)) if resumed else []
     for step in reversed(saved or [0]):
-        session = open_session(config, folder, step, permitted, devices, profile)
+        session = open_session(config, folder, step, start)
         try:
             state = session.start()
         except TornCheckpoint as error:
@@ -110,22 +110,25 @@ def train(
     profile: bool = False,
     permitted: Permitted = NOTHING,
     asked: Asked | None = None,
+    watchdog: Watchdog | None = None,
 ) -> Session:
     """Train as the config says.
 
     `source` is the config's file, of which the run keeps a copy; `devices` are by default all of the kind that the
     config names. profile: time layers on them before `remat=auto` is decided. permitted: what may differ from the run
-    that is gone on with. asked: by signals, to stop in mid-run for instance.
+    that is gone on with. asked: by signals, to stop in mid-run for instance. watchdog: looks after this process.
     """
-    devices, asked = choose_devices(config.device) if devices is None else devices, asked or Asked()
+    devices = choose_devices(config.device) if devices is None else devices
+    watchdog = watchdog or Watchdog(config.training.watch, run_folder(config).stacks)
+    start = Start(devices, watchdog, asked or Asked(), permitted, profile)
     with locked_together(run_folder(config).path):
         with claim_together(config, source, mode, permitted) as (folder, resumed):
-            session, state = begin(config, folder, resumed, permitted, devices, profile)
+            session, state = begin(config, folder, resumed, start)
         first = session.life.first
         with closing(session):
             if session.complete(first):
                 return session
-            batches = session.batches(first, asked)
+            batches = session.batches(first)
             accumulated = session.compile(state, first)
             with ProgressLine(first, config.training.steps) as progress, kept_interrupts() as check_interrupts:
                 for step, ready in enumerate(batches, start=first):
@@ -219,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if permitted != NOTHING and not args.resume:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
     mode, asked = "overwrite" if args.overwrite else args.resume or "new", heed()
-    with processes.joined():
-        train(config, path, mode, profile=args.profile, permitted=permitted, asked=asked)
+    with Watchdog(config.training.watch, run_folder(config).stacks) as watchdog, processes.joined():
+        train(config, path, mode, profile=args.profile, permitted=permitted, asked=asked, watchdog=watchdog)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ from compilation import quickly
 from mmjax import train
 from mmjax.config_files import default_config, describe, load
 from mmjax.training.checkpoint import newest, restore_parameters
-from mmjax.training.run_folder import NOTHING, RunFolder, claim
+from mmjax.training.run_folder import RunFolder, claim
+from mmjax.training.signals import Asked
 from mmjax.training.state import all_parameters, parameter_shardings
+from mmjax.training.watchdog import Watchdog
 
 STEPS = 6
 
@@ -254,7 +256,8 @@ def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
     words = (f"run={source.with_name('begun')}", f"init_from={source.name}", "optimizer=muon", *MEDIA_WORDS)
     config = load(TINY_MEDIA, words)
     with claim(config, Path(TINY_MEDIA), "new") as (folder, _):
-        session = train.open_session(config, folder, 0, NOTHING, jax.devices())
+        watchdog = Watchdog(config.training.watch, folder.stacks)
+        session = train.open_session(config, folder, 0, train.Start(jax.devices(), watchdog, Asked()))
         state = session.start()
         session.close()
     assert session.life.first == int(state.step) == 0

@@ -71,7 +71,7 @@ from mmjax.config.model import (
     VisionConfig,
     YarnRope,
 )
-from mmjax.config.training import AdamW, Exchange, MeshConfig, Muon, Rates, Schedule, TrainingConfig
+from mmjax.config.training import AdamW, Exchange, MeshConfig, Muon, Rates, Schedule, TrainingConfig, WatchConfig
 
 __all__ = [
     "Activation",
@@ -138,6 +138,7 @@ __all__ = [
     "TowerRemat",
     "TrainingConfig",
     "VisionConfig",
+    "WatchConfig",
     "WhisperMel",
     "YarnRope",
 ]

@@ -68,6 +68,15 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class WatchConfig:
+    """When a process that does not get on counts as stuck: it writes where it stands, and ends with exit code 3."""
+
+    seconds: float = 300.0  # that any step may take; 0 = no step is ever too long
+    times: float = 20.0  # as many times the median of the last steps it may take, where that is more
+    others: float = 3600.0  # seconds that opening, compiling, evaluating or saving may stand still; 0 = for ever
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """How long to train, in what precision, and how often to look and to save."""
 
@@ -83,3 +92,4 @@ class TrainingConfig:
     bad_numbers: Literal["stop", "skip"] = "stop"  # what a step does whose loss or gradient is NaN or Inf
     spike: float = 10.0  # a gradient norm of so many times the usual is told, with the worst samples; 0 = never
     wandb: str = ""  # a project of Weights & Biases to send the metrics to; needs the extra `wandb`
+    watch: WatchConfig = field(default_factory=WatchConfig)

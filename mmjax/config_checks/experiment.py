@@ -61,6 +61,7 @@ def _check_training(config: Config) -> None:
     at_least(1, "training", training, ("steps", "evaluate_samples", "keep"))
     at_least(0, "training", training, ("loss_chunks", "evaluate_every", "checkpoint_every", "keep_every", "spike"))
     above_zero("training", training, ("clip",))
+    at_least(0, "training.watch", training.watch, ("seconds", "times", "others"))
     at_least(0, "schedule", schedule, ("warmup", "final"))
     check(schedule.final <= 1, f"schedule.final={schedule.final}: it is a part of the peak; choose 0 to 1")
     check(

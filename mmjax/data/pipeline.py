@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import json
@@ -12,9 +13,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,9 +240,33 @@ class _InWorker:
             raise LoadingFailed(f"step {step} could not be loaded:\n{traceback.format_exc()}") from None
 
 
+# A terminal and a cluster send these to every process; workers leave it to their parent to heed them.
+_FOR_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_SHOW_STACKS = signal.SIGQUIT
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """No signal that workers do not end by reaches those that are started here before they are ready for it.
+
+    They inherit what this thread holds back, also where a thread that is started here starts them later.
+    """
+    held = {*_FOR_PARENTS, _SHOW_STACKS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        resource_tracker.ensure_running()  # which lets some of them through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(worker: int, workers: int) -> None:
-    """Ctrl-C reaches every process of a terminal, and a killed one tells nobody: workers end when their parent does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Workers end when their parent does, also when that was killed; SIGQUIT has them write where they stand."""
+    for of_parent in _FOR_PARENTS:
+        signal.signal(of_parent, signal.SIG_IGN)
+    faulthandler.register(_SHOW_STACKS)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -276,9 +302,10 @@ def _start_workers(loader: StepLoader, first: int, last: int, workers: int, pref
     dataset = grain.MapDataset.range(first, last).map(_InWorker(loader))
     iterable = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
-    iterator = iter(iterable.mp_prefetch(options, worker_init_fn=_start_worker))
-    iterator.get_state()  # makes what start_prefetch starts: otherwise each worker waits for the one before it
-    iterator.start_prefetch()
+    with _signals_held_back():
+        iterator = iter(iterable.mp_prefetch(options, worker_init_fn=_start_worker))
+        iterator.get_state()  # makes what start_prefetch starts: otherwise each worker waits for the one before it
+        iterator.start_prefetch()
     return iterator
 
 

@@ -12,11 +12,10 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -24,12 +23,13 @@ import jax
 from jax._src import distributed  # the service's client has no public name
 
 from mmjax.errors import UserError
+from mmjax.parallel.lookout import HEARTBEAT_SECONDS, Lookout
 
 _START_SECONDS = 300  # until all processes are there
-_HEARTBEAT_SECONDS = 15  # without a sign of life, after which a process counts as gone
-_LOOK_SECONDS = 1.0
+_PART_SECONDS = 1.0  # for the others to end when they have said goodbye
 _TELL_SECONDS = 3600  # the longest that process 0 may take for what others wait for: indexing a large dataset
 
+_lookout: Lookout | None = None
 _told = 0  # how many things process 0 has told so far; the same number on every process
 
 
@@ -48,6 +48,11 @@ def leads() -> bool:
     return index() == 0
 
 
+def lookout() -> Lookout | None:
+    """What this process knows of the others while it is one of several."""
+    return _lookout
+
+
 @contextmanager
 def joined() -> Iterator[None]:
     """Run the body as one process of those that the environment names; leave together.
@@ -58,26 +63,29 @@ def joined() -> Iterator[None]:
     if count() == 1:
         yield
         return
+    global _lookout
     _meet()
-    finished = threading.Event()
-    threading.Thread(target=_watch, args=(finished,), daemon=True).start()
+    _lookout = Lookout(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
+    _lookout.start()
     try:
         yield
         wait_for_all("end")
     except UserError as error:
         if leads() or not error.everywhere:
             print(f"error: process {index()}: {error}", file=sys.stderr, flush=True)
+        if error.everywhere:
+            _lookout.await_leavers(range(count()))
         _leave(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         _leave(130)
     except BaseException:
-        # A collective that fails is mostly another process that is gone: the watch then says which, and ends this one.
-        time.sleep(2 * _HEARTBEAT_SECONDS)
+        # A collective that fails is mostly another process that is gone: the lookout says which, and ends this one.
+        time.sleep(HEARTBEAT_SECONDS + 6)
         print(f"process {index()} of {count()}:", file=sys.stderr)
         traceback.print_exc()
         _leave(1)
-    finished.set()
+    _lookout.finish()
     _part()
 
 
@@ -125,7 +133,7 @@ def tell(key: str, text: str) -> None:
 
 def told(key: str) -> str:
     """The text that some process has left there with `tell`."""
-    return distributed.global_state.client.blocking_key_value_get(f"mmjax/{key}", _HEARTBEAT_SECONDS * 1000)
+    return distributed.global_state.client.blocking_key_value_get(f"mmjax/{key}", HEARTBEAT_SECONDS * 1000)
 
 
 def wait_for_all(where: str) -> None:
@@ -161,7 +169,7 @@ def _meet() -> None:
             index(),
             cluster_detection_method="deactivate",  # it would give each process one GPU
             initialization_timeout=_START_SECONDS,
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except Exception as error:
         reason = str(error).splitlines()[0][:200]
@@ -176,48 +184,8 @@ def _part() -> None:
         _leave(0)
     for other in range(1, count()):
         client.blocking_key_value_get(f"mmjax/left/{other}", _TELL_SECONDS * 1000)
-    time.sleep(_LOOK_SECONDS)
+    time.sleep(_PART_SECONDS)
     jax.distributed.shutdown()
-
-
-def _watch(finished: threading.Event) -> None:
-    """End this process when another one is gone. Asking who is alive takes all processes that are."""
-    everyone = list(range(count()))
-    while not finished.wait(_LOOK_SECONDS):
-        try:
-            alive = distributed.global_state.client.get_live_nodes(everyone)
-        except Exception:
-            if not finished.is_set():
-                _end_without("process 0, which coordinates the others,")
-            return
-        if gone := sorted(set(everyone) - set(alive)):
-            if not finished.is_set():
-                _await_leavers(set(alive))
-                _end_without(f"process {gone[0]}" if len(gone) == 1 else f"processes {', '.join(map(str, gone))}")
-            return
-
-
-def _await_leavers(alive: set[int]) -> None:
-    """Process 0 leaves last here too: who asks it meanwhile would take it for the one that is gone."""
-    client = distributed.global_state.client
-    with suppress(Exception):  # another may end now, for any reason
-        if not leads():
-            client.key_value_set(f"mmjax/leaving/{index()}", "")
-            return
-        deadline = time.monotonic() + _HEARTBEAT_SECONDS
-        for other in sorted(alive - {0}):
-            left = max(1, round(1000 * (deadline - time.monotonic())))
-            client.blocking_key_value_get(f"mmjax/leaving/{other}", left)
-
-
-def _end_without(who: str) -> None:
-    print(
-        f"error: {who} of this run's {count()} ended or cannot be reached; process {index()} ends too. Its own last "
-        "lines say why; go on with --resume",
-        file=sys.stderr,
-        flush=True,
-    )
-    _leave(1)
 
 
 def _leave(code: int) -> None:

@@ -55,7 +55,10 @@ class Evaluator:
         sources: Mapping[str, QuestionSource],
         config: Config,
         topology: Topology,
+        gets_on: Callable[[], None] = lambda: None,
     ) -> None:
+        """gets_on: called after every batch of answers."""
+        self._gets_on = gets_on
         self.sources = dict(sources)
         self._loader = PromptLoader(sources, config, topology) if sources else None
         self._mesh, self._rules = mesh, rules
@@ -84,6 +87,7 @@ class Evaluator:
         for lies, batch in self._loader.batches(source, samples):
             tokens = self._answers(params, put_rows(batch, self._mesh, self._rules))
             said |= read_answers(np.asarray(tokens), batch, lies, self.sources[source])
+            self._gets_on()
         questions = {i: self.sources[source].question(i) for i in samples if i in said}
         return [
             Answered(q.family, q.task, readable(q.prompt, self.sources[source]), q.answer, said[i], q.needs)

@@ -136,6 +136,11 @@ class RunFolder:
             return None
 
     @property
+    def stacks(self) -> Path:
+        """Where each process stood when the run was found stuck."""
+        return self.path / "stacks"
+
+    @property
     def replaced(self) -> Path:
         """Where the run before this one stays until this one has started."""
         return self.path.with_name(f".{self.path.name}.replaced")
@@ -251,7 +256,7 @@ MAY_CHANGE = (
     "name", "run", "device", "mesh.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch", "data.cache",
     "data.on_bad_sample", "data.max_bad_share",
     "training.steps", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every", "training.keep",
-    "training.bad_numbers", "training.spike", "training.wandb",
+    "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
     "model.llm.remat", "model.llm.attention",
 )  # fmt: skip
 

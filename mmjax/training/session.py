@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import deque
@@ -46,6 +47,7 @@ from mmjax.training.signals import Asked
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
 from mmjax.training.step import Accumulated, Executor, Said, StepReport
 from mmjax.training.tracing import Tracer
+from mmjax.training.watchdog import Watchdog
 
 Params = dict[str, Any]
 
@@ -102,10 +104,11 @@ class Session:
     programs: ProgramCounter
     peak: float  # FLOP/s of all devices together
     fitted: Fit
+    asked: Asked
+    watchdog: Watchdog
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self._asked = Asked()
         self.stopping = False  # some process was asked to, and all know it
         self.tracer = Tracer(self.folder.traces)
         self._bad_numbers = BadNumbers(self.config.training, self.loader.index.name)
@@ -204,6 +207,7 @@ class Session:
 
     def compile(self, state: TrainState, first: int) -> Accumulated:
         """Say what will run, then compile every program ahead: gradients of each shape, update, saving, answering."""
+        self.watchdog.at("compiling", first)
         example = self.loader(first)
         announce.what_will_run(self.config, self.executor.model, self.mesh, self.loader, example)
         say(*announce.how_it_fits(self.fitted))
@@ -227,24 +231,23 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ inside the loop
 
-    def batches(self, first: int, asked: Asked) -> Iterator[Ready]:
-        """The steps' batches, on the devices; workers begin to load them at once, and the run's history has this life.
-
-        asked: of this process.
-        """
+    def batches(self, first: int) -> Iterator[Ready]:
+        """The steps' batches, on the devices; workers begin to load them at once, and this life is written down."""
         if processes.leads():
             append_life(self.folder.history, self.life)
-        self._asked, data = asked, self.config.data
+        data = self.config.data
         self._batches = steps(self.loader, first, self.config.training.steps, data.workers, data.prefetch)
-        return self._arrive()
+        return self._arrive(first)
 
-    def _arrive(self) -> Iterator[Ready]:
-        while True:
+    def _arrive(self, first: int) -> Iterator[Ready]:
+        for step in itertools.count(first):
+            self.watchdog.at("waiting for data", step)
             began = time.monotonic()
             loaded = next(self._batches, None)
             if loaded is None:
                 return
             waited = time.monotonic() - began
+            self.watchdog.at("running", step)
             arrays = tuple(self.executor.put(b) for b in loaded.microbatches)
             yield Ready(arrays, loaded, waited, time.monotonic() - began)
 
@@ -252,14 +255,14 @@ class Session:
         """What this process tells the others with a step."""
         loaded = ready.loaded
         work = float(loaded.needed_flops)
-        return Said(int(loaded.digest), int(loaded.content), work, ready.busy, bool(self._asked.stop))
+        return Said(int(loaded.digest), int(loaded.content), work, ready.busy, bool(self.asked.stop))
 
     def ran(self, step: int, ready: Ready, report: StepReport, state: TrainState, progress: ProgressLine) -> None:
         """Note a step that was started and gave this state, and write down the one before, which is done by now."""
         self.settle(state, progress)
         self._running = Running(step, ready, report)
-        if self.tracer.before(step + 1, self._asked.trace):
-            self._asked.trace = False
+        if self.tracer.before(step + 1, self.asked.trace):
+            self.asked.trace = False
 
     def settle(self, state: TrainState, progress: ProgressLine) -> None:
         """Write down the step under way, waiting for it to end. Raises UserError where it is to be the last."""
@@ -371,6 +374,7 @@ class Session:
 
     def evaluate(self, done: int, state: TrainState) -> None:
         """Ask some validation questions, write the scores down and show one answer."""
+        self.watchdog.at("evaluating")
         answered = self.evaluator.ask_all(all_parameters(state), "validation", self.config.training.evaluate_samples)
         self.left_out.say_questions(self.evaluator.left_out)
         if answered:
@@ -382,6 +386,7 @@ class Session:
     def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
         """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
         self.settle(state, progress)
+        self.watchdog.at("saving")
         self.checkpoints.save(state, to_json(self.config), self.data_state(done))
 
     def stop(self, done: int, state: TrainState, progress: ProgressLine) -> None:
@@ -395,8 +400,10 @@ class Session:
     def finish(self, first: int, state: TrainState) -> None:
         """Save, evaluate on the test split, and say where everything is and what to try next."""
         steps_done = self.config.training.steps
+        self.watchdog.at("saving", steps_done - 1)
         if first < steps_done:
             self.checkpoints.save(state, to_json(self.config), self.data_state(steps_done))
+        self.watchdog.at("evaluating")
         scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
         self.left_out.say_questions(self.evaluator.left_out)
         if scores:
@@ -404,6 +411,7 @@ class Session:
                 self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")
             self._write(steps_done, {f"test/{k}": v for k, v in scores.items()})
             say(*announce.score_table(scores))
+        self.watchdog.at("saving")
         self._check_saved()
         total = self._times.total or 1.0
         say(
@@ -426,6 +434,7 @@ class Session:
 
     def close(self) -> None:
         """Let the workers go, finish the checkpoint that is being written, and close the log; also in mid-run."""
+        self.watchdog.at("closing")
         if isinstance(self._batches, Generator):
             self._batches.close()
         self.tracer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -315,6 +316,26 @@ def test_an_error_while_loading_is_raised_at_its_step(fault, workers, error, mes
     with pytest.raises(error) as raised:
         next(loaded)
     assert message.format(bad) in str(raised.value)
+    assert_no_workers_are_left()
+
+
+def test_signals_to_all_processes_leave_workers_alone_also_while_these_start(tmp_path, capfd):
+    loaded = steps(run_folder(tmp_path), 0, 40, workers=2, prefetch=1)
+    deadline = time.monotonic() + 60
+    while len(worker_processes()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    def to_all(*signals: signal.Signals) -> None:
+        for worker, sent in itertools.product(worker_processes(), signals):
+            os.kill(worker, sent)
+
+    everything = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT
+    to_all(*everything)
+    assert int(next(loaded).step) == 0
+    assert int(next(loaded).step) == 1
+    to_all(*everything)
+    assert [int(x.step) for x in loaded] == list(range(2, 40))
+    assert "most recent call first" in capfd.readouterr().err  # SIGQUIT shows where they stand
     assert_no_workers_are_left()
 
 

@@ -1,0 +1,179 @@
+"""Runs in which something stands still, as a user starts them: real processes, stopped, killed or blocked for ever."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from commands import TINY, Ended, finish, runs_of
+from test_processes import launch, process_of, steps_of, wait_until
+
+pytestmark = pytest.mark.slow
+
+WORDS = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=0")
+SOON = ("training.watch.seconds=8", "training.watch.times=3")
+LIMIT = 8 + 60
+
+BLOCKED = '''
+import multiprocessing
+import os
+import time
+from dataclasses import replace
+
+from mmjax.config import FunctionSource
+from mmjax.config_files import sibling
+
+tiny = sibling(__file__, "tiny")
+
+
+class Blocked(tiny.Few):
+    """Waits at the thirtieth sample that a worker of the last process reads."""
+
+    wait = read = 0
+
+    def sample(self, index):
+        self.read += 1
+        last = int(os.environ["MMJAX_PROCESS"]) + 1 == int(os.environ["MMJAX_PROCESSES"])
+        if self.read == 30 and last and multiprocessing.parent_process():
+            self.wait_for_the_disk()
+        return super().sample(index)
+
+    def wait_for_the_disk(self):
+        time.sleep(self.wait)
+
+
+def blocked(split, wait):
+    few = tiny.few(split, "text")
+    source = Blocked(few.source, split, 2)
+    source.wait = wait
+    return source
+
+
+def config():
+    base = tiny.config()
+    source = FunctionSource("config:blocked", {"wait": 100_000})
+    return replace(base, name="blocked", data=replace(base.data, sources={"few": source}, workers=1))
+'''
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return runs_of(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def blocked(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("blocked")
+    shutil.copy(TINY, folder)
+    (folder / "blocked.py").write_text(BLOCKED)
+    return str(folder / "blocked.py")
+
+
+def seconds_until_gone(run: Path, processes: Sequence[int]) -> float:
+    """Until these processes of the run have ended."""
+    began = time.monotonic()
+    left = [process_of(run, number) for number in processes]
+    wait_until(lambda: not any(Path(f"/proc/{p}/cmdline").exists() and _runs(p) for p in left))
+    return time.monotonic() - began
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def stop_one_of_four(run: Path, number: int, *words: str) -> tuple[float, Ended]:
+    """How long the others need to end after a process was stopped in mid-run, and how all have ended in the end."""
+    launched = launch(4, TINY, f"run={run}", *WORDS, *words, devices=1)
+    wait_until(lambda: len(steps_of(run)) > 10)
+    stopped = process_of(run, number)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        seconds = seconds_until_gone(run, [p for p in range(4) if p != number])
+        assert _runs(stopped)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    return seconds, finish(launched, 50)  # before the launcher would end it: it finds out by itself
+
+
+def stacks(run: Path) -> dict[str, str]:
+    return {p.name: p.read_text() for p in (run / "stacks").iterdir()}
+
+
+def test_one_process_of_four_that_is_stopped_is_named_by_the_others_which_leave_their_stacks(runs):
+    run = runs / "stopped"
+    seconds, ended = stop_one_of_four(run, 2, *SOON)
+    assert seconds < LIMIT
+    assert ended.code == 3
+    lines = [line for line in ended.err.splitlines() if line.startswith("error: step ")]
+    assert len(lines) == 3
+    assert len(set(lines)) == 1
+    assert "process 2 on " in lines[0]
+    assert "gives no sign of life, last seen " in lines[0]
+    assert {f"process-{p}.txt" for p in (0, 1, 3)} <= set(stacks(run))
+    for p in (0, 1, 3):
+        assert "most recent call first" in stacks(run)[f"process-{p}.txt"]
+
+
+def test_process_zero_of_four_that_is_stopped_is_named_by_the_others(runs):
+    run = runs / "stopped_first"
+    seconds, ended = stop_one_of_four(run, 0)
+    assert seconds < 60
+    assert ended.code == 1
+    for other in (1, 2, 3):
+        line = f"process 0 of this run's 4, which coordinates them, does not answer; process {other} ends too"
+        assert line in ended.err
+
+
+def test_process_zero_that_is_killed_is_named_by_the_others(runs):
+    run = runs / "killed_first"
+    launched = launch(2, TINY, f"run={run}", *WORDS, devices=1)
+    wait_until(lambda: len(steps_of(run)) > 10)
+    os.kill(process_of(run, 0), signal.SIGKILL)
+    ended = finish(launched, 50)
+    assert ended.code == 137
+    assert "process 0 of this run's 2, which coordinates them, ended or cannot be reached; process 1 ends" in ended.err
+
+
+def test_a_process_whose_data_never_comes_is_named_and_its_workers_say_where_they_wait(runs, blocked):
+    run = runs / "blocked"
+    launched = launch(2, blocked, f"run={run}", *WORDS, *SOON, devices=1)
+    wait_until(lambda: len(steps_of(run)) >= 6)
+    processes = [process_of(run, p) for p in range(2)]
+    workers = {int(child) for p in processes for child in children(p)}
+    began = time.monotonic()
+    ended = finish(launched, 180)
+    assert time.monotonic() - began < LIMIT + 20  # of steps before it
+    assert ended.code == 3
+    lines = [line for line in ended.err.splitlines() if line.startswith("error: step ")]
+    assert len(lines) == 2
+    assert len(set(lines)) == 1
+    assert "process 1 on " in lines[0]
+    assert "has not arrived, last seen waiting for data of step " in lines[0]
+    assert "process 0 on" not in lines[0]
+    assert "in wait_for_the_disk" in ended.err
+    assert set(stacks(run)) == {"process-0.txt", "process-1.txt"}
+    assert stacks(run)["process-1.txt"].startswith("process 1 of 2, waiting for data of step ")
+    assert not any(map(_runs, workers))
+
+
+def children(process: int) -> list[str]:
+    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True)
+    return found.stdout.split()
+
+
+def test_a_step_that_is_slow_within_the_limits_is_left_alone(runs, blocked):
+    run = runs / "slow"
+    words = ("training.steps=20", "data.sources.few.arguments.wait=6", "training.watch.seconds=60")
+    ended = finish(launch(1, blocked, f"run={run}", *WORDS[1:], *words, devices=1))
+    assert ended.code == 0, ended
+    assert max(record["seconds/step"] for record in steps_of(run).values()) > 5
+    assert not (run / "stacks").exists()
