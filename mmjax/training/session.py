@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,7 +15,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.config_files import to_json
 from mmjax.data.content import spelled
@@ -35,17 +33,17 @@ from mmjax.training.console import ProgressLine, say, size
 from mmjax.training.evaluation import Evaluator, exact_match
 from mmjax.training.kept_fit import asked_of, write_fit
 from mmjax.training.left_out import LeftOut
-from mmjax.training.metrics import balance_scalars, exchange_scalars
 from mmjax.training.metrics_log import MetricsLog, Value
 from mmjax.training.optimizer import Hyperparameters, hyperparameters
 from mmjax.training.pretrained import by_folder, load_pretrained
-from mmjax.training.profile import host_memory, memory_used, open_files
+from mmjax.training.profile import memory_used
 from mmjax.training.programs import ProgramCounter
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.run_history import Life, append_life
 from mmjax.training.signals import Asked
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
 from mmjax.training.step import Accumulated, Executor, Said, StepReport
+from mmjax.training.step_numbers import Ready, StepNumbers
 from mmjax.training.tracing import Tracer
 from mmjax.training.watchdog import Watchdog
 
@@ -54,38 +52,12 @@ Params = dict[str, Any]
 SETTLED = 5  # steps after which step times say something
 
 
-class Ready(NamedTuple):
-    """One step's batches on the devices, and what is known of them on the host."""
-
-    arrays: tuple[Microbatch, ...]
-    loaded: LoadedStep
-    waited: float  # seconds that the loop stood still for it
-    busy: float  # seconds from asking for it to having it on the devices
-
-
 class Running(NamedTuple):
     """A step that was started; its numbers are read when the next one is under way."""
 
     step: int
     ready: Ready
     report: StepReport
-
-
-class Times:
-    """How long the steps took, of which little is kept."""
-
-    def __init__(self) -> None:
-        self.steps, self.total, self.waited = 0, 0.0, 0.0
-        self._last: deque[float] = deque(maxlen=100)  # without waiting for data
-
-    def add(self, seconds: float, waited: float) -> None:
-        """One more step, and how much of it was waiting for data."""
-        self.steps, self.total, self.waited = self.steps + 1, self.total + seconds, self.waited + waited
-        self._last.append(seconds - waited)
-
-    def typical(self) -> float:
-        """Seconds of a step whose data is there."""
-        return float(np.median(self._last))
 
 
 @dataclass
@@ -113,11 +85,8 @@ class Session:
         self.tracer = Tracer(self.folder.traces)
         self._bad_numbers = BadNumbers(self.config.training, self.loader.index.name)
         self._told_save = 0  # the step of the last save that something was said of
-        self._processes = [f"process {p} ({host})" for p, host in enumerate(processes.hosts())]
         self._running: Running | None = None
-        self._step_ended = self.began
-        self._times = Times()
-        self._compiled_at_start = 0
+        self._numbers = StepNumbers(self.config, self.executor, self.loader, self.programs, self.peak)
         self._log: MetricsLog | None = None
         self._batches: Iterator[LoadedStep] = iter(())
 
@@ -221,8 +190,7 @@ class Session:
             f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
             + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
         )
-        self._compiled_at_start = self.programs.requested
-        self._step_ended = time.monotonic()
+        self._numbers.begin()
         return accumulated
 
     def hyperparameters(self, step: int) -> Hyperparameters:
@@ -274,7 +242,7 @@ class Session:
         self.left_out.settle(step, report.spoiled)
         self._check_updated(step, report)
         self.stopping = bool(report.stop)
-        scalars = self._scalars(step, ready, report)
+        scalars = self._numbers.of(ready, report, self.hyperparameters(step))
         low, high = map(int, report.content)
         more = {"batch": spelled(low + (high << 32)), "worst": self._bad_numbers.worst(report.worst)}
         self._write(step + 1, scalars | more)
@@ -283,8 +251,8 @@ class Session:
         behind = partial(samples_behind, self.executor, state, ready.arrays, self.noise(step), spoiled)
         self._bad_numbers.settle(step, report, behind, ready.loaded.samples.tolist())
         self._tell_save()
-        if self._times.steps == SETTLED:
-            typical = self._times.typical()
+        if self._numbers.times.steps == SETTLED:
+            typical = self._numbers.times.typical()
             if (used := memory_used(self.mesh)) is not None:
                 say(f"memory {size(used)} of a device used so far, {size(self.fitted.device)} predicted")
             load = float(ready.loaded.load_seconds)  # the first steps' includes opening everything
@@ -324,50 +292,6 @@ class Session:
         """What dropout of a step depends on."""
         return np.array([self.config.seed, step], np.uint32)
 
-    def _scalars(self, step: int, ready: Ready, report: StepReport) -> dict[str, Value]:
-        now = time.monotonic()
-        seconds, self._step_ended = now - self._step_ended, now
-        # A wait may have begun before the step before this one was settled: no more than this step's time is its own.
-        waited = min(ready.waited, seconds)
-        self._times.add(seconds, waited)
-        loss, weight = report.report.loss, report.report.weight
-        modules, layout = ("llm", *self.config.model.encoders), self.loader.layout
-        token_bytes = self.config.model.llm.width * self.executor.model.dtype.itemsize
-        tokens = dict(zip(("text", *modules[1:]), ready.loaded.tokens.tolist(), strict=True))
-        hyper = self.hyperparameters(step)
-        names = self.config.data.sources
-        return {
-            "loss": float(loss.sum() / weight.sum()),
-            **{f"loss/{n}": float(x / w) for n, x, w in zip(names, loss, weight, strict=True) if w > 0},
-            "gradient_norm": float(report.gradient_norm),
-            **{f"learning_rate/{group}": float(rate) for group, (rate, _) in hyper.rates.items()},
-            **balance_scalars(ready.loaded, modules, layout, self.loader.planner.placer.flops),
-            **exchange_scalars(ready.loaded, modules[1:], layout.topology, token_bytes),
-            "samples": len(ready.loaded.samples) - int(report.spoiled.count),
-            "samples/s": len(ready.loaded.samples) / seconds,
-            "tokens/s": sum(tokens.values()) / seconds,
-            **{f"tokens/s/{modality}": n / seconds for modality, n in tokens.items()},
-            "mfu": float(report.needed_flops) / seconds / self.peak,
-            "programs_compiled": self.programs.requested - self._compiled_at_start,
-            "seconds/step": seconds,
-            "seconds/data_wait": waited,
-            "plan_ms": 1e3 * float(ready.loaded.plan_seconds),
-            "seconds/load": float(ready.loaded.load_seconds),
-            "data_wait_share": waited / seconds,
-            **self._slowest(report),
-            "memory/host": host_memory(),
-            **({} if (used := memory_used(self.mesh)) is None else {"memory/device": used}),
-            "open_files": open_files(),
-        }
-
-    def _slowest(self, report: StepReport) -> dict[str, Value]:
-        """The process that was ready last."""
-        if len(self._processes) == 1:
-            return {}
-        device = int(np.argmax(report.busy))
-        process = self.mesh.devices.flat[device].process_index
-        return {"slowest": self._processes[process], "seconds/slowest": float(report.busy[device])}
-
     def due(self, done: int, every: int) -> bool:
         """Whether something that happens every so many steps happens after `done` steps; not asked at the end."""
         return every > 0 and done % every == 0 and done < self.config.training.steps
@@ -381,7 +305,7 @@ class Session:
             scores = exact_match(answered)
             self._write(done, {f"validation/{k}": v for k, v in scores.items()})
             say(f"step {done}  validation  {announce.brief(scores)}", f"  {answered[done % len(answered)]}")
-        self._step_ended = time.monotonic()
+        self._numbers.go_on()
 
     def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
         """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
@@ -413,11 +337,11 @@ class Session:
             say(*announce.score_table(scores))
         self.watchdog.at("saving")
         self._check_saved()
-        total = self._times.total or 1.0
+        times = self._numbers.times
+        total = times.total or 1.0
         say(
-            f"{steps_done - first} steps in {total:.0f} s, {self._times.waited / total:.1%} of it waiting for data; "
-            f"{time.monotonic() - self.began:.0f} s in all; "
-            f"{self.programs.requested - self._compiled_at_start} programs compiled after the start",
+            f"{steps_done - first} steps in {total:.0f} s, {times.waited / total:.1%} of it waiting for data; "
+            f"{time.monotonic() - self.began:.0f} s in all; {self._numbers.compiled} programs compiled after the start",
             f"run    {self.folder.path}",
             *announce.what_next(self.folder.path, tuple(self.config.model.encoders)),
         )
