@@ -17,7 +17,7 @@ from mmjax.training.console import count
 
 WIDE, HALF = 960, 468  # of a chart, in pixels
 COLOURS, GREY = 7, 7  # of the stylesheet, c0 to c6; and what things are compared with
-LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 26  # margins of what is drawn in
+LEFT, RIGHT, TOP, BOTTOM = 50, 18, 10, 26  # margins of what is drawn in
 SMOOTH_FROM = 40  # points, from which on a noisy curve gets a smooth one before it
 
 Spell = Callable[[float], str]
@@ -194,7 +194,7 @@ def _axes(x: Scale, y: Scale, spell: Spell, width: int, height: int, spell_y: Sp
         at = float(y(tick))
         parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{width - RIGHT}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{escape(up(tick))}</text>')
-    for tick in x.ticks(max(2, width // 110)):
+    for tick in x.ticks(max(2, width // 80)):
         at = float(x(tick))
         parts.append(
             f'<text class="tick" x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{escape(over(tick))}</text>'

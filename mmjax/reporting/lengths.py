@@ -29,11 +29,11 @@ def length_figures(run: Run, planned: Planned) -> Iterator[Figure]:
         title = (
             f"Before: {_whose(run, module)} from {count(least)} to {count(most)}, half of them under {count(middle)}"
         )
-        told = f"{len(used):,} {'samples' if k == 0 else 'items'} of the length index."
+        told = f"{len(used):,} {'samples' if k == 0 else f'items of {module}'} in the length index."
         yield Figure(title, told, histogram(used, k))
         fills = planned.fills(k)
         lengths_of = sorted({m.shape.lengths[k] for plan in planned.plans for m in plan.microbatches})
-        title = f"After: rows are {percent(fills.mean())} full on average, the emptiest {percent(fills.min())}"
+        title = f"After: rows of {module} are {percent(fills.mean())} full, the emptiest {percent(fills.min())}"
         told = f"{len(fills):,} rows of {' or '.join(f'{n:,}' for n in lengths_of)} positions, {planned.told}."
         yield Figure(title, told, histogram(fills, k, percent, (0.0, max(1.0, float(fills.max())))))
 
@@ -42,7 +42,7 @@ def _whose(run: Run, module: str) -> str:
     if module == "llm":
         return "samples have"
     clips = isinstance(run.config.model.encoders[module], AudioConfig)
-    return f"{'clips' if clips else 'images'} of {module} have"
+    return f"{'clips' if clips else 'images'} have"
 
 
 def work_picture(planned: Planned, modules: tuple[str, ...]) -> str:

@@ -30,6 +30,7 @@ CHARACTERS = 6_000  # of a sample that are shown
 SIDE = 320  # pixels of an image at most; small ones are enlarged on the page
 PLAIN_PIXELS = 96 * 96  # an image as small as that stays as it is
 MASK = 600  # pixels of a mask at most
+MASK_COLOURS = [255, 255, 255, 68, 84, 106]  # what is not seen, and what is
 CLIP = 300, 64  # of a clip's picture
 STRIP = 30  # height of the strip that says what a row's positions hold
 
@@ -103,11 +104,11 @@ class Shower:
         return Replayed(self.planned.loader, self.planned.first + len(self.planned.plans) - 1)
 
     def row(self) -> ShownRow | None:
-        """The row of the last step that holds items of most encoders, the first of these."""
+        """The row of the last step that holds items of most encoders, and of these the one with most samples."""
         rows = list(self.replayed.rows())
         if not rows:
             return None
-        row = max(rows, key=lambda r: (len({i.encoder for s in r.samples for i in s.items}), -len(r.samples)))
+        row = max(rows, key=lambda r: (len({i.encoder for s in r.samples for i in s.items}), len(r.samples)))
         text = self._text_of(row)
         used = sum(s.end - s.begin for s in row.samples)
         return ShownRow(
@@ -248,10 +249,9 @@ class Shower:
         if every > 1:  # seen where any of a block is
             starts = np.arange(0, length, every)
             mask = np.logical_or.reduceat(np.logical_or.reduceat(mask, starts, axis=0), starts, axis=1)
-        file = io.BytesIO()
-        Image.fromarray(np.where(mask, 60, 255).astype(np.uint8)).convert("1", dither=Image.Dither.NONE).save(
-            file, "PNG"
-        )
+        image, file = Image.fromarray(mask.astype(np.uint8)), io.BytesIO()
+        image.putpalette(MASK_COLOURS)
+        image.save(file, "PNG", bits=1, optimize=True)
         parts = [
             f'<image class="mask" x="{bar + 2}" y="{bar + 2}" width="{length}" height="{length}" '
             f'preserveAspectRatio="none" href="{data_uri("png", file.getvalue())}"/>'

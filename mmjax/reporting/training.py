@@ -13,6 +13,7 @@ from mmjax.reporting.run import Run
 from mmjax.training.console import count, duration, size
 
 RUN_COLOURS = (1, 2, 0, 3, 4, 5, 6)  # blue first, then orange
+KNOWN = {"llm": 0, "text": 0, "vision": 1, "image": 1, "audio": 2}
 
 
 def percent(share: float) -> str:
@@ -108,8 +109,8 @@ def training_figures(runs: Sequence[Run]) -> Iterator[Figure]:
             continue  # one source alone: the loss itself
         if len(runs) == 1 and names:
             (run,), (curves,) = runs, of_runs.values()
-            alone = [run_colour(run)] if len(names) == 1 else range(len(names))
-            yield _figure(chart, "", curves, dict(zip(names, alone, strict=False)), run.resumes)
+            colours = {names[0]: run_colour(run)} if len(names) == 1 else series_colours(names)
+            yield _figure(chart, "", curves, colours, run.resumes)
             continue
         for name in names:
             curves = {run: of[name] for run, of in of_runs.items() if name in of}
@@ -123,11 +124,22 @@ def _worth_showing(chart: Chart, curves: dict[str, Curve]) -> dict[str, Curve]:
     if chart.key.startswith("validation/"):
         families = {name: curve for name, curve in curves.items() if "." not in name}
         return families or curves
-    if chart.key == "learning_rate/" and curves:
-        first = next(iter(curves.values()))
-        if all(np.array_equal(curve.mean, first.mean) for curve in curves.values()):
-            return {"all": first}
-    return curves
+    return _same_as_one(curves) if chart.key == "learning_rate/" else curves
+
+
+def _same_as_one(curves: dict[str, Curve]) -> dict[str, Curve]:
+    """Each of different curves once, named after the first that is like it."""
+    alike: dict[bytes, list[str]] = {}
+    for name, curve in curves.items():
+        alike.setdefault(curve.mean.tobytes(), []).append(name)
+    named = {names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""): names[0] for names in alike.values()}
+    return {told: curves[name] for told, name in named.items()}
+
+
+def series_colours(names: Sequence[str]) -> dict[str, int]:
+    """Of curves of one run: a module and its modality have the same colour in all charts."""
+    others = [name for name in names if name not in KNOWN]
+    return {name: KNOWN[name] if name in KNOWN else 3 + others.index(name) % 4 for name in names}
 
 
 def run_colour(run: Run) -> int:
