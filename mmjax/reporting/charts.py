@@ -69,7 +69,7 @@ def round_step(rough: float) -> float:
     if rough <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(rough))
-    return power * next(s for s in (1, 2, 5, 10) if s * 1.15 >= rough / power)
+    return power * next(s for s in (1, 2, 5, 10) if s * 1.3 >= rough / power)
 
 
 def line_chart(

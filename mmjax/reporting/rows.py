@@ -152,7 +152,8 @@ class Shower:
                 items = tuple(
                     self._item(sample, n, encoders[n], places.get(n, encoders[n])) for n in numbers if n in encoders
                 )
-                shown.append(ShownPiece(items=items))
+                beside = shown.pop().items if shown and shown[-1].items else ()
+                shown.append(ShownPiece(items=beside + items))
                 continue
             text = piece.text[:room]
             shown.append(ShownPiece(text, piece.trained, piece.branch if piece.branch != branch else 0))
