@@ -27,7 +27,7 @@ def length_figures(run: Run, planned: Planned) -> Iterator[Figure]:
             continue
         least, middle, most = used.min(), np.median(used), used.max()
         span = f"{count(least)} to {count(most)} {'tokens' if k == 0 else 'positions'}"
-        title = f"Before: {_whose(run, module)} {span}, half of them under {count(middle)}"
+        title = f"Before: {_whose(run, module)} {span}, half under {count(middle)}"
         told = f"{len(used):,} {'samples' if k == 0 else f'items of {module}'} in the length index."
         yield Figure(title, told, histogram(used, k))
         fills = planned.fills(k)

@@ -13,6 +13,7 @@ from mmjax.reporting.run import Run
 from mmjax.training.console import count, duration, size
 
 RUN_COLOURS = (1, 2, 0, 3, 4, 5, 6)  # blue first, then orange
+NAMED = 4  # curves in a title
 KNOWN = {"llm": 0, "text": 0, "vision": 1, "image": 1, "audio": 2}
 
 
@@ -57,10 +58,9 @@ def _change(what: str, spell: Spell = count) -> Callable[[str, Mapping[str, Curv
 
 def _last(what: str, spell: Spell) -> Callable[[str, Mapping[str, Curve]], str]:
     def title(of: str, curves: Mapping[str, Curve]) -> str:
-        told = ", ".join(f"{name} {spell(curve.mean[-1])}" for name, curve in list(curves.items())[:3])
-        return (
-            f"{what}{of}: {told} at the end" if len(curves) > 1 else f"{what}{of}: {told.rpartition(' ')[2]} at the end"
-        )
+        told = [f"{name} {spell(curve.mean[-1])}" for name, curve in list(curves.items())[:NAMED]]
+        alone = spell(next(iter(curves.values())).mean[-1])
+        return f"{what}{of}: {', '.join(told) if len(curves) > 1 else alone} at the end"
 
     return title
 
