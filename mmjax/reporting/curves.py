@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 POINTS = 1_500  # about as many as a curve has at most: a chart is not wider than that
+NUMBERS, PLACES = (int, float), ("step", "time")  # JSON's, and keys that are no curves
 WORST_STEPS = 20  # the last ones, whose worst samples are shown
 
 
@@ -115,7 +116,7 @@ class _Reading:
     """Records added up to points."""
 
     def __init__(self) -> None:
-        self._open: dict[str, list[float]] = {}  # count, sum, smallest, largest
+        self._open: dict[str, list[float]] = {}
         self._points: dict[str, list[tuple[float, ...]]] = {}
         self._last: dict[str, int] = {}  # the step of a key's open point
         self._worst: deque[tuple[int, dict[str, Any]]] = deque(maxlen=WORST_STEPS)
@@ -126,16 +127,12 @@ class _Reading:
     def add(self, record: Mapping[str, Any]) -> None:
         step = self._step = record["step"]
         for key, value in record.items():
-            if key in ("step", "time") or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            point = self._open.get(key)
-            if point is None:
-                self._open[key] = [1, value, value, value]
-            else:
-                point[0] += 1
-                point[1] += value
-                point[2], point[3] = min(point[2], value), max(point[3], value)
-            self._last[key] = step
+            if type(value) in NUMBERS and key not in PLACES:
+                if key in self._open:
+                    self._open[key].append(value)
+                else:
+                    self._open[key] = [value]
+                self._last[key] = step
         # NaN and Inf are kept as strings: JSON has none.
         self._not_finite += any(isinstance(record.get(key), str) for key in ("loss", "gradient_norm"))
         if isinstance(worst := record.get("worst"), dict):
@@ -145,8 +142,9 @@ class _Reading:
             self._slow_seconds[process] += record.get("seconds/slowest", 0.0)
 
     def end_point(self) -> None:
-        for key, (n, total, low, high) in self._open.items():
-            self._points.setdefault(key, []).append((self._last[key], total / n, low, high))
+        for key, values in self._open.items():
+            point = self._last[key], sum(values) / len(values), min(values), max(values)
+            self._points.setdefault(key, []).append(point)
         self._open.clear()
 
     def found(self) -> Metrics:
