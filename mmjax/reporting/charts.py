@@ -96,7 +96,7 @@ def line_chart(
         smooth = noisy and len(curve) >= SMOOTH_FROM
         style = colour_class(colours[name])
         if noisy and (curve.high > curve.low).any():
-            outline = np.concatenate([y(curve.high), y(curve.low)[::-1]])
+            outline = np.clip(np.concatenate([y(curve.high), y(curve.low)[::-1]]), TOP, height - BOTTOM)
             over = np.concatenate([x(curve.step), x(curve.step)[::-1]])
             parts.append(f'<path class="band {style}" d="{path(over, outline)}Z"/>')
         parts.append(_curve(name, f"{'pale ' if smooth else ''}line {style}", x(curve.step), y(curve.mean)))

@@ -43,6 +43,13 @@ def test_any_values_are_drawn_within_the_chart(values: list[float]) -> None:
         assert all(0 <= n <= 468 for n in numbers)
 
 
+def test_a_shade_that_is_wider_than_its_curve_stays_within_the_chart() -> None:
+    of = curve(1, 2, 3)
+    svg = line_chart({"a": Curve(of.step, of.mean, of.mean - 99, of.mean + 99)}, {"a": 0}, noisy=True)
+    ys = [y for _, y in points(svg.replace("Z", ""), "band c0")]
+    assert (min(ys), max(ys)) == (10, 164)
+
+
 def test_marks_stand_where_their_steps_are_and_not_outside() -> None:
     svg = line_chart({"a": curve(1, 2, 3)}, {"a": 0}, marks=[2, 9])
     assert re.findall(r'class="mark" d="M([\d.]+) ', svg) == ["250.0"]
