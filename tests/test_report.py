@@ -110,13 +110,11 @@ def test_what_is_shown_of_rows_and_ranks_is_what_was_logged(trained: Path) -> No
     planned = plan_again(of)
     assert (planned.first, len(planned.plans)) == (0, 6)
     work, unbalanced = planned.work(True), planned.work(False)
-    rows = len(planned.fills(0)) // 6
     for k, module in enumerate(of.modules):
         logged = {key: of.metrics.curves[f"{key}/{module}"].mean for key in ("fill", "dist_ratio", "dist_ratio_before")}
         assert np.allclose(planned.fills(k).reshape(6, -1).mean(1), logged["fill"])
         assert np.allclose(dist_ratio(work[k]), logged["dist_ratio"])
         assert np.allclose(dist_ratio(unbalanced[k]), logged["dist_ratio_before"])
-    assert rows >= 8
 
 
 def test_runs_are_compared_in_the_same_charts_and_the_first_keeps_the_page(

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance.parts import LLM
 from mmjax.config import Config
 from mmjax.data.pipeline import StepLoader
 from mmjax.data.plan import StepPlan
@@ -72,12 +71,6 @@ class Planned:
             rows = microbatch.rows[module] * microbatch.topology.ranks
             found.append(np.bincount(microbatch.row[here], useful, rows) / microbatch.shape.lengths[module])
         return np.concatenate(found)
-
-    @property
-    def rows(self) -> int:
-        """Of the LLM in one microbatch."""
-        of = self.plans[0].microbatches[0]
-        return of.rows[LLM] * of.topology.ranks
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
