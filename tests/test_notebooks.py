@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -33,9 +34,22 @@ def printed(notebook: nbformat.NotebookNode) -> str:
 
 def test_every_notebook_is_kept_without_outputs_and_runs_here():
     found = {path.name: nbformat.read(path, as_version=4) for path in NOTEBOOKS.glob("*.ipynb")}
-    assert set(found) == {"compose.ipynb", "finetune.ipynb"}
+    assert set(found) == {"compose.ipynb", "finetune.ipynb", "quickstart.ipynb"}
     for notebook in found.values():
         assert not any(cell.get("outputs") for cell in notebook.cells)
+
+
+def test_quickstart_trains_looks_at_rows_asks_and_reports(tmp_path):
+    notebook = executed("quickstart.ipynb", tmp_path)
+    said = printed(notebook)
+    assert "step 1 has" in said
+    assert "of which are used" in said
+    loss = [float(number) for number in re.search(r"loss: ([\d.]+) to ([\d.]+)", said).groups()]
+    assert loss[1] < 0.7 * loss[0]
+    assert said.count("->") >= 6
+    assert (tmp_path / "place" / "run" / "report.html").is_file()
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert sum("image/png" in output.get("data", {}) for output in shown) == 5
 
 
 def test_compose_shows_a_packed_batch_of_two_models_that_never_met(tmp_path):

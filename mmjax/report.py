@@ -1,0 +1,45 @@
+"""See how a run went, on one page: ``python -m mmjax.report RUN [RUN2 ...] [--out report.html]``.
+
+Curves of the runs beside each other, how full rows and how equal ranks were, what a step's time went to, a packed row
+with its images and clips, the worst samples, what was left out and every start. The page is one file, needs no network,
+and is made from the runs' folders and their data, without an accelerator, also while a run is under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmjax.errors import run_command
+from mmjax.outputs import check_output
+from mmjax.training.console import say, size
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m mmjax.report", description=__doc__, allow_abbrev=False)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders that mmjax.train printed")
+    parser.add_argument("--out", type=Path, help="the page (report.html in the first run's folder)")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    path = report(args.runs, args.out)
+    say(f"report {path} ({size(path.stat().st_size)})")
+
+
+def report(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of these runs, and return where. Raises UserError where one is no run."""
+    from mmjax.reporting.page import page_of, write_page  # import JAX, which reads the variable that main sets
+    from mmjax.reporting.run import read_runs
+
+    runs = read_runs(paths)
+    out = out or runs[0].folder.path / "report.html"
+    check_output("--out", out, (".html",))
+    write_page(page_of(runs), out)
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

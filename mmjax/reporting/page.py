@@ -1,0 +1,118 @@
+"""The page of a report: its parts put into the template, where every text of the runs is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import TypeVar
+
+import jinja2
+
+from mmjax.config_files import describe
+from mmjax.errors import UserError
+from mmjax.reporting.charts import Figure
+from mmjax.reporting.lengths import length_figures, work_picture, work_table
+from mmjax.reporting.records import LIFE_HEADINGS, LeftOut, Rows, ShownLife, facts_of, left_out, lives_of, worst_table
+from mmjax.reporting.rows import WORST_LISTED, Room, Shower, ShownRow, ShownSample
+from mmjax.reporting.run import Run, plan_again
+from mmjax.reporting.training import (
+    balance_figures,
+    slowest_table,
+    time_figures,
+    time_table,
+    training_figures,
+)
+
+MEDIA = 1_200_000  # bytes of a page that images and clips may take, of all runs together
+
+T = TypeVar("T")
+
+
+@dataclass
+class RunPart:
+    """One run's part of the page. missing: why there are no rows, where they cannot be made again."""
+
+    run: Run
+    lengths: Sequence[Figure] = ()
+    work: str = ""
+    work_table: Rows = field(default_factory=list)
+    ranks: int = 0
+    balance: Sequence[Figure] = ()
+    time: Sequence[Figure] = ()
+    time_table: Rows = field(default_factory=list)
+    slowest: Rows = field(default_factory=list)
+    row: ShownRow | None = None
+    worst: Rows = field(default_factory=list)
+    worst_samples: Sequence[ShownSample] = ()
+    missing: str = ""
+    missing_row: str = ""
+    quarantine: LeftOut | None = None
+    oversize: LeftOut | None = None
+    lives: Sequence[ShownLife] = ()
+    config: str = ""
+
+
+def page_of(runs: Sequence[Run]) -> str:
+    """The whole page as HTML, which needs nothing but itself."""
+    parts = [part_of(run, MEDIA // len(runs)) for run in runs]
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(files("mmjax.reporting").joinpath("page.html").read_text())
+    return template.render(
+        runs=runs,
+        parts=parts,
+        facts=facts_of(runs),
+        figures=list(training_figures(runs)),
+        life_headings=LIFE_HEADINGS,
+        version=version("mmjax"),
+    )
+
+
+def part_of(run: Run, media: int) -> RunPart:
+    """What is shown of one run alone."""
+    part = RunPart(
+        run,
+        balance=list(balance_figures(run)),
+        time=list(time_figures(run)),
+        time_table=time_table(run),
+        slowest=slowest_table(run),
+        worst=worst_table(run, WORST_LISTED),
+        quarantine=left_out(run.folder.quarantine),
+        oversize=left_out(run.folder.oversize),
+        lives=lives_of(run),
+        config=describe(run.config),
+    )
+    planned, part.missing = _or_reason(lambda: plan_again(run))
+    if planned is None:
+        part.missing_row = part.missing
+        return part
+    part.lengths = list(length_figures(run, planned))
+    part.ranks = planned.life.layout.topology.ranks
+    part.work, part.work_table = work_picture(planned, run.modules), work_table(planned, run.modules)
+    shower = Shower(planned, Room(media))
+    part.row, part.missing_row = _or_reason(shower.row)
+    if not part.missing_row:
+        part.worst_samples = shower.worst(run.metrics.worst)
+    return part
+
+
+def _or_reason(make: Callable[[], T]) -> tuple[T | None, str]:
+    """What is made, or why it cannot be: files may be gone since the run was under way."""
+    try:
+        return make(), ""
+    except (UserError, OSError, ValueError) as error:
+        return None, " ".join(str(error).split())
+
+
+def write_page(page: str, out: Path) -> None:
+    """Write it in one piece. Raises UserError where that is not possible."""
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.rename(out)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; name a file that you may write") from None

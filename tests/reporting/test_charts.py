@@ -1,0 +1,79 @@
+"""Charts by hand: places, ticks, and names that are only names."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from mmjax.reporting.charts import Scale, area_chart, histogram, line_chart
+from mmjax.reporting.curves import Curve
+from mmjax.training.console import count
+
+
+def curve(*values: float) -> Curve:
+    of = np.array(values, float)
+    return Curve(np.arange(1.0, len(of) + 1), of, of, of)
+
+
+def points(svg: str, style: str) -> list[tuple[float, float]]:
+    drawn = next(p for p in ElementTree.fromstring(svg).iter("path") if p.get("class") == style)
+    return [tuple(map(float, pair.split())) for pair in drawn.get("d", "").strip("M").split("L")]
+
+
+def test_a_curve_goes_from_edge_to_edge_and_up_where_values_rise() -> None:
+    drawn = points(line_chart({"a": curve(1, 2, 4)}, {"a": 0}), "line c0")
+    assert [x for x, _ in drawn] == [50.0, 250.0, 450.0]
+    ys = [y for _, y in drawn]
+    assert ys[0] - ys[1] == pytest.approx((ys[1] - ys[2]) / 2, abs=0.2)
+
+
+def test_a_logarithmic_axis_gives_factors_the_same_height() -> None:
+    ys = [y for _, y in points(line_chart({"a": curve(1, 10, 100)}, {"a": 0}, logarithmic=True), "line c0")]
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
+
+
+@pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-9, 1e-9], [-3.0, 4.0], [0.0, 1e12]])
+def test_any_values_are_drawn_within_the_chart(values: list[float]) -> None:
+    for logarithmic in (False, True):
+        svg = line_chart({"a": curve(*values)}, {"a": 0}, logarithmic=logarithmic, marks=[1], noisy=True)
+        numbers = [float(n) for d in re.findall(r' d="([^"]*)"', svg) for n in re.findall(r"-?[\d.]+", d)]
+        assert all(0 <= n <= 468 for n in numbers)
+
+
+def test_a_shade_that_is_wider_than_its_curve_stays_within_the_chart() -> None:
+    of = curve(1, 2, 3)
+    svg = line_chart({"a": Curve(of.step, of.mean, of.mean - 99, of.mean + 99)}, {"a": 0}, noisy=True)
+    ys = [y for _, y in points(svg.replace("Z", ""), "band c0")]
+    assert (min(ys), max(ys)) == (10, 164)
+
+
+def test_marks_stand_where_their_steps_are_and_not_outside() -> None:
+    svg = line_chart({"a": curve(1, 2, 3)}, {"a": 0}, marks=[2, 9])
+    assert re.findall(r'class="mark" d="M([\d.]+) ', svg) == ["250.0"]
+
+
+def test_ticks_are_round_and_within_the_axis() -> None:
+    assert Scale(0, 1, 0, 100).ticks(4) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert Scale(3, 97, 0, 100).ticks(4) == [20, 40, 60, 80]
+    assert Scale(0.5, 2e4, 0, 100, True).ticks(4) == [1, 10, 100, 1000, 10000]
+
+
+def test_a_histogram_counts_every_value_once() -> None:
+    svg = histogram(np.array([1.0, 1, 1, 2, 9]), 1)
+    assert re.findall(r"<title>[^:]*: (\d+)<", svg) == ["3", "1", "1"]
+
+
+def test_layers_stand_on_each_other() -> None:
+    svg = area_chart({"a": np.ones(3), "b": np.ones(3)}, np.arange(3.0), {"a": 0, "b": 1})
+    tops = [min(y for _, y in points(svg.replace("Z", ""), f"area c{k}")) for k in (0, 1)]
+    assert tops[0] > tops[1]
+
+
+def test_names_cannot_become_markup() -> None:
+    svg = line_chart({"<script>x</script>": curve(1, 2)}, {"<script>x</script>": 0}, lambda v: f"<b>{count(v)}")
+    ElementTree.fromstring(svg)
+    assert "<script" not in svg
+    assert "<b>" not in svg

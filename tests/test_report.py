@@ -1,0 +1,244 @@
+"""The report: one page of a run or several, whatever state they are in and whatever their samples say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import Ended, files, media_run, run, runs_of
+from llava_folder import save_checkpoint, save_questions
+
+from mmjax.balance.metrics import dist_ratio
+from mmjax.config_files import load
+from mmjax.parallel.mesh import make_mesh
+from mmjax.report import main, report
+from mmjax.reporting.run import plan_again, read_runs
+from mmjax.training.run_data import open_data
+from mmjax.training.run_folder import NOTHING, RunFolder
+from mmjax.training.run_history import append_life
+
+SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "left-out", "history", "config")
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run with images and clips on eight ranks."""
+    return media_run(tmp_path_factory)[0]
+
+
+@pytest.fixture(scope="module")
+def page(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its report."""
+    return report([trained], tmp_path_factory.mktemp("report") / "report.html")
+
+
+class Page(HTMLParser):
+    """What a page is made of. Raises where a tag is not closed, or another one is."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(path.read_text())
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def copied(run: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run without its checkpoints."""
+    folder = runs_of(tmp_path_factory) / name
+    return shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
+
+
+def test_a_report_has_every_section_in_one_small_file_that_loads_nothing(page: Path) -> None:
+    found = Page(page)
+    assert [section["id"] for section in found.all("section")] == list(SECTIONS)
+    assert {f"#{name}" for name in SECTIONS} == {link["href"] for link in found.all("a")}
+    assert "script" not in [tag for tag, _ in found.tags]
+    assert all(image["src"].startswith("data:image/") for image in found.all("img"))
+    assert not re.search(r"https?://|url\(|@import", page.read_text())
+    assert page.stat().st_size < 1_000_000
+
+
+def test_a_report_shows_what_was_trained_and_how_rows_and_ranks_were(page: Path) -> None:
+    found = Page(page)
+    for said in (
+        "6 of 6", "Loss: from", "Gradient norm", "Tokens a second", "Open files", "Validation, exact match",
+        "Before: samples have", "After: rows of vision are", "audio: the fullest rank has", "A worker loads a step in",
+        "Step 6, microbatch", "loss", "few[", "8 x cpu", "training.steps", "few 100%",
+    ):  # fmt: skip
+        assert said in found.text, said
+    assert found.all("mark")
+    kinds = [image.get("alt") for image in found.all("img")]
+    assert "log-mel frames" in kinds
+    assert "image" in kinds
+    assert any(alt.startswith("work of every rank") for alt in kinds)
+    assert [image["class"] for image in found.all("image")] == ["mask"]
+
+
+def test_what_is_shown_of_rows_and_ranks_is_what_was_logged(trained: Path) -> None:
+    (of,) = read_runs([trained])
+    planned = plan_again(of)
+    assert (planned.first, len(planned.plans)) == (0, 6)
+    work, unbalanced = planned.work(True), planned.work(False)
+    for k, module in enumerate(of.modules):
+        logged = {key: of.metrics.curves[f"{key}/{module}"].mean for key in ("fill", "dist_ratio", "dist_ratio_before")}
+        assert np.allclose(planned.fills(k).reshape(6, -1).mean(1), logged["fill"])
+        assert np.allclose(dist_ratio(work[k]), logged["dist_ratio"])
+        assert np.allclose(dist_ratio(unbalanced[k]), logged["dist_ratio_before"])
+
+
+def test_runs_are_compared_in_the_same_charts_and_the_first_keeps_the_page(
+    trained: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = copied(trained, "other", tmp_path_factory)
+    before = files(trained)
+    ended = run(capsys, main, other, trained)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"report {other / 'report.html'} (")
+    assert files(trained) == before
+    found = Page(other / "report.html")
+    assert "2 runs compared" in found.text
+    legends = re.findall(r'<p class="legend">(.*?)</p>', (other / "report.html").read_text())
+    assert sum("other" in text and "media" in text for text in legends) > 8
+
+
+def test_what_samples_and_files_say_is_shown_and_never_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = '<script>alert("x")</script><img src=x onerror=alert(1)>'
+    checkpoint, data = save_checkpoint(tmp_path / "llava"), save_questions(tmp_path / "data", 12)
+    records = json.loads(data.read_text())
+    for record in records:
+        record["conversations"][0]["value"] = f"<image>\n{evil}"
+        record["conversations"][1]["value"] = evil
+    data.write_text(json.dumps(records))
+    words = [
+        f"checkpoint={checkpoint}",
+        f"data={data}",
+        f"images={data.parent / 'images'}",
+        f"run={tmp_path / evil[:8]}",
+    ]
+    few = [
+        "batch.size.count=4",
+        "batch.rows.llm=1",
+        "batch.rows.vision=1",
+        "mesh.data=1",
+        "mesh.fsdp=1",
+        "data.workers=0",
+    ]
+    config = load("llava_style", [*words, *few])
+    folder = RunFolder(tmp_path / evil[:8])
+    folder.path.mkdir()
+    folder.write_config(config)
+    opened = open_data(config, folder, 0, NOTHING, make_mesh(config.mesh, jax.devices()[:1]))
+    append_life(folder.history, opened.life)
+    (data.parent / "images" / "3.png").write_bytes(b"no longer an image")
+    worst = {"chat[3]": 2.5, "chat[1]": 1.5, evil: 9.0}
+    line = {"step": 1, "loss": 1.0, "gradient_norm": 1.0, "loss/" + evil: 1.0, "loss/b": 2.0, "worst": worst}
+    folder.metrics.write_text(json.dumps(line | {"slowest": evil, "seconds/slowest": 1.0, "seconds/step": 1.0,
+                                                 "seconds/data_wait": 0.1}) + "\n")  # fmt: skip
+    folder.quarantine.write_text(json.dumps({"sample": evil, "reason": evil}) + "\n")
+    found = Page(report([folder.path]))
+    assert {"script", "b-script"}.isdisjoint(tag for tag, _ in found.tags)
+    assert not any("onerror" in attributes for _, attributes in found.tags)
+    assert found.text.count(evil) >= 8
+    assert "cannot be opened" in found.text
+    assert any(image["src"].startswith("data:image/png") for image in found.all("img") if image["alt"] == "image")
+
+
+def test_a_run_that_has_just_begun_has_a_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = copied(trained, "begun", tmp_path_factory)
+    for name in ("metrics.jsonl", "test.json"):
+        (folder / name).unlink()
+    found = Page(report([folder]))
+    assert "No step was logged yet" in found.text
+    assert "steps 1 to" in found.text
+    (folder / "history.jsonl").unlink()
+    assert "has not started yet" in Page(report([folder])).text
+
+
+def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(
+    trained: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = copied(trained, "torn", tmp_path_factory)
+    life = json.loads((folder / "history.jsonl").read_text())
+    config = json.loads(json.dumps(life["config"]))
+    config["training"]["steps"] = 9
+    later = life | {"first": 4, "config": config, "devices": "8 x elsewhere"}
+    (folder / "history.jsonl").write_text(f'{{"fir\n{json.dumps(life)}\n{json.dumps(later)}\n{{"first": 5, "be')
+    for name in ("metrics.jsonl", "quarantine.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"step": 7, "lo')
+    found = Page(report([folder]))
+    assert "training.steps: 6 -> 9" in found.text
+    assert "devices: 8 x cpu -> 8 x elsewhere" in found.text
+    assert "steps 5 to 6" in found.text
+    assert any(path.get("class") == "mark" for path in found.all("path"))
+
+
+def test_what_is_gone_is_said_and_the_rest_is_shown(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = copied(trained, "gone", tmp_path_factory)
+    shutil.rmtree(folder / "index")
+    found = Page(report([folder]))
+    assert "is gone: the length index" in found.text
+    assert "Loss: from" in found.text
+
+
+def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: object) -> str:
+        ended: Ended = run(capsys, main, *words)
+        assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+        return ended.err
+
+    assert "holds no run" in refused(tmp_path)
+    assert "holds no run" in refused(trained, tmp_path / "none")
+    assert "is given twice" in refused(trained, trained)
+    assert "name a file that ends in .html" in refused(trained, "--out", tmp_path / "report.pdf")
+    assert "in a folder that exists" in refused(trained, "--out", tmp_path / "none" / "report.html")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
+def test_a_browser_shows_every_section_and_complains_of_nothing(page: Path, tmp_path: Path) -> None:
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    headless = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    said = ["--enable-logging=stderr", "--dump-dom"]
+
+    def shown(path: Path) -> subprocess.CompletedProcess[str]:
+        command = [CHROMIUM, *headless, *quiet, *said, path.as_uri()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+
+    ended = shown(page)
+    assert "CONSOLE" not in ended.stderr
+    assert re.findall(r'<section id="([\w-]+)">', ended.stdout) == list(SECTIONS)
+    spoiled = tmp_path / "spoiled.html"
+    spoiled.write_text(page.read_text().replace("<h2>", "<script>document.title = 'x'</script><h2>"))
+    assert "CONSOLE" in shown(spoiled).stderr
