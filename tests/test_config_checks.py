@@ -63,6 +63,7 @@ def message(*overrides: str) -> str:
         ("batch.grouping=isf batch.grouping.iterations=0", "batch.grouping.iterations=0: must be at least 1"),
         ("training.steps=0", "training.steps=0: must be at least 1"),
         ("training.clip=0", "training.clip=0.0: must be more than 0"),
+        ("training.watch.times=-1", "training.watch.times=-1.0: must be at least 0"),
         ("training.steps=50", "schedule.warmup=50 takes all of training.steps=50; set schedule.warmup=5"),
         ("schedule.final=2", "schedule.final=2.0: it is a part of the peak; choose 0 to 1"),
         ("optimizer.b1=1", "optimizer.b1=1.0: choose at least 0 and less than 1"),

@@ -191,8 +191,8 @@ def _absent(process: int, of: Seen) -> str:
 
 def _where(doing: str, step: int) -> str:
     """As in `waiting for data of step 12`."""
-    of = {"waiting for data": " of", "evaluating": " after", "saving": " after"}.get(doing, "")
-    return f"{doing}{of} step {step + 1}" if step >= 0 and doing != "closing" else doing
+    of = {"waiting for data": "of ", "running": "", "evaluating": "after ", "saving": "after "}
+    return f"{doing} {of[doing]}step {step + 1}" if doing in of and step >= 0 else doing
 
 
 def _write(text: str) -> None:
