@@ -69,7 +69,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends_with_0(asked, folder):
     step = last(folder)
     assert f"stopped as asked after step {step}, which is saved; go on with --resume" in ended.out
     assert ended.err.startswith(f"{asked.name}: saving after this step, then ending\n")
-    assert checkpoints(folder) == [str(step)]
+    assert str(step) in checkpoints(folder)
 
 
 def test_a_second_start_in_the_folder_of_a_running_one_is_refused(folder, capsys):

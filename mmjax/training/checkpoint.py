@@ -11,10 +11,11 @@ import asyncio
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,8 @@ class Checkpoints:
 
         def begin() -> None:  # what is saved is in the host's memory when this ends
             saving = self._handler.async_save(partial / STATE, args=ocp.args.PyTreeSave(single))
-            with _quiet(), ThreadPoolExecutor(1) as thread:  # in a notebook this one has an event loop already
-                futures.extend(thread.submit(asyncio.run, saving).result())
+            with _quiet():
+                futures.extend(asyncio.run_coroutine_threadsafe(saving, _loop()).result())
 
         def finish(partial: Path) -> None:
             self._handler.finalize(partial / STATE)
@@ -330,6 +331,18 @@ def _user_error(message: str) -> Iterator[None]:
         yield
     except Exception as error:  # Orbax and its storage raise dozens of kinds for one broken file
         raise UserError(f"{message}: {reason(error)}") from error
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Where saves are begun, in a thread of its own: a notebook's main thread has one already.
+
+    It is never closed: when one write of many fails, the others still tell it how they end.
+    """
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 @contextmanager
