@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import wave
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="a folder for images, clips and masks")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     folder = RunFolder(args.run)
     replayed, life = replay(folder, args.step)
     ranks = life.layout.topology.ranks

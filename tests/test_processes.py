@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,77 @@ def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactl
     for step in repeated:
         assert after[step]["samples"] == before[step]["samples"]
         assert after[step]["loss"] == pytest.approx(before[step]["loss"], rel=1e-4)
+
+
+SLOW = """
+import time
+from dataclasses import replace
+from mmjax.config_files import sibling
+
+tiny = sibling(__file__, "tiny")
+
+class Slow(tiny.Few):
+    def sample(self, index):
+        time.sleep(0.1)
+        return super().sample(index)
+
+def slow(split, modalities, samples=96, seed=2):
+    return Slow(tiny.EmbeddedSource(modalities=tuple(modalities.split()), samples=samples, questions=2), split, seed)
+
+def config():
+    base = tiny.config()
+    source = replace(base.data.sources["few"], function="config:slow")
+    return replace(base, data=replace(base.data, sources={"few": source}))
+"""
+
+
+@pytest.mark.parametrize("where", ["in a collective", "waiting for data"])
+@pytest.mark.parametrize(("victim", "then"), [(0, 4), (1, 1)])
+def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(victim, then, where, tmp_path):
+    """Where samples take a tenth of a second each, processes wait for data; where one is stopped, the other waits for it."""
+    config = tmp_path / "slow.py"
+    config.write_text(SLOW)
+    shutil.copy(TINY, tmp_path)
+    config, run = (TINY if where == "in a collective" else config), tmp_path / "run"
+    words = ("training.evaluate_every=0", "training.checkpoint_every=5", "training.steps=100000")
+    launched = launch(2, config, f"run={run}", *words, devices=1)
+    wait_until(lambda: max(steps_of(run), default=0) > 11)
+    process = process_of(run, victim)
+    if where == "in a collective":
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(1.5)
+    os.kill(process, signal.SIGKILL)
+    began = time.monotonic()
+    ended = finish(launched, 90)
+    assert time.monotonic() - began < 60
+    assert ended.code == 137
+    assert f"process {victim} of 2 ended first, with code 137" in ended.err
+    assert f"process {victim} of this run's 2" in ended.err
+    assert f"process {1 - victim} ends too" in ended.err
+    before = steps_of(run)
+
+    saved = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdecimal())
+    again = launch(then, config, f"run={run}", "--resume", *words, devices=1)
+    wait_until(lambda: max(steps_of(run), default=0) >= max(before) + 3 and saved + 1 in steps_of(run))
+    os.killpg(again.pid, signal.SIGINT)
+    assert finish(again, 60).code == 130
+    after = steps_of(run)
+    for step in range(saved + 1, max(before) + 1):
+        assert set(after[step]["worst"]) == set(before[step]["worst"])  # the samples
+        assert after[step]["loss"] == pytest.approx(before[step]["loss"], rel=1e-4)
+
+
+def test_one_process_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path):
+    run = tmp_path / "run"
+    words = ("training.evaluate_every=0", "training.steps=100000", "training.checkpoint_every=0")
+    launched = launch(2, TINY, f"run={run}", *words, devices=1)
+    wait_until(lambda: max(steps_of(run), default=0) > 5)
+    os.kill(process_of(run, 1), signal.SIGTERM)
+    ended = finish(launched, 90)
+    assert ended.code == 0, ended
+    step = max(steps_of(run))
+    assert f"stopped as asked after step {step}, which is saved" in ended.out
+    assert [p.name for p in (run / "checkpoints").iterdir()] == [str(step)]
 
 
 def test_ctrl_c_ends_all_processes(tmp_path):

@@ -72,7 +72,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends_with_0(asked, folder):
     assert str(step) in checkpoints(folder)
 
 
-def test_a_second_start_in_the_folder_of_a_running_one_is_refused(folder, capsys):
+def test_a_running_one_refuses_a_second_start_in_its_folder_and_records_steps_when_asked(folder, capsys):
     process = start("mmjax.train", TINY, f"run={folder}", *WORDS)
     wait_until(lambda: last(folder) >= 1, process)
     for word in ("--resume", "--overwrite"):
@@ -81,6 +81,8 @@ def test_a_second_start_in_the_folder_of_a_running_one_is_refused(folder, capsys
         assert f"{folder} is in use by process {process.pid} on " in ended.err
     before = last(folder)
     wait_until(lambda: last(folder) > before, process)
+    process.send_signal(signal.SIGUSR2)
+    wait_until(lambda: list((folder / "traces").rglob("*.xplane.pb")), process)  # of the next steps
     process.kill()
     process.communicate()
 

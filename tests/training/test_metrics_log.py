@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,23 @@ def test_a_folder_in_the_place_of_the_log_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"metrics\.jsonl is a folder.*remove it"):
         MetricsLog(tmp_path / "metrics.jsonl", 0)
+
+
+def test_numbers_go_to_weights_and_biases_where_asked_and_a_resumed_run_into_the_same_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for done in (0, 1):
+        log = MetricsLog(tmp_path / "metrics.jsonl", done, "a-project", {"seed": 3})
+        log.write(done + 1, {"loss": 2.5 - done, "slowest": "process 1 (a)", "worst": {"few[3]": 4.0}})
+        log.close()
+        ids.append(json.loads((tmp_path / "wandb.json").read_text())["id"])
+    assert ids[0] == ids[1]
+    runs = sorted((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}/*.wandb"))
+    assert runs
+    assert all(run.stat().st_size > 0 for run in runs)
+
+
+def test_without_wandb_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"training.wandb=p: wandb is not installed; pip install"):
+        MetricsLog(tmp_path / "metrics.jsonl", 0, "p")
