@@ -127,7 +127,7 @@ def config():
 @pytest.mark.parametrize("where", ["in a collective", "waiting for data"])
 @pytest.mark.parametrize(("victim", "then"), [(0, 4), (1, 1)])
 def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(victim, then, where, tmp_path):
-    """Where a sample takes a tenth of a second, processes wait for data; where one is stopped, the other waits for it."""
+    """Where a sample takes a tenth of a second they wait for data; where one is stopped, the other waits for it."""
     config = tmp_path / "slow.py"
     config.write_text(SLOW)
     shutil.copy(TINY, tmp_path)
