@@ -23,6 +23,7 @@ from compilation import quickly
 
 from mmjax import train
 from mmjax.config_files import default_config, describe, load
+from mmjax.data.kept import sealed, unsealed
 from mmjax.training.checkpoint import newest, restore_parameters
 from mmjax.training.run_folder import RunFolder, claim
 from mmjax.training.signals import Asked
@@ -198,9 +199,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(trained, stopped, capsys):
 
 def test_a_resumed_run_keeps_what_was_decided_of_its_memory_whatever_would_be_now(trained, stopped, capsys):
     fit = stopped / "fit.json"
-    kept = json.loads(fit.read_text())
+    kept = unsealed(json.loads(fit.read_text()))
     assert set(kept["policies"]["llm"]) == {"none"}
-    fit.write_text(json.dumps(kept | {"policies": kept["policies"] | {"llm": ["full", "none"]}}))
+    fit.write_text(json.dumps(sealed(kept | {"policies": kept["policies"] | {"llm": ["full", "none"]}})))
     ended = run(capsys, train.main, TINY_MEDIA, "--resume", f"run={stopped}", *MEDIA_WORDS)
     assert ended.code == 0, ended
     assert re.search(r"remat of llm: 1 full, 1 none\n", ended.out)

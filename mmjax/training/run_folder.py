@@ -177,7 +177,8 @@ def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHI
     there = _check_claim(folder, config, mode)
     if there and mode in ("resume", "auto"):
         for line in changes_of(folder, config, permitted):
-            say(f"changed {line}")
+            if not line.startswith(WHERE):
+                say(f"changed {line}")
         _write_or_user_error(folder, lambda: _check_writable(folder))
         yield folder, True
         _write_or_user_error(folder, lambda: folder.write_config(config))
@@ -251,6 +252,7 @@ def _write_or_user_error(folder: RunFolder, write: Callable[[], None]) -> None:
         ) from error
 
 
+WHERE = ("name:", "run:")
 # What may change without a word when a run goes on: where and how fast it runs, how long, how often it looks and saves.
 MAY_CHANGE = (
     "name", "run", "device", "mesh.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch", "data.cache",

@@ -107,7 +107,7 @@ def test_where_the_file_system_has_no_locks_a_run_goes_on_without(
         pass
 
 
-def test_a_folder_that_cannot_be_is_a_mistake_that_names_it(tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_it_goes_on_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot lock .*file/run: .*; choose another"), locked(tmp_path / "file/run"):
+    with locked(tmp_path / "file/run"):
         pass
