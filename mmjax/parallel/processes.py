@@ -162,6 +162,7 @@ def _meet() -> None:
             "MMJAX_PROCESSES is set and MMJAX_COORDINATOR is not; start with launch/local.sh or launch/slurm.sbatch"
         ) from None
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts before it can be said who is gone
+    jax.config.update("jax_enable_preemption_service", False)  # else JAX takes TERM for itself
     try:
         jax.distributed.initialize(
             coordinator,
