@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.config import AudioConfig
+from mmjax.data.index import index_key
 from mmjax.data.replay import PackedRow, PlacedSample, Replayed, seen
 from mmjax.errors import UserError, run_command
 from mmjax.training.console import say, table
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.rank is not None and not 0 <= args.rank < ranks:
         raise UserError(f"--rank {args.rank}: the step had {ranks} ranks; give 0 to {ranks - 1}")
     logged = record_of(folder, args.step)
+    _check_readable(replayed, life, args.step)
     rows = list(replayed.rows(args.rank))
     if args.json:
         say(json.dumps(_told(replayed, rows, logged, args.step)))
@@ -66,6 +68,20 @@ def replay(folder: RunFolder, number: int) -> tuple[Replayed, Life]:
     if life is None:
         raise UserError(f"{folder.history} does not tell of step {number}; it is kept since runs have a history")
     return Replayed(loader_of(life, folder), number - 1), life
+
+
+def _check_readable(replayed: Replayed, life: Life, number: int) -> None:
+    """Raises UserError where the step cannot be made again since its data is not there any more."""
+    try:
+        assert replayed.loaded
+    except Exception as error:
+        loader = replayed.loader
+        if index_key(loader.sources, loader.config.model.encoders) == life.index:
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"step {number} cannot be made again: the data has changed since; restore it ({reason[:200]})"
+        ) from error
 
 
 def record_of(folder: RunFolder, number: int) -> dict[str, Any]:

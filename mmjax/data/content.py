@@ -13,22 +13,27 @@ import numpy as np
 
 from mmjax.batch import ItemBatch, Microbatch, Mixed, TextBatch
 
-BITS = 64
+BITS, HALF = 64, 32
 
 
 Own = tuple[Container[int], Container[int]]  # ranks and encoder ranks that count
 
 
 def content_of(batch: Microbatch, number: int, ranks: range, encoder_ranks: range, own: Own) -> int:
-    """The sum of the hashes of a microbatch's rows, modulo 2^64.
+    """The sum of the hashes of a microbatch's rows, 64 bits.
 
     number: of the microbatch in its step. ranks, encoder_ranks: that hold these rows, as many each. own: of these, the
     ranks whose rows count here.
     """
     total = _rows_content(_arrays(batch.text), ("text", number), ranks, own[0])
     for encoder, items in batch.items.items():
-        total += _rows_content(_arrays(items), (encoder, number), encoder_ranks, own[1])
-    return total % 2**BITS
+        total = plus(total, _rows_content(_arrays(items), (encoder, number), encoder_ranks, own[1]))
+    return total
+
+
+def plus(a: int, b: int) -> int:
+    """The sum of two hashes: each half of 32 bits by itself, as devices add them up."""
+    return ((a >> HALF) + (b >> HALF)) % 2**HALF << HALF | (a + b) % 2**HALF
 
 
 def spelled(content: int) -> str:
@@ -51,5 +56,5 @@ def _rows_content(arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: r
             digest = hashlib.blake2b(repr((*place, rank)).encode(), digest_size=BITS // 8)
             for array in of_ranks:
                 digest.update(array[k])
-            total += int.from_bytes(digest.digest(), "little")
+            total = plus(total, int.from_bytes(digest.digest(), "little"))
     return total

@@ -181,8 +181,8 @@ def _measured(
     return found
 
 
-def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path) -> tuple[LengthIndex, Path]:
-    """The index of these sources under `folder`, memory-mapped, and its path; built where it is not, or not whole."""
+def index_key(sources: Mapping[str, Source], encoders: Encoders) -> str:
+    """The name of the folder of these sources' index: another where any of them differs."""
     key = json.dumps(
         [
             [[name, len(source), source.fingerprint()] for name, source in sources.items()],
@@ -190,7 +190,12 @@ def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path
             [f.name for f in fields(LengthIndex)],
         ]
     )
-    path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path) -> tuple[LengthIndex, Path]:
+    """The index of these sources under `folder`, memory-mapped, and its path; built where it is not, or not whole."""
+    path = folder / index_key(sources, encoders)
     try:
         return LengthIndex.open(path), path
     except Damaged as damage:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from absl import flags
 from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
 from mmjax.data.budget import Budget
-from mmjax.data.content import BITS, Own, content_of
+from mmjax.data.content import Own, content_of, plus
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
 from mmjax.data.kept import sealed, unsealed
@@ -166,7 +166,7 @@ class StepLoader:
         parts = self.layout.topology.encoders_per_rank
         of_encoders = self.encoder_ranks or range(self.ranks.start * parts, self.ranks.stop * parts)
         held = self.ranks, of_encoders
-        return sum(content_of(b, m, *held, self.own or held) for m, b in enumerate(batches)) % 2**BITS
+        return reduce(plus, (content_of(b, m, *held, self.own or held) for m, b in enumerate(batches)))
 
     def _needed_flops(self, batch: Microbatch) -> float:
         """Of this process's ranks; encoder ranks of these that others hold count as much as its own."""
