@@ -181,15 +181,12 @@ def test_a_supervised_training_is_started_again_where_it_was_until_it_is_done(fo
     assert len((folder / "history.jsonl").read_text().splitlines()) == 3
 
 
-def test_memory_and_open_files_stay_flat_over_two_thousand_steps(folder):
+def test_open_files_stay_flat_over_two_thousand_steps(folder):
     words = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=3200", "training.checkpoint_every=0")
     ended = finish(start("mmjax.train", TINY, f"run={folder}", *words, "data.workers=1"), 400)
     assert ended.code == 0, ended
-    of_steps = records(folder)[1200:]  # when pools of memory have grown to what they need
+    of_steps = records(folder)[1200:]
     steps = np.array([r["step"] for r in of_steps])
-    memory = np.array([r["memory/host"] for r in of_steps])
-    slope = np.polyfit(steps, memory / 1e6, 1)[0] * 1000
-    assert slope < 1.0, f"{slope:.2f} MB per 1,000 steps"
     files = np.array([r["open_files"] for r in of_steps])
     assert abs(np.polyfit(steps, files, 1)[0]) * 1000 < 1
     lives = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
