@@ -54,7 +54,9 @@ def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
 
 
 @pytest.mark.parametrize(("tower", "backend"), [*product(SHAPES, ("dense", "blockwise"))])
-@pytest.mark.parametrize("wanted", [BOTH, frozenset({"inputs"}), frozenset({"weights"})], ids="+".join)
+@pytest.mark.parametrize(
+    "wanted", [BOTH, frozenset({"inputs"}), frozenset({"weights"})], ids=lambda kept: "+".join(sorted(kept))
+)
 def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(tower, backend, wanted):
     mix = ("full", "full", "attention", "attention_mlp", "attention_mlp", "products", "products", "products")
     per_layer = kept_per_layer(with_tower(tower, backend), tower, SHAPES[tower], jnp.float32, wanted)
