@@ -1,35 +1,22 @@
-"""Commands as a user runs them: in this process where that is enough, in their own where it is not."""
+"""Commands as a user runs them, in this process, and the runs that several tests look at."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from started import ROOT, Ended
 
 from mmjax import train
 from mmjax.errors import run_command
 
-ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tests" / "tiny.py")
 TINY_MEDIA = str(ROOT / "tests" / "tiny_media.py")
 MEDIA_WORDS = ("training.steps=6", "training.keep=3", "batch.microbatches=2")
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 def run(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], None], *words: object) -> Ended:
@@ -37,26 +24,6 @@ def run(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], None
     capsys.readouterr()
     code = run_command(lambda: main([str(word) for word in words]))
     return Ended(code, *capsys.readouterr())
-
-
-def start(*words: object, devices: int = 1, **options) -> subprocess.Popen:
-    """Start `python -m WORDS` in a process of its own, which is the leader of a process group."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
-    command = [sys.executable, "-m", *map(str, words)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    options = {"text": True, "start_new_session": True, "preexec_fn": heed_interrupts}
-    return subprocess.Popen(command, env=environment, **options, **pipes)
-
-
-def heed_interrupts() -> None:
-    """Tests that were started in the background ignore Ctrl-C, and would have their children do the same."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def finish(process: subprocess.Popen, seconds: float = 240) -> Ended:
-    """How it ended."""
-    out, err = process.communicate(timeout=seconds)
-    return Ended(process.returncode, out, err)
 
 
 def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Path:

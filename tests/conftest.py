@@ -9,6 +9,7 @@ import jax
 import jaxtyping
 import pytest
 from compilation import quickly
+from started import kill_started
 
 jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("mmjax.models", "beartype.beartype")
@@ -19,6 +20,13 @@ def forget_programs() -> Iterator[None]:
     """A program of the CPU takes a thousand of the 65,530 memory maps that Linux gives a process."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """A test that fails leaves no training beside those that follow."""
+    yield
+    kill_started()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,11 +1,8 @@
-"""Runs that are watched, stopped and gone on with, as on a cluster: real processes and signals."""
+"""What a run's folder tells while it may be written."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +27,9 @@ def losses(run: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in found}
 
 
-def wait_until(what: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = 200) -> None:
-    """Until something is so, while the process runs."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert process is None or process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def steps_of(run: Path) -> dict[int, dict[str, Any]]:
+    """What is logged of each step so far."""
+    return {record["step"]: record for record in records(run)}
 
 
 def checkpoints(run: Path) -> list[str]:

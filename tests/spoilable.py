@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import soundfile
-from commands import ROOT, TINY_MEDIA
+from commands import TINY_MEDIA
 from mutations import BYTES, Random
 from PIL import Image
+from started import ROOT
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mmjax.config import (

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from commands import TINY, TINY_MEDIA, files, finish, run, runs_of, start
+from commands import TINY, TINY_MEDIA, files, run, runs_of
+from started import finish, start
 
 from mmjax import evaluate, train
 from mmjax.errors import UserError

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT
+from started import ROOT
 
 WHEELS = importlib.util.find_spec("jax_cuda13_plugin") is not None
 

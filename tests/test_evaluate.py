@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import files, finish, media_run, run, start
+from commands import files, media_run, run
+from started import finish, start
 
 from mmjax import evaluate
 

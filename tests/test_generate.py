@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from commands import TINY, finish, run, start
+from commands import TINY, run
 from fine_tuning import moved_run
 from llava_folder import save_checkpoint, save_questions
 from PIL import Image
+from started import finish, start
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmjax import export, generate

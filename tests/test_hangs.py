@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from commands import TINY, Ended, finish, runs_of
-from test_processes import launch, process_of, steps_of, wait_until
+from commands import TINY, runs_of
+from restarts import steps_of
+from started import Ended, finish, launch, process_of, wait_until
 
 pytestmark = pytest.mark.slow
 

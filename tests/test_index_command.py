@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from commands import finish, run, start
+from commands import run
 from llava_folder import save_checkpoint, save_questions
+from started import finish, start
 
 sys.path.append(str(Path(__file__).parent / "data"))
 from files_made import asked, clip, lines, picture, served, write

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import ROOT, finish, heed_interrupts
+from started import LOCAL, ROOT, begin, finish, wait_until
 
-LOCAL, SLURM = str(ROOT / "launch" / "local.sh"), str(ROOT / "launch" / "slurm.sbatch")
+SLURM = str(ROOT / "launch" / "slurm.sbatch")
 
 # Notes its start and every signal, saves four steps, and ends with code 0 where it is asked to save, else with 130.
 TRAINING = """
@@ -86,24 +85,8 @@ def variables(tmp_path: Path) -> dict[str, str]:
     return found | {"SLURM_JOB_NODELIST": "nodes[1-2]", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
 
 
-def begin(variables: dict[str, str], folder: Path, *command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*command, str(folder)],
-        env=variables,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=heed_interrupts,
-    )
-
-
-def wait_until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def begun(variables: dict[str, str], folder: Path, *command: str) -> subprocess.Popen[str]:
+    return begin([*command, str(folder)], variables, cwd=folder)
 
 
 def started(folder: Path, times: int = 1) -> Callable[[], bool]:
@@ -124,7 +107,7 @@ def got(folder: Path) -> list[str]:
 def test_local_processes_all_get_a_signal_as_what_it_is(
     tmp_path: Path, variables: dict[str, str], name: str, code: int
 ) -> None:
-    launched = begin(variables, tmp_path, LOCAL, "2")
+    launched = begun(variables, tmp_path, LOCAL, "2")
     wait_until(started(tmp_path))
     launched.send_signal(signal.SIGUSR2)
     wait_until(lambda: (tmp_path / "got0").exists() and (tmp_path / "got1").exists())
@@ -134,7 +117,7 @@ def test_local_processes_all_get_a_signal_as_what_it_is(
 
 
 def test_a_slurm_job_whose_run_is_done_ends_and_is_not_requeued(tmp_path: Path, variables: dict[str, str]) -> None:
-    ended = finish(begin(variables | {"CODES": "0"}, tmp_path, SLURM, "tiny", "seed=1"), 60)
+    ended = finish(begun(variables | {"CODES": "0"}, tmp_path, SLURM, "tiny", "seed=1"), 60)
     assert ended.code == 0, ended.err
     assert "start 1 ended with code 0, 4 steps saved; done" in ended.err
     assert (tmp_path / "starts1").read_text() == "--resume=auto tiny seed=1\n"
@@ -145,7 +128,7 @@ def test_a_slurm_job_whose_run_is_done_ends_and_is_not_requeued(tmp_path: Path, 
 def test_a_slurm_job_whose_time_is_up_asks_all_processes_to_save_and_is_requeued(
     tmp_path: Path, variables: dict[str, str], name: str
 ) -> None:
-    job = begin(variables, tmp_path, SLURM, "tiny")
+    job = begun(variables, tmp_path, SLURM, "tiny")
     wait_until(started(tmp_path))
     job.send_signal(getattr(signal, name))  # to the shell alone, as with --signal=B:
     ended = finish(job, 60)
@@ -159,14 +142,14 @@ def test_a_slurm_job_whose_tasks_were_told_of_a_preemption_is_requeued(
 ) -> None:
     """They have saved and ended with 0, and the shell was told nothing."""
     preempted = variables | {"CODES": "0", "PREEMPTED": "2026-11-22T11:28:44"}
-    assert finish(begin(preempted, tmp_path, SLURM, "tiny"), 60).code == 0
+    assert finish(begun(preempted, tmp_path, SLURM, "tiny"), 60).code == 0
     assert (tmp_path / "requeued").read_text() == "requeue Incomplete 7\n"
 
 
 def test_a_slurm_job_restarts_what_failed_and_is_requeued_where_its_time_is_up_meanwhile(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    job = begin(variables | {"CODES": "1"}, tmp_path, SLURM, "tiny")
+    job = begun(variables | {"CODES": "1"}, tmp_path, SLURM, "tiny")
     assert job.stderr
     while "start 1 ended with code 1, 4 steps saved; restart in 10 s" not in job.stderr.readline():
         pass
@@ -177,7 +160,7 @@ def test_a_slurm_job_restarts_what_failed_and_is_requeued_where_its_time_is_up_m
 
 def test_a_slurm_job_of_bad_input_ends_with_its_code(tmp_path: Path, variables: dict[str, str]) -> None:
     (tmp_path / "python" / "mmjax" / "train.py").write_text("raise SystemExit(2)")
-    ended = finish(begin(variables, tmp_path, SLURM, "tiny"), 60)
+    ended = finish(begun(variables, tmp_path, SLURM, "tiny"), 60)
     assert ended.code == 2
     assert "a restart would not mend it" in ended.err
     assert not (tmp_path / "requeued").exists()

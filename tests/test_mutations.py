@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import TINY, Ended, finish, start
+from commands import TINY
+from started import Ended, finish, start
 
 sys.path.append(str(Path(__file__).parent / "data"))
 from mutated import tried

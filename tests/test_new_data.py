@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import ROOT, TINY_MEDIA, finish, heed_interrupts, run, runs_of
-from restarts import last, losses, records, wait_until
+from commands import TINY_MEDIA, run, runs_of
+from restarts import last, losses, records
+from started import finish, kill, launch, wait_until
 
 from mmjax import inspect, train
 from mmjax.data.replay import Replayed
@@ -30,26 +29,9 @@ WORDS = (
 BEFORE, AFTER = 500, 700  # samples; eight to a step: the 50th is in the first epoch
 
 
-def launch(processes: int, folder: Path, samples: int, *more: str) -> subprocess.Popen[str]:
-    words = (TINY_MEDIA, f"run={folder}", f"data.sources.few.arguments.samples={samples}", *WORDS, *more)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    options = {"text": True, "start_new_session": True, "preexec_fn": heed_interrupts}
-    command = [str(ROOT / "launch" / "local.sh"), str(processes), *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, **options, **pipes)
-
-
-def killed(process: subprocess.Popen[str]) -> None:
-    """All of its processes at once."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getsid(int(folder.name)) == process.pid and int(folder.name) != process.pid:
-                os.kill(int(folder.name), signal.SIGKILL)
-        except OSError:
-            continue
-    process.kill()
-    process.communicate()
+def train_on(samples: int, folder: Path, processes: int, *more: str) -> subprocess.Popen[str]:
+    arguments = f"data.sources.few.arguments.samples={samples}"
+    return launch(processes, TINY_MEDIA, f"run={folder}", arguments, *WORDS, *more, devices=2)
 
 
 def replayed(folder: RunFolder, step: int, loaders: dict) -> Replayed:
@@ -62,19 +44,19 @@ def replayed(folder: RunFolder, step: int, loaders: dict) -> Replayed:
 def test_new_data_at_step_50_comes_once_an_epoch_like_the_old_though_killed(before, after, tmp_path_factory):
     path = runs_of(tmp_path_factory) / f"new-data-{before}-{after}"
     folder = RunFolder(path)
-    process = launch(before, path, BEFORE)
+    process = train_on(BEFORE, path, before)
     wait_until(lambda: (path / "checkpoints" / "50").is_dir(), process)
-    killed(process)
-    refused = finish(launch(after, path, AFTER, "--resume=auto"))
+    kill(process)
+    refused = finish(train_on(AFTER, path, after, "--resume=auto"))
     assert refused.code == 2
     assert "data.sources.few.arguments.samples: 500 -> 700" in refused.err
     assert "that they shall change: --new-data;" in refused.err
     for _ in range(2):  # killed, and the same line again
-        process = launch(after, path, AFTER, "--resume=auto", "--new-data")
+        process = train_on(AFTER, path, after, "--resume=auto", "--new-data")
         at = last(path)
         wait_until(lambda at=at: last(path) >= max(at + 5, 60), process)
-        killed(process)
-    process = launch(after, path, AFTER, "--resume=auto", "--new-data")
+        kill(process)
+    process = train_on(AFTER, path, after, "--resume=auto", "--new-data")
     wait_until(lambda: last(path) >= 150, process)
     process.send_signal(signal.SIGTERM)
     ended = finish(process, 90)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from commands import ROOT
 from llava_folder import save_checkpoint, save_parts
 from nbclient import NotebookClient
+from started import ROOT
 
 NOTEBOOKS = ROOT / "notebooks"
 

@@ -9,7 +9,8 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from commands import ROOT, TINY, run
+from commands import TINY, run
+from started import ROOT
 
 from mmjax import plan, train
 

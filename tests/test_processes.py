@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from commands import ROOT, TINY, TINY_MEDIA, Ended, finish, heed_interrupts
+from commands import TINY, TINY_MEDIA
+from restarts import last, steps_of
+from started import LOCAL, Ended, begin, environment, finish, launch, process_of, wait_until
 
 pytestmark = pytest.mark.slow
-
-LOCAL = str(ROOT / "launch" / "local.sh")
-
-
-def environment(devices: int, **more: str) -> dict[str, str]:
-    found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
-    return found | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | more
-
-
-def launch(processes: int, *words: object, devices: int) -> subprocess.Popen:
-    command = [LOCAL, str(processes), *map(str, words)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    options = {"start_new_session": True, "preexec_fn": heed_interrupts}
-    return subprocess.Popen(command, env=environment(devices), **options, **pipes)
 
 
 def together(processes: int, *words: object, devices: int) -> Ended:
     return finish(launch(processes, *words, devices=devices))
-
-
-def steps_of(run: Path) -> dict[int, dict]:
-    """What is logged so far, while it may be written."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {r["step"]: r for r in records if "loss" in r}
 
 
 def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_number(tmp_path):
@@ -78,7 +55,7 @@ def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactl
     words = ("training.evaluate_every=0", "training.checkpoint_every=10", "training.steps=100000")
     words += ("batch.balance.locality=off", *(f"batch.rows.{m}=4" for m in ("llm", "vision", "audio")))
     launched = launch(4, TINY_MEDIA, f"run={run}", *words, devices=1)
-    wait_until(lambda: max(steps_of(run), default=0) > 10 and 3 <= max(steps_of(run)) % 10 < 9)
+    wait_until(lambda: last(run) > 10 and 3 <= last(run) % 10 < 9)
     os.kill(process_of(run, 1), signal.SIGKILL)
     began = time.monotonic()
     ended = finish(launched, 90)
@@ -92,7 +69,7 @@ def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactl
 
     saved = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdecimal())
     again = launch(2, TINY_MEDIA, f"run={run}", "--resume", *words, devices=1)
-    wait_until(lambda: max(steps_of(run), default=0) >= max(before) + 3)
+    wait_until(lambda: last(run) >= max(before) + 3)
     os.killpg(again.pid, signal.SIGINT)
     assert finish(again, 60).code == 130
     after, repeated = steps_of(run), range(saved + 1, max(before) + 1)
@@ -134,7 +111,7 @@ def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(vi
     config, run = (TINY if where == "in a collective" else config), tmp_path / "run"
     words = ("training.evaluate_every=0", "training.checkpoint_every=5", "training.steps=100000")
     launched = launch(2, config, f"run={run}", *words, devices=1)
-    wait_until(lambda: max(steps_of(run), default=0) > 11)
+    wait_until(lambda: last(run) > 11)
     process = process_of(run, victim)
     if where == "in a collective":
         os.kill(process, signal.SIGSTOP)
@@ -151,7 +128,7 @@ def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(vi
 
     saved = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdecimal())
     again = launch(then, config, f"run={run}", "--resume", *words, devices=1)
-    wait_until(lambda: max(steps_of(run), default=0) >= max(before) + 3 and saved + 1 in steps_of(run))
+    wait_until(lambda: last(run) >= max(before) + 3 and saved + 1 in steps_of(run))
     os.killpg(again.pid, signal.SIGINT)
     assert finish(again, 60).code == 130
     after = steps_of(run)
@@ -164,11 +141,11 @@ def test_one_process_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_pat
     run = tmp_path / "run"
     words = ("training.evaluate_every=0", "training.steps=100000", "training.checkpoint_every=0")
     launched = launch(2, TINY, f"run={run}", *words, devices=1)
-    wait_until(lambda: max(steps_of(run), default=0) > 5)
+    wait_until(lambda: last(run) > 5)
     os.kill(process_of(run, 1), signal.SIGTERM)
     ended = finish(launched, 90)
     assert ended.code == 0, ended
-    step = max(steps_of(run))
+    step = last(run)
     assert f"stopped as asked after step {step}, which is saved" in ended.out
     assert [p.name for p in (run / "checkpoints").iterdir()] == [str(step)]
 
@@ -176,35 +153,11 @@ def test_one_process_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_pat
 def test_ctrl_c_ends_all_processes(tmp_path):
     words = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=10")
     launched = launch(2, TINY, f"run={tmp_path / 'run'}", *words, devices=1)
-    wait_for(tmp_path / "run" / "checkpoints" / "10")
+    wait_until((tmp_path / "run" / "checkpoints" / "10").is_dir)
     os.killpg(launched.pid, signal.SIGINT)  # as a terminal does
     ended = finish(launched, 60)
     assert ended.code == 130
     assert ended.err.count("interrupted") >= 1
-
-
-def wait_for(folder: Path) -> None:
-    wait_until(folder.is_dir)
-
-
-def wait_until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 180
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def process_of(run: Path, number: int) -> int:
-    """The process with this number of the run."""
-    for folder in Path("/proc").iterdir():
-        try:
-            command = (folder / "cmdline").read_text().split("\0")
-            variables = (folder / "environ").read_text().split("\0")
-        except (OSError, ValueError):
-            continue
-        if f"run={run}" in command and f"MMJAX_PROCESS={number}" in variables and "mmjax.train" in command:
-            return int(folder.name)
-    raise AssertionError(f"process {number} is not there")
 
 
 def test_processes_with_other_data_update_nothing_and_say_so(tmp_path):
@@ -212,12 +165,9 @@ def test_processes_with_other_data_update_nothing_and_say_so(tmp_path):
     run = tmp_path / "run"
     port = 43_000 + os.getpid() % 20_000
     started = [
-        subprocess.Popen(
+        begin(
             [sys.executable, "-m", "mmjax.train", TINY, f"run={run}", "training.evaluate_every=0", f"seed={p}"],
-            env=environment(1, MMJAX_PROCESSES="2", MMJAX_PROCESS=str(p), MMJAX_COORDINATOR=f"127.0.0.1:{port}"),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            environment(1, MMJAX_PROCESSES="2", MMJAX_PROCESS=str(p), MMJAX_COORDINATOR=f"127.0.0.1:{port}"),
         )
         for p in range(2)
     ]

@@ -12,8 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import Ended, files, media_run, run, runs_of
+from commands import files, media_run, run, runs_of
 from llava_folder import save_checkpoint, save_questions
+from started import Ended
 
 from mmjax.balance.metrics import dist_ratio
 from mmjax.config_files import load

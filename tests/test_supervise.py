@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import finish, start
+from started import finish, start
 
 # Ends as it is told for each of its starts: "12:1" after 12 saved steps with code 1, ":-9" by signal 9, ":" waits.
 TRAINING = """

@@ -18,8 +18,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import MEDIA_WORDS, TINY, TINY_MEDIA, files, finish, media_run, run, runs_of, start
+from commands import MEDIA_WORDS, TINY, TINY_MEDIA, files, media_run, run, runs_of
 from compilation import quickly
+from started import finish, start
 
 from mmjax import train
 from mmjax.config_files import default_config, describe, load

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from started import ROOT
 
 from mmjax.errors import UserError
 from mmjax.training.run_lock import locked

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from started import ROOT
 
 from mmjax.config import WatchConfig
 from mmjax.parallel.lookout import Seen
