@@ -33,8 +33,9 @@ def start(*words: object, devices: int = 1, **options) -> subprocess.Popen:
 
 
 def launch(processes: int, *words: object, devices: int) -> subprocess.Popen:
-    """Start a training of several processes in a session of its own."""
-    return begin([LOCAL, str(processes), *map(str, words)], environment(devices))
+    """Start a training of several processes in a session of its own. They compile without LLVM's optimizations."""
+    variables = environment(devices, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    return begin([LOCAL, str(processes), *map(str, words)], variables)
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:
@@ -57,13 +58,13 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def finish(process: subprocess.Popen, seconds: float = 240) -> Ended:
+def finish(process: subprocess.Popen, seconds: float = 480) -> Ended:
     """How it ended."""
     out, err = process.communicate(timeout=seconds)
     return Ended(process.returncode, out, err)
 
 
-def wait_until(what: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 200) -> None:
+def wait_until(what: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 480) -> None:
     """Until something is so, while the process runs."""
     deadline = time.monotonic() + seconds
     while not what():

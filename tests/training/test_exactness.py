@@ -37,7 +37,8 @@ from mmjax.training.step import Accumulated, Executor, Said
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-CONFIG = tiny_config()
+_TINY = tiny_config()
+CONFIG = replace(_TINY, batch=replace(_TINY.batch, shapes=1))  # half as much to compile
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4
 
 Steps = list[tuple[Microbatch, ...]]

@@ -37,10 +37,16 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 ALONE, SHARED = MESHES["one device"], MESHES["data=2 x fsdp=2 x tensor=2"]
 
 
-def config(chunks: int, tied: bool = True, precision: str = "float32") -> Config:
+def config(chunks: int, tied: bool = True, precision: str = "float32", encoders: bool = True) -> Config:
     base = tiny_config()
-    model = replace(base.model, llm=replace(base.model.llm, tied=tied))
+    llm = replace(base.model.llm, tied=tied)
+    model = replace(base.model, llm=llm) if encoders else ModelConfig(llm)
     return replace(base, model=model, training=replace(base.training, loss_chunks=chunks, precision=precision))
+
+
+def of_text(batch: Microbatch) -> Microbatch:
+    """The same rows, with the embeddings of placeholders where items were."""
+    return Microbatch(batch.text._replace(slots={}, send={}), {})
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +56,19 @@ def loaded(tmp_path_factory) -> Callable[[Topology], list[tuple[Microbatch, ...]
 
 
 @cache
-def parameters(tied: bool) -> Any:
-    return scattered(make_executor(config(1, tied), ALONE))
+def parameters(tied: bool, encoders: bool = True) -> Any:
+    return scattered(make_executor(config(1, tied, encoders=encoders), ALONE))
 
 
 @pytest.fixture(scope="module")
 def first(loaded) -> Callable[..., tuple[float, Any]]:
-    """The loss and the gradients of the first step's first microbatch, on one device."""
+    """The loss and the gradients of the first step's first microbatch on one device, of the LLM alone."""
 
     @cache
     def run(chunks: int, tied: bool = True, precision: str = "float32") -> tuple[float, Any]:
-        executor = make_executor(config(chunks, tied, precision), ALONE)
-        found = gradients(executor, state_with(executor, parameters(tied)), loaded(ONE_RANK)[0][:1])
+        executor = make_executor(config(chunks, tied, precision, encoders=False), ALONE)
+        batch = of_text(loaded(ONE_RANK)[0][0])
+        found = gradients(executor, state_with(executor, parameters(tied, encoders=False)), [batch])
         return found.report.loss.sum(), found.gradients
 
     return run
@@ -74,8 +81,8 @@ def rounding(loaded, first, quick_compilation) -> Callable[[bool], float]:
     @cache
     def run(tied: bool) -> float:
         jax.config.update("jax_disable_most_optimizations", False)
-        executor = make_executor(config(1, tied), ALONE)
-        found = gradients(executor, state_with(executor, parameters(tied)), loaded(ONE_RANK)[0][:1])
+        executor, batch = make_executor(config(1, tied, encoders=False), ALONE), of_text(loaded(ONE_RANK)[0][0])
+        found = gradients(executor, state_with(executor, parameters(tied, encoders=False)), [batch])
         jax.config.update("jax_disable_most_optimizations", True)
         return worst_leaf(found.gradients, first(1, tied)[1])[0]
 
@@ -110,9 +117,12 @@ def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_rep
 
 
 def test_ten_updates_give_the_losses_of_the_whole_logits(loaded):
+    steps = [[of_text(batch) for batch in batches] for batches in loaded(ONE_RANK)]
+
     def losses(chunks: int) -> np.ndarray:
-        executor = make_executor(config(chunks), ALONE)
-        return train(config(chunks), executor, state_with(executor, parameters(True)), loaded(ONE_RANK)).losses
+        alone = config(chunks, encoders=False)
+        executor = make_executor(alone, ALONE)
+        return train(alone, executor, state_with(executor, parameters(True, encoders=False)), steps).losses
 
     np.testing.assert_allclose(losses(4), losses(1), rtol=1e-5)
 
