@@ -37,8 +37,7 @@ from mmjax.training.step import Accumulated, Executor, Said
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-_TINY = tiny_config()
-CONFIG = replace(_TINY, batch=replace(_TINY.batch, shapes=1))  # half as much to compile
+CONFIG = tiny_config()
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4
 
 Steps = list[tuple[Microbatch, ...]]

@@ -117,12 +117,9 @@ def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_rep
 
 
 def test_ten_updates_give_the_losses_of_the_whole_logits(loaded):
-    steps = [[of_text(batch) for batch in batches] for batches in loaded(ONE_RANK)]
-
     def losses(chunks: int) -> np.ndarray:
-        alone = config(chunks, encoders=False)
-        executor = make_executor(alone, ALONE)
-        return train(alone, executor, state_with(executor, parameters(True, encoders=False)), steps).losses
+        executor = make_executor(config(chunks), ALONE)
+        return train(config(chunks), executor, state_with(executor, parameters(True)), loaded(ONE_RANK)).losses
 
     np.testing.assert_allclose(losses(4), losses(1), rtol=1e-5)
 
