@@ -73,7 +73,7 @@ def replay(folder: RunFolder, number: int) -> tuple[Replayed, Life]:
 def _check_readable(replayed: Replayed, life: Life, number: int) -> None:
     """Raises UserError where the step cannot be made again since its data is not there any more."""
     try:
-        assert replayed.loaded
+        _ = replayed.loaded
     except Exception as error:
         loader = replayed.loader
         if index_key(loader.sources, loader.config.model.encoders) == life.index:
