@@ -8,9 +8,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jaxtyping
 import pytest
-from compilation import quickly
+from compilation import compile_quickly
 from started import kill_started
 
+compile_quickly()
 jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("mmjax.models", "beartype.beartype")
 
@@ -34,11 +35,4 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     """What a user's own runs have measured changes nothing that a test sees."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """For a whole module."""
-    with quickly():
         yield

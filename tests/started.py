@@ -33,9 +33,8 @@ def start(*words: object, devices: int = 1, **options) -> subprocess.Popen:
 
 
 def launch(processes: int, *words: object, devices: int) -> subprocess.Popen:
-    """Start a training of several processes in a session of its own. They compile without LLVM's optimizations."""
-    variables = environment(devices, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
-    return begin([LOCAL, str(processes), *map(str, words)], variables)
+    """Start a training of several processes in a session of its own."""
+    return begin([LOCAL, str(processes), *map(str, words)], environment(devices))
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:

@@ -37,8 +37,6 @@ from mmjax.training.checkpoint import SavedParameters, newest, restore_parameter
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import parameter_shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BF16 = torch.bfloat16
 TOKENS = np.random.default_rng(0).integers(1, 40, (2, 24)).astype(np.int32)
 

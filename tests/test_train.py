@@ -19,7 +19,6 @@ import jax
 import numpy as np
 import pytest
 from commands import MEDIA_WORDS, TINY, TINY_MEDIA, files, media_run, run, runs_of
-from compilation import quickly
 from started import finish, start
 
 from mmjax import train
@@ -78,9 +77,8 @@ def test_a_run_in_little_memory_computes_again_and_learns_the_same(trained, caps
 @pytest.mark.slow
 def test_with_profile_layers_are_timed_and_the_compiler_says_what_fits(capsys, tmp_path):
     words = ("training.steps=4", "training.evaluate_every=0", "training.checkpoint_every=0")
-    with quickly():
-        wanted = run(capsys, train.main, TINY, f"run={tmp_path / 'as it is'}", *words)
-        ended = run(capsys, train.main, TINY, f"run={tmp_path / 'run'}", *words, "--profile", "mesh.memory=0.0025")
+    wanted = run(capsys, train.main, TINY, f"run={tmp_path / 'as it is'}", *words)
+    ended = run(capsys, train.main, TINY, f"run={tmp_path / 'run'}", *words, "--profile", "mesh.memory=0.0025")
     assert (wanted.code, ended.code) == (0, 0), ended.err
     assert "profile: timing layers of llm" in ended.err
     found = re.search(r"predicted of 2\.5 MB a device.*\n +(\d\.\d) MB by the compiler", ended.out)

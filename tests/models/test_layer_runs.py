@@ -93,7 +93,7 @@ MIXES = (
 
 
 @pytest.mark.parametrize("backend", ["dense", "blockwise"])
-def test_every_mix_of_remat_policies_gives_equal_gradients(backend, quick_compilation):
+def test_every_mix_of_remat_policies_gives_equal_gradients(backend):
     """Exactly, but for what LLVM makes of sums in programs that differ: with its optimizations up to 4e-6."""
     rng = np.random.default_rng(0)
     encoders = ("vision",) if backend == "dense" else ()

@@ -109,7 +109,6 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
 
 def main(folder: Path, out: Path, cases: Sequence[str]) -> None:
     """Write the results of all cases; what this process alone knows goes to a file of its own."""
-    jax.config.update("jax_disable_most_optimizations", True)
     found, opened = {}, {}
     for case in cases:
         result = run(case, folder, jax.devices())

@@ -19,8 +19,6 @@ from mmjax.training.optimizer import hyperparameters
 from mmjax.training.sample_losses import MOST_NAMED, Worst
 from mmjax.training.step import put_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TINY = tiny_config(batch=BatchConfig(Samples(24), {"llm": 8, "vision": 8, "audio": 8}, 2, PackGrouping(chunk_steps=4)))
 # Not tied: else a token's row of the table would be in every position's logits.
 CONFIG = replace(TINY, model=replace(TINY.model, llm=replace(TINY.model.llm, tied=False, norm_eps=1e-37)))

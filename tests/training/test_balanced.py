@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from balanced import CASES, run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Result = dict[str, np.ndarray]
 
 

@@ -29,8 +29,6 @@ from mmjax.training.devices import topology_of
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.step import Executor, put_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RANKS = 8
 WIDTH = 56  # of the connectors' output and the LLM; no other size of the model, nor a part of it on a device
 MOVING = ("all-to-all", "all-gather", "collective-permute", "reduce-scatter")

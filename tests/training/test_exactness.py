@@ -35,8 +35,6 @@ from mmjax.training.devices import topology_of
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.step import Accumulated, Executor, Said
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = tiny_config()
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4
 

@@ -27,8 +27,6 @@ from mmjax.training.sampling import Sampling
 from mmjax.training.state import parameter_shardings
 from mmjax.training.step import put_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 END, MOST = 1, 8
 DRAWN = Sampling(0.8, top_k=20, top_p=0.9, seed=5)
 MESHES = {

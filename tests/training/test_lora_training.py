@@ -26,8 +26,6 @@ from mmjax.training.optimizer import key_names
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import parameter_shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:

@@ -11,8 +11,6 @@ from mmjax.batch import PADDING, TextBatch
 from mmjax.models.decoder import scores
 from mmjax.training import loss
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROWS, LENGTH, VOCAB, SOURCES, WIDTH = 4, 16, 12, 3, 8
 
 

@@ -32,8 +32,6 @@ from mmjax.models.model import Model
 from mmjax.training.devices import topology_of
 from mmjax.training.step import Executor
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ALONE, SHARED = MESHES["one device"], MESHES["data=2 x fsdp=2 x tensor=2"]
 
 
@@ -75,7 +73,7 @@ def first(loaded) -> Callable[..., tuple[float, Any]]:
 
 
 @pytest.fixture(scope="module")
-def rounding(loaded, first, quick_compilation) -> Callable[[bool], float]:
+def rounding(loaded, first) -> Callable[[bool], float]:
     """By how much the whole logits' gradients differ from themselves, when LLVM may order their sums otherwise."""
 
     @cache

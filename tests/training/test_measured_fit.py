@@ -46,7 +46,7 @@ RICH = {tower: ("none",) * layers for tower, layers in FREE.items()}
 HALF = (predicted(LEAN) + predicted(RICH)) / 2
 
 
-def test_the_compilers_own_figure_is_what_fits(quick_compilation):
+def test_the_compilers_own_figure_is_what_fits():
     said = []
 
     def measure(policies) -> float:

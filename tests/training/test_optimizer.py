@@ -12,8 +12,6 @@ from tiny_run import paths, tiny_config
 from mmjax.config import AdamW, Muon, Rates, Schedule
 from mmjax.training.optimizer import Hyperparameters, hyperparameters, make_optimizer, schedule_factor
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 AXES = {
     "llm": {"embed": ("vocab", "embed"), "query": ("embed", "heads"), "norm": (None,)},
     "encoders": {"vision": {"embed": (None, "embed"), "up": ("embed", "mlp"), "bias": ("mlp",)}},

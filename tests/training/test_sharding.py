@@ -18,8 +18,6 @@ from mmjax.config import MeshConfig, Muon
 from mmjax.parallel.mesh import make_mesh, replicated
 from mmjax.training.step import Executor
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = tiny_config()
 
 

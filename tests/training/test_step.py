@@ -18,8 +18,6 @@ from mmjax.training.programs import ProgramCounter
 from mmjax.training.state import TrainState, all_parameters
 from mmjax.training.step import MOST_SPOILED, Executor, Said, put_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 STEPS = 12
 
 
