@@ -26,19 +26,11 @@ def run(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], None
     return Ended(code, *capsys.readouterr())
 
 
-def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of this test session's runs: beside each other, they share their compiled programs."""
-    folder = tmp_path_factory.getbasetemp() / "runs"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def media_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def media_run(runs: Path) -> tuple[Path, str]:
     """A whole run with eyes and ears on eight devices, and what it printed; made once per test session.
 
     It has checkpoints at 2, 4 and 6, and its config file is gone.
     """
-    runs = runs_of(tmp_path_factory)
     folder, printed = runs / "media", runs / "media.txt"
     if not printed.exists():
         sources = runs / "sources"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
@@ -14,12 +16,26 @@ QUICK = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_spli
 
 def compile_quickly() -> None:
     """For this process, before it asks for a device, and all that it starts: without LLVM's optimizations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    _optimize(False)
     given = os.environ.get("XLA_FLAGS", "")
     wanted = " ".join((given, *(flag for flag in QUICK if flag not in given))).strip()
     if wanted != given and _known(wanted):
         os.environ["XLA_FLAGS"] = wanted
+
+
+@contextmanager
+def optimized() -> Iterator[None]:
+    """With LLVM's optimizations, for what runs longer than it compiles."""
+    _optimize(True)
+    try:
+        yield
+    finally:
+        _optimize(False)
+
+
+def _optimize(wanted: bool) -> None:
+    jax.config.update("jax_disable_most_optimizations", not wanted)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not wanted))
 
 
 def _known(flags: str) -> bool:

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jaxtyping
 import pytest
-from compilation import compile_quickly
+from compilation import compile_quickly, optimized
 from started import kill_started
 
 compile_quickly()
@@ -35,4 +36,23 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     """What a user's own runs have measured changes nothing that a test sees."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs: beside each other, they share their compiled programs."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def folder(runs: Path, tmp_path: Path) -> Path:
+    """Of the run of one test."""
+    return runs / tmp_path.name
+
+
+@pytest.fixture
+def optimized_programs() -> Iterator[None]:
+    """For a test of many steps."""
+    with optimized():
         yield

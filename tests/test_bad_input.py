@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from commands import TINY, TINY_MEDIA, files, run, runs_of
+from commands import TINY, TINY_MEDIA, files, run
 from started import finish, start
 
 from mmjax import evaluate, train
@@ -21,15 +21,15 @@ from mmjax.training.devices import choose_devices
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(runs) -> Path:
     """A run of four steps with checkpoints at 2 and 4."""
-    folder = runs_of(tmp_path_factory) / "finished"
+    folder = runs / "finished"
     train.main([TINY, f"run={folder}", "training.steps=4", "training.evaluate_every=0"])
     return folder
 
 
 @pytest.fixture
-def a_run(finished, tmp_path_factory) -> Iterator[Path]:
+def a_run(finished) -> Iterator[Path]:
     """A copy to ruin."""
     copy = finished.with_name("a_run")
     yield Path(shutil.copytree(finished, copy))

@@ -16,9 +16,9 @@ TASKS = {f"exact_match_{name}" for name in ("image.read", "audio.write", "mixed.
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(runs) -> Path:
     """A run whose config file was deleted when it ended."""
-    return media_run(tmp_path_factory)[0]
+    return media_run(runs)[0]
 
 
 def test_json_is_one_object_with_every_family_and_task(trained, capsys):

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import TINY_MEDIA, run, runs_of
+from commands import TINY_MEDIA, run
 from restarts import last, losses, records
 from started import finish, kill, launch, wait_until
 
@@ -41,8 +41,8 @@ def replayed(folder: RunFolder, step: int, loaders: dict) -> Replayed:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_new_data_at_step_50_comes_once_an_epoch_like_the_old_though_killed(before, after, tmp_path_factory):
-    path = runs_of(tmp_path_factory) / f"new-data-{before}-{after}"
+def test_new_data_at_step_50_comes_once_an_epoch_like_the_old_though_killed(before, after, runs):
+    path = runs / f"new-data-{before}-{after}"
     folder = RunFolder(path)
     process = train_on(BEFORE, path, before)
     wait_until(lambda: (path / "checkpoints" / "50").is_dir(), process)
@@ -95,8 +95,8 @@ def test_new_data_at_step_50_comes_once_an_epoch_like_the_old_though_killed(befo
         assert replayed(folder, number - 1, loaders).content == logged[number]
 
 
-def test_another_batch_is_gone_on_with_where_it_is_named(tmp_path_factory, capsys):
-    path = runs_of(tmp_path_factory) / "another-batch"
+def test_another_batch_is_gone_on_with_where_it_is_named(runs, capsys):
+    path = runs / "another-batch"
     words = (TINY_MEDIA, f"run={path}", "training.evaluate_every=0", "schedule.warmup=2")
     assert run(capsys, train.main, *words, "training.steps=10").code == 0
     more = ("training.steps=14", "batch.size.count=12", "optimizer.learning_rate=1e-4", "--resume")
@@ -108,8 +108,8 @@ def test_another_batch_is_gone_on_with_where_it_is_named(tmp_path_factory, capsy
     assert [life["segment"]["first"] for life in all_lives(path / "history.jsonl")] == [0, 10]
 
 
-def test_a_step_is_shown_with_its_samples_texts_items_and_hash(tmp_path_factory, capsys, tmp_path):
-    path = runs_of(tmp_path_factory) / "shown"
+def test_a_step_is_shown_with_its_samples_texts_items_and_hash(runs, capsys, tmp_path):
+    path = runs / "shown"
     words = (TINY_MEDIA, f"run={path}", "training.evaluate_every=0", "training.steps=3", "schedule.warmup=1")
     assert run(capsys, train.main, *words).code == 0
     ended = run(capsys, inspect.main, path, "--step", 2, "--out", tmp_path / "out")
@@ -134,8 +134,8 @@ def test_a_step_is_shown_with_its_samples_texts_items_and_hash(tmp_path_factory,
         assert error in refused.err
 
 
-def test_a_step_whose_data_has_changed_since_is_refused(tmp_path_factory, capsys):
-    path = runs_of(tmp_path_factory) / "shown"
+def test_a_step_whose_data_has_changed_since_is_refused(runs, capsys):
+    path = runs / "shown"
     if not path.exists():  # where it runs alone
         words = (TINY_MEDIA, f"run={path}", "training.evaluate_every=0", "training.steps=3", "schedule.warmup=1")
         assert run(capsys, train.main, *words).code == 0

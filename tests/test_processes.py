@@ -21,14 +21,15 @@ def together(processes: int, *words: object, devices: int) -> Ended:
     return finish(launch(processes, *words, devices=devices))
 
 
-def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_number(tmp_path):
+def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_number(runs, tmp_path):
     words = ("training.steps=10", "schedule.warmup=2", "training.checkpoint_every=5", "training.evaluate_every=0")
-    assert together(1, TINY_MEDIA, f"run={tmp_path / 'one'}", *words, devices=8).code == 0
-    two = together(2, TINY_MEDIA, f"run={tmp_path / 'two'}", *words, devices=4)
-    assert two.code == 0, two
-    assert two.out.count("programs compiled after the start") == 1  # one process speaks for all
-    assert "; 0 programs compiled after the start" in two.out
-    wanted, found = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
+    one, two = runs / "one", runs / "two"
+    assert together(1, TINY_MEDIA, f"run={one}", *words, devices=8).code == 0
+    ended = together(2, TINY_MEDIA, f"run={two}", *words, devices=4)
+    assert ended.code == 0, ended
+    assert ended.out.count("programs compiled after the start") == 1  # one process speaks for all
+    assert "; 0 programs compiled after the start" in ended.out
+    wanted, found = steps_of(one), steps_of(two)
     assert list(wanted) == list(found) == list(range(1, 11))
     same = ("samples", "fill/llm", "fill/vision", "fill/audio", "dist_ratio/llm", "straggler_wait")
     for step, record in wanted.items():
@@ -36,27 +37,25 @@ def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_nu
         assert {key: found[step][key] for key in same} == {key: record[key] for key in same}
 
     # Half of it again, from the first half's checkpoint, by another number of processes.
-    checkpoints = tmp_path / "two" / "checkpoints"
-    (checkpoints / "10").rename(tmp_path / "10")
-    (tmp_path / "two" / "test.json").unlink()
-    four = together(4, TINY_MEDIA, f"run={tmp_path / 'two'}", "--resume", *words, devices=2)
-    assert four.code == 0, four
-    assert "at step 5" in four.out
-    again = steps_of(tmp_path / "two")
+    (two / "checkpoints" / "10").rename(tmp_path / "10")
+    (two / "test.json").unlink()
+    ended = together(4, TINY_MEDIA, f"run={two}", "--resume", *words, devices=2)
+    assert ended.code == 0, ended
+    assert "at step 5" in ended.out
+    again = steps_of(two)
     assert list(again) == list(range(1, 11))
     for step, record in wanted.items():
         assert again[step]["samples"] == record["samples"]
         assert again[step]["loss"] == pytest.approx(record["loss"], rel=1e-4)
 
 
-def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactly_with_others(tmp_path):
+def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactly_with_others(folder):
     """Every phase balanced by itself, so that all steps wait for each other in all-to-alls."""
-    run = tmp_path / "run"
     words = ("training.evaluate_every=0", "training.checkpoint_every=10", "training.steps=100000")
     words += ("batch.balance.locality=off", *(f"batch.rows.{m}=4" for m in ("llm", "vision", "audio")))
-    launched = launch(4, TINY_MEDIA, f"run={run}", *words, devices=1)
-    wait_until(lambda: last(run) > 10 and 3 <= last(run) % 10 < 9)
-    os.kill(process_of(run, 1), signal.SIGKILL)
+    launched = launch(4, TINY_MEDIA, f"run={folder}", *words, devices=1)
+    wait_until(lambda: last(folder) > 10 and 3 <= last(folder) % 10 < 9)
+    os.kill(process_of(folder, 1), signal.SIGKILL)
     began = time.monotonic()
     ended = finish(launched, 90)
     assert time.monotonic() - began < 60
@@ -64,15 +63,15 @@ def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactl
     assert "process 1 of 4 ended first, with code 137" in ended.err
     for other in (0, 2, 3):
         assert f"process 1 of this run's 4 ended or cannot be reached; process {other} ends too" in ended.err
-    before = steps_of(run)
+    before = steps_of(folder)
     assert all(record["all_to_all_bytes/vision"] > 0 for record in before.values())
 
-    saved = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdecimal())
-    again = launch(2, TINY_MEDIA, f"run={run}", "--resume", *words, devices=1)
-    wait_until(lambda: last(run) >= max(before) + 3)
+    saved = max(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal())
+    again = launch(2, TINY_MEDIA, f"run={folder}", "--resume", *words, devices=1)
+    wait_until(lambda: last(folder) >= max(before) + 3)
     os.killpg(again.pid, signal.SIGINT)
     assert finish(again, 60).code == 130
-    after, repeated = steps_of(run), range(saved + 1, max(before) + 1)
+    after, repeated = steps_of(folder), range(saved + 1, max(before) + 1)
     assert repeated
     for step in repeated:
         assert after[step]["samples"] == before[step]["samples"]
@@ -103,16 +102,16 @@ def config():
 
 @pytest.mark.parametrize("where", ["in a collective", "waiting for data"])
 @pytest.mark.parametrize(("victim", "then"), [(0, 4), (1, 1)])
-def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(victim, then, where, tmp_path):
+def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(victim, then, where, folder, tmp_path):
     """Where a sample takes a tenth of a second they wait for data; where one is stopped, the other waits for it."""
     config = tmp_path / "slow.py"
     config.write_text(SLOW)
     shutil.copy(TINY, tmp_path)
-    config, run = (TINY if where == "in a collective" else config), tmp_path / "run"
+    config = TINY if where == "in a collective" else config
     words = ("training.evaluate_every=0", "training.checkpoint_every=5", "training.steps=100000")
-    launched = launch(2, config, f"run={run}", *words, devices=1)
-    wait_until(lambda: last(run) > 11)
-    process = process_of(run, victim)
+    launched = launch(2, config, f"run={folder}", *words, devices=1)
+    wait_until(lambda: last(folder) > 11)
+    process = process_of(folder, victim)
     if where == "in a collective":
         os.kill(process, signal.SIGSTOP)
         time.sleep(1.5)
@@ -124,49 +123,47 @@ def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(vi
     assert f"process {victim} of 2 ended first, with code 137" in ended.err
     assert f"process {victim} of this run's 2" in ended.err
     assert f"process {1 - victim} ends too" in ended.err
-    before = steps_of(run)
+    before = steps_of(folder)
 
-    saved = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdecimal())
-    again = launch(then, config, f"run={run}", "--resume", *words, devices=1)
-    wait_until(lambda: last(run) >= max(before) + 3 and saved + 1 in steps_of(run))
+    saved = max(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal())
+    again = launch(then, config, f"run={folder}", "--resume", *words, devices=1)
+    wait_until(lambda: last(folder) >= max(before) + 3 and saved + 1 in steps_of(folder))
     os.killpg(again.pid, signal.SIGINT)
     assert finish(again, 60).code == 130
-    after = steps_of(run)
+    after = steps_of(folder)
     for step in range(saved + 1, max(before) + 1):
         assert set(after[step]["worst"]) == set(before[step]["worst"])  # the samples
         assert after[step]["loss"] == pytest.approx(before[step]["loss"], rel=1e-4)
 
 
-def test_one_process_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path):
-    run = tmp_path / "run"
+def test_one_process_that_is_asked_to_stop_stops_all_after_the_same_step(folder):
     words = ("training.evaluate_every=0", "training.steps=100000", "training.checkpoint_every=0")
-    launched = launch(2, TINY, f"run={run}", *words, devices=1)
-    wait_until(lambda: last(run) > 5)
-    os.kill(process_of(run, 1), signal.SIGTERM)
+    launched = launch(2, TINY, f"run={folder}", *words, devices=1)
+    wait_until(lambda: last(folder) > 5)
+    os.kill(process_of(folder, 1), signal.SIGTERM)
     ended = finish(launched, 90)
     assert ended.code == 0, ended
-    step = last(run)
+    step = last(folder)
     assert f"stopped as asked after step {step}, which is saved" in ended.out
-    assert [p.name for p in (run / "checkpoints").iterdir()] == [str(step)]
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == [str(step)]
 
 
-def test_ctrl_c_ends_all_processes(tmp_path):
+def test_ctrl_c_ends_all_processes(folder):
     words = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=10")
-    launched = launch(2, TINY, f"run={tmp_path / 'run'}", *words, devices=1)
-    wait_until((tmp_path / "run" / "checkpoints" / "10").is_dir)
+    launched = launch(2, TINY, f"run={folder}", *words, devices=1)
+    wait_until((folder / "checkpoints" / "10").is_dir)
     os.killpg(launched.pid, signal.SIGINT)  # as a terminal does
     ended = finish(launched, 60)
     assert ended.code == 130
     assert ended.err.count("interrupted") >= 1
 
 
-def test_processes_with_other_data_update_nothing_and_say_so(tmp_path):
+def test_processes_with_other_data_update_nothing_and_say_so(folder):
     """As where two machines have two versions of a config."""
-    run = tmp_path / "run"
     port = 43_000 + os.getpid() % 20_000
     started = [
         begin(
-            [sys.executable, "-m", "mmjax.train", TINY, f"run={run}", "training.evaluate_every=0", f"seed={p}"],
+            [sys.executable, "-m", "mmjax.train", TINY, f"run={folder}", "training.evaluate_every=0", f"seed={p}"],
             environment(1, MMJAX_PROCESSES="2", MMJAX_PROCESS=str(p), MMJAX_COORDINATOR=f"127.0.0.1:{port}"),
         )
         for p in range(2)
@@ -174,18 +171,17 @@ def test_processes_with_other_data_update_nothing_and_say_so(tmp_path):
     ended = [finish(p) for p in started]
     assert [e.code for e in ended] == [2, 2]
     assert "the processes planned different batches for step 1, so nothing was updated" in ended[0].err
-    assert steps_of(run) == {}
+    assert steps_of(folder) == {}
 
 
-def test_a_mistake_is_said_once_and_nothing_is_lost(tmp_path):
-    run = tmp_path / "run"
-    words = (TINY, f"run={run}", "training.steps=2", "schedule.warmup=1", "training.evaluate_every=0")
+def test_a_mistake_is_said_once_and_nothing_is_lost(folder):
+    words = (TINY, f"run={folder}", "training.steps=2", "schedule.warmup=1", "training.evaluate_every=0")
     assert together(2, *words, devices=1).code == 0
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     ended = together(2, *words, devices=1)
     assert ended.code == 2
     assert ended.err.count("already holds a run; continue it with --resume") == 1
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
 def test_the_launcher_says_how_it_is_used():

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import files, media_run, run, runs_of
+from commands import files, media_run, run
 from llava_folder import save_checkpoint, save_questions
 from started import Ended
 
@@ -32,9 +32,9 @@ CHROMIUM = next(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(runs: Path) -> Path:
     """A whole run with images and clips on eight ranks."""
-    return media_run(tmp_path_factory)[0]
+    return media_run(runs)[0]
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,9 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def copied(run: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copied(run: Path, name: str) -> Path:
     """The same run without its checkpoints."""
-    folder = runs_of(tmp_path_factory) / name
+    folder = run.with_name(name)
     return shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
 
 
@@ -119,9 +119,9 @@ def test_what_is_shown_of_rows_and_ranks_is_what_was_logged(trained: Path) -> No
 
 
 def test_runs_are_compared_in_the_same_charts_and_the_first_keeps_the_page(
-    trained: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = copied(trained, "other", tmp_path_factory)
+    other = copied(trained, "other")
     before = files(trained)
     ended = run(capsys, main, other, trained)
     assert (ended.code, ended.err) == (0, "")
@@ -175,8 +175,8 @@ def test_what_samples_and_files_say_is_shown_and_never_obeyed(tmp_path: Path, mo
     assert any(image["src"].startswith("data:image/png") for image in found.all("img") if image["alt"] == "image")
 
 
-def test_a_run_that_has_just_begun_has_a_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = copied(trained, "begun", tmp_path_factory)
+def test_a_run_that_has_just_begun_has_a_report(trained: Path) -> None:
+    folder = copied(trained, "begun")
     for name in ("metrics.jsonl", "test.json"):
         (folder / name).unlink()
     found = Page(report([folder]))
@@ -186,10 +186,8 @@ def test_a_run_that_has_just_begun_has_a_report(trained: Path, tmp_path_factory:
     assert "has not started yet" in Page(report([folder])).text
 
 
-def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(
-    trained: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = copied(trained, "torn", tmp_path_factory)
+def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(trained: Path) -> None:
+    folder = copied(trained, "torn")
     life = json.loads((folder / "history.jsonl").read_text())
     config = json.loads(json.dumps(life["config"]))
     config["training"]["steps"] = 9
@@ -205,8 +203,8 @@ def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(
     assert any(path.get("class") == "mark" for path in found.all("path"))
 
 
-def test_what_is_gone_is_said_and_the_rest_is_shown(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = copied(trained, "gone", tmp_path_factory)
+def test_what_is_gone_is_said_and_the_rest_is_shown(trained: Path) -> None:
+    folder = copied(trained, "gone")
     shutil.rmtree(folder / "index")
     found = Page(report([folder]))
     assert "is gone: the length index" in found.text

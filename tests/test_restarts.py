@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import TINY, run, runs_of
+from commands import TINY, run
 from restarts import checkpoints, last, losses, records
 from started import finish, start, wait_until
 
@@ -24,12 +24,6 @@ pytestmark = pytest.mark.slow
 
 WORDS = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=100000")
 KILLS = 20
-
-
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Of this test's run, beside those whose compiled programs it shares."""
-    return runs_of(tmp_path_factory) / request.node.name.replace("[", "-").strip("]")
 
 
 def test_killed_at_twenty_moments_the_losses_are_to_the_bit_those_of_a_run_that_was_not(folder):

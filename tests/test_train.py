@@ -9,8 +9,6 @@ import pty
 import re
 import shutil
 import signal
-import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import MEDIA_WORDS, TINY, TINY_MEDIA, files, media_run, run, runs_of
-from started import finish, start
+from commands import MEDIA_WORDS, TINY, TINY_MEDIA, files, media_run, run
+from restarts import last
+from started import finish, start, wait_until
 
 from mmjax import train
 from mmjax.config_files import default_config, describe, load
@@ -34,9 +33,9 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Path, str]:
+def trained(runs) -> tuple[Path, str]:
     """A whole run, and what it printed."""
-    return media_run(tmp_path_factory)
+    return media_run(runs)
 
 
 @pytest.fixture
@@ -220,8 +219,8 @@ def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(capsys, 
     assert len(saved) <= 1, "only what was finite is kept"
 
 
-def test_a_run_of_eight_devices_goes_on_with_four(tmp_path_factory):
-    eight = runs_of(tmp_path_factory) / "eight"
+def test_a_run_of_eight_devices_goes_on_with_four(runs):
+    eight = runs / "eight"
     words = ("training.keep=3", "training.evaluate_every=0")
     wide = train.train(load(TINY, [f"run={eight}", *words]), Path(TINY))
     four = shutil.copytree(eight, eight.with_name("four"))
@@ -272,16 +271,6 @@ def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
 # ------------------------------------------------------------------------------------------------ whole processes
 
 
-def watch(folder: Path, process: subprocess.Popen, steps: int) -> None:
-    """Until so many steps are written down."""
-    deadline = time.monotonic() + 200
-    metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count('"loss"') < steps:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def living(leader: int) -> list[str]:
     """The processes of a group that have not ended."""
     found = []
@@ -303,7 +292,7 @@ def test_a_run_that_is_interrupted_or_killed_leaves_a_whole_checkpoint_and_no_wo
 ):
     folder = trained[0].with_name(stop.name)
     process = start("mmjax.train", TINY, f"run={folder}", *LONG)
-    watch(folder, process, 25)
+    wait_until(lambda: last(folder) >= 25, process)
     if stop == signal.SIGINT:
         os.killpg(process.pid, stop)  # as Ctrl-C does: the workers get it too
     else:
@@ -311,10 +300,7 @@ def test_a_run_that_is_interrupted_or_killed_leaves_a_whole_checkpoint_and_no_wo
     ended = finish(process, 60)  # their end too: they hold its stderr
     assert ended.code == code
     assert not told or ended.err == told
-    deadline = time.monotonic() + 10
-    while living(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert living(process.pid) == []
+    wait_until(lambda: living(process.pid) == [], seconds=10)
     step = newest(folder / "checkpoints")
     assert step >= 10
     words = (f"training.steps={step + 2}", "training.evaluate_every=0", "schedule.warmup=1")

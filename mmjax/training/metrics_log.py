@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,10 @@ class _Board:
     """TensorBoard's events, written at once: tensorboardX's own writer has a thread, which a full disk would end."""
 
     def __init__(self, folder: Path, done: int) -> None:
-        # Imports PyTorch where that is installed, in seconds.
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.proto.summary_pb2 import Summary
+        with _without_torch():
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+            from tensorboardX.proto.summary_pb2 import Summary
 
         self._event, self._summary = Event, Summary
         folder.mkdir(exist_ok=True)
@@ -93,6 +94,19 @@ class _Board:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._writer.close()
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """tensorboardX imports PyTorch wherever it is installed: two seconds and 200 MB, for what is not used here."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if there were none
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _project(project: str, folder: Path, config: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from compilation import optimized
 from tiny_run import (
     MESHES,
     VOCAB,
@@ -78,10 +79,9 @@ def rounding(loaded, first) -> Callable[[bool], float]:
 
     @cache
     def run(tied: bool) -> float:
-        jax.config.update("jax_disable_most_optimizations", False)
-        executor, batch = make_executor(config(1, tied, encoders=False), ALONE), of_text(loaded(ONE_RANK)[0][0])
-        found = gradients(executor, state_with(executor, parameters(tied, encoders=False)), [batch])
-        jax.config.update("jax_disable_most_optimizations", True)
+        with optimized():
+            executor, batch = make_executor(config(1, tied, encoders=False), ALONE), of_text(loaded(ONE_RANK)[0][0])
+            found = gradients(executor, state_with(executor, parameters(tied, encoders=False)), [batch])
         return worst_leaf(found.gradients, first(1, tied)[1])[0]
 
     return run

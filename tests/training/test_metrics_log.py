@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from started import ROOT
 
 from mmjax.errors import UserError
 from mmjax.training.metrics_log import MetricsLog
@@ -49,3 +51,11 @@ def test_without_wandb_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"training.wandb=p: wandb is not installed; pip install"):
         MetricsLog(tmp_path / "metrics.jsonl", 0, "p")
+
+
+def test_writing_it_imports_no_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    code = "import sys; MetricsLog(Path(sys.argv[1]), 0).close(); sys.exit('torch' in sys.modules)"
+    code = f"from pathlib import Path; from mmjax.training.metrics_log import MetricsLog; {code}"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "metrics.jsonl")], cwd=ROOT, check=True)
+    assert list((tmp_path / "tensorboard").iterdir())
