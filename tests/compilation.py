@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
+import pytest
 
 QUICK = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 """XLA's older code for fusions, and a program in one piece: a fraction of its usual memory maps, too."""
@@ -16,7 +17,8 @@ QUICK = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_spli
 
 def compile_quickly() -> None:
     """For this process, before it asks for a device, and all that it starts: without LLVM's optimizations."""
-    _optimize(False)
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     given = os.environ.get("XLA_FLAGS", "")
     wanted = " ".join((given, *(flag for flag in QUICK if flag not in given))).strip()
     if wanted != given and _known(wanted):
@@ -25,17 +27,14 @@ def compile_quickly() -> None:
 
 @contextmanager
 def optimized() -> Iterator[None]:
-    """With LLVM's optimizations, for what runs longer than it compiles."""
-    _optimize(True)
-    try:
+    """As users compile, for what runs longer than it compiles; this process itself stays with `QUICK`."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    jax.config.update("jax_disable_most_optimizations", False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+        patch.setenv("XLA_FLAGS", " ".join(flag for flag in flags.split() if flag not in QUICK))
         yield
-    finally:
-        _optimize(False)
-
-
-def _optimize(wanted: bool) -> None:
-    jax.config.update("jax_disable_most_optimizations", not wanted)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not wanted))
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def _known(flags: str) -> bool:

@@ -176,7 +176,7 @@ def test_a_supervised_training_is_started_again_where_it_was_until_it_is_done(fo
     assert len((folder / "history.jsonl").read_text().splitlines()) == 3
 
 
-def test_memory_and_open_files_stay_flat_over_two_thousand_steps(folder, monkeypatch):
+def test_memory_and_open_files_stay_flat_over_two_thousand_steps(folder, monkeypatch, optimized_programs):
     """By what is in use: freed blocks are given back at once, of which the allocator else keeps some for later."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**18))
     words = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=3000", "training.checkpoint_every=0")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +60,13 @@ def config_of(case: str) -> Config:
     return replace(config, model=replace(model, llm=replace(model.llm, layers=1, dropout=0.1), encoders=encoders))
 
 
+@cache
+def parameters() -> Any:
+    """Of every case, on the host."""
+    model = Model.build(config_of(CASES[0]).model, jnp.float32)
+    return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+
+
 def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STEPS) -> dict[str, np.ndarray]:
     """`loss` and gradients (by path) of the first step, `losses` of all, sample ids, LLM tokens that moved, widths.
 
@@ -72,7 +81,8 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, *held)
     model = Model.build(config.model, jnp.float32)
     executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules.of(config.mesh), 1)
-    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
+    placed = jax.tree.map(_placed, parameters(), executor.shardings.trainable)
+    state, accumulated = executor.init(jax.random.key(0), placed), executor.zeros()
     loaded = [loader(step) for step in range(steps)]
 
     noise, first = np.array([config.seed, 0], np.uint32), executor.zeros()
@@ -105,6 +115,10 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
             [sum(int((i.item >= 0).sum()) for a in loaded for b in a.microbatches for i in b.items.values())]
         ),
     }
+
+
+def _placed(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
 def main(folder: Path, out: Path, cases: Sequence[str]) -> None:
