@@ -18,6 +18,7 @@ from started import Ended
 
 from mmjax.balance.metrics import dist_ratio
 from mmjax.config_files import load
+from mmjax.data.kept import sealed, unsealed
 from mmjax.parallel.mesh import make_mesh
 from mmjax.report import main, report
 from mmjax.reporting.run import plan_again, read_runs
@@ -191,7 +192,7 @@ def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(trained: Path) -> None
     life = json.loads((folder / "history.jsonl").read_text())
     config = json.loads(json.dumps(life["config"]))
     config["training"]["steps"] = 9
-    later = life | {"first": 4, "config": config, "devices": "8 x elsewhere"}
+    later = sealed(unsealed(life) | {"first": 4, "config": config, "devices": "8 x elsewhere"})
     (folder / "history.jsonl").write_text(f'{{"fir\n{json.dumps(life)}\n{json.dumps(later)}\n{{"first": 5, "be')
     for name in ("metrics.jsonl", "quarantine.jsonl"):
         with (folder / name).open("a") as file:
