@@ -53,6 +53,11 @@ for task in $(jobs -p); do
         code=$?
         kill -0 "$task" 2>/dev/null || break
     done
+    if ((code == 138)); then # perhaps of the wait that USR1 ended, not of the task
+        wait "$task"
+        ended=$?
+        ((ended == 127)) || code=$ended
+    fi
     ((code > highest)) && highest=$code
 done
 exit "$highest"

@@ -77,7 +77,7 @@ class Page(HTMLParser):
 
 def copied(run: Path, name: str) -> Path:
     """The same run without its checkpoints."""
-    folder = run.with_name(name)
+    folder = run.with_name(f"reported_{name}")
     return shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
 
 
