@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
-
-INTERRUPTED = 130
 
 
 class UserError(Exception):
@@ -37,17 +33,5 @@ def run_command(main: Callable[[], None]) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return 130
     return 0
-
-
-def end(code: int) -> NoReturn:
-    """End the process with this code; at once after an interrupt, when threads of libraries may still be at work.
-
-    An interpreter that ends under them can be aborted by one, with code 134 (XLA's and TensorStore's do so).
-    """
-    if code == INTERRUPTED:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
