@@ -12,7 +12,7 @@ import jax
 import pytest
 
 QUICK = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
-"""XLA's older code for fusions, and a program in one piece: a fraction of its usual memory maps, too."""
+"""XLA's older code for fusions, and a program's machine code in one piece."""
 
 
 def compile_quickly() -> None:
@@ -29,12 +29,14 @@ def compile_quickly() -> None:
 def optimized() -> Iterator[None]:
     """As users compile, for what runs longer than it compiles; this process itself stays with `QUICK`."""
     flags = os.environ.get("XLA_FLAGS", "")
-    jax.config.update("jax_disable_most_optimizations", False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
         patch.setenv("XLA_FLAGS", " ".join(flag for flag in flags.split() if flag not in QUICK))
-        yield
-    jax.config.update("jax_disable_most_optimizations", True)
+        jax.config.update("jax_disable_most_optimizations", False)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_disable_most_optimizations", True)
 
 
 def _known(flags: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, NamedTuple
 
 import pytest
 from commands import TINY
@@ -86,8 +88,16 @@ def _runs(process: int) -> bool:
         return False
 
 
-def stop_one_of_four(run: Path, number: int, *words: str) -> tuple[float, Ended]:
-    """How long the others need to end after a process was stopped in mid-run, and how all have ended in the end."""
+class Stopped(NamedTuple):
+    """What became of a run of four processes of which one was stopped."""
+
+    seconds: float  # until the others had ended
+    said: str  # by them, on stderr
+    ended: Ended  # all, once that one went on
+
+
+def stop_one_of_four(run: Path, number: int, *words: str) -> Stopped:
+    """Stop a process in mid-run until the others have ended, then let it go on."""
     launched = launch(4, TINY, f"run={run}", *WORDS, *words, devices=1)
     wait_until(lambda: len(steps_of(run)) > 10)
     stopped = process_of(run, number)
@@ -95,9 +105,21 @@ def stop_one_of_four(run: Path, number: int, *words: str) -> tuple[float, Ended]
     try:
         seconds = seconds_until_gone(run, [p for p in range(4) if p != number])
         assert _runs(stopped)
+        said = written(launched.stderr)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    return seconds, finish(launched, 50)  # before the launcher would end it: it finds out by itself
+    return Stopped(seconds, said, finish(launched, 50))  # before the launcher would end it: it finds out by itself
+
+
+def written(pipe: IO[str]) -> str:
+    """What stands in a pipe by now."""
+    os.set_blocking(pipe.fileno(), False)
+    pieces = []
+    with contextlib.suppress(BlockingIOError):
+        while piece := os.read(pipe.fileno(), 1 << 16):
+            pieces.append(piece)
+    os.set_blocking(pipe.fileno(), True)
+    return b"".join(pieces).decode()
 
 
 def stacks(run: Path) -> dict[str, str]:
@@ -106,11 +128,11 @@ def stacks(run: Path) -> dict[str, str]:
 
 def test_one_process_of_four_that_is_stopped_is_named_by_the_others_which_leave_their_stacks(runs):
     run = runs / "stopped"
-    seconds, ended = stop_one_of_four(run, 2, *SOON)
-    assert seconds < LIMIT
-    assert ended.code == 3
-    lines = [line for line in ended.err.splitlines() if line.startswith("error: step ")]
-    assert len(lines) >= 3  # the one that was stopped finds the same where it goes on in time
+    stopped = stop_one_of_four(run, 2, *SOON)
+    assert stopped.seconds < LIMIT
+    assert stopped.ended.code == 3
+    lines = [line for line in stopped.said.splitlines() if line.startswith("error: step ")]
+    assert len(lines) == 3
     assert len(set(lines)) == 1
     assert "process 2 on " in lines[0]
     assert "gives no sign of life, last seen " in lines[0]
@@ -121,12 +143,12 @@ def test_one_process_of_four_that_is_stopped_is_named_by_the_others_which_leave_
 
 def test_process_zero_of_four_that_is_stopped_is_named_by_the_others(runs):
     run = runs / "stopped_first"
-    seconds, ended = stop_one_of_four(run, 0)
-    assert seconds < 60
-    assert ended.code == 1
+    stopped = stop_one_of_four(run, 0)
+    assert stopped.seconds < 60
+    assert stopped.ended.code == 1
     for other in (1, 2, 3):
         line = f"process 0 of this run's 4, which coordinates them, does not answer; process {other} ends too"
-        assert line in ended.err
+        assert line in stopped.said
 
 
 def test_process_zero_that_is_killed_is_named_by_the_others(runs):
