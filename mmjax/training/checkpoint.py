@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -45,6 +46,7 @@ from mmjax.training.state import TrainState, all_parameters
 from mmjax.training.step import Executor
 
 FORMAT = "mmjax-1"
+STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")  # with which what TensorStore raises begins: "OUT_OF_RANGE: Error writing"
 STATE, META = "state", "meta/metadata"  # in a checkpoint's folder: the arrays, and what it says of itself
 Params = dict[str, Any]
 Sums = dict[str, int]  # of every array's bits, by its name
@@ -111,8 +113,7 @@ class Checkpoints:
 
         def begin() -> None:  # what is saved is in the host's memory when this ends
             saving = self._handler.async_save(partial / STATE, args=ocp.args.PyTreeSave(single))
-            with _quiet():
-                futures.extend(asyncio.run_coroutine_threadsafe(saving, _loop()).result())
+            futures.extend(asyncio.run_coroutine_threadsafe(saving, _loop()).result())
 
         def finish(partial: Path) -> None:
             self._handler.finalize(partial / STATE)
@@ -123,10 +124,9 @@ class Checkpoints:
         refused = refused or reason_of(begin)
 
         def write() -> None:
-            with _quiet():
-                failed = [refused, *(reason_of(future.result) for future in futures)]  # all: none may write any more
-                if error := next(filter(None, failed), ""):
-                    raise OSError(error)
+            failed = [refused, *(reason_of(future.result) for future in futures)]  # all: none may write any more
+            if error := next(filter(None, failed), ""):
+                raise OSError(error)
 
         self._saves += 1
         self._commit = Commit(self._folder, data.step, self._saves, write, finish, self._retention)
@@ -146,9 +146,8 @@ class Checkpoints:
 
         def read() -> None:
             # By the handler itself: around it Orbax's processes wait for each other, also for one that has failed.
-            with _quiet():
-                found.append(read_saved(self._folder, step))
-                found.append(self._handler.restore(self._folder / str(step) / STATE, args=_restore_as(self._wanted)))
+            found.append(read_saved(self._folder, step))
+            found.append(self._handler.restore(self._folder / str(step) / STATE, args=_restore_as(self._wanted)))
 
         error = next(filter(None, processes.gather(f"restored/{step}", reason_of(read))), "")
         if not error and (wrong := _not_as_saved(found[1], found[0].sums)) is not None:
@@ -257,6 +256,7 @@ def _state_of(parts: dict[str, Params]) -> TrainState:
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    drop_late_ends()
     # By default Orbax slices replicated arrays on the devices to share out the writing: a hundred small programs,
     # compiled in mid-run.
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
@@ -345,33 +345,33 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Let nothing be printed by what goes on in the background after a failure.
+@cache
+def drop_late_ends() -> None:
+    """Let nothing be printed, from now on, about reads and writes that end when nobody waits for them any more.
 
-    When one array cannot be read, the others' reads end later, in threads, and each prints a traceback about an event
-    loop that is gone.
+    When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others end later, in
+    threads of TensorStore, also after the run has said why it stops; each would print a traceback of its own.
     """
     heard = sys.unraisablehook
 
     def hear(unraisable: sys.UnraisableHookArgs) -> None:
-        if not issubclass(unraisable.exc_type, Exception):  # Ctrl-C, of which `kept_interrupts` wants to know
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
             heard(unraisable)
 
+    def of_others(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        storage = isinstance(error, ValueError) and STATUS.match(str(error))
+        return not (storage and "was never retrieved" in record.getMessage())
+
     sys.unraisablehook = hear
-    asyncio_log = logging.getLogger("asyncio")
-    level = asyncio_log.level
-    asyncio_log.setLevel(logging.CRITICAL)
-    yield
-    sys.unraisablehook = heard
-    asyncio_log.setLevel(level)
+    logging.getLogger("asyncio").addFilter(of_others)
 
 
 @contextmanager
 def _reading(folder: Path, step: int) -> Iterator[None]:
     """Turn whatever reading a checkpoint raises into one line that says what is left to do."""
     try:
-        with _quiet(), _user_error(f"checkpoint {folder / str(step)} cannot be used"):
+        with _user_error(f"checkpoint {folder / str(step)} cannot be used"):
             yield
     except UserError as error:
         older = [s for s in steps_in(folder) if s < step]

@@ -1,5 +1,9 @@
+import asyncio
+import gc
 import json
+import logging
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from mmjax.training.checkpoint import (
     Checkpoints,
     DataState,
     TornCheckpoint,
+    drop_late_ends,
     newest,
     read_saved,
     restore_parameters,
@@ -288,3 +293,27 @@ def test_another_model_is_refused_with_the_parameter(saved, one):
 def test_no_checkpoint_at_all_says_so(tmp_path):
     with pytest.raises(UserError, match="holds no checkpoint yet"):
         newest(tmp_path / "checkpoints")
+
+
+def test_of_writes_that_end_late_nothing_is_printed_and_of_anything_else_all(monkeypatch, caplog):
+    told, log = [], logging.getLogger("asyncio")
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr(log, "filters", [])
+    drop_late_ends.__wrapped__()
+    loop = asyncio.new_event_loop()
+
+    class Late:
+        def __init__(self, tell):
+            self.tell = tell
+
+        def __del__(self):
+            self.tell()
+
+    for message in ("OUT_OF_RANGE: Error writing local file", "of a user's own"):
+        loop.create_future().set_exception(ValueError(message))
+        gc.collect()
+    loop.close()
+    Late(lambda: loop.call_soon_threadsafe(print))
+    Late(lambda: {}["of a user's own"])
+    assert [of.exc_type for of in told] == [KeyError]
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["of a user's own"]
