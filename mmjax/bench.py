@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from mmjax.benchmarks import (
     remat,
 )
 from mmjax.benchmarks.measurement import Measurement
-from mmjax.errors import run_command
+from mmjax.errors import leave, run_command
 from mmjax.outputs import check_output
 from mmjax.training.console import say, table
 
@@ -100,4 +99,4 @@ def _cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

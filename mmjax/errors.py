@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
 import sys
+import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -35,3 +40,17 @@ def run_command(main: Callable[[], None]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with `code`: as Python does, but for taking its interpreter down.
+
+    That can end in an abort and code 134, also after work that is done: threads of libraries (XLA's, TensorStore's) may
+    wait in native code for an interpreter that is gone.
+    """
+    threading._shutdown()  # the threads that Python waits for, and what ends with them
+    gc.collect()  # what still holds memory shared with workers
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

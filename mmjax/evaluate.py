@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from mmjax.data.file_kinds import source_of
 from mmjax.data.file_sources import Split, cache_folder
 from mmjax.data.prompts import QuestionSource
 from mmjax.data.sources import open_sources
-from mmjax.errors import UserError, run_command
+from mmjax.errors import UserError, leave, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import make_mesh
@@ -205,4 +204,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

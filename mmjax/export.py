@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from mmjax.adapters import adapted_modules
 from mmjax.config import ModelConfig
 from mmjax.config_values import did_you_mean, encode
-from mmjax.errors import UserError, run_command
+from mmjax.errors import UserError, leave, run_command
 from mmjax.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, module_path, tensor_names
 from mmjax.hf.folder import SINGLE, HfFolder
 from mmjax.hf.parts import TRANSPOSED
@@ -277,4 +276,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

@@ -20,7 +20,7 @@ from mmjax.data.index import Encoders
 from mmjax.data.media_items import PROBES, Senses
 from mmjax.data.placement import Topology
 from mmjax.data.prompt_rows import PromptRows
-from mmjax.errors import BadMedia, UserError, run_command
+from mmjax.errors import BadMedia, UserError, leave, run_command
 from mmjax.parallel.mesh import check_heads, make_mesh, mesh_sizes
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.console import note, say
@@ -152,4 +152,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

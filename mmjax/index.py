@@ -27,7 +27,7 @@ from mmjax.data.media_items import PROBES
 from mmjax.data.quarantine import Bad
 from mmjax.data.sources import open_sources
 from mmjax.data.stored import StoredConversations
-from mmjax.errors import UserError, run_command
+from mmjax.errors import UserError, leave, run_command
 from mmjax.training.console import ProgressLine, count, say, table
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -211,4 +211,4 @@ def _convert(parts: Sequence[Part], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

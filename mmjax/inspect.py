@@ -20,7 +20,7 @@ from PIL import Image
 from mmjax.config import AudioConfig
 from mmjax.data.index import index_key
 from mmjax.data.replay import PackedRow, PlacedSample, Replayed, seen
-from mmjax.errors import UserError, run_command
+from mmjax.errors import UserError, leave, run_command
 from mmjax.training.console import say, table
 from mmjax.training.run_data import loader_of
 from mmjax.training.run_folder import RunFolder
@@ -212,4 +212,4 @@ def _write_clip(path: Path, samples: np.ndarray, rate: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

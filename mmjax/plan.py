@@ -24,7 +24,7 @@ from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.layout import RankLayout
 from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.sources import open_sources
-from mmjax.errors import UserError, run_command
+from mmjax.errors import UserError, leave, run_command
 from mmjax.outputs import PICTURES, check_output
 from mmjax.planning.clusters import Cluster, cluster_of
 from mmjax.planning.cost import parameters
@@ -313,4 +313,4 @@ def as_numbers(outlook: Outlook, price: float | None, compiled: int | None = Non
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmjax.errors import run_command
+from mmjax.errors import leave, run_command
 from mmjax.outputs import check_output
 from mmjax.training.console import say, size
 
@@ -42,4 +41,4 @@ def report(paths: Sequence[Path], out: Path | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

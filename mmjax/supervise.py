@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mmjax.errors import UserError, run_command
+from mmjax.errors import UserError, leave, run_command
 
 PROGRESS = "MMJAX_PROGRESS"  # the environment variable that names the file with the number of steps saved
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -176,4 +176,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

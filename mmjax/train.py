@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from mmjax.config import Config
 from mmjax.config_files import callbacks_of, default_config, describe, find, load
-from mmjax.errors import UserError, run_command
+from mmjax.errors import UserError, leave, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import check_heads, make_mesh
@@ -227,4 +227,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))

@@ -24,7 +24,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.data.pipeline import LoadedStep, StepLoader
 from mmjax.data.placement import Shape
-from mmjax.errors import run_command
+from mmjax.errors import leave, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import held_ranks, make_mesh, replicated
@@ -149,4 +149,4 @@ def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]], meet: Callable[
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    leave(run_command(main))
