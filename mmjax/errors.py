@@ -49,7 +49,8 @@ def leave(code: int) -> NoReturn:
     wait in native code for an interpreter that is gone.
     """
     threading._shutdown()  # the threads that Python waits for, and what ends with them
-    gc.collect()  # what still holds memory shared with workers
+    if code:
+        gc.collect()  # what the frames of an error held: memory shared with workers
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
