@@ -1,7 +1,6 @@
 """Eight CPU devices for every test, and the shapes written in the models' annotations checked at every call."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +15,6 @@ from started import kill_started
 compile_quickly()
 jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("mmjax.models", "beartype.beartype")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with most slow tests first: workers that share out files then end at about the same time."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(autouse=True, scope="module")
