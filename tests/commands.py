@@ -27,21 +27,22 @@ def run(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], None
 
 
 def media_run(runs: Path) -> tuple[Path, str]:
-    """A whole run with eyes and ears on eight devices, and what it printed; made once per test session.
+    """A whole run with eyes and ears on eight devices, and what it printed; made once per test session, copied here.
 
     It has checkpoints at 2, 4 and 6, and its config file is gone.
     """
-    folder, printed = runs / "media", runs / "media.txt"
+    made, printed = runs.parent / "media", runs.parent / "media.txt"
     if not printed.exists():
-        sources = runs / "sources"
+        sources = runs.parent / "sources"
         sources.mkdir()
         for name in (TINY, TINY_MEDIA):
             shutil.copy(name, sources)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            train.main([str(sources / Path(TINY_MEDIA).name), f"run={folder}", *MEDIA_WORDS])
+            train.main([str(sources / Path(TINY_MEDIA).name), f"run={made}", *MEDIA_WORDS])
         shutil.rmtree(sources)
         printed.write_text(out.getvalue())
-    return folder, printed.read_text()
+    copy = shutil.copytree(made, runs / "media")
+    return copy, printed.read_text().replace(str(made), str(copy))
 
 
 def files(folder: Path) -> dict[str, bytes]:

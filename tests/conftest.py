@@ -40,9 +40,20 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of runs: beside each other, they share their compiled programs."""
-    return tmp_path_factory.mktemp("runs")
+def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what several modules look at."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / ".programs").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, session_runs: Path) -> Path:
+    """The folder of a module's runs, which share compiled programs with all others."""
+    folder = session_runs / request.module.__name__
+    folder.mkdir()
+    (folder / ".programs").symlink_to(session_runs / ".programs")
+    return folder
 
 
 @pytest.fixture
