@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -355,16 +356,23 @@ def drop_late_ends() -> None:
     heard = sys.unraisablehook
 
     def hear(unraisable: sys.UnraisableHookArgs) -> None:
-        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+        error = unraisable.exc_value
+        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not (closed or (isinstance(error, Exception) and _of_storage(error))):
             heard(unraisable)
 
     def of_others(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        storage = isinstance(error, ValueError) and STATUS.match(str(error))
-        return not (storage and "was never retrieved" in record.getMessage())
+        return error is None or "was never retrieved" not in record.getMessage() or not _of_storage(error)
 
     sys.unraisablehook = hear
     logging.getLogger("asyncio").addFilter(of_others)
+
+
+def _of_storage(error: BaseException) -> bool:
+    """Whether it came through Orbax, or is TensorStore's own, which has no traceback."""
+    through = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.startswith("orbax.") for name in through) or bool(STATUS.match(str(error)))
 
 
 @contextmanager
