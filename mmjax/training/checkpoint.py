@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -42,12 +39,12 @@ from mmjax.training.checkpoint_commit import (
     remove_leftovers,
     steps_in,
 )
+from mmjax.training.late_ends import drop_late_ends
 from mmjax.training.optimizer import key_names
 from mmjax.training.state import TrainState, all_parameters
 from mmjax.training.step import Executor
 
 FORMAT = "mmjax-1"
-STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")  # with which what TensorStore raises begins: "OUT_OF_RANGE: Error writing"
 STATE, META = "state", "meta/metadata"  # in a checkpoint's folder: the arrays, and what it says of itself
 Params = dict[str, Any]
 Sums = dict[str, int]  # of every array's bits, by its name
@@ -344,35 +341,6 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop.set_exception_handler(lambda loop, context: None)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
-
-
-@cache
-def drop_late_ends() -> None:
-    """Let nothing be printed, from now on, about reads and writes that end when nobody waits for them any more.
-
-    When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others end later, in
-    threads of TensorStore, also after the run has said why it stops; each would print a traceback of its own.
-    """
-    heard = sys.unraisablehook
-
-    def hear(unraisable: sys.UnraisableHookArgs) -> None:
-        error = unraisable.exc_value
-        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not (closed or (isinstance(error, Exception) and _of_storage(error))):
-            heard(unraisable)
-
-    def of_others(record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return error is None or "was never retrieved" not in record.getMessage() or not _of_storage(error)
-
-    sys.unraisablehook = hear
-    logging.getLogger("asyncio").addFilter(of_others)
-
-
-def _of_storage(error: BaseException) -> bool:
-    """Whether it came through Orbax, or is TensorStore's own, which has no traceback."""
-    through = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(name.startswith("orbax.") for name in through) or bool(STATUS.match(str(error)))
 
 
 @contextmanager
