@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grain
 import numpy as np
@@ -26,6 +26,7 @@ from absl import flags
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
+from mmjax.data.block import Block, from_block, to_block
 from mmjax.data.budget import Budget
 from mmjax.data.content import Own, content_of, plus
 from mmjax.data.grouping import StepGrouper
@@ -231,9 +232,9 @@ class _InWorker:
 
     loader: StepLoader
 
-    def __call__(self, step: int) -> LoadedStep:
+    def __call__(self, step: int) -> Block:
         try:
-            return self.loader(step)
+            return to_block(self.loader(step))
         except UserError as error:
             raise UserError(str(error)) from None
         except BaseException:
@@ -315,7 +316,7 @@ def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[
     try:
         yield None
         for step in range(first, last):
-            loaded = _own(next(iterator, None))
+            loaded = _unpacked(next(iterator, None))
             if loaded is None or int(loaded.step) != step:
                 raise RuntimeError(f"the data workers ended before step {step} of {last}")
             exhausted = step == last - 1
@@ -332,21 +333,13 @@ def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[
         threading.Thread(target=_end, args=(iterator, exhausted)).start()
 
 
+def _unpacked(brought: Block | LoadedStep | None) -> LoadedStep | None:
+    return from_block(brought) if isinstance(brought, Block) else brought
+
+
 def _end(iterator: grain.DatasetIterator, exhausted: bool) -> None:
     if exhausted:
         # The exception that ends a worker holds its last step, in shared memory and in a cycle.
         next(iterator, None)
         gc.collect()
     iterator.close()
-
-
-def _own(loaded: Any) -> Any:
-    """The same with arrays in this process's memory: JAX may keep them to the end, too long for shared memory."""
-    if isinstance(loaded, np.ndarray):
-        return np.array(loaded)
-    if isinstance(loaded, dict):
-        return {key: _own(value) for key, value in loaded.items()}
-    if isinstance(loaded, tuple):
-        values = map(_own, loaded)
-        return type(loaded)(*values) if hasattr(loaded, "_fields") else tuple(values)
-    return loaded
