@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from mmjax.config import Config
 from mmjax.config_files import callbacks_of, default_config, describe, find, load
+from mmjax.data.pipeline import refuse_in_worker
 from mmjax.errors import UserError, leave, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
@@ -118,6 +119,7 @@ def train(
     config names. profile: time layers on them before `remat=auto` is decided. permitted: what may differ from the run
     that is gone on with. asked: by signals, to stop in mid-run for instance. watchdog: looks after this process.
     """
+    refuse_in_worker()
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, run_folder(config).stacks)
     start = Start(devices, watchdog, asked or Asked(), permitted, profile)

@@ -9,6 +9,7 @@ import pty
 import re
 import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from commands import MEDIA_WORDS, TINY, TINY_MEDIA, files, media_run, run
 from restarts import last
-from started import finish, start, wait_until
+from started import begin, environment, finish, start, wait_until
 
 from mmjax import train
 from mmjax.config_files import default_config, describe, load
@@ -307,6 +308,25 @@ def test_a_run_that_is_interrupted_or_killed_leaves_a_whole_checkpoint_and_no_wo
     resumed = run(capsys, train.main, TINY, "--resume", f"run={folder}", *words)
     assert resumed.code == 0, resumed
     assert sorted(losses(folder)) == list(range(1, step + 3))
+
+
+SCRIPT = """
+from pathlib import Path
+from mmjax.config_files import load
+from mmjax.train import train
+words = ["run={run}", "training.steps=2", "training.evaluate_every=0", "schedule.warmup=1", "data.workers=1"]
+train(load(Path("{tiny}"), words), Path("{tiny}"))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_trains_at_its_top_level_is_told_where_to_put_that(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(run=tmp_path / "run", tiny=TINY))
+    ended = finish(begin([sys.executable, str(script)], environment(1)))
+    assert ended.code == 1
+    assert 'put train(..) there under if __name__ == "__main__":' in ended.err
+    assert "UserError: a data worker ended before step 0: " in ended.err
 
 
 @pytest.mark.slow

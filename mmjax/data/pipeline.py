@@ -241,6 +241,17 @@ class _InWorker:
             raise LoadingFailed(f"step {step} could not be loaded:\n{traceback.format_exc()}") from None
 
 
+def refuse_in_worker() -> None:
+    """A data worker imports the script that training was started from; there, UserError.
+
+    Else a script that trains at its top level would do so in each of its workers too.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UserError(
+            'a data worker imports the script that trains: put train(..) there under if __name__ == "__main__":'
+        )
+
+
 # A terminal and a cluster send these to every process; workers leave it to their parent to heed them.
 _FOR_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SHOW_STACKS = signal.SIGQUIT
@@ -281,7 +292,7 @@ def steps(loader: StepLoader, first: int, last: int, workers: int, prefetch: int
 
     They start at once. Grain only loads and prefetches what the plan names: step numbers go in, whole steps come out.
     What loading raises is raised here: UserError as it was, anything else from a worker as LoadingFailed. A worker that
-    was killed is a UserError.
+    was killed, or ended by itself, is a UserError.
     """
     if first >= last:
         return iter(())
@@ -324,13 +335,20 @@ def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[
     except RuntimeError as error:
         if "terminated unexpectedly" not in str(error):
             raise
-        raise UserError(
-            f"a data worker was killed before step {step}: {str(error).split('.')[0]}. If memory or /dev/shm ran out, "
-            "lower data.workers or data.prefetch; then go on with --resume"
-        ) from error
+        raise UserError(f"{_how_it_ended(str(error), step)}; then go on with --resume") from error
     finally:
         # Workers take a second or two to end; nobody needs to wait for that.
         threading.Thread(target=_end, args=(iterator, exhausted)).start()
+
+
+def _how_it_ended(said: str, step: int) -> str:
+    cause = said.split(".")[0]
+    if "exit code -" not in said:
+        return f"a data worker ended before step {step}: {cause}. What it said is above; mend that"
+    return (
+        f"a data worker was killed before step {step}: {cause}. If memory or /dev/shm ran out, "
+        "lower data.workers or data.prefetch"
+    )
 
 
 def _unpacked(brought: Block | LoadedStep | None) -> LoadedStep | None:
