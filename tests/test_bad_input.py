@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from mmjax import evaluate, train
 from mmjax.errors import UserError
 from mmjax.training import session
 from mmjax.training.devices import choose_devices
+from mmjax.training.run_folder import RunFolder
+from mmjax.training.run_history import life_of
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +257,27 @@ def test_torn_checkpoints_alone_are_one_line_for_the_whole_process(a_run):
     ended = finish(start("mmjax.train", TINY, "--resume", f"run={a_run}", "training.steps=4"))
     assert (ended.code, ended.err.count("\n")) == (2, 1), ended
     assert "nor can the 1 before it" in ended.err
+
+
+def test_a_history_with_any_letter_changed_is_never_believed(a_run):
+    """Only where a line's end is gone does it count as cut off, as when its process was killed."""
+    folder, rng = RunFolder(a_run), random.Random(0)
+    written = folder.history.read_bytes()
+    whole, end = life_of(folder.history, 2, folder.due), len(written) - len('"sum": "0123456789abcdef"}\n')
+    folder.history.write_bytes(written + written[:300])
+    assert life_of(folder.history, 2, folder.due) == whole
+    said = []
+    for _ in range(100):
+        wrong, at = bytearray(written), rng.randrange(len(written))
+        wrong[at] ^= 1 << rng.randrange(8)
+        folder.history.write_bytes(wrong)
+        try:
+            assert life_of(folder.history, 2, folder.due) is None
+            assert at >= end
+        except UserError as error:
+            said.append(str(error))
+    assert len(said) > 90
+    assert all("is not what was written; restore that file" in line for line in said)
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation

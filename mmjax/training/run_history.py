@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -66,18 +67,25 @@ class Life:
         )
 
 
+_WHOLE = re.compile(r'"sum": "[0-9a-f]{16}"}$')  # the end of a line; one without was cut off, before any step was run
+
+
 def life_of(path: Path, step: int, due: Path) -> Life | None:
     """The life that ran step `step`, or will if it is the next; None where no line of `path` tells.
 
-    due: the folder of what segments owe. Raises UserError where that line is not readable by this version of mmjax.
+    due: the folder of what segments owe. Raises UserError where a line is not what was written, or that line is not
+    readable by this version of mmjax.
     """
     found = None
-    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], start=1):
+    for number, line in enumerate(_lines(path), start=1):
+        if not _WHOLE.search(line):
+            continue
         try:
-            if json.loads(line)["first"] <= step:
-                found = number, line
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off when its process was killed, before any step was run
+            told = unsealed(json.loads(line))
+        except ValueError:
+            raise UserError(f"{path}:{number}: is not what was written; restore that file") from None
+        if told["first"] <= step:
+            found = number, line
     if found is None:
         return None
     try:
@@ -91,12 +99,16 @@ def life_of(path: Path, step: int, due: Path) -> Life | None:
 def all_lives(path: Path) -> list[dict[str, Any]]:
     """Every start as it stands there, for a person to look at."""
     lives = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in _lines(path):
         try:
             lives.append(json.loads(line))
         except ValueError:
             continue
     return [life for life in lives if isinstance(life, dict) and "first" in life]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").split("\n") if path.is_file() else []
 
 
 def append_life(path: Path, life: Life) -> None:
