@@ -22,6 +22,7 @@ from mmjax.data.index import index_key
 from mmjax.data.replay import PackedRow, PlacedSample, Replayed, seen
 from mmjax.errors import UserError, leave, run_command
 from mmjax.training.console import say, table
+from mmjax.training.metrics_log import logged_records
 from mmjax.training.run_data import loader_of
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.run_history import Life, life_of
@@ -86,12 +87,8 @@ def _check_readable(replayed: Replayed, life: Life, number: int) -> None:
 
 def record_of(folder: RunFolder, number: int) -> dict[str, Any]:
     """What was logged of a step; empty where nothing was."""
-    for line in folder.metrics.read_text().splitlines() if folder.metrics.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record.get("step") == number and "loss" in record:
+    for record in logged_records(folder.metrics):
+        if record["step"] == number and "loss" in record:
             return record
     return {}
 

@@ -15,7 +15,7 @@ import pytest
 from commands import TINY, TINY_MEDIA, files, run
 from started import finish, start
 
-from mmjax import evaluate, train
+from mmjax import evaluate, inspect, train
 from mmjax.errors import UserError
 from mmjax.training import session
 from mmjax.training.devices import choose_devices
@@ -257,6 +257,14 @@ def test_torn_checkpoints_alone_are_one_line_for_the_whole_process(a_run):
     ended = finish(start("mmjax.train", TINY, "--resume", f"run={a_run}", "training.steps=4"))
     assert (ended.code, ended.err.count("\n")) == (2, 1), ended
     assert "nor can the 1 before it" in ended.err
+
+
+def test_a_metrics_line_that_is_not_whole_keeps_no_step_from_being_looked_at(capsys, a_run):
+    metrics = a_run / "metrics.jsonl"
+    metrics.write_bytes(b'\xff\n5\n{"step": 3, "lo\n' + metrics.read_bytes())
+    ended = run(capsys, inspect.main, a_run, "--step", 3, "--json")
+    assert ended.code == 0, ended
+    assert json.loads(ended.out)["step"] == 3
 
 
 def test_a_history_with_any_letter_changed_is_never_believed(a_run):

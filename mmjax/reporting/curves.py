@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from mmjax.training.metrics_log import logged_records
 
 POINTS = 1_500  # about as many as a curve has at most: a chart is not wider than that
 NUMBERS, PLACES = (int, float), ("step", "time")  # JSON's, and keys that are no curves
@@ -85,7 +86,7 @@ def read_metrics(path: Path, most: int = POINTS) -> Metrics:
     """The curves of a metrics.jsonl, at most `most` points each; lines that are cut off are left out."""
     lines = _lines_in(path)
     per_point, reading = max(1, -(-lines // most)), _Reading()
-    for number, record in enumerate(_records(path), start=1):
+    for number, record in enumerate(logged_records(path), start=1):
         reading.add(record)
         if number % per_point == 0:
             reading.end_point()
@@ -97,19 +98,6 @@ def _lines_in(path: Path) -> int:
         return 0
     with path.open("rb") as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    with path.open(errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:  # cut off when its process was killed, or being written
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield record
 
 
 class _Reading:

@@ -116,10 +116,27 @@ def _project(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
     except ImportError:
         raise UserError(f'training.wandb={project}: wandb is not installed; pip install -e ".[wandb]"') from None
     own = folder / "wandb.json"
-    known = json.loads(own.read_text())["id"] if own.is_file() else None
+    try:
+        known = json.loads(own.read_text())["id"] if own.is_file() else None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{own} is not what was written; remove it to begin a new run there") from None
     run = wandb.init(project=project, name=folder.name, id=known, resume="allow", dir=str(folder), config=dict(config))
     own.write_text(json.dumps({"id": run.id}) + "\n")
     return run
+
+
+def logged_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl; lines that are not whole are left out."""
+    if not path.is_file():
+        return
+    with path.open(errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):  # cut off when its process was killed, or being written
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and 0 <= record["step"] < 2**53:
+                yield record
 
 
 def _drop_after(path: Path, done: int) -> None:

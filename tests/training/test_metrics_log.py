@@ -11,7 +11,7 @@ import pytest
 from started import ROOT
 
 from mmjax.errors import UserError
-from mmjax.training.metrics_log import MetricsLog
+from mmjax.training.metrics_log import MetricsLog, logged_records
 
 ODD = ["half a li", "[1]", '{"step": "x"}', '{"step": ' + "9" * 400 + "}", "[" * 100_000, '{"step": NaN}', "\xff"]
 
@@ -21,6 +21,7 @@ def test_what_is_no_record_is_dropped_and_steps_before_the_checkpoint_stay(line:
     path = tmp_path / "metrics.jsonl"
     records = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
     path.write_text("\n".join([*records[:2], line, records[2], ""]), "latin-1")
+    assert [record["step"] for record in logged_records(path)] == [1, 2, 3]
     log = MetricsLog(path, 2)
     log.write(3, {"loss": 2.0})
     log.close()
@@ -45,6 +46,12 @@ def test_numbers_go_to_weights_and_biases_where_asked_and_a_resumed_run_into_the
     runs = sorted((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}/*.wandb"))
     assert runs
     assert all(run.stat().st_size > 0 for run in runs)
+
+
+def test_a_damaged_name_of_the_run_there_is_said(tmp_path):
+    (tmp_path / "wandb.json").write_text('{"id": "a')
+    with pytest.raises(UserError, match=r"wandb\.json is not what was written; remove it to begin a new run there"):
+        MetricsLog(tmp_path / "metrics.jsonl", 0, "p")
 
 
 def test_without_wandb_it_says_what_to_install(tmp_path, monkeypatch):
