@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -93,6 +94,13 @@ def kill(process: subprocess.Popen) -> None:
                 os.kill(int(number), signal.SIGKILL)
     process.kill()
     process.wait()
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def kill_started() -> None:

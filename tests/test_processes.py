@@ -12,7 +12,7 @@ import time
 import pytest
 from commands import TINY, TINY_MEDIA
 from restarts import last, steps_of
-from started import LOCAL, Ended, begin, environment, finish, launch, process_of, wait_until
+from started import LOCAL, Ended, begin, environment, finish, free_port, launch, process_of, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +160,7 @@ def test_ctrl_c_ends_all_processes(folder):
 
 def test_processes_with_other_data_update_nothing_and_say_so(folder):
     """As where two machines have two versions of a config."""
-    port = 43_000 + os.getpid() % 20_000
+    port = free_port()
     started = [
         begin(
             [sys.executable, "-m", "mmjax.train", TINY, f"run={folder}", "training.evaluate_every=0", f"seed={p}"],

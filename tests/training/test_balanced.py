@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from balanced import CASES, run
+from started import begin, environment, finish, free_port
 
 Result = dict[str, np.ndarray]
 
@@ -85,23 +84,16 @@ def processes_found(
     folder: Path, out: Path, cases: list[str], count: int, devices: int
 ) -> tuple[dict[str, Result], list[Result]]:
     """By case what all found together, and what each process opened."""
-    port = 23_000 + os.getpid() % 20_000
-    program = Path(__file__).with_name("balanced.py")
-    root = Path(__file__).parents[2]
-    shared = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root), "JAX_NUM_CPU_DEVICES": str(devices)}
+    program, together = Path(__file__).with_name("balanced.py"), f"127.0.0.1:{free_port()}"
     started = [
-        subprocess.Popen(
+        begin(
             [sys.executable, str(program), str(folder), str(out), *cases],
-            env=shared
-            | {
-                "MMJAX_PROCESSES": str(count),
-                "MMJAX_PROCESS": str(p),
-                "MMJAX_COORDINATOR": f"127.0.0.1:{port}",
-            },
+            environment(devices, MMJAX_PROCESSES=str(count), MMJAX_PROCESS=str(p), MMJAX_COORDINATOR=together),
         )
         for p in range(count)
     ]
-    assert [p.wait(1200) for p in started] == [0] * count
+    ended = [finish(p, 1200) for p in started]
+    assert [e.code for e in ended] == [0] * count, ended
     with np.load(out) as file:
         found = {case: {k.split(":")[1]: file[k] for k in file.files if k.startswith(f"{case}:")} for case in cases}
     return found, [dict(np.load(out.with_suffix(f".{p}.npz"))) for p in range(count)]
