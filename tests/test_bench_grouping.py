@@ -48,6 +48,7 @@ def test_every_figure_follows_from_the_rows_and_the_lengths(capsys, tmp_path, le
     assert ("iterations" in figures) == (method == "isf")
 
 
+@pytest.mark.slow
 def test_rows_are_shuffled_by_the_seed_alone(capsys, tmp_path, lengths):
     first, again, other = (
         measure(capsys, tmp_path, f"--lengths={lengths}", f"--seed={seed}")[1]["row"] for seed in (0, 0, 1)

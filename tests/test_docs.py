@@ -116,6 +116,7 @@ def test_every_file_that_a_document_names_is_there(document: str) -> None:
         assert (ROOT / name).exists() or (ROOT / "mmjax" / name).exists(), f"{document} names {name}"
 
 
+@pytest.mark.slow
 def test_the_examples_in_balancing_md_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

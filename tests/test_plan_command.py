@@ -79,6 +79,7 @@ def test_its_numbers_agree_with_each_other(small):
     assert 0 < chosen["mfu"] < 1
 
 
+@pytest.mark.slow
 def test_on_this_machine_layers_are_measured_once_and_the_report_goes_by_them(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = (TINY, "cluster=here")
@@ -112,6 +113,7 @@ def test_balancing_makes_ranks_more_equal_and_steps_no_longer(small):
     assert post["seconds"]["compute"] < none["seconds"]["compute"]
 
 
+@pytest.mark.slow
 def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
     small = ("omni_84b", "batch.size.count=512", "batch.rows.llm=64", "batch.rows.vision=64", "batch.rows.audio=64")
     found = numbers(capsys, *small, "cluster=h100x8x8", "mesh.fsdp=64")

@@ -63,6 +63,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in records(folder) if "loss" in r}
 
 
+@pytest.mark.slow
 def test_a_run_in_little_memory_computes_again_and_learns_the_same(trained, capsys, tmp_path):
     words = ("mesh.memory=0.0019", f"run={tmp_path / 'run'}")
     ended = run(capsys, train.main, TINY_MEDIA, *MEDIA_WORDS, *words)
@@ -198,6 +199,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(trained, stopped, capsys):
     assert sum("validation/samples" in r for r in records(stopped)) == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_decided_of_its_memory_whatever_would_be_now(trained, stopped, capsys):
     fit = stopped / "fit.json"
     kept = unsealed(json.loads(fit.read_text()))

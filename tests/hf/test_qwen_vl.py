@@ -199,6 +199,7 @@ def test_a_whole_model_is_what_transformers_makes_of_it(name, tmp_path):
     check(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
     there = MODELS["2.5 tied"]()
     there.save_pretrained(tmp_path)

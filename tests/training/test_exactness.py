@@ -97,7 +97,10 @@ def assert_same(found: Accumulated, wanted: Accumulated) -> None:
     assert worst_leaf(found.gradients, wanted.gradients) < (OF_GRADIENT, "")
 
 
-meshes = pytest.mark.parametrize("mesh", list(MESHES)[1:])
+QUICK = ("fsdp=8", "fsdp=4 x tensor=2")  # which other tests look at too
+meshes = pytest.mark.parametrize(
+    "mesh", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in list(MESHES)[1:]]
+)
 
 
 @meshes

@@ -102,6 +102,7 @@ def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
     assert worst_leaf(gradient, whole) < (0.02, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_replicated(loaded, tied):
     alone, shared = make_executor(config(2, tied), ALONE), make_executor(config(2, tied), SHARED)
@@ -114,6 +115,7 @@ def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_rep
     assert "rematerialization" not in written[0]
 
 
+@pytest.mark.slow
 def test_ten_updates_give_the_losses_of_the_whole_logits(loaded):
     def losses(chunks: int) -> np.ndarray:
         executor = make_executor(config(chunks), ALONE)

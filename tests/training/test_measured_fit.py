@@ -46,6 +46,7 @@ RICH = {tower: ("none",) * layers for tower, layers in FREE.items()}
 HALF = (predicted(LEAN) + predicted(RICH)) / 2
 
 
+@pytest.mark.slow
 def test_the_compilers_own_figure_is_what_fits():
     said = []
 
