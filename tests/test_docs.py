@@ -55,6 +55,7 @@ def test_the_composed_model_in_models_md_is_built_of_two_folders(tmp_path: Path)
     assert not model.encoders["vision"].connector.frozen
 
 
+@pytest.mark.slow
 def test_the_captions_example_in_data_md_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,7 @@ def photos(tmp_path: Path, count: int):
     return opened, read_facts(opened, PROBES, tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_is_not_whole_and_goes_on_with_the_shards_that_it_lacks(tmp_path: Path) -> None:
     photos(tmp_path, 6000)
     edits = ["data.sources.a=llava", f"data.sources.a.path={tmp_path}/d.jsonl", f"data.cache={tmp_path}/cache"]

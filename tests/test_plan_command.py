@@ -207,6 +207,7 @@ def test_matplotlib_is_imported_for_a_picture_alone():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_written_and_edited_is_what_training_runs_by(capsys, tmp_path):
     path = tmp_path / "plan.json"
     told(capsys, TINY, "cluster=a100x8", "--out", str(path))

@@ -222,6 +222,7 @@ def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(capsys, 
     assert len(saved) <= 1, "only what was finite is kept"
 
 
+@pytest.mark.slow
 def test_a_run_of_eight_devices_goes_on_with_four(runs):
     eight = runs / "eight"
     words = ("training.keep=3", "training.evaluate_every=0")

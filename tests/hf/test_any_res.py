@@ -165,6 +165,7 @@ def test_llava_onevision_is_what_transformers_makes_of_it(kind, tmp_path):
     assert mixed.any() == (variant.grids != GRIDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LlavaNext", "LlavaOnevision"])
 def test_a_run_is_exported_as_it_was_read_and_transformers_computes_with_it(name, tmp_path):
     variant = {"LlavaNext": NEXT["clip"], "LlavaOnevision": ONEVISION["odd tiles, tied"]}[name]

@@ -34,7 +34,7 @@ def assert_same(found: Result, wanted: Result) -> None:
 
 
 OF_TWO, OF_FOUR = ["pack/post", "none/apart"], ["none/llm", "isf/post", "pack/llm", "none/post"]
-QUICK = ("none/post", "pack/post", "none/post/tensor as data")
+QUICK = ("none/post", "pack/post")
 ALL = [*CASES, "none/post/tensor as data", "pack/apart/tensor as data"]
 
 

@@ -173,6 +173,7 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
         np.testing.assert_allclose(after[name], p * kept, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_ten_updates_of_muon_give_the_losses_of_one_device(on, loaded, steps, parameters):
     config = replace(CONFIG, optimizer=Muon())
     losses = {}

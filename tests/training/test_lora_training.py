@@ -81,6 +81,7 @@ def test_adapters_train_the_same_on_four_devices(source, tuned, tmp_path):
     assert losses(tmp_path / "run")[3] == pytest.approx(losses(tuned)[3], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_may_begin_from_the_parameters_of_a_run_without(source, tuned, tmp_path):
     plain = fine_tune(source, tmp_path / "plain")
     config = replace(tuning(source, tmp_path / "second", lora=LORA), init_from=str(plain))

@@ -75,6 +75,7 @@ def test_with_measurements_as_predicted_the_fit_is_the_predicted_one():
     assert len(calls) == 1 + 4 * len(FREE) + 1
 
 
+@pytest.mark.slow
 def test_out_of_memory_backs_off_until_a_try_fits():
     def measure(policies) -> float | None:
         bytes_ = predicted(policies)

@@ -57,6 +57,7 @@ def test_a_step_that_stands_still_ends_with_all_stacks_the_step_and_what_it_was_
         assert "in _look" in written  # of all threads
 
 
+@pytest.mark.slow
 def test_slow_steps_have_as_many_times_their_median_and_what_is_no_step_its_own_limit(tmp_path):
     ended = watched(
         """
