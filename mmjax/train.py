@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from mmjax.config import Config
 from mmjax.config_files import callbacks_of, default_config, describe, find, load
-from mmjax.data.pipeline import refuse_in_worker
+from mmjax.data.workers import refuse_in_worker
 from mmjax.errors import UserError, leave, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes

@@ -31,8 +31,8 @@ from spoilable import (
 
 from mmjax.config import Config, FileSource, ShareGptSource
 from mmjax.data.index import LengthIndex, cached_index
+from mmjax.data.loader import LoadedStep, StepLoader
 from mmjax.data.media_facts import open_facts
-from mmjax.data.pipeline import LoadedStep, StepLoader
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Source
 from mmjax.data.sources import look_again, open_sources

@@ -21,8 +21,8 @@ from mmjax import export, train
 from mmjax.config import AnyRes, Callbacks, MeshConfig
 from mmjax.config_files import callbacks_of, edit, find, load
 from mmjax.data.index import build_index
+from mmjax.data.loader import reader_of
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.pipeline import reader_of
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
 from mmjax.data.text_rows import Arrays

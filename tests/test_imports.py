@@ -113,8 +113,8 @@ RULES = {
     "benchmarks": May(("mmjax",), None),  # part of the command `bench`
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "grain": ("mmjax.data.pipeline",),
-    "absl": ("mmjax.data.pipeline",),
+    "grain": ("mmjax.data.workers",),
+    "absl": ("mmjax.data.workers",),
     "array_record": ("mmjax.data.array_records",),
     "pyarrow": ("mmjax.data.parquet",),
     "orbax": ("mmjax.training.checkpoint",),
@@ -220,7 +220,7 @@ def test_everything_imported_is_a_declared_dependency() -> None:
         ("balance/isf", "from ..planning.costs import f", "mmjax.balance.isf imports mmjax.planning.costs"),
         ("planning/costs", "import mmjax.models", "mmjax.planning.costs imports mmjax.models"),
         ("data/index", "def f():\n    import jax.numpy as jnp", "mmjax.data.index imports jax.numpy"),
-        ("data/index", "import grain", "mmjax.data.index imports grain, which only mmjax.data.pipeline may"),
+        ("data/index", "import grain", "mmjax.data.index imports grain, which only mmjax.data.workers may"),
         ("data/index", "import mmjax.models.llm", "mmjax.data.index imports mmjax.models.llm"),
         ("models/llm", "import mmjax.parallel.mesh", "mmjax.models.llm imports mmjax.parallel.mesh"),
         ("models/llm", "import optax", "mmjax.models.llm imports optax"),

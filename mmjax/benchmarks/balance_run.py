@@ -37,7 +37,7 @@ from mmjax.benchmarks.balance_worker import CORES_LEFT, Task
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.lengths import omni_corpus, read_lengths
-from mmjax.data.pipeline import StepLoader
+from mmjax.data.loader import StepLoader
 from mmjax.errors import UserError
 from mmjax.outputs import PICTURES, check_output
 

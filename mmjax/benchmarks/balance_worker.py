@@ -22,7 +22,7 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.data.pipeline import LoadedStep, StepLoader
+from mmjax.data.loader import LoadedStep, StepLoader
 from mmjax.data.placement import Shape
 from mmjax.errors import leave, run_command
 from mmjax.models.model import Model

@@ -14,8 +14,8 @@ from mmjax.config import BatchConfig, Config, Samples
 from mmjax.data.conversation import BadSample
 from mmjax.data.embedded import decode
 from mmjax.data.index import build_index
+from mmjax.data.loader import reader_of
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.pipeline import reader_of
 from mmjax.data.placement import ONE_RANK, Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Question, Sample, Source, Text

@@ -15,7 +15,7 @@ from mmjax.batch import TextBatch
 from mmjax.data.chat_source import ChatSource
 from mmjax.data.content import spelled
 from mmjax.data.embedded import ALPHABET, END, EmbeddedDataset
-from mmjax.data.pipeline import LoadedStep, StepLoader
+from mmjax.data.loader import LoadedStep, StepLoader
 from mmjax.data.placement import MicrobatchPlan
 from mmjax.data.plan import StepPlan
 from mmjax.data.sample import Sample, Source, Text

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.config import Config
-from mmjax.data.pipeline import StepLoader
+from mmjax.data.loader import StepLoader
 from mmjax.data.plan import StepPlan
 from mmjax.errors import UserError
 from mmjax.reporting.curves import Metrics, read_metrics

@@ -16,7 +16,7 @@ from mmjax.balance.parts import LLM
 from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.data.layout import RankLayout
-from mmjax.data.pipeline import LoadedStep, StepLoader
+from mmjax.data.loader import LoadedStep, StepLoader
 from mmjax.data.placement import Shape
 from mmjax.models.model import Model, group_of
 from mmjax.planning.fit import Fit

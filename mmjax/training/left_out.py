@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mmjax.batch import PADDING
-from mmjax.data.pipeline import LoadedStep
+from mmjax.data.loader import LoadedStep
 from mmjax.data.quarantine import Bad, Quarantine
 from mmjax.errors import UserError
 from mmjax.parallel import processes

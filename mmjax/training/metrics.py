@@ -9,7 +9,7 @@ import numpy as np
 from mmjax.balance.metrics import dist_ratio, pad_ratio
 from mmjax.balance.parts import LLM
 from mmjax.data.layout import RankLayout
-from mmjax.data.pipeline import LoadedStep
+from mmjax.data.loader import LoadedStep
 from mmjax.data.placement import Topology
 
 Scalars = dict[str, float]

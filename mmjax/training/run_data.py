@@ -13,7 +13,7 @@ from mmjax.config import Config
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex, cached_index
 from mmjax.data.layout import RankLayout
-from mmjax.data.pipeline import StepLoader
+from mmjax.data.loader import StepLoader
 from mmjax.data.plan import make_planner
 from mmjax.data.quarantine import Bad, Quarantine
 from mmjax.data.sample import Source

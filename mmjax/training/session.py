@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 from mmjax.config import Config
 from mmjax.config_files import to_json
 from mmjax.data.content import spelled
-from mmjax.data.pipeline import LoadedStep, StepLoader, steps
+from mmjax.data.loader import LoadedStep, StepLoader
 from mmjax.data.plan import PLANNER
+from mmjax.data.workers import steps
 from mmjax.errors import UserError
 from mmjax.models.model import Model, merge, modules_of
 from mmjax.parallel import processes

@@ -11,7 +11,7 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.data.pipeline import LoadedStep, StepLoader
+from mmjax.data.loader import LoadedStep, StepLoader
 from mmjax.parallel import processes
 from mmjax.training.metrics import balance_scalars, exchange_scalars
 from mmjax.training.metrics_log import Value

@@ -27,7 +27,7 @@ from mmjax.config import (
 )
 from mmjax.data import layout
 from mmjax.data.index import LengthIndex, build_index
-from mmjax.data.pipeline import StepLoader
+from mmjax.data.loader import StepLoader
 from mmjax.data.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Item, Sample, Text

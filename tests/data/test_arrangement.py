@@ -16,8 +16,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from mmjax.config import AnyRes, AsIs, BatchConfig, ChatFormat, Config, DataConfig, LlavaSource, Samples, TrainingConfig
 from mmjax.data.arrangement import NEWLINE, any_res_rows, in_order, interpolated
 from mmjax.data.index import build_index
+from mmjax.data.loader import reader_of
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.pipeline import reader_of
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Arranged, Facts, Sample, Text
 from mmjax.data.sources import open_sources

@@ -33,9 +33,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, WhisperMel
 from mmjax.data.chat import Chat, load_chat
 from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.loader import reader_of
 from mmjax.data.media import item_size
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.pipeline import reader_of
 from mmjax.data.sample import Item, Sample, Text
 from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError

@@ -29,8 +29,8 @@ from mmjax.config_files import edit, from_json, to_json
 from mmjax.data.conversation import BadSample
 from mmjax.data.decode import decode_clip
 from mmjax.data.index import build_index
+from mmjax.data.loader import reader_of
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.pipeline import reader_of
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Item, Text
 from mmjax.data.sources import look_again, open_sources

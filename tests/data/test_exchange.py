@@ -12,9 +12,9 @@ from planned import BALANCE_KINDS, BALANCES, GROUPINGS, KINDS, SPREAD, TOPOLOGIE
 from mmjax.batch import Microbatch
 from mmjax.config import NoGrouping, PostBalance, Samples
 from mmjax.data.grouping import Group
+from mmjax.data.loader import StepLoader
 from mmjax.data.media import Prepared, prepare
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.pipeline import StepLoader
 from mmjax.data.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.sample import Item, Text
 

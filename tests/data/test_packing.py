@@ -12,9 +12,9 @@ from planned import BALANCE_KINDS, BALANCES
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoGrouping, Samples
+from mmjax.data.loader import reader_of
 from mmjax.data.media import prepare
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.pipeline import reader_of
 from mmjax.data.placement import MicrobatchPlan, Topology
 from mmjax.data.sample import Facts, Item, Text
 from mmjax.data.text_rows import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_ENCODERS, Arrays

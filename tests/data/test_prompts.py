@@ -13,8 +13,8 @@ from mmjax.config_files import default_config, load
 from mmjax.data.conversation import BadSample
 from mmjax.data.embedded import EmbeddedDataset, encode
 from mmjax.data.index import build_index
+from mmjax.data.loader import reader_of
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.pipeline import reader_of
 from mmjax.data.prompts import PROMPTS_PER_BATCH, PromptLoader, Prompts, read_answers
 from mmjax.data.sample import Facts, Item, Question, Sample, Text
 from mmjax.data.text_rows import Arrays

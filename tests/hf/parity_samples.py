@@ -26,9 +26,9 @@ from mmjax.config import (
 )
 from mmjax.data.image_items import items_of_image
 from mmjax.data.index import build_index
+from mmjax.data.loader import reader_of
 from mmjax.data.media_items import Eyes, in_rows
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.pipeline import reader_of
 from mmjax.data.plan import make_planner
 from mmjax.data.sample import Facts, Item, Sample, Text
 from mmjax.data.text_rows import Arrays

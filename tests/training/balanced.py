@@ -31,7 +31,7 @@ from mmjax.config import (
     Samples,
 )
 from mmjax.data.index import build_index
-from mmjax.data.pipeline import StepLoader
+from mmjax.data.loader import StepLoader
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model

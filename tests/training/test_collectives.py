@@ -17,7 +17,7 @@ from tiny_run import MERGE, paths, tiny_config
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, MeshConfig, NoBalance, NoGrouping, PostBalance, Samples
 from mmjax.data.index import build_index
-from mmjax.data.pipeline import StepLoader
+from mmjax.data.loader import StepLoader
 from mmjax.data.placement import Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmjax.data.layout import RankLayout
-from mmjax.data.pipeline import LoadedStep, PlannedWork
+from mmjax.data.loader import LoadedStep, PlannedWork
 from mmjax.data.placement import Shape, Topology
 from mmjax.training.metrics import balance_scalars, exchange_scalars
 

@@ -35,7 +35,7 @@ from mmjax.config import (
 )
 from mmjax.data.embedded import ALPHABET
 from mmjax.data.index import build_index
-from mmjax.data.pipeline import StepLoader
+from mmjax.data.loader import StepLoader
 from mmjax.data.placement import ONE_RANK, Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
