@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mmjax.errors import UserError
 from mmjax.reporting.run import Run
 from mmjax.reporting.training import percent
 from mmjax.training.console import count, duration
+from mmjax.training.json_lines import whole_lines
 
 LISTED = 40  # samples of a list of those left out
 COMPARED = {
@@ -130,24 +131,12 @@ def left_out(path: Path) -> LeftOut:
     """What a quarantine.jsonl or an oversize.jsonl lists, read line by line; cut off lines are left out."""
     reasons: Counter[str] = Counter()
     rows: Rows = []
-    for sample, reason in _listed(path):
-        reasons[reason] += 1
-        if len(rows) < LISTED:
-            rows.append((sample, reason))
+    for told in whole_lines(path):
+        if {"sample", "reason"} <= told.keys():
+            reasons[str(told["reason"])] += 1
+            if len(rows) < LISTED:
+                rows.append((str(told["sample"]), str(told["reason"])))
     return LeftOut(reasons.total(), reasons.most_common(8), rows)
-
-
-def _listed(path: Path) -> Iterator[tuple[str, str]]:
-    """Samples and reasons."""
-    if not path.is_file():
-        return
-    with path.open(errors="replace") as lines:
-        for line in lines:
-            try:
-                told = json.loads(line)
-                yield str(told["sample"]), str(told["reason"])
-            except (ValueError, KeyError, TypeError):
-                continue
 
 
 def worst_table(run: Run, most: int) -> Rows:

@@ -16,6 +16,7 @@ from typing import Any
 
 from mmjax.errors import UserError
 from mmjax.training.console import say
+from mmjax.training.json_lines import whole_lines
 
 Value = float | str | Mapping[str, float]  # a mapping has samples by name
 
@@ -127,16 +128,9 @@ def _project(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
 
 def logged_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl; lines that are not whole are left out."""
-    if not path.is_file():
-        return
-    with path.open(errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # cut off when its process was killed, or being written
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int) and 0 <= record["step"] < 2**53:
-                yield record
+    for record in whole_lines(path):
+        if isinstance(record.get("step"), int) and 0 <= record["step"] < 2**53:
+            yield record
 
 
 def _drop_after(path: Path, done: int) -> None:

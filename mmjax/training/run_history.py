@@ -20,6 +20,7 @@ from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Shape, Topology
 from mmjax.data.segments import Files, Segment
 from mmjax.errors import UserError
+from mmjax.training.json_lines import whole_lines
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,7 @@ def life_of(path: Path, step: int, due: Path) -> Life | None:
 
 def all_lives(path: Path) -> list[dict[str, Any]]:
     """Every start as it stands there, for a person to look at."""
-    lives = []
-    for line in _lines(path):
-        try:
-            lives.append(json.loads(line))
-        except ValueError:
-            continue
-    return [life for life in lives if isinstance(life, dict) and "first" in life]
+    return [life for life in whole_lines(path) if "first" in life]
 
 
 def _lines(path: Path) -> list[str]:
