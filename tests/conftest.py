@@ -11,10 +11,21 @@ import jaxtyping
 import pytest
 from compilation import compile_quickly, optimized
 from started import kill_started
+from tiers import MARKERS, assign_tiers
 
 compile_quickly()
 jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("mmjax.models", "beartype.beartype")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    assign_tiers(items)
 
 
 @pytest.fixture(autouse=True, scope="module")

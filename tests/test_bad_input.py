@@ -97,6 +97,7 @@ def test_a_fault_in_the_config_is_named_with_its_remedy_and_leaves_no_folder(fau
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fault", ["a mesh that cuts heads", "a run to start from that is not there", "a wrong type"])
 @pytest.mark.parametrize("mode", ["--resume", "--overwrite", "--resume=auto"])
 def test_a_fault_in_the_config_leaves_the_run_in_the_folder_to_the_byte(fault, mode, capsys, a_run):
@@ -250,7 +251,7 @@ def test_another_model_cannot_start_from_a_runs_parameters(capsys, finished, tmp
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torn_checkpoints_alone_are_one_line_for_the_whole_process(a_run):
     for step in (2, 4):
         tear(a_run / "checkpoints" / str(step))

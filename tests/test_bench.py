@@ -18,7 +18,7 @@ def rows(capsys, *words: str) -> list[dict]:
     return json.loads(ended.out)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_recompute_predicts_every_mix_from_layers_timed_alone(capsys):
     found = {
         r["remat"]: r for r in rows(capsys, "recompute", "--width=256", "--layers=2", "--length=64", "--seconds=0.2")

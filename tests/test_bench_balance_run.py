@@ -99,6 +99,7 @@ def test_bad_options_are_told_in_one_line(capsys, words, said):
     assert len(ended.err.splitlines()) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_fails_ends_the_command_with_its_message(capfd, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=true")
     with pytest.raises(SystemExit) as ended:
@@ -107,7 +108,7 @@ def test_a_process_that_fails_ends_the_command_with_its_message(capfd, monkeypat
     assert "xla_no_such_flag" in capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_train_the_same_steps_in_all_modes_and_compile_nothing_meanwhile(capsys, tmp_path):
     out = tmp_path / "out.npz"
     words = ("--samples=3000", "--steps=3", "--per-rank=4", "--processes=2", "--json", f"--out={out}")

@@ -48,7 +48,7 @@ def test_every_figure_follows_from_the_rows_and_the_lengths(capsys, tmp_path, le
     assert ("iterations" in figures) == (method == "isf")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_are_shuffled_by_the_seed_alone(capsys, tmp_path, lengths):
     first, again, other = (
         measure(capsys, tmp_path, f"--lengths={lengths}", f"--seed={seed}")[1]["row"] for seed in (0, 0, 1)
@@ -65,6 +65,7 @@ def test_oversize_samples_are_listed_and_not_dropped(capsys, tmp_path, lengths):
         assert figures["samples_oversize"] == five.sum()
 
 
+@pytest.mark.exhaustive
 def test_auto_budgets_hold_the_samples_asked_for(capsys, tmp_path, lengths):
     for method in ("isf", "pack"):
         words = (f"--method={method}", "--max-items=auto", "--max-tokens=auto", "--samples-per-row=6")

@@ -19,7 +19,7 @@ def bench(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
 def test_predictions_are_within_a_tenth_of_the_compiler_for_every_model_and_mix():
     ended = bench("--json")
@@ -30,6 +30,7 @@ def test_predictions_are_within_a_tenth_of_the_compiler_for_every_model_and_mix(
         assert abs(row["off"]) < 0.1, row
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(WHEELS, reason="the CUDA wheels are installed")
 def test_without_the_wheels_it_says_what_to_install():
     ended = bench("--model=omni")

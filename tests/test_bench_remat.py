@@ -32,7 +32,7 @@ def test_balanced_ranks_compute_less_again_and_every_mix_is_the_best_that_fits(c
     assert found["post"]["recompute_share"] < found["none"]["recompute_share"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_fits_nowhere_is_said_with_what_it_would_need(capsys):
     for row in rows(capsys, "--memory=8").values():
         assert row["policies"] is row["recompute_share"] is row["seconds"] is None

@@ -131,7 +131,7 @@ def check_answers_there(place: Path) -> None:
         np.testing.assert_allclose(ours[batch.text.owner == n], wanted, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_newlines_and_mixed_tokens_travel_between_ranks(tmp_path):
     save_onevision(tmp_path / "checkpoint")
     save_questions(tmp_path / "data")

@@ -55,7 +55,7 @@ def test_the_composed_model_in_models_md_is_built_of_two_folders(tmp_path: Path)
     assert not model.encoders["vision"].connector.frozen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_captions_example_in_data_md_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,7 +74,7 @@ def test_the_captions_example_in_data_md_trains(
     assert "3 steps" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_examples_in_using_md_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +117,7 @@ def test_every_file_that_a_document_names_is_there(document: str) -> None:
         assert (ROOT / name).exists() or (ROOT / "mmjax" / name).exists(), f"{document} names {name}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_examples_in_balancing_md_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

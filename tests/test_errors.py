@@ -52,5 +52,5 @@ def test_leaving_waits_for_threads_runs_what_is_to_run_at_the_end_and_says_all()
         "threading.Thread(target=lambda: time.sleep(100), daemon=True).start()\n"
         "leave(130)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=480)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "a thread\nat the end", "")

@@ -52,7 +52,7 @@ def test_another_split_and_a_swapped_encoder_are_said(trained, capsys):
     assert "of the validation split" in out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_of_its_own_prints_nothing_but_the_object(trained, tmp_path):
     ended = finish(start("mmjax.evaluate", trained, "--json", cwd=tmp_path))
     assert (ended.code, ended.err) == (0, "")

@@ -98,6 +98,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.default_cases("qwen2 tied", "gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_changed_checkpoint_computes_in_transformers_what_the_run_computes(family, tmp_path):
     kind, own = FAMILIES[family]
@@ -116,6 +117,7 @@ def test_a_changed_checkpoint_computes_in_transformers_what_the_run_computes(fam
         np.testing.assert_array_equal(after[key], again[key])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
 def test_what_was_not_trained_comes_back_to_the_byte(dtype, precision, tmp_path):
@@ -194,6 +196,7 @@ def test_a_damaged_checkpoint_is_not_exported(tuned, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.default_cases("rank")
 @pytest.mark.parametrize("scaling", ["rank", "sqrt_rank"])
 def test_peft_writes_the_same_adapter_folder(source, scaling, tmp_path):
     lora = {"all": LoraConfig(("llm.*.query", "llm.*.up"), 4, 6.0, scaling)}
@@ -211,6 +214,7 @@ def test_peft_writes_the_same_adapter_folder(source, scaling, tmp_path):
     assert mine.items() <= {**again, "task_type": mine["task_type"]}.items()
 
 
+@pytest.mark.default_cases("llm")
 @pytest.mark.parametrize(
     "patterns",
     [("llm.*", "vision.*.query", "vision.connector.*"), ("llm.*.query", "vision.*"), ("*.value", "vision.connector.*")],
@@ -310,6 +314,7 @@ def test_an_interrupted_export_leaves_the_folder_that_was_there(source, tuned, t
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.exhaustive
 def test_whole_modules_do_not_go_into_an_adapter(source, tmp_path, capsys, tuned):
     plain = moved(source, tmp_path / "plain")
     ended = run(capsys, export.main, plain, tmp_path / "out", "--adapter")

@@ -154,7 +154,7 @@ def photos(tmp_path: Path, count: int):
     return opened, read_facts(opened, PROBES, tmp_path / "cache")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_conversion_is_not_whole_and_goes_on_with_the_shards_that_it_lacks(tmp_path: Path) -> None:
     photos(tmp_path, 6000)
     edits = ["data.sources.a=llava", f"data.sources.a.path={tmp_path}/d.jsonl", f"data.cache={tmp_path}/cache"]
@@ -208,7 +208,7 @@ def test_parquet_behind_a_server_becomes_arrayrecord(tmp_path: Path, capsys) -> 
     table = pyarrow.table({"q": [f"{i}?" for i in range(7)], "a": ["!"] * 7, "image": rows})
     (tmp_path / "site").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "site" / "d.parquet", row_group_size=2)
-    with served(tmp_path / "site", 0.0) as server:
+    with served(tmp_path / "site") as server:
         edits = ["path=" + f"{server.url}/d.parquet", "question=q", "answer=a", "images=image"]
         words = [
             "data.sources.a=parquet",

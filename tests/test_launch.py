@@ -117,12 +117,12 @@ def test_local_processes_all_get_a_signal_as_what_it_is(
     launched.send_signal(signal.SIGUSR2)
     wait_until(lambda: (tmp_path / "got0").exists() and (tmp_path / "got1").exists())
     launched.send_signal(getattr(signal, name))
-    assert finish(launched, 60).code == code
+    assert finish(launched).code == code
     assert got(tmp_path) == [f"SIGUSR2 {name} "] * 2
 
 
 def test_a_slurm_job_whose_run_is_done_ends_and_is_not_requeued(tmp_path: Path, variables: dict[str, str]) -> None:
-    ended = finish(begun(variables | {"CODES": "0"}, tmp_path, SLURM, "tiny", "seed=1"), 60)
+    ended = finish(begun(variables | {"CODES": "0"}, tmp_path, SLURM, "tiny", "seed=1"))
     assert ended.code == 0, ended.err
     assert "start 1 ended with code 0, 4 steps saved; done" in ended.err
     assert (tmp_path / "starts1").read_text() == "--resume=auto tiny seed=1\n"
@@ -136,7 +136,7 @@ def test_a_slurm_job_whose_time_is_up_asks_all_processes_to_save_and_is_requeued
     job = begun(variables, tmp_path, SLURM, "tiny")
     wait_until(started(tmp_path))
     job.send_signal(getattr(signal, name))  # to the shell alone, as with --signal=B:
-    ended = finish(job, 60)
+    ended = finish(job)
     assert ended.code == 0, ended.err
     assert got(tmp_path) == ["SIGUSR1 "] * 2
     assert (tmp_path / "requeued").read_text() == "requeue Incomplete 7\n"
@@ -147,7 +147,7 @@ def test_a_slurm_job_whose_tasks_were_told_of_a_preemption_is_requeued(
 ) -> None:
     """They have saved and ended with 0, and the shell was told nothing."""
     preempted = variables | {"CODES": "0", "PREEMPTED": "2026-11-22T11:28:44"}
-    assert finish(begun(preempted, tmp_path, SLURM, "tiny"), 60).code == 0
+    assert finish(begun(preempted, tmp_path, SLURM, "tiny")).code == 0
     assert (tmp_path / "requeued").read_text() == "requeue Incomplete 7\n"
 
 
@@ -159,13 +159,13 @@ def test_a_slurm_job_restarts_what_failed_and_is_requeued_where_its_time_is_up_m
     while "start 1 ended with code 1, 4 steps saved; restart in 10 s" not in job.stderr.readline():
         pass
     job.send_signal(signal.SIGUSR1)
-    assert finish(job, 60).code == 1
+    assert finish(job).code == 1
     assert (tmp_path / "requeued").read_text() == "requeue Incomplete 7\n"
 
 
 def test_a_slurm_job_of_bad_input_ends_with_its_code(tmp_path: Path, variables: dict[str, str]) -> None:
     (tmp_path / "python" / "mmjax" / "train.py").write_text("raise SystemExit(2)")
-    ended = finish(begun(variables, tmp_path, SLURM, "tiny"), 60)
+    ended = finish(begun(variables, tmp_path, SLURM, "tiny"))
     assert ended.code == 2
     assert "a restart would not mend it" in ended.err
     assert not (tmp_path / "requeued").exists()

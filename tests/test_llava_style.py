@@ -27,7 +27,7 @@ from mmjax.training.decoding import greedy
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import parameter_shardings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 COUNT = 200
 RECIPE = (

@@ -47,7 +47,7 @@ def test_some_spoiled_inputs_of_every_kind_are_refused_in_a_line_or_their_sample
     assert faults(one for kind in SHARES for one in [of for of in hundred if of.kind == kind][:4]) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_thousand_spoiled_inputs_are_refused_in_a_line_or_their_samples_listed() -> None:
     assert faults(mutation(number) for number in range(1000)) == []
 
@@ -95,7 +95,7 @@ def ended_well(ended: Ended) -> None:
     assert len(errors) == (ended.code == 2), ended
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(4))
 def test_the_index_command_ends_well_on_spoiled_files(number: int, photos: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng((1, number))
@@ -129,13 +129,13 @@ def trained(photos: Path) -> Path:
     return photos / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_names_the_photo_that_was_cut(trained: Path) -> None:
     named = [json.loads(line)["sample"] for line in (trained / "quarantine.jsonl").read_text().splitlines()]
     assert named == ["photos[1]"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["index", "fit.json", "config.json", "metrics.jsonl"])
 def test_resuming_ends_well_with_a_spoiled_file_of_the_run(name: str, trained: Path) -> None:
     run = Path(shutil.copytree(trained, trained.with_name(f"run_{name}")))
@@ -150,7 +150,7 @@ def test_resuming_ends_well_with_a_spoiled_file_of_the_run(name: str, trained: P
         assert "item_positions.npy is not what was written; it is made again" in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(2))
 def test_scoring_ends_well_with_a_spoiled_checkpoint(number: int, trained: Path) -> None:
     run = Path(shutil.copytree(trained, trained.with_name(f"scored_{number}")))

@@ -20,7 +20,7 @@ from mmjax.training.run_data import loader_of
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.run_history import all_lives, life_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 WORDS = (
     "schedule.warmup=2", "training.evaluate_every=0", "training.steps=100000", "training.checkpoint_every=50",

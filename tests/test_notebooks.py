@@ -14,7 +14,7 @@ from started import ROOT
 
 NOTEBOOKS = ROOT / "notebooks"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def executed(name: str, folder: Path, **given: object) -> nbformat.NotebookNode:

@@ -34,6 +34,7 @@ def said(path: Path) -> str:
     return "\n".join(ElementTree.parse(path).getroot().itertext())
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_drawn_the_same_each_time_and_twice_as_fine_in_png(outlook: Outlook, tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg", "c.png"):
         draw_plan(tmp_path / name, outlook)

@@ -79,7 +79,7 @@ def test_its_numbers_agree_with_each_other(small):
     assert 0 < chosen["mfu"] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_this_machine_layers_are_measured_once_and_the_report_goes_by_them(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = (TINY, "cluster=here")
@@ -113,7 +113,7 @@ def test_balancing_makes_ranks_more_equal_and_steps_no_longer(small):
     assert post["seconds"]["compute"] < none["seconds"]["compute"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
     small = ("omni_84b", "batch.size.count=512", "batch.rows.llm=64", "batch.rows.vision=64", "batch.rows.audio=64")
     found = numbers(capsys, *small, "cluster=h100x8x8", "mesh.fsdp=64")
@@ -133,6 +133,7 @@ def test_all_ways_of_balancing_are_compared_whichever_the_config_takes(capsys, s
     assert none["ways"]["post"]["dist_ratio"] == small["ways"]["post"]["dist_ratio"]
 
 
+@pytest.mark.exhaustive
 def test_more_shards_need_less_memory_and_tensor_parallelism_costs_all_reduces(capsys, small):
     sharded = numbers(capsys, *SMALL, "mesh.fsdp=8")
     assert sharded["memory"]["optimizer"] == pytest.approx(
@@ -207,7 +208,7 @@ def test_matplotlib_is_imported_for_a_picture_alone():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_plan_that_is_written_and_edited_is_what_training_runs_by(capsys, tmp_path):
     path = tmp_path / "plan.json"
     told(capsys, TINY, "cluster=a100x8", "--out", str(path))

@@ -14,7 +14,7 @@ from commands import TINY, TINY_MEDIA
 from restarts import last, steps_of
 from started import LOCAL, Ended, begin, environment, finish, free_port, launch, process_of, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def together(processes: int, *words: object, devices: int) -> Ended:

@@ -225,7 +225,7 @@ def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert "in a folder that exists" in refused(trained, "--out", tmp_path / "none" / "report.html")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
 def test_a_browser_shows_every_section_and_complains_of_nothing(page: Path, tmp_path: Path) -> None:
     quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]

@@ -20,7 +20,7 @@ from started import finish, start, wait_until
 
 from mmjax import train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 WORDS = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=100000")
 KILLS = 20

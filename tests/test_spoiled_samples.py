@@ -112,13 +112,14 @@ def test_where_bad_samples_are_fatal_the_run_ends_with_its_name(config, capsys):
     assert "skip them with data.on_bad_sample=skip" in line
 
 
+@pytest.mark.exhaustive
 def test_more_than_the_share_that_may_be_bad_ends_the_run(config, capsys):
     ended = run(capsys, train.main, config, f"run={config.parent / 'many'}", *WORDS, "data.max_bad_share=0.0001")
     assert ended.code == 2
     assert "That is more than data.max_bad_share=0.0001 allows" in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_process_leaves_out_the_same_whichever_could_not_read_it(config, wanted):
     folder = config.parent / "two"
     two = together(2, config, f"run={folder}", *WORDS, devices=4)

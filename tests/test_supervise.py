@@ -6,12 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from started import finish, start
+from started import finish, start, wait_until
 
 # Ends as it is told for each of its starts: "12:1" after 12 saved steps with code 1, ":-9" by signal 9, ":" waits.
 TRAINING = """
@@ -54,13 +52,6 @@ def starts_of(folder: Path) -> list[int]:
     """The process ids of all starts so far."""
     path = folder / "starts"
     return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_what_fails_is_started_again_until_it_is_done_and_each_start_is_told(tmp_path: Path) -> None:
@@ -113,7 +104,7 @@ def test_a_signal_reaches_the_command_once_and_ends_it_for_good_with_its_own_cod
     process = supervised(tmp_path, "4:")
     wait_until(lambda: starts_of(tmp_path))
     os.killpg(process.pid, getattr(signal, name))  # as a terminal sends Ctrl-C: to all that is in the foreground
-    ended = finish(process, 60)
+    ended = finish(process)
     assert ended.code == 5
     assert "stopped by a signal, no restart" in ended.err
     assert (tmp_path / "got").read_text() == f"{name} "
@@ -131,7 +122,7 @@ def test_usr2_is_passed_on_and_ends_nothing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGUSR2)
     wait_until((tmp_path / "got").exists)
     os.kill(starts_of(tmp_path)[0], signal.SIGKILL)
-    assert finish(process, 60).code == 0
+    assert finish(process).code == 0
     assert len(starts_of(tmp_path)) == 2
 
 
@@ -141,7 +132,7 @@ def test_a_signal_ends_the_wait_for_a_restart(tmp_path: Path) -> None:
     while "restart in 600 s" not in process.stderr.readline():
         pass
     process.terminate()
-    ended = finish(process, 60)
+    ended = finish(process)
     assert (ended.code, len(starts_of(tmp_path))) == (7, 1)
     assert "stopped by a signal, no restart" in ended.err
 

@@ -27,6 +27,7 @@ def problems(draw):
     return np.array(length, np.int64), np.array(source, np.int64), ranks, ranks_per_node, tolerance
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=300, deadline=None)
 @given(problems())
 @example((np.array([1, 9]), np.array([0, 1]), 2, 1, 0.0))  # whose only cheaper plan is none

@@ -61,6 +61,7 @@ def test_every_sample_gets_one_step_and_its_parts_fit_rows_of_one_microbatch(len
     assert np.array_equal(packing.row, again.row)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
     ("samples", "rows", "microbatches"), [(24, (8, 2, 3), 1), (24, (6, 2, 3), 1), (48, (4, 2, 2), 4)]

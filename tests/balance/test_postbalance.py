@@ -61,6 +61,7 @@ def omni_like(samples: int, seed: int) -> np.ndarray:
     return np.clip(rng.lognormal(4.9, 0.9, samples) + images, 10, 4096).astype(np.int64)
 
 
+@pytest.mark.default_cases("padded", "conv")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=6), st.integers(1, 3), st.booleans())

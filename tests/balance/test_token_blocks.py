@@ -27,6 +27,7 @@ def least_of_equal_counts(work: np.ndarray, ranks: int) -> int:
     return best
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=200, deadline=None)
 @given(works, st.integers(1, 12))
 def test_every_rank_gets_as_many_blocks_and_no_more_work_than_the_bound(work, ranks):

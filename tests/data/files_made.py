@@ -69,19 +69,37 @@ def audio_length(file: Any) -> tuple[int, int]:
 
 
 class Server(ThreadingHTTPServer):
-    """Counts what is asked of it, at once at most, and the bytes that it gave; `broken` paths fail so often."""
+    """Counts requests and the bytes it gave; `broken` paths fail so often.
+
+    With `together`, `ALONE` requests are answered late, one by one if need be, and the next only once so many of them
+    are there: a client that goes on asking for one thing at a time waits in vain.
+    """
+
+    ALONE = 16
 
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, folder: Path, delay: float) -> None:
-        self.delay, self.asked, self.given, self.broken = delay, Counter[str](), 0, Counter[str]()
-        self.waiting, self.most = set[int](), 0
+    def __init__(self, folder: Path, together: int) -> None:
+        self.asked, self.given, self.broken = Counter[str](), 0, Counter[str]()
+        self.together, self.arrived, self.arrival = together, 0, threading.Condition()
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def wait_for_others(self) -> None:
+        if not self.together:
+            return
+        with self.arrival:
+            self.arrived += 1
+            self.arrival.notify_all()
+            alone = self.arrived <= self.ALONE
+            if not alone:
+                assert self.arrival.wait_for(lambda: self.arrived >= self.ALONE + self.together, 480)
+        if alone:
+            time.sleep(0.02)
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -95,10 +113,7 @@ class _Handler(SimpleHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _give(self, command: str) -> None:
-        self.server.waiting.add(id(self))
-        self.server.most = max(self.server.most, len(self.server.waiting))
-        time.sleep(self.server.delay)
-        self.server.waiting.discard(id(self))
+        self.server.wait_for_others()
         self.server.asked[command] += 1
         path = Path(self.translate_path(self.path))
         if self.server.broken[self.path]:
@@ -129,9 +144,9 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path, delay: float = 0.05) -> Iterator[Server]:
-    """A folder behind HTTP, with ranges and tags, every answer after `delay` seconds."""
-    server = Server(folder, delay)
+def served(folder: Path, together: int = 0) -> Iterator[Server]:
+    """A folder behind HTTP, with ranges and tags, that may want so many requests `together`."""
+    server = Server(folder, together)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:

@@ -87,7 +87,7 @@ def test_records_of_all_shards_are_read_in_any_order(tmp_path: Path) -> None:
 
 def test_shards_behind_http_are_copied_when_they_are_needed(tmp_path: Path) -> None:
     make(tmp_path / "site" / "set")
-    with served(tmp_path / "site", 0.0) as server:
+    with served(tmp_path / "site") as server:
         got = opened(f"{server.url}/set", tmp_path)
         assert got.conversation(4) == TALK
         copies = tmp_path / "cache" / "copies"

@@ -265,7 +265,7 @@ def test_annotations_and_media_behind_http_are_read_like_local_ones(tmp_path: Pa
     write(tmp_path / "site", {"photos/a b.png": picture(), "photos/c.png": picture(colour=3)})
     records = [asked("<image>", image="a b.png"), asked("<image>", image="c.png"), asked("<image>", image="gone.png")]
     lines(tmp_path / "site" / "d.jsonl", records)
-    with served(tmp_path / "site", 0.0) as server:
+    with served(tmp_path / "site") as server:
         got = opened(LlavaSource(f"{server.url}/d.jsonl", images=f"{server.url}/photos"), tmp_path)
         assert got.encoded(0, 0) == picture()
         server.broken["/photos/c.png"] = 2

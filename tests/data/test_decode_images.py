@@ -127,6 +127,7 @@ def test_a_size_costs_less_than_two_kilobytes_however_large_the_file(format):
     assert file.taken < 2048
 
 
+@pytest.mark.exhaustive
 def test_one_core_reads_the_sizes_of_two_thousand_files_in_a_second(tmp_path):
     data = turned(6, "JPEG")
     paths = [tmp_path / f"{number}.jpg" for number in range(400)]
@@ -192,13 +193,10 @@ def test_an_image_without_pixels_says_so(format, at, size):
 
 
 def test_a_decompression_bomb_is_refused_by_its_header_alone():
-    rows = zlib.compress(bytes(10_001 * (1 + 10_000 // 8)), 9)
     header = struct.pack(">IIBBBBB", 10_000, 10_001, 1, 0, 0, 0, 0)
-    data = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", rows) + png_chunk(b"IEND", b"")
-    started = time.process_time()
+    data = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", b"nothing that can be inflated")
     with pytest.raises(BadMedia, match="10001 x 10000 pixels has more than 100000000 of them: a decompression bomb"):
         decode_image(data)
-    assert time.process_time() - started < 0.1
     assert image_size(io.BytesIO(data), MediaLimits(pixels=200_000_000)) == (10_001, 10_000)
 
 

@@ -101,6 +101,7 @@ def microbatches(loader: StepLoader, steps: int) -> list[tuple[MicrobatchPlan, M
     return [(m, pack_microbatch(m, loader.arrays, loader.reader)) for m in plans]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)

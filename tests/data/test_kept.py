@@ -74,5 +74,5 @@ def test_a_process_hashes_once_and_its_workers_never(tmp_path: Path, monkeypatch
     answers = spawned.Queue()
     worker = spawned.Process(target=lengths_in_a_worker, args=(tmp_path / "kept", answers))
     worker.start()
-    assert answers.get(timeout=60) == 190
+    assert answers.get(timeout=480) == 190
     worker.join()

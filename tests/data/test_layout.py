@@ -17,21 +17,24 @@ EIGHT = Topology(8, 8, 8)
 ROWS = {"llm": 8, "vision": 8, "audio": 8}
 
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
-def test_shapes_are_few_and_the_steps_that_they_were_found_by_need_no_more_microbatches(grouping, balance, topology):
-    for microbatches in (1, 3):
-        planned, layout = one_of_all(grouping, balance, topology, microbatches)
-        assert 1 <= len(layout.shapes) <= 8 + (layout.topology.peers > 1)
-        parts = np.array([1, topology.encoders_per_rank, topology.encoders_per_rank])
-        needed = -(-np.array(planned.grouper.budget.rows) // (topology.ranks * parts))
-        assert layout.rows == tuple(needed * parts)
-        for shape in layout.shapes:
-            assert all(length % 12 == 0 for length in shape.lengths), "a row ends where no token does"
-            assert all(width % 4 == 0 for width in shape.widths)
-        for step in range(DRY_RUN_STEPS):
-            assert len(planned.plan(step).microbatches) == microbatches
+def test_shapes_are_few_and_the_steps_that_they_were_found_by_need_no_more_microbatches(
+    grouping, balance, topology, microbatches
+):
+    planned, layout = one_of_all(grouping, balance, topology, microbatches)
+    assert 1 <= len(layout.shapes) <= 8 + (layout.topology.peers > 1)
+    parts = np.array([1, topology.encoders_per_rank, topology.encoders_per_rank])
+    needed = -(-np.array(planned.grouper.budget.rows) // (topology.ranks * parts))
+    assert layout.rows == tuple(needed * parts)
+    for shape in layout.shapes:
+        assert all(length % 12 == 0 for length in shape.lengths), "a row ends where no token does"
+        assert all(width % 4 == 0 for width in shape.widths)
+    for step in range(DRY_RUN_STEPS):
+        assert len(planned.plan(step).microbatches) == microbatches
 
 
 def test_a_step_that_a_shapes_width_leads_astray_is_placed_as_it_was_when_the_shape_was_found():

@@ -194,6 +194,7 @@ def test_only_one_process_keeps_where_chunks_start(tmp_path):
     assert not list((tmp_path / "index").glob("chunks-*"))
 
 
+@pytest.mark.exhaustive
 def test_loading_a_step_takes_less_than_five_times_what_reading_its_samples_and_items_takes(tmp_path):
     """Twice on an idle machine: planning and packing cost about as much as the reading."""
     made = load_config(default_config(), ["data.sources.embedded.samples=2000"])

@@ -125,7 +125,7 @@ def test_an_archive_behind_http_gives_one_member_without_the_rest(tmp_path: Path
     write(tmp_path / "site", {})
     (tmp_path / "site").mkdir(exist_ok=True)
     make(tmp_path / "site" / name)
-    with served(tmp_path / "site", 0.0) as server:
+    with served(tmp_path / "site") as server:
         inside = folder(f"{server.url}/{name}", tmp_path)
         assert inside.find("a.png").read() == picture()
         before = server.given

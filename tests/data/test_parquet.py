@@ -155,7 +155,7 @@ def test_parquet_behind_http_is_read_by_ranges(tmp_path: Path) -> None:
         "image": [struct(noise + bytes([i])) for i in range(30)],
     }
     parquet(tmp_path / "site" / "d.parquet", columns, 3)
-    with served(tmp_path / "site", 0.0) as server:
+    with served(tmp_path / "site") as server:
         source = ParquetSource(f"{server.url}/d.parquet", question="q", answer="a", images="image")
         got = opened(source, tmp_path)
         assert got.conversation(20).messages[0].parts == (IMAGE, "20?")

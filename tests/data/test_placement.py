@@ -57,33 +57,36 @@ def check(m: MicrobatchPlan, index: LengthIndex, shapes: tuple[Shape, ...]) -> N
         assert widest(rank[of], home[of], tokens[of], m.topology.ranks) <= width
 
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
-def test_every_part_lies_once_in_a_row_and_items_are_away_only_where_the_width_allows(grouping, balance, topology):
-    for microbatches in (1, 3):
-        planned, layout = one_of_all(grouping, balance, topology, microbatches)
-        for step in range(6):
-            for m in planned.plan(step).microbatches:
-                check(m, some_index(), layout.shapes)
-                assert (m.rows, m.topology) == (layout.rows, layout.topology)
+def test_every_part_lies_once_in_a_row_and_items_are_away_only_where_the_width_allows(
+    grouping, balance, topology, microbatches
+):
+    planned, layout = one_of_all(grouping, balance, topology, microbatches)
+    for step in range(6):
+        for m in planned.plan(step).microbatches:
+            check(m, some_index(), layout.shapes)
+            assert (m.rows, m.topology) == (layout.rows, layout.topology)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
+@pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
-def test_a_step_has_the_same_samples_with_every_balance_on_any_ranks(grouping, microbatches):
+def test_a_step_has_the_same_samples_with_every_balance_on_any_ranks(grouping, balance, topology, microbatches):
     grouped = one_of_all(grouping, NoBalance(), ONE_RANK, microbatches)[0].grouper
-    expected = [grouped.step(step) for step in range(6)]
-    for balance in BALANCES:
-        for topology in TOPOLOGIES:
-            planned, _ = one_of_all(grouping, balance, topology, microbatches)
-            for step, groups in enumerate(expected):
-                got = planned.plan(step).microbatches
-                assert len(got) >= len(groups)
-                if len(got) == len(groups):
-                    for m, group in zip(got, groups, strict=True):
-                        np.testing.assert_array_equal(m.samples, group.samples)
-                assert sorted(samples_of(got).tolist()) == sorted(samples_of(groups).tolist())
+    planned, _ = one_of_all(grouping, balance, topology, microbatches)
+    for step in range(6):
+        groups, got = grouped.step(step), planned.plan(step).microbatches
+        assert len(got) >= len(groups)
+        if len(got) == len(groups):
+            for m, group in zip(got, groups, strict=True):
+                np.testing.assert_array_equal(m.samples, group.samples)
+        assert sorted(samples_of(got).tolist()) == sorted(samples_of(groups).tolist())
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS[:2], ids=KINDS[:2])
@@ -159,6 +162,7 @@ def test_the_cheapest_shape_that_holds_a_microbatch_is_taken():
 # --------------------------------------------------------------------------------------------- where nothing fits
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -197,6 +201,7 @@ def with_one_wide_sample(topology: Topology, images: int = 12, **changes) -> tup
     return index_of(Made(made), config()), wide
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("topology", TOPOLOGIES[1:], ids=SPREAD[1:])
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 def test_a_sample_larger_than_the_rows_of_a_rank_is_spread_over_its_peers(balance, topology):
@@ -223,6 +228,7 @@ def test_a_sample_larger_than_the_rows_of_a_rank_is_spread_over_its_peers(balanc
         assert m.shape.lengths[1] < 12 * 64
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 def test_few_or_no_samples_or_items_leave_ranks_empty(balance, topology):

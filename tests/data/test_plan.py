@@ -21,6 +21,7 @@ from mmjax.data.plan import PLANNER, StepPlan, make_planner
 # ------------------------------------------------------------------------------------------------ a pure function
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
 def test_a_step_is_planned_the_same_in_any_order_and_by_anybody(grouping, topology):
@@ -129,6 +130,7 @@ def test_without_grouping_at_least_three_shapes_are_used_and_beat_one_maximal(se
     assert np.all(fill > maximal)
 
 
+@pytest.mark.exhaustive
 def test_planning_takes_little_time():
     made, index = default(0)
     planned, _ = make_planner(index, made, [1.0])

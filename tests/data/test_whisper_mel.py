@@ -30,6 +30,7 @@ def waves(samples: int) -> dict[str, np.ndarray]:
     return {name: wave.astype(np.float32) for name, wave in made.items()}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("samples", LENGTHS)
 @pytest.mark.parametrize("mels", [80, 128])
 def test_frames_within_and_beyond_the_clip_equal_whispers_extractor(samples, mels):
@@ -77,6 +78,7 @@ def test_only_waves_of_one_channel_of_floats_are_taken(wave):
         log_mel(WhisperMel(), wave)
 
 
+@pytest.mark.exhaustive
 def test_a_core_makes_frames_a_hundred_times_faster_than_the_clip_plays():
     wave = waves(480_000)["noise"]
     log_mel(WhisperMel(mels=128), wave)

@@ -7,13 +7,13 @@ import itertools
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from kept_loader import assert_same, run_folder
+from started import wait_until
 
 from mmjax.batch import TextBatch
 from mmjax.data.workers import LoadingFailed, steps
@@ -25,10 +25,7 @@ def worker_processes() -> list[int]:
 
 
 def assert_no_workers_are_left() -> None:
-    end = time.monotonic() + 30
-    while worker_processes() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not worker_processes()
+    wait_until(lambda: not worker_processes())
 
 
 def test_workers_bring_the_same_steps_bit_for_bit_in_order_from_any_first_step(tmp_path):
@@ -57,12 +54,11 @@ def test_a_step_waits_in_one_block_of_shared_memory_whatever_the_number_of_its_a
     """Each block takes two open files, and a process often may have but 1,024."""
     loader, workers, prefetch = run_folder(tmp_path), 2, 4
     assert len(jax.tree.leaves(loader(0).microbatches)) > 8
-    loaded, held = steps(loader, 0, 100, workers, prefetch), []
-    for _ in itertools.islice(loaded, 10):
-        time.sleep(0.2)
-        held.append(blocks_held_open())
+    loaded = steps(loader, 0, 100, workers, prefetch)
+    for _ in itertools.islice(loaded, 4):
+        wait_until(lambda: blocks_held_open() >= 2 * workers * prefetch)
+        assert blocks_held_open() <= 2 * workers * (prefetch + 2)
     loaded.close()
-    assert 2 * workers * prefetch <= max(held) <= 2 * workers * (prefetch + 2)
     assert_no_workers_are_left()
 
 
@@ -94,9 +90,7 @@ def test_an_error_while_loading_is_raised_at_its_step(fault, workers, error, mes
 
 def test_signals_to_all_processes_leave_workers_alone_also_while_these_start(tmp_path, capfd):
     loaded = steps(run_folder(tmp_path), 0, 40, workers=2, prefetch=1)
-    deadline = time.monotonic() + 60
-    while len(worker_processes()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(worker_processes()) == 2)
 
     def to_all(*signals: signal.Signals) -> None:
         for worker, sent in itertools.product(worker_processes(), signals):
@@ -131,17 +125,15 @@ def test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_co
     assert_no_workers_are_left()
 
 
-def test_a_killed_worker_is_said_within_seconds(tmp_path):
+def test_a_killed_worker_ends_the_run_with_its_exit_code(tmp_path):
     loaded = steps(run_folder(tmp_path), 0, 10_000, workers=2, prefetch=2)
     next(loaded)
     killed = worker_processes()
     assert len(killed) == 2
     os.kill(killed[1], signal.SIGKILL)
-    began = time.monotonic()
     with pytest.raises(UserError, match=r"a data worker was killed before step \d+: .*exit code -9.*data\.workers"):
         for _ in loaded:
             pass
-    assert time.monotonic() - began < 20
     assert_no_workers_are_left()
 
 

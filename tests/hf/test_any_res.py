@@ -148,6 +148,7 @@ def check(variant, config, model, processor, folder):
     return check_samples(model, folder, samples(), theirs(processor, several))
 
 
+@pytest.mark.default_cases("clip")
 @pytest.mark.parametrize("kind", NEXT)
 def test_llava_next_is_what_transformers_makes_of_it(kind, tmp_path):
     variant = NEXT[kind]
@@ -156,6 +157,7 @@ def test_llava_next_is_what_transformers_makes_of_it(kind, tmp_path):
     assert isinstance(batch.text.slots["vision"], np.ndarray)
 
 
+@pytest.mark.default_cases("siglip, at most nine tiles")
 @pytest.mark.parametrize("kind", ONEVISION)
 def test_llava_onevision_is_what_transformers_makes_of_it(kind, tmp_path):
     variant = ONEVISION[kind]
@@ -165,7 +167,7 @@ def test_llava_onevision_is_what_transformers_makes_of_it(kind, tmp_path):
     assert mixed.any() == (variant.grids != GRIDS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["LlavaNext", "LlavaOnevision"])
 def test_a_run_is_exported_as_it_was_read_and_transformers_computes_with_it(name, tmp_path):
     variant = {"LlavaNext": NEXT["clip"], "LlavaOnevision": ONEVISION["odd tiles, tied"]}[name]

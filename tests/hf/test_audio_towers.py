@@ -133,6 +133,7 @@ def theirs(encoder: AudioConfig) -> Theirs:
     return logits
 
 
+@pytest.mark.default_cases("two seconds, six heads")
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_qwen2_audio_is_what_transformers_makes_of_it_clips_of_all_lengths_in_one_row(kind, tmp_path):
     tower, text = CHECKPOINTS[kind]

@@ -59,6 +59,7 @@ def with_new_connectors_of(name: str, model: Model) -> dict:
     return merge(model.init(jax.random.key(0)), read)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_a_tower_and_a_decoder_of_two_folders_give_one_model(encoder, decoder, tmp_path):

@@ -104,6 +104,9 @@ FAMILIES = {
 }
 
 
+@pytest.mark.default_cases(
+    "qwen2", "qwen2 late windows", "llama", "llama 3", "llama long", "qwen3", "mistral", "gemma2"
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decoder_is_what_transformers_makes_of_it(family, tmp_path):
     kind, own = FAMILIES[family]

@@ -104,6 +104,7 @@ def test_internvl_writes_what_it_writes_there_with_one_tile_or_several(tmp_path)
     check(model, tmp_path, samples(), with_images((SIDE // 8) ** 2))
 
 
+@pytest.mark.default_cases("LlavaOnevision")
 @pytest.mark.parametrize("name", ["LlavaNext", "LlavaOnevision"])
 def test_llava_next_and_onevision_write_what_they_write_there_of_images_in_tiles(name, tmp_path):
     variant = {"LlavaNext": NEXT["clip"], "LlavaOnevision": ONEVISION["at most two tiles"]}[name]
@@ -114,6 +115,7 @@ def test_llava_next_and_onevision_write_what_they_write_there_of_images_in_tiles
     check(model, tmp_path, test_any_res.samples(), of)
 
 
+@pytest.mark.default_cases("qwen3")
 @pytest.mark.parametrize("make", [qwen2_5, qwen3])
 def test_qwen_vl_writes_what_it_writes_there_after_images_of_several_sizes(make, tmp_path):
     model = make()

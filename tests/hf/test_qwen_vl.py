@@ -189,17 +189,15 @@ MODELS = {
 }
 
 
-QUICK = ("2.5 tied", "3")
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+@pytest.mark.default_cases("2.5 tied", "3")
+@pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_is_what_transformers_makes_of_it(name, tmp_path):
     model = MODELS[name]()
     model.save_pretrained(tmp_path)
     check(model, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
     there = MODELS["2.5 tied"]()
     there.save_pretrained(tmp_path)

@@ -103,6 +103,7 @@ def save(model, folder):
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
+@pytest.mark.default_cases("siglip")
 @pytest.mark.parametrize("kind", LLAVA)
 def test_llava_is_what_transformers_makes_of_it(kind, tmp_path):
     vision, text, own = LLAVA[kind]
@@ -112,6 +113,7 @@ def test_llava_is_what_transformers_makes_of_it(kind, tmp_path):
     check_samples(model, tmp_path, samples(), theirs((SIDE // 4) ** 2))
 
 
+@pytest.mark.default_cases("plain", "norms and biases")
 @pytest.mark.parametrize("kind", INTERN)
 def test_internvl_is_what_transformers_makes_of_it(kind, tmp_path):
     vision, text, own = INTERN[kind]

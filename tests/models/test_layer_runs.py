@@ -92,6 +92,7 @@ MIXES = (
 )
 
 
+@pytest.mark.default_cases("dense")
 @pytest.mark.parametrize("backend", ["dense", "blockwise"])
 def test_every_mix_of_remat_policies_gives_equal_gradients(backend):
     """Exactly, but for what LLVM makes of sums in programs that differ: with its optimizations up to 4e-6."""
@@ -131,6 +132,7 @@ def gradient_compile_seconds(layers):
     return time.process_time() - start
 
 
+@pytest.mark.exhaustive
 def test_compiling_48_equal_layers_takes_at_most_twice_as_long_as_6():
     # Measured again once: something else may have run meanwhile.
     assert any(gradient_compile_seconds(48) <= 2 * gradient_compile_seconds(6) for _ in range(2))

@@ -66,6 +66,7 @@ def test_a_model_with_adapters_is_born_with_the_weights_and_logits_of_the_model_
     np.testing.assert_array_equal(jax.jit(model.logits)(with_, given), jax.jit(plain.logits)(without, given))
 
 
+@pytest.mark.default_cases("products")
 @pytest.mark.parametrize("remat", ["none", "products", "full"])
 def test_adapters_compute_what_their_product_added_to_the_weights_does(remat):
     model, params = build(adapted(remat=remat))

@@ -53,6 +53,7 @@ def with_vision(**changes):
     return replace(config, encoders={"vision": replace(config.encoders["vision"], **changes)})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "changes",
     [

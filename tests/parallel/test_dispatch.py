@@ -40,6 +40,7 @@ MESH = make_mesh(MeshConfig(data=4, fsdp=2), jax.devices()[:RANKS])
 TOKENS = np.random.default_rng(0).standard_normal((RANKS, LENGTH, HIDDEN)).astype(np.float32)
 
 
+@pytest.mark.default_cases("8")
 @pytest.mark.parametrize("peers", [RANKS, 4, 2, 1])
 def test_every_token_arrives_where_the_rearrangement_wants_it_and_its_gradient_comes_back(peers):
     put = partial(jax.device_put, device=rows_sharding(MESH))

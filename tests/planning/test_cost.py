@@ -196,6 +196,7 @@ def gradient(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1):
     return jax.grad(loss), (trainable, rest)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
 def test_needed_is_exactly_a_count_of_every_multiply_add(frozen: frozenset[str], tied: bool) -> None:
@@ -207,6 +208,7 @@ def test_needed_is_exactly_a_count_of_every_multiply_add(frozen: frozenset[str],
     assert step_needed(model, batch.text, batch.items, frozen) == 2 * sum(map(sum, expected.values()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [lambda model: model, pooled, without_norms], ids=["merged", "pooled", "no norms"])
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)) or "nothing")
 def test_needed_is_every_matrix_product_of_the_traced_gradient_where_nothing_is_padded(
@@ -281,6 +283,7 @@ def xlas_count(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1)
     return program.cost_analysis()["flops"]
 
 
+@pytest.mark.default_cases("all trainable", "products, frozen llm", "full, all trainable", "offload, frozen llm")
 @pytest.mark.parametrize(
     ("model", "frozen"),
     [
@@ -299,6 +302,7 @@ def test_executed_is_within_two_percent_of_xlas_count(model: ModelConfig, frozen
     assert found == pytest.approx(xlas_count(model, frozen), rel=0.02)
 
 
+@pytest.mark.default_cases("frozen llm")
 @pytest.mark.parametrize("frozen", [FROZEN[0], FROZEN[2]], ids=["all trainable", "frozen llm"])
 def test_a_loss_in_chunks_executes_its_logits_once_more(frozen: frozenset[str]) -> None:
     model = replace(WIDE, llm=replace(WIDE.llm, vocab=960))

@@ -27,7 +27,7 @@ def told(*words: str) -> dict:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
 @pytest.mark.parametrize("gigabytes", [16, 10])
 def test_the_nearest_plan_that_fits_also_fits_by_the_compiler(gigabytes):
@@ -37,7 +37,7 @@ def test_the_nearest_plan_that_fits_also_fits_by_the_compiler(gigabytes):
     assert found["planned"] == pytest.approx(found["compiled"], rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
 def test_a_plan_of_ten_billion_parameters_takes_what_the_compiler_says():
     rows = ("batch.rows.llm=8", "batch.rows.vision=8", "batch.rows.audio=8")

@@ -34,11 +34,10 @@ def assert_same(found: Result, wanted: Result) -> None:
 
 
 OF_TWO, OF_FOUR = ["pack/post", "none/apart"], ["none/llm", "isf/post", "pack/llm", "none/post"]
-QUICK = ("none/post", "pack/post")
-ALL = [*CASES, "none/post/tensor as data", "pack/apart/tensor as data"]
 
 
-@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in ALL])
+@pytest.mark.default_cases("none/apart")
+@pytest.mark.parametrize("case", [*CASES, "none/post/tensor as data", "pack/apart/tensor as data"])
 def test_loss_gradients_and_twenty_updates_with_dropout_are_those_of_one_device(on, case):
     grouping = case.split("/")[0]
     wanted = on(f"{grouping}/none", 1)
@@ -46,13 +45,14 @@ def test_loss_gradients_and_twenty_updates_with_dropout_are_those_of_one_device(
     assert not np.array_equal(wanted["losses"][1:], wanted["losses"][:-1])
 
 
+@pytest.mark.exhaustive
 def test_phases_planned_apart_send_most_encoder_tokens_and_others_few(on):
     moved = {case: int(on(case, 8)["moved"].sum()) for case in ("none/post", "none/apart")}
     assert moved["none/post"] < 0.5 * moved["none/apart"]
     assert on("none/apart", 8)["widths"].min() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("count", "cases"), [(2, OF_TWO), (4, OF_FOUR)])
 def test_processes_give_the_losses_and_gradients_of_one_device_and_each_opens_its_part(on, tmp_path, count, cases):
     folder, out = tmp_path / "data", tmp_path / "out.npz"
@@ -67,7 +67,7 @@ def test_processes_give_the_losses_and_gradients_of_one_device_and_each_opens_it
             assert max(each) < (1.5 / count if case.endswith("post") else 1) * wanted[what][0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_that_share_a_rank_give_those_of_one_device_and_open_each_its_part_of_the_items(on, tmp_path):
     """Two ranks of two devices, every device a process, with the tensor axis as data for encoders."""
     case, wanted = "none/post/tensor as data", on("none/none", 1)

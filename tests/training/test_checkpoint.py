@@ -201,6 +201,7 @@ def small_saved(small, tmp_path_factory) -> Path:
 
 
 # Orbax leaves its other reads alone when one fails; the collector tells of them later.
+@pytest.mark.default_cases("flipped", "deleted")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_one_line_or_does_no_harm(damage, small, small_saved, tmp_path):

@@ -79,6 +79,7 @@ def compiled(
     return executor, found
 
 
+@pytest.mark.default_cases("fsdp=8")
 @pytest.mark.parametrize("mesh", [MeshConfig(8), MeshConfig(1, fsdp=8)], ids=["data=8", "fsdp=8"])
 def test_a_plan_that_must_exchange_has_one_all_to_all_forward_and_one_backward_for_each_encoder(mesh, tmp_path):
     made = config(PostBalance(locality="off"))
@@ -92,6 +93,7 @@ def test_a_plan_that_must_exchange_has_one_all_to_all_forward_and_one_backward_f
     assert_parameters_only(executor, [c for c in found if c.kind != "all-to-all"])
 
 
+@pytest.mark.default_cases("data=8")
 @pytest.mark.parametrize("mesh", [MeshConfig(8), MeshConfig(1, fsdp=8)], ids=["data=8", "fsdp=8"])
 def test_a_plan_that_moves_nothing_has_no_collective(mesh, tmp_path):
     made = config(NoBalance())
@@ -114,6 +116,7 @@ def test_an_exchange_stays_inside_its_node(tmp_path):
 ENCODER_WIDTH = 40  # no other size either
 
 
+@pytest.mark.default_cases("data")
 @pytest.mark.parametrize("encoders", ["data", "tensor"])
 def test_encoders_spread_over_the_tensor_axis_send_no_activations_but_their_tokens(encoders, tmp_path):
     mesh = MeshConfig(2, fsdp=2, tensor=2, encoders=encoders)

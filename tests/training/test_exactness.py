@@ -97,18 +97,18 @@ def assert_same(found: Accumulated, wanted: Accumulated) -> None:
     assert worst_leaf(found.gradients, wanted.gradients) < (OF_GRADIENT, "")
 
 
-QUICK = ("fsdp=8", "fsdp=4 x tensor=2")  # which other tests look at too
-meshes = pytest.mark.parametrize(
-    "mesh", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in list(MESHES)[1:]]
-)
+ALL_AXES = "data=2 x fsdp=2 x tensor=2, encoders=data"
+OTHERS = list(MESHES)[1:]
 
 
-@meshes
+@pytest.mark.default_cases(ALL_AXES)
+@pytest.mark.parametrize("mesh", OTHERS)
 def test_loss_and_every_gradient_are_those_of_one_device(on, mesh):
     assert_same(on(mesh).first, on("one device").first)
 
 
-@meshes
+@pytest.mark.default_cases(ALL_AXES)
+@pytest.mark.parametrize("mesh", OTHERS)
 def test_ten_updates_give_the_losses_of_one_device(on, mesh):
     found, wanted = on(mesh).trained, on("one device").trained
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=OF_TRAINING)
@@ -116,7 +116,8 @@ def test_ten_updates_give_the_losses_of_one_device(on, mesh):
     assert wanted.losses[-3:].mean() < 0.9 * wanted.losses[0]
 
 
-@meshes
+@pytest.mark.default_cases(ALL_AXES)
+@pytest.mark.parametrize("mesh", OTHERS)
 def test_no_array_is_replicated_to_move_it_between_shardings(on, mesh):
     assert "rematerialization" not in on(mesh).warnings
 
@@ -148,10 +149,12 @@ def test_a_microbatch_without_images_or_audio_is_only_a_part_of_its_step(on, mic
 
 
 @pytest.mark.parametrize("missing", [("vision",), ("audio",), ("vision", "audio")], ids="+".join)
-def test_a_step_without_items_trains_the_rest_on_fsdp(on, loaded, steps, parameters, missing):
-    batches, one = [without(b, missing) for b in loaded(Topology(8, 8, 8))[0]], without(steps[0][0], missing)
+def test_a_step_without_items_trains_the_rest_on_all_axes(on, loaded, steps, parameters, missing):
+    executor = on(ALL_AXES).executor
+    planned = loaded(topology_of(executor.mesh, MESHES[ALL_AXES]))[0]
+    batches, one = [without(b, missing) for b in planned], without(steps[0][0], missing)
     assert weight([one]) == weight(batches) > 0
-    found = gradients(on("fsdp=8").executor, state_with(on("fsdp=8").executor, parameters), batches)
+    found = gradients(executor, state_with(executor, parameters), batches)
     assert_same(found, gradients(on("one device").executor, state_with(on("one device").executor, parameters), [one]))
     for name, gradient in paths(found.gradients).items():
         empty = any(f"{kind}.{encoder}." in name for kind in ("encoders", "connectors") for encoder in missing)
@@ -159,8 +162,9 @@ def test_a_step_without_items_trains_the_rest_on_fsdp(on, loaded, steps, paramet
 
 
 def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its_norms(on, loaded, parameters):
-    executor = on("fsdp=8").executor
-    batches = [without(b, ("vision",)) for b in loaded(Topology(8, 8, 8))[0]]
+    executor = on(ALL_AXES).executor
+    planned = loaded(topology_of(executor.mesh, MESHES[ALL_AXES]))[0]
+    batches = [without(b, ("vision",)) for b in planned]
     hyper = hyperparameters(CONFIG, executor.modules, 5)
     accumulated = gradients(executor, state_with(executor, parameters), batches)
     accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()))
@@ -173,7 +177,7 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
         np.testing.assert_allclose(after[name], p * kept, rtol=1e-6, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_updates_of_muon_give_the_losses_of_one_device(on, loaded, steps, parameters):
     config = replace(CONFIG, optimizer=Muon())
     losses = {}

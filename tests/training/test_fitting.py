@@ -49,6 +49,7 @@ def fitted(layouts, gigabytes: float, config: Config | None = None, **mesh: int)
     return fit_of(config, MESH | mesh, layouts(config), SPEED, Room(gigabytes * 1e9), Tracer(config))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("attention", ["dense", "blockwise"])
 @pytest.mark.parametrize("tower", ["llm", "vision", "audio"])
 def test_what_rows_of_any_length_keep_is_found_from_the_shortest_and_the_longest(tower, attention):
@@ -96,6 +97,7 @@ def test_a_memory_between_is_filled_with_a_mix_of_policies(layouts):
     assert {p for own in found.policies.values() for p in own} != {"none"}
 
 
+@pytest.mark.default_cases("0.7")
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.6])
 def test_the_nearest_run_that_fits_does_fit(layouts, share):
     least = fitted(layouts, 1e-9)

@@ -59,6 +59,7 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
     return Generator(model, made, ShardingRules.of(mesh), (END,), lambda t: decoded(source, t), **{"most": MOST} | own)
 
 
+@pytest.mark.default_cases("windows and caps", "adapters")
 @pytest.mark.parametrize("change", ["plain", "windows and caps", "adapters", "blockwise, scanned with a border"])
 def test_the_loop_writes_the_fixed_point_of_parallel_passes(few, change):
     config, source = few
@@ -87,6 +88,7 @@ def changed(config: Config, how: str):
     return replace(config.model, llm=llm)
 
 
+@pytest.mark.default_cases("data x fsdp x tensor")
 @pytest.mark.parametrize("where", MESHES)
 def test_a_mesh_writes_what_one_device_writes(few, where):
     (mesh, sampling), (config, source) = MESHES[where], few

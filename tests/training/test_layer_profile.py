@@ -26,6 +26,7 @@ def home(tmp_path_factory):
         yield layer_times(tiny_config(), SHAPES, jax.devices()[0], True)
 
 
+@pytest.mark.exhaustive
 def test_every_layer_type_is_timed_forward_and_with_every_policy(home):
     assert set(home) == set(SHAPES)
     assert set(home["llm"].seconds) == {16, 32, 40}

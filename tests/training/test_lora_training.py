@@ -55,6 +55,7 @@ def test_adapters_alone_are_trained_at_their_own_rate(tuned):
     assert record["learning_rate/llm.lora"] == pytest.approx(10 * record["learning_rate/llm"])
 
 
+@pytest.mark.exhaustive
 def test_the_first_loss_is_that_of_the_model_without_adapters(source, tuned, tmp_path):
     plain = fine_tune(source, tmp_path / "plain")
     assert losses(plain)[1] == losses(tuned)[1]
@@ -74,14 +75,14 @@ def test_a_run_with_adapters_goes_on_where_it_stopped_under_other_runs_of_layers
     np.testing.assert_allclose(other[(*a[:3], "1:3", *a[4:])], one[a][1:], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_train_the_same_on_four_devices(source, tuned, tmp_path):
     config = replace(tuning(source, tmp_path / "run", lora=LORA), mesh=MeshConfig(1, fsdp=2, tensor=2))
     train(config, Path(TINY), devices=jax.devices()[:4])
     assert losses(tmp_path / "run")[3] == pytest.approx(losses(tuned)[3], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_may_begin_from_the_parameters_of_a_run_without(source, tuned, tmp_path):
     plain = fine_tune(source, tmp_path / "plain")
     config = replace(tuning(source, tmp_path / "second", lora=LORA), init_from=str(plain))

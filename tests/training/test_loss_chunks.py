@@ -87,6 +87,7 @@ def rounding(loaded, first) -> Callable[[bool], float]:
     return run
 
 
+@pytest.mark.default_cases("2-tied", "4-tied")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("chunks", [2, 4, VOCAB])
 def test_loss_and_every_gradient_are_those_of_the_whole_logits_to_their_own_rounding(first, rounding, chunks, tied):
@@ -102,7 +103,7 @@ def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
     assert worst_leaf(gradient, whole) < (0.02, "")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_replicated(loaded, tied):
     alone, shared = make_executor(config(2, tied), ALONE), make_executor(config(2, tied), SHARED)
@@ -115,7 +116,7 @@ def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_rep
     assert "rematerialization" not in written[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_updates_give_the_losses_of_the_whole_logits(loaded):
     def losses(chunks: int) -> np.ndarray:
         executor = make_executor(config(chunks), ALONE)
@@ -149,6 +150,7 @@ def shapes(program: str) -> set[tuple[int, ...]]:
     return {tuple(sorted(n for n in shape if n > 1)) for shape in found}
 
 
+@pytest.mark.default_cases("2 x 2 x 2")
 @pytest.mark.parametrize("mesh", [ALONE, MESHES["fsdp=8"], SHARED], ids=["one device", "fsdp=8", "2 x 2 x 2"])
 def test_no_device_ever_holds_float32_logits_of_its_whole_vocabulary(mesh):
     for chunks in (1, 4):

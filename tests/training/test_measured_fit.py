@@ -46,7 +46,7 @@ RICH = {tower: ("none",) * layers for tower, layers in FREE.items()}
 HALF = (predicted(LEAN) + predicted(RICH)) / 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_compilers_own_figure_is_what_fits():
     said = []
 
@@ -75,7 +75,7 @@ def test_with_measurements_as_predicted_the_fit_is_the_predicted_one():
     assert len(calls) == 1 + 4 * len(FREE) + 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_out_of_memory_backs_off_until_a_try_fits():
     def measure(policies) -> float | None:
         bytes_ = predicted(policies)
@@ -86,6 +86,7 @@ def test_out_of_memory_backs_off_until_a_try_fits():
     assert predicted(LEAN) < found.measured <= 0.9 * HALF
 
 
+@pytest.mark.exhaustive
 def test_if_no_try_fits_everything_is_computed_again():
     calls = []
 

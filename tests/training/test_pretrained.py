@@ -41,7 +41,7 @@ def large(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["trained", "frozen"])
 def test_a_process_needs_at_most_a_third_more_than_its_devices_hold(large, kind):
     command = [sys.executable, "tests/training/loads_large.py", str(large), kind]

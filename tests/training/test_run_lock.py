@@ -92,7 +92,7 @@ def test_one_of_many_that_come_and_go_holds_it_at_a_time(tmp_path: Path) -> None
     )
     command = [sys.executable, str(script), str(tmp_path / "run")]
     started = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}) for _ in range(3)]
-    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
+    assert [process.wait(timeout=480) for process in started] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

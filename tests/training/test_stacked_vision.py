@@ -27,7 +27,7 @@ from mmjax.training.devices import topology_of
 from mmjax.training.layer_profile import time_layer
 from mmjax.training.residuals import kept_per_layer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def stacked_config() -> Config:

@@ -56,6 +56,7 @@ def run(tmp_path_factory) -> Run:
     return Run(executor, steps, before, trained, programs.requested)
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_with_float32_master_weights_learns(run):
     losses = run.trained.losses
     assert np.isfinite(losses).all()

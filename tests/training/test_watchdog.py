@@ -30,7 +30,7 @@ def watched(body: str, folder: Path, **limits: float) -> subprocess.CompletedPro
     """What becomes of a process that runs `body` while a watchdog looks after it."""
     enter = f"\nwith Watchdog(WatchConfig(**{limits}), Path({str(folder)!r})) as watchdog:\n"
     code = BEGIN + enter + textwrap.indent(textwrap.dedent(body), "    ") + "\nprint('done')\n"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=480)
 
 
 def test_a_step_that_stands_still_ends_with_all_stacks_the_step_and_what_it_was_doing(tmp_path):
@@ -39,7 +39,6 @@ def test_a_step_that_stands_still_ends_with_all_stacks_the_step_and_what_it_was_
         for step in range(6):
             watchdog.at("waiting for data", step)
             watchdog.at("running", step)
-            time.sleep(0.05)
         watchdog.at("waiting for data", 6)
         stand_still()
         """,
@@ -57,7 +56,7 @@ def test_a_step_that_stands_still_ends_with_all_stacks_the_step_and_what_it_was_
         assert "in _look" in written  # of all threads
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_slow_steps_have_as_many_times_their_median_and_what_is_no_step_its_own_limit(tmp_path):
     ended = watched(
         """
@@ -91,7 +90,7 @@ def test_saving_that_stands_still_ends_by_its_own_limit(tmp_path):
 
 
 def test_without_limits_nothing_is_ended(tmp_path):
-    body = "watchdog.at('running', 0)\ntime.sleep(3)\nwatchdog.at('saving')\ntime.sleep(3)"
+    body = "watchdog.at('running', 0)\ntime.sleep(2)\nwatchdog.at('saving')\ntime.sleep(2)"
     assert watched(body, tmp_path, seconds=0, others=0).returncode == 0
 
 
@@ -102,7 +101,7 @@ def test_a_folder_that_cannot_be_written_keeps_no_process_from_ending(tmp_path):
     assert "in stand_still" in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_native_code_that_keeps_python_from_running_is_ended_too(tmp_path):
     ended = watched("watchdog.at('running', 0)\ntime.sleep(2)\nctypes.PyDLL(None).sleep(600)", tmp_path, seconds=4)
     assert ended.returncode == 1
@@ -142,6 +141,7 @@ def test_the_line_names_who_is_missing_where_it_was_last_seen():
     assert missing(None, []) == "process 0, which coordinates the others, does not answer"
 
 
+@pytest.mark.exhaustive
 def test_telling_the_watchdog_where_one_is_costs_nothing(tmp_path):
     watchdog = Watchdog(WatchConfig(), tmp_path)
     began = time.process_time()
