@@ -17,8 +17,6 @@ from commands import TINY
 from restarts import steps_of
 from started import Ended, finish, launch, process_of, wait_until
 
-pytestmark = pytest.mark.exhaustive
-
 WORDS = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=0")
 SOON = ("training.watch.seconds=8", "training.watch.times=3")
 LIMIT = 8 + 60
@@ -126,6 +124,25 @@ def stacks(run: Path) -> dict[str, str]:
     return {p.name: p.read_text() for p in (run / "stacks").iterdir()}
 
 
+def test_a_stopped_process_is_named_by_the_other_which_ends(runs):
+    """By the watchdog, or on a machine that is far too busy by the missing heartbeat: the end and the name are one."""
+    run = runs / "stopped_one_of_two"
+    launched = launch(2, TINY, f"run={run}", *WORDS, *SOON, devices=1)
+    wait_until(lambda: len(steps_of(run)) > 10, launched)
+    stopped = process_of(run, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        seconds_until_gone(run, [0])
+        assert _runs(stopped)
+        said = written(launched.stderr)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    ended = finish(launched)
+    assert ended.code in (1, 3), ended
+    assert "process 1 " in next(line for line in said.splitlines() if line.startswith("error: "))
+
+
+@pytest.mark.exhaustive
 def test_one_process_of_four_that_is_stopped_is_named_by_the_others_which_leave_their_stacks(runs):
     run = runs / "stopped"
     stopped = stop_one_of_four(run, 2, *SOON)
@@ -141,6 +158,7 @@ def test_one_process_of_four_that_is_stopped_is_named_by_the_others_which_leave_
         assert "most recent call first" in stacks(run)[f"process-{p}.txt"]
 
 
+@pytest.mark.exhaustive
 def test_process_zero_of_four_that_is_stopped_is_named_by_the_others(runs):
     run = runs / "stopped_first"
     stopped = stop_one_of_four(run, 0)
@@ -151,6 +169,7 @@ def test_process_zero_of_four_that_is_stopped_is_named_by_the_others(runs):
         assert line in stopped.said
 
 
+@pytest.mark.exhaustive
 def test_process_zero_that_is_killed_is_named_by_the_others(runs):
     run = runs / "killed_first"
     launched = launch(2, TINY, f"run={run}", *WORDS, devices=1)
@@ -161,6 +180,7 @@ def test_process_zero_that_is_killed_is_named_by_the_others(runs):
     assert "process 0 of this run's 2, which coordinates them, ended or cannot be reached; process 1 ends" in ended.err
 
 
+@pytest.mark.exhaustive
 def test_a_process_whose_data_never_comes_is_named_and_its_workers_say_where_they_wait(runs, blocked):
     run = runs / "blocked"
     launched = launch(2, blocked, f"run={run}", *WORDS, *SOON, devices=1)
@@ -188,6 +208,7 @@ def children(process: int) -> list[str]:
     return found.stdout.split()
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_is_slow_within_the_limits_is_left_alone(runs, blocked):
     run = runs / "slow"
     words = ("training.steps=20", "data.sources.few.arguments.wait=6", "data.prefetch=1", "training.watch.seconds=60")

@@ -20,8 +20,6 @@ from mmjax.training.run_data import loader_of
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.run_history import all_lives, life_of
 
-pytestmark = pytest.mark.exhaustive
-
 WORDS = (
     "schedule.warmup=2", "training.evaluate_every=0", "training.steps=100000", "training.checkpoint_every=50",
     "batch.grouping.chunk_steps=8", "data.workers=1",
@@ -40,6 +38,7 @@ def replayed(folder: RunFolder, step: int, loaders: dict) -> Replayed:
     return Replayed(loaders.setdefault(life.first, loader_of(life, folder)), step)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_new_data_at_step_50_comes_once_an_epoch_like_the_old_though_killed(before, after, runs):
     path = runs / f"new-data-{before}-{after}"
@@ -95,6 +94,7 @@ def test_new_data_at_step_50_comes_once_an_epoch_like_the_old_though_killed(befo
         assert replayed(folder, number - 1, loaders).content == logged[number]
 
 
+@pytest.mark.exhaustive
 def test_another_batch_is_gone_on_with_where_it_is_named(runs, capsys):
     path = runs / "another-batch"
     words = (TINY_MEDIA, f"run={path}", "training.evaluate_every=0", "schedule.warmup=2")
@@ -134,6 +134,7 @@ def test_a_step_is_shown_with_its_samples_texts_items_and_hash(runs, capsys, tmp
         assert error in refused.err
 
 
+@pytest.mark.exhaustive
 def test_a_step_whose_data_has_changed_since_is_refused(runs, capsys):
     path = runs / "shown"
     if not path.exists():  # where it runs alone

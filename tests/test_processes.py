@@ -10,17 +10,40 @@ import sys
 import time
 
 import pytest
-from commands import TINY, TINY_MEDIA
+from commands import MEDIA_WORDS, TINY, TINY_MEDIA, media_run, run
 from restarts import last, steps_of
 from started import LOCAL, Ended, begin, environment, finish, free_port, launch, process_of, wait_until
 
-pytestmark = pytest.mark.exhaustive
+from mmjax import train
 
 
 def together(processes: int, *words: object, devices: int) -> Ended:
     return finish(launch(processes, *words, devices=devices))
 
 
+def test_two_processes_give_the_losses_of_one_which_goes_on_from_their_checkpoint(runs, capsys):
+    wanted, two = steps_of(media_run(runs)[0]), runs / "two"
+    words = (TINY_MEDIA, f"run={two}", *MEDIA_WORDS, "training.evaluate_every=0")
+    ended = together(2, *words, devices=4)
+    assert ended.code == 0, ended
+    assert "; 0 programs compiled after the start" in ended.out
+    found = steps_of(two)
+    assert list(found) == list(wanted)
+    for step in (6, 4):
+        shutil.rmtree(two / "checkpoints" / str(step))
+    (two / "test.json").unlink()
+    resumed = run(capsys, train.main, *words, "--resume")
+    assert resumed.code == 0, resumed
+    assert "at step 2" in resumed.out
+    again = steps_of(two)
+    assert list(again) == list(wanted)
+    for step, record in wanted.items():
+        for other in (found[step], again[step]):
+            assert other["samples"] == record["samples"]
+            assert other["loss"] == pytest.approx(record["loss"], rel=1e-4)
+
+
+@pytest.mark.exhaustive
 def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_number(runs, tmp_path):
     words = ("training.steps=10", "schedule.warmup=2", "training.checkpoint_every=5", "training.evaluate_every=0")
     one, two = runs / "one", runs / "two"
@@ -49,6 +72,7 @@ def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_nu
         assert again[step]["loss"] == pytest.approx(record["loss"], rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactly_with_others(folder):
     """Every phase balanced by itself, so that all steps wait for each other in all-to-alls."""
     words = ("training.evaluate_every=0", "training.checkpoint_every=10", "training.steps=100000")
@@ -100,6 +124,7 @@ def config():
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["in a collective", "waiting for data"])
 @pytest.mark.parametrize(("victim", "then"), [(0, 4), (1, 1)])
 def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(victim, then, where, folder, tmp_path):
@@ -136,6 +161,7 @@ def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(vi
         assert after[step]["loss"] == pytest.approx(before[step]["loss"], rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_one_process_that_is_asked_to_stop_stops_all_after_the_same_step(folder):
     words = ("training.evaluate_every=0", "training.steps=100000", "training.checkpoint_every=0")
     launched = launch(2, TINY, f"run={folder}", *words, devices=1)
@@ -148,6 +174,7 @@ def test_one_process_that_is_asked_to_stop_stops_all_after_the_same_step(folder)
     assert [p.name for p in (folder / "checkpoints").iterdir()] == [str(step)]
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_all_processes(folder):
     words = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=10")
     launched = launch(2, TINY, f"run={folder}", *words, devices=1)
@@ -158,6 +185,7 @@ def test_ctrl_c_ends_all_processes(folder):
     assert ended.err.count("interrupted") >= 1
 
 
+@pytest.mark.exhaustive
 def test_processes_with_other_data_update_nothing_and_say_so(folder):
     """As where two machines have two versions of a config."""
     port = free_port()
@@ -174,6 +202,7 @@ def test_processes_with_other_data_update_nothing_and_say_so(folder):
     assert steps_of(folder) == {}
 
 
+@pytest.mark.exhaustive
 def test_a_mistake_is_said_once_and_nothing_is_lost(folder):
     words = (TINY, f"run={folder}", "training.steps=2", "schedule.warmup=1", "training.evaluate_every=0")
     assert together(2, *words, devices=1).code == 0

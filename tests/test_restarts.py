@@ -16,16 +16,48 @@ import numpy as np
 import pytest
 from commands import TINY, run
 from restarts import checkpoints, last, losses, records
-from started import finish, start, wait_until
+from started import begin, environment, finish, start, wait_until
 
 from mmjax import train
-
-pytestmark = pytest.mark.exhaustive
 
 WORDS = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=100000")
 KILLS = 20
 
 
+KILLED_IN_A_SAVE = """
+import os, signal, sys
+from mmjax import train
+from mmjax.training import checkpoint_commit
+
+make_whole = checkpoint_commit.Commit._make_whole
+
+def make_whole_until_step_4(commit):
+    if commit.step == 4:  # everything is written, and nothing has its final name yet
+        os.kill(os.getpid(), signal.SIGKILL)
+    make_whole(commit)
+
+checkpoint_commit.Commit._make_whole = make_whole_until_step_4
+train.main(sys.argv[1:])
+"""
+
+
+def test_killed_inside_a_save_the_losses_are_to_the_bit_those_of_a_run_that_was_not(folder, capsys):
+    words = (TINY, "schedule.warmup=2", "training.evaluate_every=0", "training.checkpoint_every=2", "training.steps=6")
+    whole = folder.with_name("never_killed")
+    assert run(capsys, train.main, *words, f"run={whole}").code == 0
+    script = folder.with_name("killed_in_a_save.py")
+    script.write_text(KILLED_IN_A_SAVE)
+    killed = finish(begin([sys.executable, str(script), *words, f"run={folder}"], environment(8)))
+    assert killed.code == -signal.SIGKILL, killed
+    assert checkpoints(folder) == ["2", "4.partial"]
+    ended = run(capsys, train.main, *words, f"run={folder}", "--resume")
+    assert ended.code == 0, ended.err
+    assert f"resumed {folder} at step 2" in ended.out
+    assert losses(folder) == losses(whole)
+    assert checkpoints(folder) == checkpoints(whole)
+
+
+@pytest.mark.exhaustive
 def test_killed_at_twenty_moments_the_losses_are_to_the_bit_those_of_a_run_that_was_not(folder):
     """Every other step is saved, so that many kills fall into a checkpoint's writing, and some into a start."""
     rng, cut_off, beside = random.Random(7), 0, folder.with_name("not_killed")
@@ -53,6 +85,7 @@ def test_killed_at_twenty_moments_the_losses_are_to_the_bit_those_of_a_run_that_
     assert len((folder / "history.jsonl").read_text().splitlines()) > KILLS // 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_is_asked_to_stop_saves_and_ends_with_0(asked, folder):
     process = start("mmjax.train", TINY, f"run={folder}", *WORDS, "data.workers=2")
@@ -67,6 +100,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends_with_0(asked, folder):
     assert str(step) in checkpoints(folder)
 
 
+@pytest.mark.exhaustive
 def test_a_running_one_refuses_a_second_start_in_its_folder_and_records_steps_when_asked(folder, capsys):
     process = start("mmjax.train", TINY, f"run={folder}", *WORDS)
     wait_until(lambda: last(folder) >= 1, process)
@@ -82,6 +116,7 @@ def test_a_running_one_refuses_a_second_start_in_its_folder_and_records_steps_wh
     process.communicate()
 
 
+@pytest.mark.exhaustive
 def test_while_the_disk_is_full_the_run_goes_on_warns_and_keeps_the_last_checkpoint(folder):
     process = start("mmjax.train", TINY, f"run={folder}", *WORDS, "training.checkpoint_every=20")
     wait_until(lambda: (folder / "checkpoints" / "40").is_dir(), process)
@@ -107,6 +142,7 @@ def test_while_the_disk_is_full_the_run_goes_on_warns_and_keeps_the_last_checkpo
     assert all(name.isdecimal() for name in checkpoints(folder))
 
 
+@pytest.mark.exhaustive
 def test_on_a_disk_that_stays_full_a_run_that_is_stopped_says_what_is_kept(folder):
     process = start("mmjax.train", TINY, f"run={folder}", *WORDS, "training.checkpoint_every=50")
     wait_until(lambda: (folder / "checkpoints" / "50").is_dir(), process)
@@ -143,6 +179,7 @@ def test_a_torn_checkpoint_is_set_aside_and_the_one_before_is_gone_on_from(folde
     assert checkpoints(folder) == ["12", "16", "8"]  # later ones are whole, so those set aside are gone
 
 
+@pytest.mark.exhaustive
 def test_where_no_checkpoint_can_be_read_nothing_is_touched(folder, capsys):
     words = (TINY, f"run={folder}", "training.evaluate_every=0", "training.checkpoint_every=2")
     assert run(capsys, train.main, *words, "training.steps=4").code == 0
@@ -155,6 +192,7 @@ def test_where_no_checkpoint_can_be_read_nothing_is_touched(folder, capsys):
     assert checkpoints(folder) == ["2", "4"]
 
 
+@pytest.mark.exhaustive
 def test_every_so_many_steps_a_checkpoint_stays_for_good(folder, capsys):
     words = (TINY, f"run={folder}", "training.steps=12", "training.checkpoint_every=2")
     more = ("training.evaluate_every=0", "training.keep=1", "training.keep_every=4")
@@ -162,6 +200,7 @@ def test_every_so_many_steps_a_checkpoint_stays_for_good(folder, capsys):
     assert checkpoints(folder) == ["12", "4", "8"]
 
 
+@pytest.mark.exhaustive
 def test_a_supervised_training_is_started_again_where_it_was_until_it_is_done(folder):
     words = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=600", "training.checkpoint_every=20")
     command = ("mmjax.train", TINY, f"run={folder}", *words, "--resume=auto")
@@ -176,6 +215,7 @@ def test_a_supervised_training_is_started_again_where_it_was_until_it_is_done(fo
     assert len((folder / "history.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.exhaustive
 def test_memory_and_open_files_stay_flat_over_two_thousand_steps(folder, monkeypatch, optimized_programs):
     """By what is in use: freed blocks are given back at once, of which the allocator else keeps some for later."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**18))

@@ -1,0 +1,272 @@
+"""Plant one fault after another in a copy of mmjax and check that the default tests catch each.
+
+Run `python tests/planted_faults.py`. Every fault breaks a guarantee of docs/exactness.md by an edit of a line or two. A
+fault is caught where a default test of that guarantee fails with it and passes without. `--only WORD` plants the faults
+whose name holds the word. The table is Markdown, for docs/measurements/tests.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("mmjax", "tests", "configs", "docs", "launch", "pyproject.toml", "README.md")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to one file, and the default tests that must fail of it."""
+
+    name: str
+    file: str  # below mmjax/
+    old: str  # stands there once
+    new: str
+    tests: tuple[str, ...]  # node ids below tests/
+
+
+FAULTS = (
+    Fault(
+        "a mask that leaks between the samples of a row",
+        "models/attention.py",
+        "return (q.sample == k.sample) & (q.sample >= 0) & (together | causally)",
+        "return (q.sample >= 0) & (k.sample >= 0) & (together | causally)",
+        ("models/test_multimodal.py::test_a_packed_row_gives_each_sample_what_it_gets_alone",),
+    ),
+    Fault(
+        "answers about one image that see each other",
+        "models/attention.py",
+        "causally = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)",
+        "causally = k.pos <= q.pos",
+        ("models/test_attention.py::test_mask_spec_allows_what_a_loop_over_its_definition_allows",),
+    ),
+    Fault(
+        "a loss scaled by the microbatch instead of the step",
+        "training/loss.py",
+        "return losses.sum() / total_weight, report",
+        "return losses.sum() / jnp.maximum(text.weight.sum(), 1.0), report",
+        ("training/test_exactness.py::test_four_microbatches_give_the_gradients_and_losses_of_their_rows_in_one",),
+    ),
+    Fault(
+        "a convolution that reads into the next clip",
+        "models/audio.py",
+        "same = (other == centre) & (centre >= 0)",
+        "same = (other >= 0) & (centre >= 0)",
+        ("models/test_audio.py::test_taps_of_packed_clips_are_each_clips_own_convolution",),
+    ),
+    Fault(
+        "positions that go on from the sample before",
+        "data/text_rows.py",
+        "position: dict[int, int] = {0: 0}  #",
+        "position: dict[int, int] = {0: first_span}  #",
+        ("data/test_packing.py::test_every_token_stands_as_the_slow_reference_says",),
+    ),
+    Fault(
+        "a stage without its connector",
+        "models/model.py",
+        'connector = {"connectors": {self.tower: params["connectors"][self.tower]}} if self.last else {}',
+        "connector = {}",
+        ("models/test_model.py::test_stages_chained_over_disjoint_meshes_give_the_loss_and_gradients_of_the_whole",),
+    ),
+    Fault(
+        "a sample that every chunk skips",
+        "data/stream.py",
+        "ids.append(pool.draw(begin, end, key_of(seed, s))[0])",
+        "ids.append(pool.draw(begin, end - 1, key_of(seed, s))[0])",
+        ("data/test_stream.py::test_every_epoch_holds_every_sample_once",),
+    ),
+    Fault(
+        "an order that depends on the process",
+        "data/stream.py",
+        "return np.random.default_rng((seed, 2, chunk)).permutation(np.concatenate(ids))",
+        "return np.random.default_rng().permutation(np.concatenate(ids))",
+        ("data/test_plan.py::test_a_step_is_planned_the_same_in_any_order_and_by_anybody",),
+    ),
+    Fault(
+        "a recomputed layer that is not the layer itself",
+        "models/layer_runs.py",
+        'if run.remat != "none" and not keep:',
+        'if run.remat == "full":\n        x = x * 1.001\n    if run.remat != "none" and not keep:',
+        ("models/test_layer_runs.py::test_every_mix_of_remat_policies_gives_equal_gradients",),
+    ),
+    Fault(
+        "dropout keyed by the row instead of the sample",
+        "models/dropout.py",
+        "keys = constrain(_everywhere(of_position)(owner, offset)",
+        "keys = constrain(_everywhere(of_position)(owner * 0 + jnp.arange(len(owner))[:, None], offset)",
+        ("models/test_dropout.py::test_a_sample_drops_the_same_wherever_and_with_whomever_it_is_packed",),
+    ),
+    Fault(
+        "ranks swapped in the all-to-all",
+        "parallel/dispatch.py",
+        "own = jnp.concatenate([received.reshape(-1, own.shape[-1]), own])",
+        "own = jnp.concatenate([received[::-1].reshape(-1, own.shape[-1]), own])",
+        (
+            "parallel/test_dispatch.py::test_every_token_arrives_where_the_rearrangement_wants_it_and_its_gradient_comes_back",
+        ),
+    ),
+    Fault(
+        "items looked for at the start of their row",
+        "data/packing.py",
+        "np.int64(row_tokens) + plan.offset[items] // group",
+        "np.int64(row_tokens)",
+        ("data/test_exchange.py::test_every_item_token_arrives_where_its_sample_wants_it",),
+    ),
+    Fault(
+        "an exchange that leaves its node",
+        "parallel/dispatch.py",
+        "return None if peers == ranks else",
+        "return None if peers else",
+        ("training/test_collectives.py::test_an_exchange_stays_inside_its_node",),
+    ),
+    Fault(
+        "an update though the processes planned different steps",
+        "training/step.py",
+        "agreed = jnp.all(digests.min(0) == digests.max(0))",
+        "agreed = jnp.array(True)",
+        ("training/test_step.py::test_a_step_that_processes_planned_differently_updates_nothing_and_says_so",),
+    ),
+    Fault(
+        "NaN where a query has nothing to attend",
+        "models/attention.py",
+        "out / jnp.where(total == 0, 1, total)).reshape(b, t, n, h)",
+        "out / total).reshape(b, t, n, h)",
+        ("models/test_attention.py::test_a_query_that_sees_nothing_gets_zeros_and_passes_no_gradient",),
+    ),
+    Fault(
+        "a checkpoint that has its name before it is whole",
+        "training/checkpoint_commit.py",
+        'return folder / f"{step}{PARTIAL}"',
+        "return folder / str(step)",
+        ("test_restarts.py::test_killed_inside_a_save_the_losses_are_to_the_bit_those_of_a_run_that_was_not",),
+    ),
+    Fault(
+        "a damaged checkpoint that is believed",
+        "training/checkpoint.py",
+        "if (wrong := _not_as_saved(_state_of(single), saved.sums)) is not None:",
+        "if (wrong := None) is not None:",
+        ("training/test_checkpoint.py::test_noise_that_storage_does_not_notice_is_named",),
+    ),
+    Fault(
+        "a resumed run that repeats a step's data",
+        "training/session.py",
+        "self._batches = steps(self.loader, first, self",
+        "self._batches = steps(self.loader, max(first - 1, 0), self",
+        ("test_train.py::test_a_stopped_run_goes_on_to_the_same_bits",),
+    ),
+    Fault(
+        "new data that brings samples of this epoch again",
+        "data/segments.py",
+        "due.append(np.setdiff1d(whole, np.concatenate([before, taken])))",
+        "due.append(np.setdiff1d(whole, before))",
+        ("data/test_segments.py::test_what_was_had_and_what_is_due_are_whole_epochs",),
+    ),
+    Fault(
+        "a batch hash that misses the encoders' rows",
+        "data/content.py",
+        "for encoder, items in batch.items.items():",
+        "for encoder, items in ():",
+        ("data/test_content.py::test_every_number_of_every_array_counts",),
+    ),
+    Fault(
+        "an update by gradients that are not finite",
+        "training/step.py",
+        "valid = agreed & (weight > 0) & finite",
+        "valid = agreed & (weight > 0)",
+        (
+            "training/test_bad_numbers.py::test_a_step_without_finite_numbers_updates_nothing_and_its_rows_samples_are_found",
+        ),
+    ),
+    Fault(
+        "a stopped process that the others never name",
+        "training/watchdog.py",
+        "behind = min(reached.values())",
+        "behind = max(reached.values())",
+        ("training/test_watchdog.py::test_who_is_behind_or_gives_no_sign_of_life_has_not_arrived",),
+    ),
+    Fault(
+        "a file that cannot be decoded and trains as zeros",
+        "data/packing.py",
+        'spoiled.setdefault(sample, f"{item}: {error}" if item else str(error))',
+        "pass",
+        (
+            "data/test_workers.py::test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_come_as_ever",
+        ),
+    ),
+    Fault(
+        "a second microbatch that compiles in mid-run",
+        "training/step.py",
+        "weight, (put, _), _ = self.weighed([put, put])",
+        "weight, (put,), _ = self.weighed([put])",
+        ("test_train.py::test_nothing_is_compiled_after_the_start",),
+    ),
+    Fault(
+        "a decoder of another rotary base than transformers'",
+        "models/rope.py",
+        "frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, pairs))",
+        "frequencies = jnp.asarray(frequencies_of(scaling, 10_001.0, pairs))",
+        ("hf/test_decoders.py::test_a_decoder_is_what_transformers_makes_of_it",),
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="WORD", help="faults whose name holds this")
+    only = parser.parse_args().only
+    chosen = [fault for fault in FAULTS if only in fault.name]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
+        tests = sorted({test for fault in chosen for test in fault.tests})
+        whole = run_tests(copy, tests)
+        if whole.returncode:
+            print(whole.stdout, whole.stderr, "the tests fail without any fault", sep="\n", file=sys.stderr)
+            return 1
+        print("| fault | caught by | failed | seconds |\n|---|---|---|---|", flush=True)
+        missed = [fault for fault in chosen if not caught(fault, copy)]
+    print(f"\n{len(chosen) - len(missed)} of {len(chosen)} faults caught")
+    return 1 if missed else 0
+
+
+def caught(fault: Fault, copy: Path) -> bool:
+    """Whether a default test fails with this fault; prints a line of the table."""
+    path = copy / "mmjax" / fault.file
+    source = path.read_text()
+    path.write_text(planted(fault, source))
+    began = time.monotonic()
+    try:
+        ended = run_tests(copy, fault.tests)
+    finally:
+        path.write_text(source)
+    counts = dict(reversed(found) for found in re.findall(r"(\d+) (failed|passed|error)", ended.stdout))
+    failed = int(counts.get("failed", 0)) + int(counts.get("error", 0))
+    ran = failed + int(counts.get("passed", 0))
+    names = ", ".join(f"`tests/{test}`" for test in fault.tests)
+    print(f"| {fault.name} | {names} | {failed} of {ran} | {time.monotonic() - began:.0f} |", flush=True)
+    return ended.returncode == 1 and failed > 0
+
+
+def planted(fault: Fault, source: str) -> str:
+    """The file with the fault in it. Raises ValueError where the line that it changes is not there once."""
+    if source.count(fault.old) != 1:
+        raise ValueError(f"{fault.name}: {fault.old!r} stands {source.count(fault.old)} times in mmjax/{fault.file}")
+    return source.replace(fault.old, fault.new)
+
+
+def run_tests(copy: Path, tests: tuple[str, ...] | list[str]) -> subprocess.CompletedProcess[str]:
+    """Run these default tests on the copy: as the current folder it comes before an installed mmjax."""
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
+    return subprocess.run(command, cwd=copy, capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
