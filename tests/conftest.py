@@ -10,6 +10,7 @@ import jax
 import jaxtyping
 import pytest
 from compilation import compile_quickly, optimized
+from cpu_times import CpuTimes
 from started import kill_started
 from tiers import MARKERS, assign_tiers
 
@@ -18,9 +19,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("mmjax.models", "beartype.beartype")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-times", type=Path, metavar="FOLDER", help="write every test's CPU time there")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
+    if folder := config.getoption("cpu_times"):
+        config.pluginmanager.register(CpuTimes(folder.absolute()))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
