@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,7 +43,10 @@ def media_run(runs: Path) -> tuple[Path, str]:
         shutil.rmtree(sources)
         printed.write_text(out.getvalue())
     copy = shutil.copytree(made, runs / "media")
-    return copy, printed.read_text().replace(str(made), str(copy))
+    text = printed.read_text()
+    for path in (str, os.path.relpath):  # whichever is shorter is printed
+        text = text.replace(path(made), path(copy))
+    return copy, text
 
 
 def files(folder: Path) -> dict[str, bytes]:

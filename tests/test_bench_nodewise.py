@@ -12,6 +12,9 @@ from mmjax.data.lengths import omni_corpus
 
 SMALL = ("--ranks=30", "--ranks-per-node=4", "--per-rank=40", "--seed=3")
 
+# No training runs this: by default the examples of docs/balance.md do.
+pytestmark = pytest.mark.exhaustive
+
 
 def measure(capsys, *words) -> dict:
     ended = run(capsys, bench.main, "nodewise", *map(str, words), "--json")

@@ -326,6 +326,7 @@ def test_whole_modules_do_not_go_into_an_adapter(source, tmp_path, capsys, tuned
     np.testing.assert_allclose(theirs(loaded(tmp_path / "out")), ours(beside), atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_composed_model_is_exported_in_parts_with_its_new_modules_in_our_layout(source, tmp_path):
     vision = VisionConfig(2, 16, 2, 24, 4, channels=1, connector=ConnectorConfig(mlp_width=24))
     config = tuning(source, tmp_path / "run", lora={"all": LoraConfig(("llm.*", "vision.connector.*"), 2)})

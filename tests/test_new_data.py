@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import TINY_MEDIA, run
+from commands import TINY_MEDIA, media_run, run
 from restarts import last, losses, records
 from started import finish, kill, launch, wait_until
 
@@ -108,10 +108,13 @@ def test_another_batch_is_gone_on_with_where_it_is_named(runs, capsys):
     assert [life["segment"]["first"] for life in all_lives(path / "history.jsonl")] == [0, 10]
 
 
-def test_a_step_is_shown_with_its_samples_texts_items_and_hash(runs, capsys, tmp_path):
-    path = runs / "shown"
-    words = (TINY_MEDIA, f"run={path}", "training.evaluate_every=0", "training.steps=3", "schedule.warmup=1")
-    assert run(capsys, train.main, *words).code == 0
+@pytest.fixture(scope="module")
+def shown(runs) -> Path:
+    return media_run(runs)[0]
+
+
+def test_a_step_is_shown_with_its_samples_texts_items_and_hash(shown, capsys, tmp_path):
+    path = shown
     ended = run(capsys, inspect.main, path, "--step", 2, "--out", tmp_path / "out")
     assert ended.code == 0, ended.err
     logged = {r["step"]: r for r in records(path)}[2]
@@ -135,11 +138,8 @@ def test_a_step_is_shown_with_its_samples_texts_items_and_hash(runs, capsys, tmp
 
 
 @pytest.mark.exhaustive
-def test_a_step_whose_data_has_changed_since_is_refused(runs, capsys):
-    path = runs / "shown"
-    if not path.exists():  # where it runs alone
-        words = (TINY_MEDIA, f"run={path}", "training.evaluate_every=0", "training.steps=3", "schedule.warmup=1")
-        assert run(capsys, train.main, *words).code == 0
+def test_a_step_whose_data_has_changed_since_is_refused(shown, capsys):
+    path = shown
     kept = (path / "tiny.py").read_text() if (path / "tiny.py").exists() else (path / "config.py").read_text()
     name = "tiny.py" if (path / "tiny.py").exists() else "config.py"
     (path / name).write_text(kept.replace("seed=2", "seed=3"))

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from commands import MEDIA_WORDS, TINY, TINY_MEDIA, media_run, run
+from commands import TINY, TINY_MEDIA, run
 from restarts import last, steps_of
 from started import LOCAL, Ended, begin, environment, finish, free_port, launch, process_of, wait_until
 
@@ -22,17 +22,18 @@ def together(processes: int, *words: object, devices: int) -> Ended:
 
 
 def test_two_processes_give_the_losses_of_one_which_goes_on_from_their_checkpoint(runs, capsys):
-    wanted, two = steps_of(media_run(runs)[0]), runs / "two"
-    words = (TINY_MEDIA, f"run={two}", *MEDIA_WORDS, "training.evaluate_every=0")
-    ended = together(2, *words, devices=4)
+    words = (TINY, "training.evaluate_every=0", "training.keep=3")
+    one, two = runs / "one_process", runs / "two_processes"
+    assert run(capsys, train.main, *words, f"run={one}").code == 0
+    ended = together(2, *words, f"run={two}", devices=4)
     assert ended.code == 0, ended
     assert "; 0 programs compiled after the start" in ended.out
-    found = steps_of(two)
-    assert list(found) == list(wanted)
+    wanted, found = steps_of(one), steps_of(two)
+    assert list(found) == list(wanted) == list(range(1, 7))
     for step in (6, 4):
         shutil.rmtree(two / "checkpoints" / str(step))
     (two / "test.json").unlink()
-    resumed = run(capsys, train.main, *words, "--resume")
+    resumed = run(capsys, train.main, *words, f"run={two}", "--resume")
     assert resumed.code == 0, resumed
     assert "at step 2" in resumed.out
     again = steps_of(two)

@@ -24,6 +24,19 @@ WORDS = ("schedule.warmup=2", "training.evaluate_every=0", "training.steps=10000
 KILLS = 20
 
 
+EIGHT = (
+    TINY, "schedule.warmup=2", "training.evaluate_every=0", "training.checkpoint_every=2", "training.keep=4",
+    "training.steps=8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(runs) -> Path:
+    """A run of eight steps that nothing has stopped, with checkpoints at 2, 4, 6 and 8."""
+    train.main([*EIGHT, f"run={runs / 'whole'}"])
+    return runs / "whole"
+
+
 KILLED_IN_A_SAVE = """
 import os, signal, sys
 from mmjax import train
@@ -41,16 +54,13 @@ train.main(sys.argv[1:])
 """
 
 
-def test_killed_inside_a_save_the_losses_are_to_the_bit_those_of_a_run_that_was_not(folder, capsys):
-    words = (TINY, "schedule.warmup=2", "training.evaluate_every=0", "training.checkpoint_every=2", "training.steps=6")
-    whole = folder.with_name("never_killed")
-    assert run(capsys, train.main, *words, f"run={whole}").code == 0
+def test_killed_inside_a_save_the_losses_are_to_the_bit_those_of_a_run_that_was_not(whole, folder, capsys):
     script = folder.with_name("killed_in_a_save.py")
     script.write_text(KILLED_IN_A_SAVE)
-    killed = finish(begin([sys.executable, str(script), *words, f"run={folder}"], environment(8)))
+    killed = finish(begin([sys.executable, str(script), *EIGHT, f"run={folder}"], environment(8)))
     assert killed.code == -signal.SIGKILL, killed
     assert checkpoints(folder) == ["2", "4.partial"]
-    ended = run(capsys, train.main, *words, f"run={folder}", "--resume")
+    ended = run(capsys, train.main, *EIGHT, f"run={folder}", "--resume")
     assert ended.code == 0, ended.err
     assert f"resumed {folder} at step 2" in ended.out
     assert losses(folder) == losses(whole)
@@ -160,23 +170,20 @@ def tear(checkpoint: Path) -> None:
         path.write_bytes(path.read_bytes()[:64])
 
 
-def test_a_torn_checkpoint_is_set_aside_and_the_one_before_is_gone_on_from(folder, capsys):
-    whole = folder.with_name("whole")
-    words = (TINY, "schedule.warmup=2", "training.evaluate_every=0", "training.checkpoint_every=4", "training.keep=3")
-    assert run(capsys, train.main, *words, f"run={whole}", "training.steps=16").code == 0
+def test_a_torn_checkpoint_is_set_aside_and_the_one_before_is_gone_on_from(whole, folder, capsys):
     shutil.copytree(whole, folder)
     (folder / "test.json").unlink()
-    tear(folder / "checkpoints" / "16")
-    shutil.rmtree(folder / "checkpoints" / "12" / "meta")
-    (folder / "checkpoints" / "20.partial" / "state").mkdir(parents=True)
-    ended = run(capsys, train.main, *words, f"run={folder}", "training.steps=16", "--resume")
+    tear(folder / "checkpoints" / "8")
+    shutil.rmtree(folder / "checkpoints" / "6" / "meta")
+    (folder / "checkpoints" / "10.partial" / "state").mkdir(parents=True)
+    ended = run(capsys, train.main, *EIGHT, f"run={folder}", "--resume")
     assert ended.code == 0, ended.err
-    for step in (16, 12):
+    for step in (8, 6):
         assert f"WARNING checkpoint {folder}/checkpoints/{step} cannot be used: " in ended.out
-        assert f"it is set aside as {step}.torn, and the run goes on from step 8" in ended.out
-    assert f"resumed {folder} at step 8" in ended.out
+        assert f"it is set aside as {step}.torn, and the run goes on from step 4" in ended.out
+    assert f"resumed {folder} at step 4" in ended.out
     assert losses(folder) == losses(whole)
-    assert checkpoints(folder) == ["12", "16", "8"]  # later ones are whole, so those set aside are gone
+    assert checkpoints(folder) == ["2", "4", "6", "8"]  # later ones are whole, so those set aside are gone
 
 
 @pytest.mark.exhaustive

@@ -10,6 +10,9 @@ from mmjax.balance.nodewise_ilp import permute_batches
 from mmjax.balance.postbalance import balance_packed
 from mmjax.balance.rearrangement import inter_node
 
+# No training runs this: by default the examples of docs/balance.md do.
+pytestmark = pytest.mark.exhaustive
+
 
 def drawn(ranks: int, per_rank: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Lengths as they come, so that ranks and nodes differ by chance alone, and the rank of each item."""
@@ -27,7 +30,6 @@ def problems(draw):
     return np.array(length, np.int64), np.array(source, np.int64), ranks, ranks_per_node, tolerance
 
 
-@pytest.mark.exhaustive
 @settings(max_examples=300, deadline=None)
 @given(problems())
 @example((np.array([1, 9]), np.array([0, 1]), 2, 1, 0.0))  # whose only cheaper plan is none

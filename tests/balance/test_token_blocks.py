@@ -10,6 +10,9 @@ from mmjax.balance.mask_work import block_work
 from mmjax.balance.token_blocks import distribute, excess, token_order
 from mmjax.balance.token_blocks_baselines import longest_first
 
+# No training runs this: by default the examples of docs/balance.md do.
+pytestmark = pytest.mark.exhaustive
+
 works = st.lists(st.one_of(st.integers(0, 50), st.integers(0, 2**40)), max_size=40).map(lambda x: np.array(x, np.int64))
 
 
@@ -27,7 +30,6 @@ def least_of_equal_counts(work: np.ndarray, ranks: int) -> int:
     return best
 
 
-@pytest.mark.exhaustive
 @settings(max_examples=200, deadline=None)
 @given(works, st.integers(1, 12))
 def test_every_rank_gets_as_many_blocks_and_no_more_work_than_the_bound(work, ranks):

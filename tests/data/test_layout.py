@@ -17,7 +17,7 @@ EIGHT = Topology(8, 8, 8)
 ROWS = {"llm": 8, "vision": 8, "audio": 8}
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)

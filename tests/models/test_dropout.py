@@ -215,6 +215,7 @@ def test_run_borders_and_recomputation_change_nothing(whole):
     assert_same(run(into_runs(numbered, model.runs)), expected)
 
 
+@pytest.mark.exhaustive
 def test_stages_drop_what_the_whole_tower_drops(whole):
     numbered, batch, expected = whole
     cuts = {"llm": (2,), "vision": (1,)}
@@ -239,6 +240,7 @@ def program(config, noise):
     return re.sub("0x[0-9a-f]+", "", str(made))
 
 
+@pytest.mark.exhaustive
 def test_a_rate_of_zero_leaves_the_program_as_it_is_without_noise():
     options = {"layers": 3, "remat": "full"}
     plain = program(tiny(**options), None)

@@ -54,7 +54,7 @@ def state_with_embedding(executor, token: int, value: float):
     return state._replace(trainable=state.trainable | {"llm": steep})
 
 
-@pytest.mark.default_cases("loss")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("value", [np.nan, 2e-19], ids=["loss", "gradient-alone"])
 def test_a_step_without_finite_numbers_updates_nothing_and_its_rows_samples_are_found(run, value):
     """What is next to nothing a norm makes as large as anything else, and its gradient as steep: that overflows."""

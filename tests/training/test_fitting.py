@@ -70,6 +70,7 @@ def test_layers_of_frozen_towers_before_which_nothing_trains_keep_nothing(layout
     assert found.activations["vision"] == found.activations["audio"] == 0 < found.activations["llm"]
 
 
+@pytest.mark.exhaustive
 def test_more_shards_and_more_microbatches_need_less(layouts):
     whole = fitted(layouts, np.inf)
     assert fitted(layouts, np.inf, fsdp=4, data=1).device < whole.device

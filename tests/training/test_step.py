@@ -140,6 +140,22 @@ def test_a_step_in_which_no_token_has_a_loss_weight_updates_nothing_and_says_so(
     assert int(state.step) == 1
 
 
+def test_a_step_whose_loss_and_gradient_are_not_finite_updates_nothing_and_says_so(run):
+    executor = run.executor
+    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
+    before = jax.device_get(state)
+    hyper = hyperparameters(config(), executor.modules, 0)
+    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
+    far_too_heavy = [b._replace(text=b.text._replace(weight=b.text.weight * 3e38)) for b in batches]
+    state, accumulated, told = executor.step(state, accumulated, far_too_heavy, hyper)
+    assert float(told.report.weight.sum()) > 0
+    assert not told.finite
+    assert_unchanged(state, before)
+    state, _, told = executor.step(state, accumulated, batches, hyper)
+    assert told.finite
+    assert int(state.step) == 1
+
+
 def test_a_sample_that_some_process_could_not_read_weighs_nothing_and_all_know_it(run):
     executor = run.executor
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
