@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import shutil
@@ -33,15 +34,17 @@ def media_run(runs: Path) -> tuple[Path, str]:
     It has checkpoints at 2, 4 and 6, and its config file is gone.
     """
     made, printed = runs.parent / "media", runs.parent / "media.txt"
-    if not printed.exists():
-        sources = runs.parent / "sources"
-        sources.mkdir()
-        for name in (TINY, TINY_MEDIA):
-            shutil.copy(name, sources)
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            train.main([str(sources / Path(TINY_MEDIA).name), f"run={made}", *MEDIA_WORDS])
-        shutil.rmtree(sources)
-        printed.write_text(out.getvalue())
+    with (runs.parent / "media.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another of pytest's workers may be making it
+        if not printed.exists():
+            sources = runs.parent / "sources"
+            sources.mkdir(exist_ok=True)
+            for name in (TINY, TINY_MEDIA):
+                shutil.copy(name, sources)
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                train.main([str(sources / Path(TINY_MEDIA).name), f"run={made}", "--overwrite", *MEDIA_WORDS])
+            shutil.rmtree(sources)
+            printed.write_text(out.getvalue())
     copy = shutil.copytree(made, runs / "media")
     text = printed.read_text()
     for path in (str, os.path.relpath):  # whichever is shorter is printed

@@ -6,6 +6,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
@@ -14,6 +15,11 @@ from cpu_times import CpuTimes
 from started import kill_started
 from tiers import MARKERS, assign_tiers
 
+# The same examples every time, and none is refused because a busy machine was slow to make it.
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("repeatable")
 compile_quickly()
 jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("mmjax.models", "beartype.beartype")
@@ -59,9 +65,10 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what several modules look at."""
-    folder = tmp_path_factory.mktemp("runs")
-    (folder / ".programs").mkdir()
+    """The folder of what several modules look at, and of compiled programs: one for all of pytest's workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"
+    (folder / ".programs").mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -48,7 +48,7 @@ problems = st.integers(1, 4).flatmap(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems)
 def test_every_sample_is_in_one_group_within_bounds_or_returned_as_above_them(problem):
     lengths, maximum, seed = np.array(problem[0]).reshape(-1, len(problem[1])), np.array(problem[1]), problem[2]

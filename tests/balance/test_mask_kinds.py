@@ -13,7 +13,7 @@ def made(kind: str, tokens: int, seed: int = 0) -> Mask:
     return KINDS[kind](tokens, np.random.default_rng(seed))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @any_row
 def test_items_see_their_own_span_and_text_all_of_its_sample_before_it(kind, tokens, seed):
     mask = made(kind, tokens, seed)
@@ -26,7 +26,7 @@ def test_items_see_their_own_span_and_text_all_of_its_sample_before_it(kind, tok
     assert np.array_equal(mask.kind, np.where(text, TEXT, ITEM))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @any_row
 def test_spans_are_contiguous_and_a_quarter_of_every_sample(kind, tokens, seed):
     mask = made(kind, tokens, seed)

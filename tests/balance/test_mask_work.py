@@ -65,13 +65,13 @@ def assert_counted(mask: Mask, block: int) -> None:
     assert work.tolist() == [expected[i : i + block].sum() for i in range(0, len(expected), block)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 50))
 def test_any_tokens_in_any_order_see_what_the_dense_mask_allows(seed, tokens, block):
     assert_counted(any_mask(np.random.default_rng(seed), tokens), block)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 900), st.integers(1, 300))
 def test_rows_as_packed_and_their_permuted_blocks_see_what_the_dense_mask_allows(seed, tokens, block):
     rng = np.random.default_rng(seed)

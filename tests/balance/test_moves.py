@@ -10,7 +10,7 @@ from mmjax.balance.moves import ENDLESS, by_key, even, fill, shed
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12).map(lambda found: np.array(found, np.int64))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths, st.integers(1, 3), st.integers(1, 200), st.sampled_from([1, 10, ENDLESS]), st.integers(0, 99))
 def test_a_bin_sheds_what_it_has_too_much_of_and_no_item_more(length, units, quota, limit, seed):
     unit = np.random.default_rng(seed).integers(0, units, len(length))
@@ -36,7 +36,7 @@ def test_one_unit_sheds_near_the_least_that_will_do():
     assert np.mean(excess) < 15  # of items of 105 on average
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths, st.integers(1, 4), st.integers(-20, 20), st.integers(0, 99))
 def test_swaps_never_make_the_worst_bin_worse_and_stay_in_their_group(length, bins, goal, seed):
     rng = np.random.default_rng(seed)
@@ -56,7 +56,7 @@ def test_swaps_never_make_the_worst_bin_worse_and_stay_in_their_group(length, bi
         assert np.all(np.diff(length[items[start[b] : start[b + 1]]]) <= 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths, st.integers(1, 4))
 def test_bins_are_filled_where_there_is_most_room(length, bins):
     over, bin_of = -10 * np.arange(bins), np.full(len(length), -1)

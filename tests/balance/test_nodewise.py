@@ -30,7 +30,7 @@ def problems(draw):
     return np.array(length, np.int64), np.array(source, np.int64), ranks, ranks_per_node, tolerance
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems())
 @example((np.array([1, 9]), np.array([0, 1]), 2, 1, 0.0))  # whose only cheaper plan is none
 def test_every_item_gets_one_rank_and_no_rank_gets_worse_than_the_worst_was(problem):
@@ -44,7 +44,7 @@ def test_every_item_gets_one_rank_and_no_rank_gets_worse_than_the_worst_was(prob
     assert after <= max(before, largest_cost(length, ranks, tolerance))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems())
 def test_what_fits_where_it_is_does_not_move(problem):
     length, source, ranks, ranks_per_node, _ = problem
@@ -84,7 +84,7 @@ def test_within_a_node_too_most_items_stay_on_their_rank():
     assert length[rank != source].sum() < 0.15 * length.sum()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_no_assignment_sends_less_than_the_bounds(seed):
     """By all assignments of six items to four ranks in two nodes."""

@@ -48,7 +48,7 @@ layouts = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(samples, layouts)
 def test_every_sample_gets_one_step_and_its_parts_fit_rows_of_one_microbatch(lengths, layout):
     rows, length, microbatches, seed = layout
@@ -147,7 +147,7 @@ rows_problem = st.integers(1, 3).flatmap(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows_problem)
 def test_every_sample_gets_one_row_and_no_row_exceeds_its_maximum_in_any_dimension(problem):
     given_lengths, seed = problem

@@ -69,7 +69,7 @@ def problems(draw):
     return costs, ranks, draw(st.sampled_from([None, 1, 2, 4])), [allowed] * (costs.phases - 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems())
 def test_each_sample_gets_a_rank_and_its_items_stay_in_the_node_within_the_width(problem):
     costs, ranks, ranks_per_node, widths = problem
@@ -90,7 +90,7 @@ def test_each_sample_gets_a_rank_and_its_items_stay_in_the_node_within_the_width
     assert np.array_equal(again.width, plan.width)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems())
 def test_a_process_that_plans_its_own_node_plans_what_all_would(problem):
     costs, ranks, ranks_per_node, widths = problem
@@ -107,7 +107,7 @@ def test_a_process_that_plans_its_own_node_plans_what_all_would(problem):
     assert np.array_equal(plan.width, chosen)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(), st.data())
 def test_the_start_is_kept_unless_the_plan_is_worth_it(problem, data):
     costs, ranks, ranks_per_node, widths = problem
@@ -139,14 +139,14 @@ def best_time(costs: Costs, ranks: int, move: bool) -> float:
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(made_costs(most_samples=6, most_phases=3), st.integers(1, 3))
 def test_few_samples_take_at_most_a_third_longer_than_the_best_assignment(costs, ranks):
     plan = place_jointly(costs, ranks)
     assert step_time(costs, plan, ranks) <= 4 / 3 * best_time(costs, ranks, move=False) + 1e-9
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(made_costs(most_samples=3, most_phases=3), st.integers(1, 2))
 def test_few_items_that_move_freely_take_at_most_a_third_longer_than_the_best_assignment(costs, ranks):
     aim = Aim(exchange=0.0)
@@ -228,7 +228,7 @@ def test_images_of_one_sample_are_shared_out_where_they_are_too_many_for_a_rank(
     assert plan.width.tolist() == [4]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(made_costs(), st.integers(1, 9))
 def test_the_other_modes_lose_nothing_and_do_what_they_say(costs, ranks):
     in_order, by_llm, apart = place_in_order(costs, ranks), place_by_llm(costs, ranks), place_apart(costs, ranks)

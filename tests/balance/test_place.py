@@ -67,7 +67,7 @@ def test_equal_samples_are_spread_evenly():
     assert np.bincount(rows).tolist() == [2] * 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     parts=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(1, 30)), max_size=40),
     rows=st.tuples(*[st.integers(1, 3)] * 3),

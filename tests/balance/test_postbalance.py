@@ -63,7 +63,7 @@ def omni_like(samples: int, seed: int) -> np.ndarray:
 
 @pytest.mark.default_cases("padded", "conv")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), max_size=6), st.integers(1, 3), st.booleans())
 @example([8, 7, 6, 5, 4], 2, False)
 @example([9, 9, 9, 1, 1, 1], 3, True)
@@ -88,7 +88,7 @@ def least_contiguous(cost: np.ndarray, ranks: int, fewest: int, most: int) -> fl
     return least[-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 10**6), min_size=1, max_size=40),
     st.integers(1, 9),
@@ -109,7 +109,7 @@ problems = st.tuples(st.lists(st.integers(0, 5000), max_size=200), st.integers(1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_every_item_has_a_rank_and_the_same_one_each_time(kind, problem):
     length, ranks, equal_counts = np.array(problem[0], np.int32), problem[1], problem[2]
@@ -127,7 +127,7 @@ def test_every_item_has_a_rank_and_the_same_one_each_time(kind, problem):
     assert costs.max(initial=0) >= lower_bound(kind, length, ranks, LAM) * (1 - 1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(30, 3000), st.integers(0, 2**32 - 1))
 def test_the_guarantee_of_longest_first_holds_where_the_optimum_is_known(ranks, items, capacity, seed):
     """Ranks of equal capacity, cut into items: 4/3 - 1 / (3 d) of it (Graham 1969, OrchMLLM section 5.1)."""
@@ -167,7 +167,7 @@ def test_lengths_on_a_grid_reach_the_bound_that_the_grid_leaves():
     assert np.bincount(rank, length, 64).max() == bound
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(1, 3), st.integers(1, 12))
 def test_no_assignment_beats_the_bound_from_sums_and_divisibility(length, ranks, unit):
     length = np.array(length, np.int64) * unit
@@ -176,7 +176,7 @@ def test_no_assignment_beats_the_bound_from_sums_and_divisibility(length, ranks,
     assert least_largest_load(length, ranks) <= optimum("packed", length, ranks, False)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems, st.booleans())
 def test_exchanges_keep_counts_and_never_raise_the_largest_load(problem, real):
     length, ranks, equal_counts = np.array(problem[0], np.int64), problem[1], problem[2]
@@ -198,7 +198,7 @@ def test_kernels_place_a_part_of_the_items_on_top_of_what_ranks_hold():
     assert load.tolist() == [7, 11]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 2**62), max_size=50))
 def test_items_are_ordered_longest_first_and_stably_whatever_their_size(length):
     length = np.array(length, np.int64)

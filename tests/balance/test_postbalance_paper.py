@@ -49,7 +49,7 @@ problems = st.tuples(st.lists(st.integers(0, 400), min_size=1, max_size=80), st.
 
 
 @pytest.mark.parametrize("kind", PAPER)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_whatever_the_lengths_each_item_gets_one_rank_and_the_same_one_again(kind, problem):
     length, ranks = np.array(problem[0]), problem[1]
@@ -60,7 +60,7 @@ def test_whatever_the_lengths_each_item_gets_one_rank_and_the_same_one_again(kin
     assert np.array_equal(rank, PAPER[kind](length, ranks))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_algorithm_1_is_greedy_over_falling_lengths(problem):
     length, ranks = np.array(problem[0]), problem[1]
@@ -68,7 +68,7 @@ def test_algorithm_1_is_greedy_over_falling_lengths(problem):
     assert sorted(np.bincount(paper_quadratic(length, ranks, 0), length, ranks)) == greedy_sums(length, ranks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_algorithm_2_makes_the_printed_batches_and_folds_those_beyond_the_ranks(problem):
     length, ranks = np.array(problem[0]), problem[1]

@@ -65,7 +65,7 @@ def shuffled(length: np.ndarray, rank: np.ndarray, ranks: int, seed: int) -> Pla
     return Places(rank.astype(np.int32), offset)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.integers(0, 99))
 def test_every_token_arrives_at_its_place_and_the_inverse_brings_it_back(problem, seed):
     length, (source, destination), ranks = problem
@@ -79,7 +79,7 @@ def test_every_token_arrives_at_its_place_and_the_inverse_brings_it_back(problem
     assert np.array_equal(apply(inverse(moved), arrived), held)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(3))
 def test_composition_is_one_exchange_that_does_what_two_do(problem):
     """An encoder's inverse, then the LLM's rearrangement: both start from where the samples were loaded."""
@@ -91,7 +91,7 @@ def test_composition_is_one_exchange_that_does_what_two_do(problem):
     assert np.array_equal(volume(compose(encoder, inverse(encoder))), np.diag(np.bincount(loaded, length, ranks)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(), st.integers(1, 4))
 def test_volumes_are_those_of_a_count_item_by_item(problem, ranks_per_node):
     length, (source, destination), ranks = problem
@@ -110,7 +110,7 @@ def test_volumes_are_those_of_a_count_item_by_item(problem, ranks_per_node):
     assert traffic.total == between.sum()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(), st.data())
 def test_the_tables_of_one_rank_are_its_rows_of_all_tables(problem, data):
     length, (source, destination), ranks = problem
@@ -124,7 +124,7 @@ def test_the_tables_of_one_rank_are_its_rows_of_all_tables(problem, data):
     assert np.array_equal(own.gather, every.gather[begin:end])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(), st.integers(1, 4))
 def test_tables_of_a_node_move_what_stays_in_it(problem, ranks_per_node):
     length, (source, destination), ranks = problem

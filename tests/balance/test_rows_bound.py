@@ -23,7 +23,7 @@ def fewest_rows(lengths: list[tuple[int, int]], budget: tuple[int, int]) -> int:
     return search(0, [], len(lengths) + 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 7)), max_size=7))
 def test_lower_bound_never_exceeds_the_fewest_rows_and_is_at_least_the_total(lengths):
     budget = np.array([10, 7])
@@ -39,7 +39,7 @@ def test_lower_bound_counts_long_samples_and_not_only_positions():
         rows_lower_bound(np.array([[3], [11]]), np.array([10]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 9)), min_size=1, max_size=6))
 def test_lower_bound_holds_where_lengths_are_rounded_to_levels(lengths):
     budget = (700, 9)

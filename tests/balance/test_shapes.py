@@ -84,7 +84,7 @@ def test_equal_needs_make_one_shape_and_what_nobody_needs_stays_zero():
     assert choose_shapes(np.array([[9, 0], [10, 0]]), np.ones(2), 8, alignment=8).tolist() == [[16, 0]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     needs=st.lists(st.tuples(*[st.integers(0, 60)] * 3), min_size=1, max_size=25),
     alignment=st.tuples(*[st.integers(1, 16)] * 3),

@@ -30,7 +30,7 @@ def least_of_equal_counts(work: np.ndarray, ranks: int) -> int:
     return best
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(works, st.integers(1, 12))
 def test_every_rank_gets_as_many_blocks_and_no_more_work_than_the_bound(work, ranks):
     rank = distribute(work, ranks)
@@ -46,7 +46,7 @@ def test_every_rank_gets_as_many_blocks_and_no_more_work_than_the_bound(work, ra
     assert np.array_equal(rank, distribute(work.copy(), ranks))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(works.filter(lambda work: len(work) > 1), st.integers(2, 5))
 def test_no_exchange_of_one_or_two_blocks_of_the_heaviest_rank_is_left(work, ranks):
     rank = distribute(work, ranks)
@@ -61,7 +61,7 @@ def test_no_exchange_of_one_or_two_blocks_of_the_heaviest_rank_is_left(work, ran
             assert max(load[heavy] - mine + theirs, load[other] + mine - theirs) >= load[heavy]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3).flatmap(lambda g: st.tuples(st.just(g), st.lists(st.integers(0, 99), max_size=2 * g))))
 def test_up_to_two_blocks_a_rank_are_distributed_as_well_as_any_way(problem):
     ranks, work = problem[0], np.array(problem[1], np.int64)
@@ -117,7 +117,7 @@ def test_no_ranks_are_refused():
         distribute(np.array([1]), 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(0, 200), st.integers(1, 20), st.integers(1, 6))
 def test_order_puts_each_ranks_tokens_together_and_its_inverse_puts_them_back(seed, tokens, block, ranks):
     rank = np.random.default_rng(seed).integers(0, ranks, -(-tokens // block))

@@ -26,7 +26,7 @@ def least(work: np.ndarray, ranks: int, equal_counts: bool = False) -> int:
     return min(found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @small
 def test_longest_first_takes_the_emptiest_rank_and_keeps_grahams_bound(work, ranks):
     load, expected = [0] * ranks, np.zeros(len(work), int)
@@ -50,7 +50,7 @@ def test_zigzag_is_even_for_a_causal_mask():
     assert excess(work, ring(64, 8), 8) > 0.8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 100), st.integers(1, 9), st.integers(0, 99))
 def test_all_blocks_have_a_rank_and_ranks_have_equal_counts(blocks, ranks, seed):
     drawn = random(blocks, ranks, np.random.default_rng(seed))
@@ -69,7 +69,7 @@ def test_random_differs_by_seed():
 
 @pytest.mark.parametrize("equal_counts", [False, True])
 def test_the_integer_program_finds_what_trying_all_distributions_does(equal_counts):
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @small
     def check(work, ranks):
         rank, proven = integer_program(work, ranks, equal_counts=equal_counts)

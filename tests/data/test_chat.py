@@ -190,7 +190,7 @@ def _chats(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.usefixtures("_chats")
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(TEXTS, TEXTS)
 def test_what_is_asked_is_how_what_was_trained_begins(question: str, answer: str) -> None:
     """Token by token, for every sample that is not refused."""

@@ -239,7 +239,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), max_size=5), st.sampled_from([None, 0, 3]))
 def test_every_record_of_an_array_is_found_whatever_it_holds(records, indent) -> None:
     with tempfile.TemporaryDirectory() as name:

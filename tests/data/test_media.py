@@ -24,7 +24,7 @@ shapes = {"height": st.integers(1, 40), "width": st.integers(1, 40), "channels":
 grids = {"patch": st.integers(1, 7), "merge": st.integers(1, 3)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**shapes, **grids)
 def test_patches_hold_every_pixel_where_their_coordinates_say(height, width, channels, patch, merge):
     image = np.random.default_rng(height * 41 + width).integers(0, 256, (height, width, channels), np.uint8)
@@ -41,7 +41,7 @@ def test_patches_hold_every_pixel_where_their_coordinates_say(height, width, cha
     np.testing.assert_array_equal(valid, inside)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**shapes, **grids)
 def test_patches_of_a_merge_window_are_contiguous_and_windows_go_row_by_row(height, width, channels, patch, merge):
     _, coordinates, _ = patches(np.zeros((height, width, channels), np.uint8), patch, merge)
@@ -53,7 +53,7 @@ def test_patches_of_a_merge_window_are_contiguous_and_windows_go_row_by_row(heig
     assert all(window == [[y, x] for y in range(merge) for x in range(merge)] for window in inner)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**shapes, **grids, samples=st.integers(1, 3000))
 def test_item_size_is_known_before_decoding(height, width, channels, patch, merge, samples):
     items = (

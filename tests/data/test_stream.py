@@ -20,7 +20,7 @@ def pools(*sizes: int) -> list[Pool]:
 
 
 @given(st.integers(1, 300), st.integers(1, 50), st.integers(0, 1000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_epoch_holds_every_sample_once(samples, size, seed):
     chunks = -(-3 * samples // size)
     order = np.concatenate([chunk_samples(pools(samples), [1], size, seed, c) for c in range(chunks)])
@@ -61,7 +61,7 @@ def test_neighbours_in_a_large_source_are_spread():
 
 
 @given(st.lists(st.sampled_from([0.0, 0.001, 0.3, 1.0, 7.0]), min_size=1, max_size=6), st.integers(1, 500))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_chunk_holds_the_shares_rounded_and_their_mean_is_exact(weights, size):
     if not sum(weights):
         weights = [*weights, 1.0]

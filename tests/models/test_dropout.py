@@ -50,7 +50,7 @@ def mask(noise=NOISE, owner=5, offset=0, length=256, width=32, **place):
 # ---------------------------------------------------------------------------------------------------------- the mask
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.permutations(range(48)), st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1))
 def test_a_positions_mask_moves_with_it(order, owner, step):
     """Positions of two samples and padding anywhere in two rows keep the masks that they have in order in one."""

@@ -36,12 +36,14 @@ def test_every_layer_type_is_timed_forward_and_with_every_policy(home):
             assert min(seconds.values()) > 0
 
 
+@pytest.mark.exhaustive
 def test_what_was_measured_is_read_and_not_measured_again(home, monkeypatch):
     monkeypatch.setattr(measuring, "time_layer", lambda *of: pytest.fail("measured again"))
     assert layer_times(tiny_config(), SHAPES, jax.devices()[0], True) == home
     assert layer_times(tiny_config(), SHAPES, jax.devices()[0], False) == home
 
 
+@pytest.mark.exhaustive
 def test_without_measuring_only_towers_of_which_all_is_known_are_told(home):
     assert set(layer_times(tiny_config(), SHAPES | {"llm": (1, (16, 64))}, jax.devices()[0], False)) == {
         "vision",
@@ -49,6 +51,7 @@ def test_without_measuring_only_towers_of_which_all_is_known_are_told(home):
     }
 
 
+@pytest.mark.exhaustive
 def test_another_precision_layer_or_gradient_has_times_of_its_own(home):
     made = tiny_config()
     others = [
@@ -62,7 +65,7 @@ def test_another_precision_layer_or_gradient_has_times_of_its_own(home):
     assert "llm" in layer_times(longer, SHAPES, jax.devices()[0], False)
 
 
-def test_a_tower_without_gradients_takes_its_forward_time_whatever_the_policy(home, monkeypatch):
+def test_a_tower_without_gradients_takes_its_forward_time_whatever_the_policy(monkeypatch):
     monkeypatch.setattr(measuring, "ENOUGH", 0.0)
     made = tiny_config()
     encoders = {name: replace(e, frozen=True) for name, e in made.model.encoders.items()}
@@ -71,6 +74,7 @@ def test_a_tower_without_gradients_takes_its_forward_time_whatever_the_policy(ho
     assert len(set(seconds.values())) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_profile_counts_as_none(home):
     for path in profiles().iterdir():
         whole = path.read_text()
@@ -86,7 +90,8 @@ def test_a_damaged_profile_counts_as_none(home):
     assert layer_times(tiny_config(), SHAPES, jax.devices()[0], False) == home
 
 
-def test_where_nothing_can_be_written_the_run_goes_on(home, monkeypatch, capsys, tmp_path):
+def test_where_nothing_can_be_written_the_run_goes_on(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(measuring, "ENOUGH", 0.0)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     found = layer_times(tiny_config(), {"vision": (2, (16,))}, jax.devices()[0], True)
@@ -94,9 +99,8 @@ def test_where_nothing_can_be_written_the_run_goes_on(home, monkeypatch, capsys,
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_programs_take_turns(monkeypatch):
-    monkeypatch.setattr(measuring, "ENOUGH", 60.0)
+def test_programs_take_turns():
     calls = []
-    found = typical_seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")})
+    found = typical_seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 600)
     assert calls == ["a", "b"] * (measuring.ROUNDS + 1)
     assert set(found) == {"a", "b"}

@@ -36,6 +36,7 @@ def test_a_folder_in_the_place_of_the_log_is_named(tmp_path: Path) -> None:
 
 def test_numbers_go_to_weights_and_biases_where_asked_and_a_resumed_run_into_the_same_one(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "480")  # seconds until its process answers
     ids = []
     for done in (0, 1):
         log = MetricsLog(tmp_path / "metrics.jsonl", done, "a-project", {"seed": 3})
