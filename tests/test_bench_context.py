@@ -12,6 +12,9 @@ from mmjax import bench
 from mmjax.balance.mask_kinds import KINDS
 from mmjax.benchmarks.context import METHODS
 
+# No training runs this: by default the examples of docs/balance.md do.
+pytestmark = pytest.mark.exhaustive
+
 SMALL = ("--tokens=32768", "--ranks=16")
 
 

@@ -98,6 +98,7 @@ def test_any_res_written_as_callbacks_gives_the_items_places_and_logits_of_our_o
     np.testing.assert_allclose(*logits, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_what_was_trained_with_them_is_exported_as_it_was_read(place):
     config = load(place / "any_res.py", [*words(place), *SMALL, f"run={place / 'run'}"])
     train.train(config, find(place / "any_res.py"), devices=jax.devices()[:1])

@@ -126,6 +126,7 @@ def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
     assert "limits memory: shard over more devices" in tight
 
 
+@pytest.mark.exhaustive
 def test_all_ways_of_balancing_are_compared_whichever_the_config_takes(capsys, small):
     none = numbers(capsys, *SMALL, "batch.balance=none")
     assert none["balance"] == "none"

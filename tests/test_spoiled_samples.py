@@ -56,8 +56,15 @@ def few(split, modalities, silent):
 
 def config():
     base = media.config()
-    source = FunctionSource("config:few", {"modalities": "image audio mixed", "silent": False})
-    return replace(base, name="torn", data=replace(base.data, sources={"few": source}, max_bad_share=0.2))
+    source = FunctionSource("config:few", {"modalities": "image", "silent": False})
+    seeing = {"vision": base.model.encoders["vision"]}
+    return replace(
+        base,
+        name="torn",
+        data=replace(base.data, sources={"few": source}, max_bad_share=0.2),
+        model=replace(base.model, encoders=seeing),
+        batch=replace(base.batch, rows={"llm": 4, "vision": 1}),
+    )
 """
 WORDS = ("training.steps=6", "schedule.warmup=1", "training.evaluate_every=0", "batch.microbatches=2")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -71,7 +72,8 @@ def run_sample(folder: Path, names: str, *words: str) -> subprocess.CompletedPro
     (folder / "conftest.py").write_text(f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n{CONFTEST}")
     (folder / "test_sample.py").write_text(SAMPLE.format(names=names))
     command = [sys.executable, "-m", "pytest", "--strict-markers", "-p", "no:cacheprovider", "-p", "no:xdist", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

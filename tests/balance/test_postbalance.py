@@ -108,6 +108,7 @@ def test_padded_and_conv_are_the_best_contiguous_splits(length, ranks, lam, equa
 problems = st.tuples(st.lists(st.integers(0, 5000), max_size=200), st.integers(1, 40), st.booleans())
 
 
+@pytest.mark.default_cases("padded")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(problems)

@@ -137,6 +137,7 @@ def test_a_killed_worker_ends_the_run_with_its_exit_code(tmp_path):
     assert_no_workers_are_left()
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("asked", [0, 1])
 def test_workers_end_when_they_are_closed(asked, tmp_path):
     loaded = steps(run_folder(tmp_path), 0, 10_000, workers=1, prefetch=2)

@@ -85,6 +85,7 @@ def test_adapters_compute_what_their_product_added_to_the_weights_does(remat):
             assert_trees_close(own[(*path[:-1], "b")], scale(of) * jnp.swapaxes(leaf, -1, -2) @ weight, 1e-4)
 
 
+@pytest.mark.exhaustive
 def test_adapters_do_not_depend_on_runs_and_are_stored_layer_by_layer():
     whole, cut = (Model.build(adapted(layers=4), jnp.float32, cuts) for cuts in (None, {"llm": (1, 3)}))
     one, other = (layers_one_by_one(m.init(jax.random.key(2))) for m in (whole, cut))

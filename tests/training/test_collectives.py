@@ -116,7 +116,7 @@ def test_an_exchange_stays_inside_its_node(tmp_path):
 ENCODER_WIDTH = 40  # no other size either
 
 
-@pytest.mark.default_cases("data")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("encoders", ["data", "tensor"])
 def test_encoders_spread_over_the_tensor_axis_send_no_activations_but_their_tokens(encoders, tmp_path):
     mesh = MeshConfig(2, fsdp=2, tensor=2, encoders=encoders)

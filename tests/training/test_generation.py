@@ -129,6 +129,7 @@ def test_the_cache_stays_where_it_lies(few):
     assert not [shape for shape in gathered if ",17," in shape], gathered
 
 
+@pytest.mark.exhaustive
 def test_what_is_drawn_does_not_depend_on_what_else_is_asked(few):
     config, source = few
     model = Model.build(config.model, jnp.float32)

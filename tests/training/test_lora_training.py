@@ -62,6 +62,7 @@ def test_the_first_loss_is_that_of_the_model_without_adapters(source, tuned, tmp
     assert losses(plain)[3] != losses(tuned)[3]
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_adapters_goes_on_where_it_stopped_under_other_runs_of_layers(source, tuned, tmp_path):
     stopped = shutil.copytree(tuned, tmp_path / "stopped")
     for step in ("2", "3"):

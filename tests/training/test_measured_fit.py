@@ -17,6 +17,8 @@ from mmjax.training.compiled_memory import compiled_bytes
 from mmjax.training.measured_fit import TRIES, measured_fit
 from mmjax.training.residuals import kept_per_layer
 
+pytestmark = pytest.mark.exhaustive
+
 LAYERS = 6
 FREE = {"llm": LAYERS, "vision": 2, "audio": 3}
 SHAPE = {"llm": (2, 64), "vision": (2, 64), "audio": (2, 64)}
@@ -46,7 +48,6 @@ RICH = {tower: ("none",) * layers for tower, layers in FREE.items()}
 HALF = (predicted(LEAN) + predicted(RICH)) / 2
 
 
-@pytest.mark.exhaustive
 def test_the_compilers_own_figure_is_what_fits():
     said = []
 
@@ -75,7 +76,6 @@ def test_with_measurements_as_predicted_the_fit_is_the_predicted_one():
     assert len(calls) == 1 + 4 * len(FREE) + 1
 
 
-@pytest.mark.exhaustive
 def test_out_of_memory_backs_off_until_a_try_fits():
     def measure(policies) -> float | None:
         bytes_ = predicted(policies)
@@ -86,7 +86,6 @@ def test_out_of_memory_backs_off_until_a_try_fits():
     assert predicted(LEAN) < found.measured <= 0.9 * HALF
 
 
-@pytest.mark.exhaustive
 def test_if_no_try_fits_everything_is_computed_again():
     calls = []
 

@@ -53,7 +53,7 @@ def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
     assert found["none"].device > found["products"].device
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default_cases("inputs+weights-llm-dense", "inputs-vision-blockwise", "weights-audio-dense")
 @pytest.mark.parametrize(("tower", "backend"), [*product(SHAPES, ("dense", "blockwise"))])
 @pytest.mark.parametrize(
     "wanted", [BOTH, frozenset({"inputs"}), frozenset({"weights"})], ids=lambda kept: "+".join(sorted(kept))
