@@ -13,7 +13,7 @@ import pytest
 from compilation import compile_quickly, optimized
 from cpu_times import CpuTimes
 from started import kill_started
-from tiers import MARKERS, assign_tiers
+from tiers import MARKERS, assign_tiers, long_files_first
 
 # The same examples every time, and none is refused because a busy machine was slow to make it.
 hypothesis.settings.register_profile(
@@ -39,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     assign_tiers(items)
+    long_files_first(items)
 
 
 @pytest.fixture(autouse=True, scope="module")

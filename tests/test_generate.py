@@ -146,6 +146,7 @@ def test_bad_input_is_one_line_and_code_2(fault, place, capsys, tmp_path):
     assert not ended.out
 
 
+@pytest.mark.exhaustive
 def test_a_process_of_its_own_prints_the_answer_alone(place, tmp_path, capsys):
     words = [place / "llava", "--image", place / "tall.png", QUESTION, "--max-tokens", "10"]
     ended = finish(start("mmjax.generate", *words, cwd=tmp_path))

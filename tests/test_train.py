@@ -249,10 +249,15 @@ def test_auto_starts_and_then_resumes_and_a_finished_run_stays_as_it_is(trained,
     assert again.code == 0
     assert "all 2 steps are done" in again.out
     assert {name: text for name, text in files(folder).items() if "tensorboard" not in name} == kept
-    longer = run(capsys, train.main, "--resume", TINY, f"run={folder}", "training.steps=3", "training.evaluate_every=0")
-    assert longer.code == 0
-    assert sorted(losses(folder)) == [1, 2, 3]
-    assert newest(folder / "checkpoints") == 3
+
+
+@pytest.mark.exhaustive
+def test_a_finished_run_goes_on_where_more_steps_are_wanted(runs, capsys):
+    words = (TINY, f"run={runs / 'longer'}", "training.evaluate_every=0")
+    assert run(capsys, train.main, *words, "training.steps=2").code == 0
+    assert run(capsys, train.main, "--resume", *words, "training.steps=3").code == 0
+    assert sorted(losses(runs / "longer")) == [1, 2, 3]
+    assert newest(runs / "longer" / "checkpoints") == 3
 
 
 def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):

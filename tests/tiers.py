@@ -20,6 +20,21 @@ MARKERS = (
 )
 
 
+# Files whose few tests take long. Workers take files in this order and then as collected, so that they end together.
+LONG_FILES = (
+    "test_processes.py", "test_hangs.py", "test_restarts.py", "test_new_data.py", "test_balanced.py", "test_train.py",
+    "test_exactness.py", "test_spoiled_samples.py", "test_export.py", "test_notebooks.py", "test_llava_style.py",
+    "test_absent_devices.py", "test_stacked_vision.py", "test_mutations.py", "test_plan_command.py", "test_report.py",
+    "test_workers.py", "test_generation.py", "test_recipes.py", "test_collectives.py", "test_layer_profile.py",
+)  # fmt: skip
+
+
+def long_files_first(items: list[pytest.Item]) -> None:
+    """Reorder the tests of `LONG_FILES` to the front."""
+    rank = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 def assign_tiers(items: Sequence[pytest.Item]) -> None:
     """Mark as exhaustive the cases that a test's `default_cases` or `covering` leaves out.
 

@@ -17,6 +17,9 @@ from mmjax.balance.postbalance import (
     rank_costs,
 )
 
+# No training runs this: by default the examples of docs/balance.md do.
+pytestmark = pytest.mark.exhaustive
+
 LAM = 1e-2
 KINDS = ("packed", "padded", "quadratic", "conv")
 
@@ -61,7 +64,6 @@ def omni_like(samples: int, seed: int) -> np.ndarray:
     return np.clip(rng.lognormal(4.9, 0.9, samples) + images, 10, 4096).astype(np.int64)
 
 
-@pytest.mark.default_cases("padded", "conv")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), max_size=6), st.integers(1, 3), st.booleans())
@@ -108,7 +110,6 @@ def test_padded_and_conv_are_the_best_contiguous_splits(length, ranks, lam, equa
 problems = st.tuples(st.lists(st.integers(0, 5000), max_size=200), st.integers(1, 40), st.booleans())
 
 
-@pytest.mark.default_cases("padded")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60)
 @given(problems)

@@ -120,6 +120,7 @@ def test_a_run_that_only_a_measurement_refuses_is_never_told_to_stay_as_it_is(la
     assert edit(tiny_config(), settings) != tiny_config()
 
 
+@pytest.mark.exhaustive
 def test_what_can_never_fit_is_said(layouts):
     said = nearest(tiny_config(), MESH, layouts, SPEED, Room(1000.0), Tracer(tiny_config()))
     assert "do not make it fit; use more devices, mesh.tensor, or a smaller model" in said

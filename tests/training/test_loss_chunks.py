@@ -97,6 +97,7 @@ def test_loss_and_every_gradient_are_those_of_the_whole_logits_to_their_own_roun
     assert worst_leaf(gradient, whole) <= (max(1e-6, rounding(tied)), "~")
 
 
+@pytest.mark.exhaustive
 def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
     (found, gradient), (wanted, whole) = (first(chunks, precision="bfloat16") for chunks in (4, 1))
     assert found == pytest.approx(wanted, rel=1e-5)
@@ -173,6 +174,7 @@ def test_under_fsdp_only_a_part_of_the_output_table_is_gathered():
     assert sizes.count(LARGE * width) <= 1  # the table of the tokens that come in
 
 
+@pytest.mark.exhaustive
 def test_the_factors_of_the_logits_have_them_as_their_scores(loaded):
     model = Model.build(config(1).model, np.float32)
     batch, params = loaded(ONE_RANK)[0][0], parameters(True)
