@@ -17,7 +17,7 @@ from mmjax.data.kept import Damaged, keep, kept, note
 from mmjax.data.stored import digest, local_copy
 from mmjax.errors import UserError
 
-_VERSION = "3"
+_VERSION = "4"
 _NAMES = ("starts", "spans", "content")
 _CHUNK = 1 << 24
 
@@ -122,9 +122,19 @@ def _indexed(path: str, local: Path) -> tuple[np.ndarray, str]:
     mark = 3 if head.startswith(b"\xef\xbb\xbf") else 0
     first = head[mark:].lstrip()[:1]
     if first == b"[":
-        spans, end = _elements(data[mark:])
+        spans, end, empty = _elements(data[mark:])
+        if empty >= 0:
+            raise UserError(
+                f"{path} is no JSON: at byte {mark + empty} its array has a comma with no record beside it; "
+                "mend the file, or write one object to a line"
+            )
         if end < 0:
             raise UserError(f"{path} is truncated: its array has {len(spans):,} whole records and no end")
+        if (more := _first_text(data[mark:], end)) >= 0:
+            raise UserError(
+                f"{path} goes on after its array has ended, at byte {mark + more}; name several files instead of "
+                "joining them, or write one object to a line"
+            )
     elif first in (b"{", b""):
         spans = _lines(data[mark:])
     else:
@@ -153,8 +163,12 @@ def _lines(data: np.ndarray) -> np.ndarray:
 
 
 @numba.njit(cache=True, nogil=True)
-def _elements(data: np.ndarray) -> tuple[np.ndarray, int]:
-    """Elements of the outermost array, int64 `[n, 2]`, and where it ends; -1 if it does not."""
+def _elements(data: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Find the elements of the outermost array, int64 `[n, 2]`.
+
+    Also returns where the array ends, and the comma or bracket before which an element is missing; -1 where there is no
+    such place.
+    """
     spans, count = np.empty((1024, 2), np.int64), 0
     depth, quoted, escaped, start, stop = 0, False, False, -1, -1
     for i in range(len(data)):
@@ -176,9 +190,11 @@ def _elements(data: np.ndarray) -> tuple[np.ndarray, int]:
                     spans = np.concatenate((spans, np.empty_like(spans)))
                 spans[count, 0], spans[count, 1] = start, stop
                 count += 1
+            elif c == 44 or count > 0:
+                return spans[:count], -1, i
             start = -1
             if c == 93:
-                return spans[:count], i + 1
+                return spans[:count], i + 1, -1
             continue
         if depth > 0 and start < 0:
             start = i
@@ -189,4 +205,13 @@ def _elements(data: np.ndarray) -> tuple[np.ndarray, int]:
             depth += 1
         elif c in (93, 125):
             depth -= 1
-    return spans[:count], -1
+    return spans[:count], -1, -1
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_text(data: np.ndarray, start: int) -> int:
+    """The first byte from `start` on that is no white space; -1 if there is none."""
+    for i in range(start, len(data)):
+        if data[i] not in (32, 9, 10, 13):
+            return i
+    return -1

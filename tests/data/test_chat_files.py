@@ -189,6 +189,11 @@ def test_a_line_that_is_cut_off_is_one_bad_record_and_blank_lines_are_none(tmp_p
     ("content", "told"),
     [
         (b'[{"a": 1}, {"b": ', "is truncated: its array has 1 whole records and no end"),
+        (b'[{"a": 1}]\n[{"b": 2}]\n', "goes on after its array has ended, at byte 11; name several files"),
+        (b'\xef\xbb\xbf[{"a": 1}] \n{"b": 2}\n', "goes on after its array has ended, at byte 15; name several files"),
+        (b'[{"a": 1},,{"b": 2}]', "at byte 10 its array has a comma with no record beside it"),
+        (b'[ ,{"a": 1}]', "at byte 2 its array has a comma with no record beside it"),
+        (b'[{"a": 1}, ]', "at byte 11 its array has a comma with no record beside it"),
         (b"\x1f\x8b123", "is compressed"),
         (b"image,text\n", "is neither a JSON array nor JSON lines"),
         (b"", "holds no records"),
