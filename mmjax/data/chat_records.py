@@ -70,11 +70,13 @@ def chat_record(record: Mapping[str, Any], turns: str) -> Record:
         raise BadSample(f"has no {turns}")
     if record.get("videos") or record.get("video"):
         raise BadSample("has videos, which are not read")
+    if record.get("tools"):
+        raise BadSample("has tools, which are not read")
     beside = {medium: deque(_listed(record, keys)) for medium, keys in KEYS.items()}
     given = {medium: len(waiting) for medium, waiting in beside.items()}
     messages, references, places = [], [], Counter[str]()
-    if isinstance(system := record.get("system"), str) and system.strip():
-        messages.append(Message("system", (system,)))
+    if system := _system(record.get("system")):
+        messages.append(Message("system", system))
     for number, turn in enumerate(said, start=1):
         role, content = _turn(turn, number)
         parts: list[str | Media] = []
@@ -123,7 +125,7 @@ def questions_record(record: Mapping[str, Any], question: str, answer: str) -> R
     Raises BadSample.
     """
     media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
-    given = record.get(answer, record.get(f"{answer}s"))
+    given = _only(record, (answer, f"{answer}s"))
     return question_record(record.get(question), given, {medium: files for medium, files in media.items() if files})
 
 
@@ -140,21 +142,54 @@ def clip_record(record: Mapping[str, Any], prompt: str) -> Record:
         raise BadSample("has duration=0: an empty clip")
     clip = Excerpt(path, offset or 0.0, duration)
     own = record.get("prompt")
-    return question_record(own if isinstance(own, str) else prompt, record.get("text"), {"audio": [clip]})
+    if own is not None and not isinstance(own, str):
+        raise BadSample(f"has a prompt that is a {type(own).__name__}, not text")
+    return question_record(prompt if own is None else own, record.get("text"), {"audio": [clip]})
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
-    """What a record names beside its messages, under the first of these keys that it has."""
-    for key in keys:
-        if (found := record.get(key)) not in (None, "", []):
-            return list(found) if isinstance(found, list | tuple) else [found]
-    return []
+    """Return what a record names beside its messages under one of these keys. Raises BadSample where several are."""
+    found = _only(record, keys)
+    if _is_empty(found):
+        return []
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def _only(found: Mapping[str, Any], keys: Sequence[str], what: str = "") -> Any:
+    """Return the value of the one key that is there and not empty; None where none is.
+
+    Raises BadSample where several are, since either may be meant. what: of the record, for the message.
+    """
+    given = [key for key in keys if not _is_empty(found.get(key))]
+    if len(given) > 1:
+        raise BadSample(f"{what}has both {given[0]} and {given[1]}; keep the one that is meant")
+    return found[given[0]] if given else next((found[key] for key in keys if found.get(key) is not None), None)
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple) and not value)
+
+
+def _system(system: Any) -> tuple[str, ...]:
+    """Return the text of a system message beside the others: a string, or a list of text parts. Raises BadSample."""
+    if system is None or (isinstance(system, str) and not system.strip()):
+        return ()
+    if isinstance(system, str):
+        return (system,)
+    if isinstance(system, Sequence) and all(isinstance(of, Mapping) and of.get("type") == "text" for of in system):
+        texts = [part.get("text") for part in system]
+        if all(isinstance(text, str) for text in texts):
+            return tuple(text for text in texts if text)
+    raise BadSample(f"has a system message that is a {type(system).__name__}; write text, or a list of text parts")
 
 
 def _turn(turn: Any, number: int) -> tuple[str, Any]:
     if not isinstance(turn, Mapping):
         raise BadSample(f"message {number} is not an object")
-    name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if turn.get("tool_calls"):
+        raise BadSample(f"message {number} has tool_calls, which are not read")
+    what = f"message {number} "
+    name, content = _only(turn, ("role", "from"), what), _only(turn, ("content", "value"), what)
     if not isinstance(name, str) or name not in ROLES:
         raise BadSample(f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}")
     return ROLES[name], content
@@ -181,7 +216,11 @@ def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference 
                 yield part["text"]
         elif isinstance(kind, str) and kind in _PART_KEYS:
             medium, keys = _PART_KEYS[kind]
-            yield medium, next((part[key] for key in keys if part.get(key) is not None), None)
+            given = [key for key in keys if part.get(key) is not None]
+            if len(given) > 1 and set(given) != {"path", "bytes"}:  # these two together name one file (datasets)
+                both = f"both {given[0]} and {given[1]}"
+                raise BadSample(f"message {number} has a part {kind} with {both}; keep the one that is meant")
+            yield medium, part[given[0]] if given else None
         else:
             known = ", ".join(("text", *_PART_KEYS))
             raise BadSample(f"message {number} has a part of the unknown type {kind!r}; known: {known}")

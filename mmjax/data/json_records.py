@@ -55,7 +55,7 @@ class JsonRecords:
         start, stop = self._spans[index].tolist()
         try:
             with open(self._paths[int(self._starts.searchsorted(index, side="right")) - 1], "rb", 0) as file:
-                record = json.loads(os.pread(file.fileno(), stop - start, start))
+                record = json.loads(os.pread(file.fileno(), stop - start, start), object_pairs_hook=_without_twins)
         except OSError as error:
             raise BadSample(f"cannot be read: {error}") from None
         except (ValueError, RecursionError) as error:
@@ -63,6 +63,16 @@ class JsonRecords:
         if not isinstance(record, dict):
             raise BadSample(f"is a JSON {type(record).__name__}, not an object")
         return record
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object of its members. Raises BadSample where a key comes twice: either value may be meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise BadSample(f"has the key {twice!r} twice; keep the value that is meant")
+    return found
 
 
 def _indexed_file(path: str, cache: Path) -> tuple[Path, Path]:

@@ -108,6 +108,7 @@ def test_a_manifest_gives_the_stretch_that_its_line_names(tmp_path: Path) -> Non
         {"audio_filepath": "a.wav", "offset": 2, "text": "behind"},
         {"audio_filepath": "a.wav", "offset": -1, "text": "before"},
         {"audio_filepath": "a.wav", "duration": 0, "text": "empty"},
+        {"audio_filepath": "a.wav", "text": "whole", "prompt": 5},
     ]
     got = opened(ManifestSource(lines(tmp_path / "m.json", records), prompt="Write."), tmp_path)
     assert got.conversation(0).messages[0].parts == (AUDIO, "Write.")
@@ -122,6 +123,7 @@ def test_a_manifest_gives_the_stretch_that_its_line_names(tmp_path: Path) -> Non
     assert "is to start at 2.0 s" in reason(lambda: got.encoded(4, 0))
     assert "offset=-1" in reason(lambda: got.conversation(5))
     assert "empty clip" in reason(lambda: got.conversation(6))
+    assert "has a prompt that is a int, not text" in reason(lambda: got.conversation(7))
 
 
 def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> None:
@@ -132,6 +134,7 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
         {"question": "Who?", "answers": [{"answer": "you", "answer_id": 1}, {"answer": "me"}]},
         {"question": "How?"},
         {"question": "How?", "answers": []},
+        {"question": "How?", "answer": "so", "answers": ["so", "thus"]},
     ]
     got = opened(QuestionsSource(lines(tmp_path / "d.jsonl", records)), tmp_path)
     assert got.conversation(0) == Conversation((Message("user", (IMAGE, "What?")), Message("assistant", ("a cat",))))
@@ -140,6 +143,7 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
     assert got.conversation(2).messages[1].parts == ("you",)
     assert got.conversation(2).answers == ("you", "me")
     assert reason(lambda: got.conversation(3)) == reason(lambda: got.conversation(4)) == "has no answer"
+    assert "has both answer and answers" in reason(lambda: got.conversation(5))
     own = lines(tmp_path / "own.jsonl", [{"q": "What?", "gold": "a cat"}])
     assert opened(QuestionsSource(own, question="q", answer="gold"), tmp_path).conversation(0).answers == ()
 
@@ -156,6 +160,17 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
         (asked("What?", ""), "message 2 (assistant) is empty"),
         (asked("half \ud800"), "surrogate"),
         (asked("What?", video="a.mp4"), "videos, which are not read"),
+        (asked("<image>", image="a.png", images=["b.png"]), "has both images and image; keep the one that is meant"),
+        (asked("What?", tools=[{"name": "search"}]), "has tools, which are not read"),
+        (asked("What?", system={"text": "Be kind."}), "has a system message that is a dict; write text"),
+        (asked("What?", system=[{"type": "image"}]), "has a system message that is a list; write text"),
+        ({"conversations": [{"from": "gpt", "value": "x", "content": "y"}]}, "message 1 has both content and value"),
+        ({"conversations": [{"from": "gpt", "role": "user", "value": "x"}]}, "message 1 has both role and from"),
+        ({"conversations": [{"from": "gpt", "value": "x", "tool_calls": [{}]}]}, "message 1 has tool_calls, which"),
+        (
+            {"conversations": [{"from": "human", "value": [{"type": "image", "path": "a", "url": "b"}]}]},
+            "message 1 has a part image with both path and url",
+        ),
         ({"conversations": []}, "has no conversations"),
         ({"id": 3}, "has no conversations"),
         ({"conversations": "text"}, "has no conversations"),
@@ -174,6 +189,22 @@ def test_a_bad_record_is_named_with_its_reason_and_the_others_are_read(tmp_path:
     assert told in reason(lambda: got.conversation(1))
     assert told in reason(lambda: got.media(1))
     assert got.conversation(0).messages[0].parts == ("Fine?",)
+
+
+def test_a_key_that_comes_twice_is_a_bad_record_wherever_it_stands(tmp_path: Path) -> None:
+    whole = json.dumps(asked("Fine?"))
+    inner = '{"conversations": [{"from": "human", "value": "x", "value": "y"}, {"from": "gpt", "value": "z"}]}'
+    (tmp_path / "d.jsonl").write_text("\n".join([whole[:-1] + ', "id": 1, "id": 2}', inner, whole]))
+    got = opened(LlavaSource(str(tmp_path / "d.jsonl")), tmp_path)
+    assert "has the key 'id' twice" in reason(lambda: got.conversation(0))
+    assert "has the key 'value' twice" in reason(lambda: got.conversation(1))
+    assert got.conversation(2).messages[0].parts == ("Fine?",)
+
+
+def test_a_system_message_may_be_a_list_of_text_parts(tmp_path: Path) -> None:
+    record = asked("What?", system=[{"type": "text", "text": "Be kind."}, {"type": "text", "text": "Be brief."}])
+    got = opened(LlavaSource(lines(tmp_path / "d.jsonl", [record])), tmp_path)
+    assert got.conversation(0).messages[0] == Message("system", ("Be kind.", "Be brief."))
 
 
 def test_a_line_that_is_cut_off_is_one_bad_record_and_blank_lines_are_none(tmp_path: Path) -> None:
