@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, and the shapes written in the models' annotations checked at every call."""
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,9 +52,11 @@ def forget_programs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
-    """A test that fails leaves no training beside those that follow."""
+    """A test that fails leaves no training beside those that follow, and no data worker that pytest would wait for."""
     yield
     kill_started()
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -110,18 +110,18 @@ def test_signals_to_all_processes_leave_workers_alone_also_while_these_start(tmp
 def test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_come_as_ever(workers, tmp_path):
     whole = run_folder(tmp_path)
     bad = next(s for s in whole.plan(4).samples().tolist() if whole.sources["made"].samples[s][1])
-    loaded = steps(run_folder(tmp_path, fault="torn", index=bad), 2, 7, workers, prefetch=2)
-    for found, step in zip(loaded, range(2, 7), strict=True):
-        wanted, drawn = whole(step), bad in whole.plan(step).samples()
-        assert [(of.sample, of.reason.split(": ")[-1]) for of in found.spoiled] == (
-            [(bad, "image file is truncated")] if drawn else []
-        )
-        for ours, theirs in zip(found.microbatches, wanted.microbatches, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, ours.text, theirs.text)
-            for name, items in theirs.items.items():
-                others = items.owner != bad
-                np.testing.assert_array_equal(ours.items[name].values[others], items.values[others])
-                assert not ours.items[name].values[~others].any() or not drawn
+    with contextlib.closing(steps(run_folder(tmp_path, fault="torn", index=bad), 2, 7, workers, prefetch=2)) as loaded:
+        for found, step in zip(loaded, range(2, 7), strict=True):
+            wanted, drawn = whole(step), bad in whole.plan(step).samples()
+            assert [(of.sample, of.reason.split(": ")[-1]) for of in found.spoiled] == (
+                [(bad, "image file is truncated")] if drawn else []
+            )
+            for ours, theirs in zip(found.microbatches, wanted.microbatches, strict=True):
+                jax.tree.map(np.testing.assert_array_equal, ours.text, theirs.text)
+                for name, items in theirs.items.items():
+                    others = items.owner != bad
+                    np.testing.assert_array_equal(ours.items[name].values[others], items.values[others])
+                    assert not ours.items[name].values[~others].any() or not drawn
     assert_no_workers_are_left()
 
 
