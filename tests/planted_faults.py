@@ -180,7 +180,7 @@ FAULTS = (
         "training/step.py",
         "valid = agreed & (weight > 0) & finite",
         "valid = agreed & (weight > 0)",
-        ("training/test_step.py::test_a_step_whose_loss_and_gradient_are_not_finite_updates_nothing_and_says_so",),
+        ("training/test_step.py::test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so",),
     ),
     Fault(
         "a stopped process that the others never name",

@@ -1,4 +1,4 @@
-"""What one record of a chat data set says, in the shapes that people write: who said what, and which files it names.
+"""Read one record of a chat data set, in the shapes that people write: who said what, and which files it names.
 
 Text stands as it is written, `<image>` and `<audio>` cut out where media stand. Nothing is guessed: a place without its
 file, a file without its place, an unknown role or an empty message is a bad sample.
@@ -125,7 +125,7 @@ def questions_record(record: Mapping[str, Any], question: str, answer: str) -> R
     Raises BadSample.
     """
     media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
-    given = _only(record, (answer, f"{answer}s"))
+    given = _value_of_one(record, (answer, f"{answer}s"))
     return question_record(record.get(question), given, {medium: files for medium, files in media.items() if files})
 
 
@@ -149,21 +149,23 @@ def clip_record(record: Mapping[str, Any], prompt: str) -> Record:
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
     """Return what a record names beside its messages under one of these keys. Raises BadSample where several are."""
-    found = _only(record, keys)
+    found = _value_of_one(record, keys)
     if _is_empty(found):
         return []
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
-def _only(found: Mapping[str, Any], keys: Sequence[str], what: str = "") -> Any:
-    """Return the value of the one key that is there and not empty; None where none is.
+def _value_of_one(record: Mapping[str, Any], keys: Sequence[str], where: str = "") -> Any:
+    """Return the value of the one key that is present and not empty; None where none is.
 
-    Raises BadSample where several are, since either may be meant. what: of the record, for the message.
+    where: the part of the sample that messages name. Raises BadSample where several keys have a value, since either may
+    be meant.
     """
-    given = [key for key in keys if not _is_empty(found.get(key))]
-    if len(given) > 1:
-        raise BadSample(f"{what}has both {given[0]} and {given[1]}; keep the one that is meant")
-    return found[given[0]] if given else next((found[key] for key in keys if found.get(key) is not None), None)
+    present = [key for key in keys if not _is_empty(record.get(key))]
+    if len(present) > 1:
+        raise BadSample(f"{where}has both {present[0]} and {present[1]}; keep the one that is meant")
+    # An empty value is told from a missing one, so that an empty message is called empty.
+    return record[present[0]] if present else next((record[key] for key in keys if record.get(key) is not None), None)
 
 
 def _is_empty(value: Any) -> bool:
@@ -188,8 +190,9 @@ def _turn(turn: Any, number: int) -> tuple[str, Any]:
         raise BadSample(f"message {number} is not an object")
     if turn.get("tool_calls"):
         raise BadSample(f"message {number} has tool_calls, which are not read")
-    what = f"message {number} "
-    name, content = _only(turn, ("role", "from"), what), _only(turn, ("content", "value"), what)
+    where = f"message {number} "
+    name = _value_of_one(turn, ("role", "from"), where)
+    content = _value_of_one(turn, ("content", "value"), where)
     if not isinstance(name, str) or name not in ROLES:
         raise BadSample(f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}")
     return ROLES[name], content

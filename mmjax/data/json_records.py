@@ -41,21 +41,21 @@ class JsonRecords:
         return len(self._spans)
 
     def fingerprint(self) -> str:
-        """Of all bytes of all files."""
+        """Return the hash of all bytes of all files."""
         return self._content
 
     def files(self) -> list[tuple[str, int]]:
-        """The files and how many records each has."""
+        """List the files with the number of records in each."""
         return list(zip(self._names, np.diff(self._starts).tolist(), strict=True))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One record. Raises BadSample where it is no JSON object."""
+        """Read one record. Raises BadSample where it is no JSON object."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         start, stop = self._spans[index].tolist()
         try:
             with open(self._paths[int(self._starts.searchsorted(index, side="right")) - 1], "rb", 0) as file:
-                record = json.loads(os.pread(file.fileno(), stop - start, start), object_pairs_hook=_without_twins)
+                record = json.loads(os.pread(file.fileno(), stop - start, start), object_pairs_hook=_unique_keys)
         except OSError as error:
             raise BadSample(f"cannot be read: {error}") from None
         except (ValueError, RecursionError) as error:
@@ -65,7 +65,7 @@ class JsonRecords:
         return record
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object of its members. Raises BadSample where a key comes twice: either value may be meant."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -76,7 +76,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _indexed_file(path: str, cache: Path) -> tuple[Path, Path]:
-    """A file of this machine, and the folder that has where its records are."""
+    """Return a local copy of the file, and the folder with the positions of its records."""
     try:
         local = local_copy(path, cache / "copies")
         found = local.stat()
@@ -92,7 +92,7 @@ def _indexed_file(path: str, cache: Path) -> tuple[Path, Path]:
 
 
 def _together(folders: Sequence[Path], cache: Path) -> Path:
-    """One folder for several: each memory-mapped array holds a file open."""
+    """Join several folders into one, since each memory-mapped array holds a file open."""
     joined = cache / f"records-{digest(*(folder.name for folder in folders))}"
     if not _is_kept(joined):
         found = [kept(folder, _NAMES) for folder in folders]
@@ -120,7 +120,7 @@ def _write(folder: Path, starts: np.ndarray, spans: np.ndarray, content: str) ->
 
 
 def _indexed(path: str, local: Path) -> tuple[np.ndarray, str]:
-    """Where each record starts and stops, int64 `[n, 2]`, and a hash of the file."""
+    """Find where each record starts and stops, int64 `[n, 2]`, and hash the file. Raises UserError."""
     with local.open("rb") as file:
         content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     if not local.stat().st_size:
@@ -154,7 +154,7 @@ def _indexed(path: str, local: Path) -> tuple[np.ndarray, str]:
 
 @numba.njit(cache=True, nogil=True)
 def _lines(data: np.ndarray) -> np.ndarray:
-    """Lines that hold something, without the white space around it, int64 `[n, 2]`."""
+    """Find the lines that hold something, without the white space around it, int64 `[n, 2]`."""
     spans, count = np.empty((1024, 2), np.int64), 0
     start, stop = -1, -1
     for i in range(len(data) + 1):
@@ -220,7 +220,7 @@ def _elements(data: np.ndarray) -> tuple[np.ndarray, int, int]:
 
 @numba.njit(cache=True, nogil=True)
 def _first_text(data: np.ndarray, start: int) -> int:
-    """The first byte from `start` on that is no white space; -1 if there is none."""
+    """Find the first byte from `start` on that is no white space; -1 if there is none."""
     for i in range(start, len(data)):
         if data[i] not in (32, 9, 10, 13):
             return i

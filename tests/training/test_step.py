@@ -125,34 +125,20 @@ def test_a_step_leaves_the_accumulated_gradients_and_report_at_zero(run):
     assert float(told.report.weight.sum()) == weight(run.steps[0])
 
 
-def test_a_step_in_which_no_token_has_a_loss_weight_updates_nothing_and_says_so(run):
+@pytest.mark.parametrize("factor", [0.0, 3e38], ids=["no weight", "not finite"])
+def test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so(run, factor):
     executor = run.executor
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     before = jax.device_get(state)
     hyper = hyperparameters(config(), executor.modules, 0)
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
-    silent = [b._replace(text=b.text._replace(weight=jnp.zeros_like(b.text.weight))) for b in batches]
-    state, accumulated, told = executor.step(state, accumulated, silent, hyper)
-    assert float(told.report.weight.sum()) == 0
+    weighed = [b._replace(text=b.text._replace(weight=b.text.weight * factor)) for b in batches]
+    state, accumulated, report = executor.step(state, accumulated, weighed, hyper)
+    assert (float(report.report.weight.sum()) > 0) == (factor > 0)
+    assert factor == 0 or not report.finite
     assert_unchanged(state, before)
-    state, _, told = executor.step(state, accumulated, batches, hyper)
-    assert np.isfinite(float(told.gradient_norm))
-    assert int(state.step) == 1
-
-
-def test_a_step_whose_loss_and_gradient_are_not_finite_updates_nothing_and_says_so(run):
-    executor = run.executor
-    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
-    before = jax.device_get(state)
-    hyper = hyperparameters(config(), executor.modules, 0)
-    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
-    far_too_heavy = [b._replace(text=b.text._replace(weight=b.text.weight * 3e38)) for b in batches]
-    state, accumulated, told = executor.step(state, accumulated, far_too_heavy, hyper)
-    assert float(told.report.weight.sum()) > 0
-    assert not told.finite
-    assert_unchanged(state, before)
-    state, _, told = executor.step(state, accumulated, batches, hyper)
-    assert told.finite
+    state, _, report = executor.step(state, accumulated, batches, hyper)
+    assert report.finite
     assert int(state.step) == 1
 
 
