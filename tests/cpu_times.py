@@ -59,6 +59,8 @@ def _cpu_seconds() -> float:
 def main(folder: Path) -> None:
     """Print the tables of what the processes of one run have written."""
     processes = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    if not processes:
+        sys.exit(f"{folder} holds no times; run pytest --cpu-times {folder} first, to its end")
     tests = {name: seconds for of in processes for name, seconds in of["tests"].items()}
     stages = sum((Counter(of["stages"]) for of in processes), Counter())
     cpu = sum(of["whole"] for of in processes)
