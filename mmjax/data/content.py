@@ -42,8 +42,9 @@ def spelled(content: int) -> str:
 
 
 def _arrays(batch: TextBatch | ItemBatch) -> Iterator[np.ndarray]:
+    """Iterate over all arrays of a batch, those of encoders in the order of their names, as in a JAX tree."""
     for value in batch:
-        for array in value.values() if isinstance(value, dict) else (value,):
+        for array in (value[k] for k in sorted(value)) if isinstance(value, dict) else (value,):
             yield from array if isinstance(array, Mixed) else (array,)
 
 

@@ -16,7 +16,8 @@ from kept_loader import assert_same, run_folder
 from started import wait_until
 
 from mmjax.batch import TextBatch
-from mmjax.data.workers import LoadingFailed, steps
+from mmjax.data import workers as data_workers
+from mmjax.data.workers import LoadingFailed
 from mmjax.errors import UserError
 
 
@@ -28,7 +29,14 @@ def assert_no_workers_are_left() -> None:
     wait_until(lambda: not worker_processes())
 
 
-def test_workers_bring_the_same_steps_bit_for_bit_in_order_from_any_first_step(tmp_path):
+@pytest.fixture
+def steps():
+    """Open generators of steps that are closed with the test: one left open by a failure keeps pytest from ending."""
+    with contextlib.ExitStack() as opened:
+        yield lambda *args, **options: opened.enter_context(contextlib.closing(data_workers.steps(*args, **options)))
+
+
+def test_workers_bring_the_same_steps_bit_for_bit_in_order_from_any_first_step(tmp_path, steps):
     first, last = 5, 12
     loader = run_folder(tmp_path)
     here = list(steps(loader, first, last, workers=0, prefetch=2))
@@ -50,7 +58,7 @@ def blocks_held_open() -> int:
     return held
 
 
-def test_a_step_waits_in_one_block_of_shared_memory_whatever_the_number_of_its_arrays(tmp_path):
+def test_a_step_waits_in_one_block_of_shared_memory_whatever_the_number_of_its_arrays(tmp_path, steps):
     """Each block takes two open files, and a process often may have but 1,024."""
     loader, workers, prefetch = run_folder(tmp_path), 2, 4
     assert len(jax.tree.leaves(loader(0).microbatches)) > 8
@@ -63,7 +71,7 @@ def test_a_step_waits_in_one_block_of_shared_memory_whatever_the_number_of_its_a
 
 
 def test_no_steps_start_no_workers(tmp_path):
-    assert list(steps(run_folder(tmp_path), 5, 5, workers=2, prefetch=2)) == []
+    assert list(data_workers.steps(run_folder(tmp_path), 5, 5, workers=2, prefetch=2)) == []
     assert not worker_processes()
 
 
@@ -76,7 +84,7 @@ def test_no_steps_start_no_workers(tmp_path):
         ("stop", 0, RuntimeError, "StopIteration"),
     ],
 )
-def test_an_error_while_loading_is_raised_at_its_step(fault, workers, error, message, tmp_path):
+def test_an_error_while_loading_is_raised_at_its_step(fault, workers, error, message, tmp_path, steps):
     loader = run_folder(tmp_path)
     of_step = [set(loader.plan(step).samples().tolist()) for step in range(7)]
     bad = next(s for s in of_step[4] - set.union(*of_step[2:4]) if loader.sources["made"].samples[s][1])
@@ -88,7 +96,7 @@ def test_an_error_while_loading_is_raised_at_its_step(fault, workers, error, mes
     assert_no_workers_are_left()
 
 
-def test_signals_to_all_processes_leave_workers_alone_also_while_these_start(tmp_path, capfd):
+def test_signals_to_all_processes_leave_workers_alone_also_while_these_start(tmp_path, capfd, steps):
     loaded = steps(run_folder(tmp_path), 0, 40, workers=2, prefetch=1)
     wait_until(lambda: len(worker_processes()) == 2)
 
@@ -107,25 +115,25 @@ def test_signals_to_all_processes_leave_workers_alone_also_while_these_start(tmp
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_come_as_ever(workers, tmp_path):
+def test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_come_as_ever(workers, tmp_path, steps):
     whole = run_folder(tmp_path)
     bad = next(s for s in whole.plan(4).samples().tolist() if whole.sources["made"].samples[s][1])
-    with contextlib.closing(steps(run_folder(tmp_path, fault="torn", index=bad), 2, 7, workers, prefetch=2)) as loaded:
-        for found, step in zip(loaded, range(2, 7), strict=True):
-            wanted, drawn = whole(step), bad in whole.plan(step).samples()
-            assert [(of.sample, of.reason.split(": ")[-1]) for of in found.spoiled] == (
-                [(bad, "image file is truncated")] if drawn else []
-            )
-            for ours, theirs in zip(found.microbatches, wanted.microbatches, strict=True):
-                jax.tree.map(np.testing.assert_array_equal, ours.text, theirs.text)
-                for name, items in theirs.items.items():
-                    others = items.owner != bad
-                    np.testing.assert_array_equal(ours.items[name].values[others], items.values[others])
-                    assert not ours.items[name].values[~others].any() or not drawn
+    loaded = steps(run_folder(tmp_path, fault="torn", index=bad), 2, 7, workers, prefetch=2)
+    for found, step in zip(loaded, range(2, 7), strict=True):
+        wanted, drawn = whole(step), bad in whole.plan(step).samples()
+        assert [(of.sample, of.reason.split(": ")[-1]) for of in found.spoiled] == (
+            [(bad, "image file is truncated")] if drawn else []
+        )
+        for ours, theirs in zip(found.microbatches, wanted.microbatches, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, ours.text, theirs.text)
+            for name, items in theirs.items.items():
+                others = items.owner != bad
+                np.testing.assert_array_equal(ours.items[name].values[others], items.values[others])
+                assert not ours.items[name].values[~others].any() or not drawn
     assert_no_workers_are_left()
 
 
-def test_a_killed_worker_ends_the_run_with_its_exit_code(tmp_path):
+def test_a_killed_worker_ends_the_run_with_its_exit_code(tmp_path, steps):
     loaded = steps(run_folder(tmp_path), 0, 10_000, workers=2, prefetch=2)
     next(loaded)
     killed = worker_processes()
@@ -139,7 +147,7 @@ def test_a_killed_worker_ends_the_run_with_its_exit_code(tmp_path):
 
 @pytest.mark.default_cases("1")
 @pytest.mark.parametrize("asked", [0, 1])
-def test_workers_end_when_they_are_closed(asked, tmp_path):
+def test_workers_end_when_they_are_closed(asked, tmp_path, steps):
     loaded = steps(run_folder(tmp_path), 0, 10_000, workers=1, prefetch=2)
     for _ in range(asked):
         next(loaded)
