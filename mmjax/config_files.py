@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 KEPT = "config.py"  # a run folder's copy of its config file
+LENGTHS = "training.steps", "training.epochs"  # of a run, which has one of them
 
 Read = dict[Path, types.ModuleType | None]  # files of one reading; None while a file is being executed
 
@@ -72,9 +73,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
         module = _execute(path, read)
         given = _arguments(module, overrides)
         tree = _tree_of(module, path, read, given)
-    for line in overrides:
-        if line.partition("=")[0] not in given:
-            assign(Config, tree, line)
+    _assign_all(tree, [line for line in overrides if line.partition("=")[0] not in given])
     config = decode(Config, tree, "")
     try:
         validate(config)
@@ -91,11 +90,20 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
 def edit(config: Config, overrides: Sequence[str]) -> Config:
     """A config edited by lines `a.b=value`, and validated."""
     tree = encode(Config, config, "")
-    for line in overrides:
-        assign(Config, tree, line)
+    _assign_all(tree, overrides)
     edited = decode(Config, tree, "")
     validate(edited)
     return edited
+
+
+def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
+    """Edit a tree by lines; a length of the run in epochs takes the place of one in steps, and the other way round."""
+    keys = [line.partition("=")[0].strip() for line in lines]
+    for key, line in zip(keys, lines, strict=True):
+        assign(Config, tree, line)
+        for one, other in (LENGTHS, LENGTHS[::-1]):
+            if key == one and other not in keys:
+                assign(Config, tree, f"{other}=0")
 
 
 def default_config() -> Path:

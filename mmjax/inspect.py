@@ -2,15 +2,18 @@
 
 Sample ids, text with what is trained on, images, clips, the mask and where each item was encoded, from the run's folder
 and its data alone, without an accelerator. The hash of all rows is compared with the one that was logged.
+``--ids FIRST:LAST`` lists the samples of many steps, or of all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import wave
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from mmjax.training.console import say, table
 from mmjax.training.metrics_log import logged_records
 from mmjax.training.run_data import loader_of
 from mmjax.training.run_folder import RunFolder
-from mmjax.training.run_history import Life, life_of
+from mmjax.training.run_history import Life, all_lives, life_of
 
 TRAINED = "\033[1m", "\033[0m"  # on a terminal; elsewhere [[ and ]]
 
@@ -34,12 +37,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.inspect", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="the folder that mmjax.train printed")
-    parser.add_argument("--step", type=int, required=True, help="as the log counts them, from 1")
+    shown = parser.add_mutually_exclusive_group(required=True)
+    shown.add_argument("--step", type=int, help="as the log counts them, from 1")
+    shown.add_argument(
+        "--ids", nargs="?", const=":", metavar="FIRST:LAST", help="list the samples of these steps (default: of all)"
+    )
     parser.add_argument("--rank", type=int, help="the rows of this rank alone")
     parser.add_argument("--out", type=Path, help="a folder for images, clips and masks")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     folder = RunFolder(args.run)
+    folder.read_config()
+    if args.ids:
+        _list_ids(folder, args.ids, args.json)
+        return
     replayed, life = replay(folder, args.step)
     ranks = life.layout.topology.ranks
     if args.rank is not None and not 0 <= args.rank < ranks:
@@ -62,13 +73,54 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def replay(folder: RunFolder, number: int) -> tuple[Replayed, Life]:
     """Step `number` of a run, counted from 1, and the life that ran it. Raises UserError where it is not known."""
-    folder.read_config()
-    if number < 1:
-        raise UserError(f"--step {number}: steps are counted from 1")
+    done = _steps_done(folder)
+    if not 1 <= number <= done:
+        raise UserError(f"--step {number}: {folder.path} has logged {done} steps; give 1 to {done}")
+    life = _life(folder, number)
+    return Replayed(loader_of(life, folder), number - 1), life
+
+
+def _steps_done(folder: RunFolder) -> int:
+    """Return the number of the last step that was logged. Raises UserError where none was."""
+    done = max((record["step"] for record in logged_records(folder.metrics) if "loss" in record), default=0)
+    if not done:
+        raise UserError(f"{folder.metrics} has no step yet, so there is nothing to look at")
+    return done
+
+
+def _life(folder: RunFolder, number: int) -> Life:
+    """Return the life that ran step `number`, counted from 1. Raises UserError where it is not known."""
     life = life_of(folder.history, number - 1, folder.due)
     if life is None:
         raise UserError(f"{folder.history} does not tell of step {number}; it is kept since runs have a history")
-    return Replayed(loader_of(life, folder), number - 1), life
+    return life
+
+
+def step_ids(folder: RunFolder, first: int, last: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each step from `first` to `last`, counted from 1, with the names of its samples."""
+    starts = sorted({first} | {life["first"] + 1 for life in all_lives(folder.history) if life["first"] >= first})
+    for begin, end in pairwise([*starts, last + 1]):
+        if begin > last:
+            return
+        loader = loader_of(_life(folder, begin), folder)
+        for number in range(begin, min(end, last + 1)):
+            yield number, [loader.index.name(int(k)) for k in loader.plan(number - 1).samples()]
+
+
+def _list_ids(folder: RunFolder, text: str, as_json: bool) -> None:
+    """Print the samples of the steps FIRST:LAST, either of which may be left out. Raises UserError."""
+    done, match = _steps_done(folder), re.fullmatch(r"(\d{0,15}):?(\d{0,15})", text)
+    first, last = (int(of or limit) for of, limit in zip(match.groups(), (1, done), strict=True)) if match else (0, 0)
+    if match and ":" not in text:
+        last = first
+    if not 1 <= first <= last <= done:
+        raise UserError(f"--ids {text}: {folder.path} has logged {done} steps; give FIRST:LAST within 1:{done}")
+    ids = step_ids(folder, first, last)
+    if as_json:
+        say(json.dumps({str(number): names for number, names in ids}))
+        return
+    for number, names in ids:
+        say(f"{number}: {' '.join(names)}")
 
 
 def _check_readable(replayed: Replayed, life: Life, number: int) -> None:

@@ -230,7 +230,7 @@ def _to_the_end(outlook: Outlook, price: float | None) -> list[str]:
     free = shutil.disk_usage(_existing(Path(config.run or "runs"))).free
     verdict = "" if config.training.keep * saved < free else ": TOO LITTLE HERE"
     return [
-        f"run    {config.training.steps:,} steps take {_hours(hours)}, {spent:,.1f} device hours{cost}",
+        f"run    {outlook.steps:,} steps take {_hours(hours)}, {spent:,.1f} device hours{cost}",
         f"saves  {size(saved)} x {config.training.keep} kept; {size(free)} are free where this plan was made{verdict}",
     ]
 

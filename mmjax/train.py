@@ -63,6 +63,7 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
     programs = ProgramCounter()
 
     data = open_data(config, folder, step, start.permitted, mesh)
+    config = data.life.config  # with its epochs as steps
     before = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if step and not profile else None
     fitted = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, before and Decision.of(before))
     functions = callbacks_of(config.model, folder.path)
@@ -126,13 +127,13 @@ def train(
     with locked_together(run_folder(config).path):
         with claim_together(config, source, mode, permitted) as (folder, resumed):
             session, state = begin(config, folder, resumed, start)
-        first = session.life.first
+        first, training = session.life.first, session.config.training
         with closing(session):
             if session.complete(first):
                 return session
             batches = session.batches(first)
             accumulated = session.compile(state, first)
-            with ProgressLine(first, config.training.steps) as progress, kept_interrupts() as check_interrupts:
+            with ProgressLine(first, training.steps) as progress, kept_interrupts() as check_interrupts:
                 for step, ready in enumerate(batches, start=first):
                     check_interrupts()
                     hyper, said, noise = session.hyperparameters(step), session.said(ready), session.noise(step)
@@ -144,9 +145,9 @@ def train(
                     if session.stopping:
                         session.stop(step + 1, state, progress)
                         return session
-                    if session.due(step + 1, config.training.evaluate_every):
-                        session.evaluate(step + 1, state)
-                    if session.due(step + 1, config.training.checkpoint_every):
+                    if session.due(step + 1, training.evaluate_every):
+                        session.evaluate(step + 1, state, progress)
+                    if session.due(step + 1, training.checkpoint_every):
                         session.save(step + 1, state, progress)
                 session.settle(state, progress)
             session.finish(first, state)

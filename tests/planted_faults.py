@@ -78,14 +78,14 @@ FAULTS = (
     Fault(
         "a sample that every chunk skips",
         "data/stream.py",
-        "ids.append(pool.draw(begin, end, key_of(seed, s))[0])",
-        "ids.append(pool.draw(begin, end - 1, key_of(seed, s))[0])",
-        ("data/test_stream.py::test_whole_epochs_of_one_chunk_are_exact_and_differ",),
+        "ids = [self.pools[s].draw(of.begin, of.end, key_of(self.seed, s)) for",
+        "ids = [self.pools[s].draw(of.begin, max(of.begin, of.end - 1), key_of(self.seed, s)) for",
+        ("data/test_stream.py::test_chunks_end_where_epochs_do_and_every_epoch_holds_every_sample_once",),
     ),
     Fault(
         "an order that depends on the process",
         "data/stream.py",
-        "return np.random.default_rng((seed, 2, chunk)).permutation(np.concatenate(ids))",
+        "return np.random.default_rng((self.seed, 2, chunk)).permutation(np.concatenate(ids))",
         "return np.random.default_rng().permutation(np.concatenate(ids))",
         ("data/test_plan.py::test_a_step_is_planned_the_same_in_any_order_and_by_anybody",),
     ),
@@ -164,8 +164,8 @@ FAULTS = (
     Fault(
         "new data that brings samples of this epoch again",
         "data/segments.py",
-        "due.append(np.setdiff1d(whole, np.concatenate([before, taken])))",
-        "due.append(np.setdiff1d(whole, before))",
+        "due[s] = np.setdiff1d(epoch, had)",
+        "due[s] = np.sort(epoch)",
         ("data/test_segments.py::test_what_was_had_and_what_is_due_are_whole_epochs",),
     ),
     Fault(

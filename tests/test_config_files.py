@@ -394,3 +394,19 @@ def test_a_config_may_ask_for_words(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     keep(path, tmp_path / "kept")
     assert (tmp_path / "kept" / "config.py").read_text() == ASKS
+
+
+def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_round() -> None:
+    def length(*lines: str) -> tuple[int, float]:
+        training = load("tiny_omni", lines).training
+        return training.steps, training.epochs
+
+    assert length("training.epochs=1.5") == (0, 1.5)
+    assert length("training.epochs=2", "training.steps=0") == (0, 2)
+    assert "training.steps=7 and training.epochs=2: give one, and 0 as the other" in message(
+        "tiny_omni", "training.epochs=2", "training.steps=7"
+    )
+    for line in ("training.steps=0", "training.epochs=0", "training.epochs=-1"):
+        assert "training.steps=0: must be at least 1, or give training.epochs above 0" in message("tiny_omni", line)
+    for endless in ("inf", "nan", "1e400"):
+        assert "training.epochs" in message("tiny_omni", f"training.epochs={endless}")

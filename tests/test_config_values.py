@@ -188,7 +188,7 @@ def test_every_printed_line_is_a_valid_override(overrides: list[str]) -> None:
         ('"kind": "pack"', '"kind": "pac"', "batch.grouping: unknown kind 'pac': did you mean 'pack'?"),
         ('"kind": "pack",', "", "batch.grouping: unknown kind None"),
         (f'"steps": {STEPS}', '"steps": true', "training.steps: got a bool, True; expected int"),
-        (f'"steps": {STEPS},', "", "missing key 'training.steps', int"),
+        ('"heads": 4,', "", "missing key 'model.llm.heads', int"),
         ('"seed": 0', '"seed": null', "seed: got none; expected int"),
         ('"clip": 1.0', '"clip": NaN', "training.clip: got a float, nan; expected a finite float"),
         ('"rows": {', '"rows": [', "the stored config is not JSON"),

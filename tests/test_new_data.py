@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
@@ -9,15 +10,18 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+import jax
 import pytest
 from commands import TINY_MEDIA, media_run, run
 from restarts import last, losses, records
 from started import finish, kill, launch, wait_until
 
 from mmjax import inspect, train
+from mmjax.config_files import load
 from mmjax.data.replay import Replayed
-from mmjax.training.run_data import loader_of
-from mmjax.training.run_folder import RunFolder
+from mmjax.parallel.mesh import make_mesh
+from mmjax.training.run_data import loader_of, open_data
+from mmjax.training.run_folder import NOTHING, RunFolder, claim
 from mmjax.training.run_history import all_lives, life_of
 
 WORDS = (
@@ -66,26 +70,20 @@ def test_new_data_at_step_50_comes_once_an_epoch_like_the_old_though_killed(befo
     assert [life["segment"]["first"] for life in lives] == [0, *[first] * (len(lives) - 1)]
     assert [life["samples"] for life in lives] == [BEFORE, *[AFTER] * (len(lives) - 1)]
 
-    # Every sample as often as epochs were begun and ended: chunk by chunk, since a chunk has the end of one and the
-    # beginning of the next.
+    # Every sample once, of the old data and of what joined it, up to the step with which the epoch ends.
     loaders: dict = {}
     ids = Counter(int(k) for step in range(first) for k in replayed(folder, step, loaders).plan.samples())
     assert max(ids.values()) == 1
     assert 0 < sum(ids.values()) < BEFORE
-    left = AFTER - sum(ids.values())
-    step, drawn = first, 0
-    while drawn < left:
-        samples = replayed(folder, step, loaders).plan.samples().tolist()
-        ids.update(samples)
-        step, drawn = step + 1, drawn + len(samples)
-    grouper = loaders[life_of(folder.history, step, folder.due).first].planner.grouper
-    while grouper.used(step)[0] == grouper.used(step - 1)[0]:  # to the end of the chunk
+    usable = set(range(AFTER)) - set(replayed(folder, first, loaders).loader.planner.grouper.oversize.tolist())
+    step = first
+    while sum(ids.values()) < len(usable):
         ids.update(replayed(folder, step, loaders).plan.samples().tolist())
         step += 1
-    usable = set(range(AFTER)) - set(grouper.oversize.tolist())
     assert set(ids) == usable
-    assert max(ids.values()) <= 2
+    assert max(ids.values()) == 1
     assert step < last(path)  # all this was trained on
+    assert {r["step"]: r["epoch"] for r in records(path)}[step] == 1
 
     # What is made again is what was trained on, by whatever number of processes.
     logged = {r["step"]: r["batch"] for r in records(path)}
@@ -131,10 +129,56 @@ def test_a_step_is_shown_with_its_samples_texts_items_and_hash(shown, capsys, tm
     assert written == {".png", ".wav"}
     alone = json.loads(run(capsys, inspect.main, path, "--step", 2, "--rank", 1, "--json").out)["rows"]
     assert alone == [row for row in told["rows"] if row["rank"] == 1]
-    for word, error in ((["--step", 0], "counted from 1"), (["--step", 2, "--rank", 8], "had 8 ranks; give 0 to 7")):
-        refused = run(capsys, inspect.main, path, *word)
+    steps = max(r["step"] for r in records(path))
+    for words, error in (
+        (["--step", 0], f"--step 0: {path} has logged {steps} steps; give 1 to {steps}"),
+        (["--step", steps + 1], f"give 1 to {steps}"),
+        (["--step", 10**12], f"give 1 to {steps}"),
+        (["--step", 2, "--rank", 8], "had 8 ranks; give 0 to 7"),
+        (["--ids", f"2:{steps + 1}"], f"give FIRST:LAST within 1:{steps}"),
+        (["--ids", "two"], f"give FIRST:LAST within 1:{steps}"),
+    ):
+        refused = run(capsys, inspect.main, path, *words)
         assert refused.code == 2
         assert error in refused.err
+
+
+def test_the_samples_of_every_step_are_listed(shown, capsys):
+    path, logged = shown, {r["step"]: r for r in records(shown)}
+    ids = json.loads(run(capsys, inspect.main, path, "--ids", "--json").out)
+    assert list(ids) == [str(step) for step in sorted(logged)]
+    assert [len(of) for of in ids.values()] == [record["samples"] for _, record in sorted(logged.items())]
+    assert sorted(ids["2"]) == sorted(json.loads(run(capsys, inspect.main, path, "--step", 2, "--json").out)["samples"])
+    assert json.loads(run(capsys, inspect.main, path, "--ids", "2:3", "--json").out) == {k: ids[k] for k in ("2", "3")}
+    assert run(capsys, inspect.main, path, "--ids", "2").out == f"2: {' '.join(ids['2'])}\n"
+
+
+def test_epochs_become_the_steps_that_hold_every_sample_as_often(tmp_path):
+    config = load(TINY_MEDIA, [f"run={tmp_path / 'run'}", "training.epochs=2", "training.evaluate_every=0"])
+    assert (config.training.steps, config.training.epochs) == (0, 2)
+    with claim(config, Path(TINY_MEDIA), "new") as (folder, _):
+        pass
+    data = open_data(config, folder, 0, NOTHING, make_mesh(config.mesh, jax.devices()[:1]))
+    steps, grouper = data.life.config.training.steps, data.loader.planner.grouper
+    ids = Counter(int(k) for step in range(steps) for k in data.loader.plan(step).samples())
+    assert set(ids.values()) == {2}
+    assert len(ids) == grouper.epoch_samples
+    assert grouper.epochs_after(steps - 1) == 2
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_one_epoch_goes_on_to_two(runs, capsys):
+    path = runs / "epochs"
+    words = (TINY_MEDIA, f"run={path}", "training.evaluate_every=0", "schedule.warmup=2")
+    assert run(capsys, train.main, *words, "training.epochs=1").code == 0
+    one = Counter(itertools.chain(*json.loads(run(capsys, inspect.main, path, "--ids", "--json").out).values()))
+    assert set(one.values()) == {1}
+    assert records(path)[-1]["epoch"] == 1
+    ended = run(capsys, train.main, *words, "training.epochs=2", "--resume")
+    assert ended.code == 0, ended.err
+    assert "changed training.epochs: 1.0 -> 2.0" in ended.out
+    two = Counter(itertools.chain(*json.loads(run(capsys, inspect.main, path, "--ids", "--json").out).values()))
+    assert two == Counter(dict.fromkeys(one, 2))
 
 
 @pytest.mark.exhaustive

@@ -48,7 +48,7 @@ def test_the_report_tells_memory_time_balance_and_cost(capsys):
     out = told(capsys, *SMALL, "price=2.5", "training.steps=1000000")
     for text in (
         "plan   tiny_omni: 1.27M parameters, float32, on 8 x a100 (data 8)",
-        "data   600 samples; 64 samples and ",
+        "data   600 samples; 60 samples and ",
         "of 73.6 GB a device: parameters 5.1 MB",
         "step   ",
         "MFU",

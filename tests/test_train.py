@@ -98,7 +98,7 @@ def test_the_first_lines_say_what_will_run(trained):
         "vision.connector",
         "on     8 x cpu (data 8)",
         "samples a step",
-        "steps an epoch; 6 steps",
+        "the run has 6 steps",
     ):
         assert text in out
     table = out[out.index("module ") :].splitlines()

@@ -42,12 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="", help="a config's file or name (default: tiny_omni)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--epochs", type=float, default=0.0, help="in place of steps")
     parser.add_argument("--seeds", type=int, help="how many (default: 3, with --lengths 1)")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: all)")
     parser.add_argument(
         "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="of samples, in place of the config's data"
     )
+    parser.add_argument("--samples", type=int, default=0, help="use this many of them (default: all)")
     parser.add_argument("--scale", type=int, default=1, help="divide these lengths by this, to at least 1")
     parser.add_argument("--per-rank", type=int, default=60, help="of these samples in a step, for each rank")
 
@@ -60,14 +62,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     split_steps: those that needed more microbatches than the config has; plan_ms: of a step.
     """
     args.seeds = args.seeds if args.seeds is not None else 1 if args.lengths else 3
+    if args.samples < 0 or args.epochs < 0:
+        raise UserError("--samples and --epochs: give 0 or more")
     check(args, "ranks", "steps", "seeds", "scale", "per_rank")
     config = load(find(args.config) if args.config else default_config(), args.overrides)
     topology, rows = _topology(args), []
     for seed in range(args.seeds):
         config = replace(config, seed=seed)
-        index, weights = _of_lengths(config, args.lengths, args.scale) if args.lengths else _of_sources(config)
+        index, weights = _of_lengths(config, args) if args.lengths else _of_sources(config)
         for name, batch in _variants(config, args):
-            measured = _measure(replace(config, batch=batch), index, weights, topology, args.steps)
+            measured = _measure(replace(config, batch=batch), index, weights, topology, args)
             rows.append({"grouping": name, "balance": batch.balance.kind, "seed": seed} | measured)
     return rows
 
@@ -100,10 +104,11 @@ def _of_sources(config: Config) -> tuple[LengthIndex, list[float]]:
     return index, [source.weight for source in config.data.sources.values()]
 
 
-def _of_lengths(config: Config, files: Sequence[Path], scale: int) -> tuple[LengthIndex, list[float]]:
-    """All samples of these files as one source, with one item for each encoder that has a length."""
-    found = read_lengths(files, ("llm_tokens", *config.model.encoders))
-    llm, *of_encoders = (np.where(n > 0, np.maximum(n // scale, 1), 0) for n in found.values())
+def _of_lengths(config: Config, args: argparse.Namespace) -> tuple[LengthIndex, list[float]]:
+    """Samples of these files as one source, as often as needed, with one item of each encoder that has a length."""
+    read = read_lengths(args.lengths, ("llm_tokens", *config.model.encoders))
+    chosen = np.arange(args.samples or len(read["llm_tokens"])) % len(read["llm_tokens"])
+    llm, *of_encoders = (np.where(n > 0, np.maximum(n // args.scale, 1), 0)[chosen] for n in read.values())
     useful = np.stack(of_encoders, axis=1)
     sample, encoder = np.nonzero(useful)
     tokens = -(-useful // PER_TOKEN)
@@ -123,11 +128,12 @@ def _of_lengths(config: Config, files: Sequence[Path], scale: int) -> tuple[Leng
 
 
 def _measure(
-    config: Config, index: LengthIndex, weights: Sequence[float], topology: Topology, steps: int
+    config: Config, index: LengthIndex, weights: Sequence[float], topology: Topology, args: argparse.Namespace
 ) -> dict[str, Any]:
     modules = ("llm", *config.model.encoders)
     planner, layout = make_planner(index, config, weights, topology)
     planner.plan(0)  # compiles
+    steps = planner.grouper.steps_for_epochs(args.epochs) if args.epochs else args.steps
     began = time.perf_counter()
     plans = [planner.plan(step) for step in range(steps)]
     seconds = time.perf_counter() - began
@@ -144,6 +150,7 @@ def _measure(
     by_module = {f"{key}_{m}": float(x) for key, of in figures.items() for m, x in zip(modules, of, strict=True)}
     del by_module["width_llm"]
     return {
+        "steps": steps,
         "samples": float(np.mean([len(m.samples) for m in microbatches])),
         "shapes": len({m.shape for m in microbatches}),
         **by_module,

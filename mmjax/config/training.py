@@ -80,7 +80,8 @@ class WatchConfig:
 class TrainingConfig:
     """How long to train, in what precision, and how often to look and to save."""
 
-    steps: int
+    steps: int = 0  # optimizer updates; give these or epochs
+    epochs: float = 0.0  # times that as many samples are trained on as all sources have
     precision: Literal["float32", "bfloat16"] = "float32"  # of the computation; master weights are float32
     clip: float = 1.0  # global gradient norm
     loss_chunks: int = 0  # parts of the vocabulary whose logits are made one after the other; 0 = as memory needs

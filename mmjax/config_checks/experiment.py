@@ -58,14 +58,24 @@ def _check_training(config: Config) -> None:
         f"model.llm.vocab={model.llm.vocab}: data.alphabet needs {tokens} (its characters, padding and end of answer); "
         f"set model.llm.vocab={tokens} or more",
     )
-    at_least(1, "training", training, ("steps", "evaluate_samples", "keep"))
-    at_least(0, "training", training, ("loss_chunks", "evaluate_every", "checkpoint_every", "keep_every", "spike"))
+    steps, epochs = training.steps, training.epochs
+    check(steps >= 1 or epochs > 0, f"training.steps={steps}: must be at least 1, or give training.epochs above 0")
+    check(
+        not (steps and epochs), f"training.steps={steps} and training.epochs={epochs:g}: give one, and 0 as the other"
+    )
+    at_least(1, "training", training, ("evaluate_samples", "keep"))
+    at_least(
+        0,
+        "training",
+        training,
+        ("steps", "epochs", "loss_chunks", "evaluate_every", "checkpoint_every", "keep_every", "spike"),
+    )
     above_zero("training", training, ("clip",))
     at_least(0, "training.watch", training.watch, ("seconds", "times", "others"))
     at_least(0, "schedule", schedule, ("warmup", "final"))
     check(schedule.final <= 1, f"schedule.final={schedule.final}: it is a part of the peak; choose 0 to 1")
     check(
-        schedule.warmup < training.steps,
+        schedule.warmup < training.steps or training.epochs > 0,
         f"schedule.warmup={schedule.warmup} takes all of training.steps={training.steps}; "
         f"set schedule.warmup={training.steps // 10}",
     )

@@ -13,7 +13,7 @@ from mmjax.balance.isf import Grouping, choose_bounds, group_leftovers, isf
 from mmjax.balance.place import split, to_rows
 from mmjax.config import BatchConfig, Config, IsfGrouping, NoGrouping, PackGrouping, Tokens
 from mmjax.data.index import LengthIndex
-from mmjax.data.stream import Pool, chunk_samples, pools_of
+from mmjax.data.stream import Pool, Stream, pools_of, typical_samples
 
 Lengths = tuple[int, ...]  # of every module, the LLM first
 
@@ -51,7 +51,7 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     alignment = math.lcm(batch.alignment, *index.positions_per_token.tolist())
     pools = pools_of(index, weights, np.flatnonzero(index.llm_tokens > longest))
     size = int(np.clip(sum(len(p) for p, w in zip(pools, weights, strict=True) if w > 0), *TYPICAL))
-    typical = chunk_samples(pools, weights, size, seed, 0)
+    typical = typical_samples(pools, weights, size, seed)
     mean = float(index.llm_tokens[typical].mean())
     samples = max(1.0, batch.size.count / mean) if by_tokens else float(batch.size.count)
     extremes = _extremes(index, pools, weights)
@@ -63,16 +63,38 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
         case IsfGrouping(iterations=iterations):
             lengths = index.totals[np.concatenate([typical, extremes])]
             return _isf_budget(lengths, samples, rows, batch, iterations, alignment, longest)
-        case NoGrouping(chunk_steps=chunk_steps):
+        case NoGrouping():
             samples = round(samples)
-            steps = max(1, min(DRY_RUN[0], DRY_RUN[1] // samples))
-            chunks = range(-(-steps // chunk_steps))
-            order = np.concatenate([chunk_samples(pools, weights, chunk_steps * samples, seed, c) for c in chunks])
-            order = order[: steps * samples]
-            needs = _needs(
-                index, [*np.split(order, range(samples, len(order), samples)), *extremes[:, None]], rows, batch
-            )
+            stream = stream_of(batch, samples, pools, weights, seed)
+            steps = _first_steps(stream, samples)
+            needs = _needs(index, [*steps, *extremes[:, None]], rows, batch)
             return _budget(rows, -(-np.maximum(needs.max(0), 1) // alignment) * alignment, samples, longest)
+
+
+def stream_of(
+    batch: BatchConfig, samples_per_step: float, pools: Sequence[Pool], weights: Sequence[float], seed: int
+) -> Stream:
+    """Make the stream of a run, whose chunks have about `chunk_steps` steps."""
+    size = max(1, round(batch.grouping.chunk_steps * samples_per_step))
+    multiple = round(samples_per_step) if isinstance(batch.grouping, NoGrouping) else 1
+    return Stream(pools, weights, size, seed, multiple)
+
+
+def steps_for(samples: int, per_step: float) -> int:
+    """Count the steps of at most `per_step` samples that take them all, about as many each."""
+    return -(-samples // round(per_step))
+
+
+def _first_steps(stream: Stream, per_step: int) -> list[np.ndarray]:
+    """Return the samples of the first steps without grouping, of as many as a dry run takes."""
+    steps: list[np.ndarray] = []
+    chunk, wanted = 0, max(1, min(DRY_RUN[0], DRY_RUN[1] // per_step))
+    while len(steps) < wanted:
+        order = stream.chunk(chunk)
+        count = steps_for(len(order), per_step)
+        steps += np.split(order, np.arange(1, count) * len(order) // count)
+        chunk += 1
+    return steps[:wanted]
 
 
 def _budget(

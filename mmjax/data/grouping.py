@@ -16,9 +16,9 @@ from mmjax.balance.pack import oversize, pack
 from mmjax.balance.parts import Parts
 from mmjax.balance.place import split
 from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping
-from mmjax.data.budget import Budget, isf_groups
+from mmjax.data.budget import Budget, isf_groups, steps_for, stream_of
 from mmjax.data.index import LengthIndex
-from mmjax.data.stream import Due, Pool, chunk_samples, pools_of
+from mmjax.data.stream import Draws, Due, Pool, pools_of
 
 
 class Group(NamedTuple):
@@ -57,10 +57,12 @@ class StepGrouper:
     first_steps: list[int] = field(default_factory=lambda: [0])  # of the chunks found so far and the one after them
     first: int = 0  # the step of the run that is the first here
     due: Due = ()  # what epochs that were begun before it still owe
+    epochs_before: float = 0.0  # that were done before it
 
     def __post_init__(self) -> None:
         self.oversize = _oversize(self.index, self.batch, self.budget)
         self.pools: list[Pool] = pools_of(self.index, self.weights, self.oversize, self.due)
+        self._stream = stream_of(self.batch, self.budget.samples_per_step, self.pools, self.weights, self.seed)
         self._chunk = lru_cache(maxsize=2)(self._group_chunk)
 
     def step(self, step: int) -> list[Group]:
@@ -68,26 +70,78 @@ class StepGrouper:
         chunk, at = self._place_of(step)
         return self._microbatches(*self._chunk(chunk).step(at))
 
-    def used(self, step: int) -> tuple[int, np.ndarray]:
-        """The number of the chunk that step `step` is in, and the ids of that chunk's samples that came before it."""
+    def used(self, step: int) -> tuple[dict[int, Draws], np.ndarray]:
+        """Return what the chunk of a step has of each source, and the ids of its samples that came before the step."""
         chunk, at = self._place_of(step)
-        found = self._chunk(chunk)
-        return chunk, found.samples[: found.step_start[at]]
+        grouped = self._chunk(chunk)
+        return self._stream.draws(chunk), grouped.samples[: grouped.step_start[at]]
+
+    def epochs_after(self, step: int) -> float:
+        """Return how many epochs are done after a step: one is as many samples as all sources together have."""
+        chunk, at = self._place_of(step)
+        drawn = self._samples_before(chunk) + int(self._chunk(chunk).step_start[at + 1])
+        due, rest = self._due
+        epochs = rest * drawn / due if drawn < due else rest + (drawn - due) / self.epoch_samples
+        return self.epochs_before + epochs
+
+    def steps_for_epochs(self, epochs: float) -> int:
+        """Return with which number of steps of the run so many epochs are done. Groups every chunk up to there."""
+        due, rest = self._due
+        left = max(0.0, epochs - self.epochs_before)
+        wanted = round(left / rest * due if left < rest else due + (left - rest) * self.epoch_samples)
+        chunk = 0
+        while self._samples_before(chunk + 1) < wanted:
+            chunk += 1
+        of_chunk = np.searchsorted(self._chunk(chunk).step_start, wanted - self._samples_before(chunk))
+        return self.first + self._first_step(chunk) + int(of_chunk)
+
+    def _samples_before(self, chunk: int) -> int:
+        return sum(of.begin for of in self._stream.draws(chunk).values())
+
+    def epoch_notes(self) -> tuple[str, ...]:
+        """Say where epochs are so short that steps suffer, as a source's samples come at most once in a step."""
+        draws, per_step = self._stream.draws(0), self.budget.samples_per_step
+        if (chunk := sum(of.end - of.begin for of in draws.values())) >= 8 * per_step:
+            return ()
+        sizes = {s: of.last - of.first for s, of in draws.items()}
+        shortest = min(sizes, key=lambda s: sizes[s] / self.weights[s])
+        name = self.index.source_name[shortest]
+        key = f"data.sources.{name}.weight" if len(draws) > 1 else "batch.size.count"
+        what = f"all {sizes[shortest]} samples of {name} come once in {chunk / per_step:.3g} steps"
+        if chunk < per_step:
+            return (f"{what}, and never twice in one: steps have at most {chunk} samples; lower {key}",)
+        return (f"{what}; where an epoch ends a step is less full, so lower {key} if that is too often",)
 
     @property
-    def chunk_size(self) -> int:
-        """Samples of a chunk."""
-        return max(1, round(self.batch.grouping.chunk_steps * self.budget.samples_per_step))
+    def epoch_samples(self) -> int:
+        """Samples of an epoch: all that are used of the sources that are drawn from."""
+        return sum(len(pool) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)
+
+    @property
+    def _due(self) -> tuple[int, float]:
+        """How many samples are due, and the part of an epoch that they complete."""
+        due = sum(len(pool.due) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)
+        return due, 1 - self.epochs_before % 1 if due else 0.0
 
     def _place_of(self, step: int) -> tuple[int, int]:
         """The chunk of a step of the run, and which of its steps it is."""
         step -= self.first
-        if isinstance(self.batch.grouping, NoGrouping):
-            return divmod(step, self.batch.grouping.chunk_steps)
         while self.first_steps[-1] <= step:
-            self.first_steps.append(self.first_steps[-1] + len(self._chunk(len(self.first_steps) - 1)))
+            self._first_step(len(self.first_steps))
         chunk = int(np.searchsorted(self.first_steps, step, side="right")) - 1
         return chunk, step - self.first_steps[chunk]
+
+    def _first_step(self, chunk: int) -> int:
+        """Return the first step of a chunk, counted from that of the segment."""
+        while len(self.first_steps) <= chunk:
+            self.first_steps.append(self.first_steps[-1] + self._steps_in(len(self.first_steps) - 1))
+        return self.first_steps[chunk]
+
+    def _steps_in(self, chunk: int) -> int:
+        """Count the steps of a chunk; only where their number is not known beforehand it is grouped for that."""
+        if isinstance(self.batch.grouping, NoGrouping):
+            return steps_for(self._stream.samples_in(chunk), self.budget.samples_per_step)
+        return len(self._chunk(chunk))
 
     def steps_of(self, samples: np.ndarray) -> list[list[Group]]:
         """Steps that hold exactly these samples, each once (packed; for evaluation)."""
@@ -106,15 +160,15 @@ class StepGrouper:
 
     def _group_chunk(self, chunk: int) -> _Chunk:
         grouping = self.batch.grouping
-        order = chunk_samples(self.pools, self.weights, self.chunk_size, self.seed, chunk)
+        order = self._stream.chunk(chunk)
         match grouping:
             case PackGrouping(pool_steps=pool):
                 return self._packed(order, pool)
             case IsfGrouping(iterations=iterations):
                 return self._isf(order, iterations, np.random.default_rng((self.seed, 3, chunk)))
             case NoGrouping():
-                start = np.arange(grouping.chunk_steps + 1) * int(self.budget.samples_per_step)
-                return _Chunk(order, start, np.zeros(0, np.int64), None)
+                steps = steps_for(len(order), self.budget.samples_per_step)
+                return _Chunk(order, np.arange(steps + 1) * len(order) // steps, np.zeros(0, np.int64), None)
 
     def _packed(self, order: np.ndarray, pool_steps: int) -> _Chunk:
         parts = self.index.parts(order)

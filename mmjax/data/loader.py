@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -58,6 +58,7 @@ class LoadedStep(NamedTuple):
     digest: np.ndarray  # int64 []: hash of the step plan
     content: np.ndarray  # uint64 []: of the rows that count here, as `content_of`
     samples: np.ndarray  # int64 [n]
+    epoch: np.ndarray  # float64 []: epochs that are done after this step
     plan_seconds: np.ndarray  # float64 []
     load_seconds: np.ndarray  # float64 []: opening, decoding and packing
     needed_flops: np.ndarray  # float64 []: forward and backward of this process's ranks, no padding
@@ -93,6 +94,7 @@ class StepLoader:
             np.int64(plan.digest()),
             np.uint64(self._content(batches)),
             plan.samples(),
+            np.float64(self.planner.grouper.epochs_after(int(step))),
             np.float64(planned - begin),
             np.float64(time.perf_counter() - planned),
             np.float64(sum(map(self._needed_flops, batches))),
@@ -113,7 +115,8 @@ class StepLoader:
     @cached_property
     def planner(self) -> StepPlanner:
         weights = [s.weight for s in self.config.data.sources.values()]
-        of_segment = self._known_chunks(), self.segment.first, self.segment.read_due()
+        segment = self.segment
+        of_segment = self._known_chunks(), segment.first, segment.read_due(), segment.epochs
         grouper = StepGrouper(self.index, self.config.batch, weights, self.config.seed, self.budget, *of_segment)
         return StepPlanner(grouper, make_placer(grouper, self.config, self.layout))
 
@@ -142,15 +145,25 @@ class StepLoader:
 
     def plan(self, step: int) -> StepPlan:
         """The plan alone, nothing loaded."""
+        with self._keep_chunks():
+            return self.planner.plan(step)
+
+    def steps_for_epochs(self, epochs: float) -> int:
+        """Return with which number of steps of the run so many epochs are done."""
+        with self._keep_chunks():
+            return self.planner.grouper.steps_for_epochs(epochs)
+
+    @contextmanager
+    def _keep_chunks(self) -> Iterator[None]:
+        """Write down where chunks start, if more of that is known afterwards."""
         grouper = self.planner.grouper
         known = len(grouper.first_steps)
-        plan = self.planner.plan(step)
+        yield
         if self.leads and len(grouper.first_steps) > known:
             with suppress(OSError):  # the disk is full: it only saves time
                 partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
                 partial.write_text(json.dumps(sealed({"first_steps": grouper.first_steps})))
                 partial.rename(self._chunks)
-        return plan
 
     def _content(self, batches: Sequence[Microbatch]) -> int:
         parts = self.layout.topology.encoders_per_rank

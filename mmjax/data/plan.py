@@ -21,7 +21,7 @@ from mmjax.data.placement import ONE_RANK, MicrobatchPlan, Placer, Topology
 from mmjax.data.segments import WHOLE_RUN, Segment
 
 # Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.
-PLANNER = 3
+PLANNER = 4
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,14 @@ def make_planner(
     """
     budget = make_budget(index, config, weights) if budget is None else budget
     grouper = StepGrouper(
-        index, config.batch, weights, config.seed, budget, first=segment.first, due=segment.read_due()
+        index,
+        config.batch,
+        weights,
+        config.seed,
+        budget,
+        first=segment.first,
+        due=segment.read_due(),
+        epochs_before=segment.epochs,
     )
     layout = lay_out(grouper, config, topology, most=most)
     return StepPlanner(grouper, make_placer(grouper, config, layout)), layout

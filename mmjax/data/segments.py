@@ -15,7 +15,7 @@ import numpy as np
 
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
-from mmjax.data.stream import Due, Pool, drawn, key_of
+from mmjax.data.stream import Due, Pool, key_of
 from mmjax.errors import UserError
 
 Files = Sequence[tuple[str, int]]  # the names of a source's files and how many samples each has, in order
@@ -26,7 +26,8 @@ class Segment:
     """The steps of a run from `first` on, with one data set, mixture and batch."""
 
     first: int = 0
-    due: Path | None = None  # the file of what epochs that were begun before still owe; None = nothing
+    due: Path | None = None  # the file of what the epochs that were begun before still owe; None = nothing
+    epochs: float = 0.0  # that were done before
 
     def read_due(self) -> Due:
         """By source, as `write_due` was given it."""
@@ -34,7 +35,7 @@ class Segment:
             return ()
         try:
             with np.load(self.due) as stored:
-                due = [[stored[f"{s}/{k}"] for k in range(n)] for s, n in enumerate(stored["epochs"].tolist())]
+                due = [stored[str(s)] for s in range(len(stored.files))]
         except Exception as error:  # NumPy's reader raises what its parser stumbles over
             raise UserError(f"{self.due} cannot be read: {type(error).__name__}; restore it") from None
         if not self.due.stem.endswith(_digest(due)):
@@ -50,45 +51,29 @@ def write_due(folder: Path, first: int, due: Due) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / f"due-{first}-{_digest(due)}.npz"
     partial = path.with_suffix(".partial.npz")
-    arrays = {f"{s}/{k}": ids for s, of in enumerate(due) for k, ids in enumerate(of)}
-    np.savez(partial, epochs=np.array([len(of) for of in due], np.int64), **arrays)
+    np.savez(partial, **{str(s): ids for s, ids in enumerate(due)})
     partial.rename(path)
     return path
 
 
 def _digest(due: Due) -> str:
-    whole = hashlib.sha256(b"".join(np.ascontiguousarray(ids, np.int64).tobytes() for of in due for ids in of))
+    whole = hashlib.sha256(repr([len(ids) for ids in due]).encode())
+    for ids in due:
+        whole.update(np.ascontiguousarray(ids, np.int64).tobytes())
     return whole.hexdigest()[:16]
 
 
-def still_due(grouper: StepGrouper, step: int) -> list[list[np.ndarray]]:
-    """Of every source, the ids that epochs begun before `step` have not had yet, epoch by epoch."""
-    chunk, used = grouper.used(step)
-    counts = (drawn(grouper.weights, grouper.chunk_size, chunks) for chunks in (chunk, chunk + 1))
-    return [
-        _due_of(pool, int(begin), int(end), key_of(grouper.seed, s), used)
-        for s, (pool, begin, end) in enumerate(zip(grouper.pools, *counts, strict=True))
-    ]
-
-
-def _due_of(pool: Pool, begin: int, end: int, key: np.uint64, used: np.ndarray) -> list[np.ndarray]:
-    """What one source still owes where its draws up to `begin` are used, and of those up to `end` the `used`.
-
-    A small source may come several times in one chunk: what is used counts for the earliest epoch that drew it.
-    """
-    if end == 0:
-        return []
-    ids, epochs = pool.draw(begin, end, key)
-    left, due, begun = np.sort(used), [], 0
-    for epoch in range(int(pool.draw(max(begin - 1, 0), max(begin, 1), key)[1][0]), int(epochs.max(initial=-1)) + 1):
-        start, whole = pool.epoch(epoch)
-        before = pool.draw(start, max(start, min(begin, start + len(whole))), key)[0]
-        now = ids[epochs == epoch]
-        taken = now[np.isin(now, left)]
-        left = np.delete(left, np.searchsorted(left, np.unique(taken)))
-        due.append(np.setdiff1d(whole, np.concatenate([before, taken])))
-        begun = len(due) if len(before) + len(taken) else begun
-    return [rest for rest in due[:begun] if len(rest)]
+def still_due(grouper: StepGrouper, step: int) -> list[np.ndarray]:
+    """Of every source, the sorted ids that its epoch under way has not had before `step`; none at an epoch's end."""
+    draws, used = grouper.used(step)
+    due = [np.zeros(0, np.int64)] * len(grouper.pools)
+    for s, of in draws.items():
+        pool, key = grouper.pools[s], key_of(grouper.seed, s)
+        epoch = pool.draw(of.first, of.last, key)
+        had = np.union1d(epoch[: of.begin - of.first], np.intersect1d(epoch[of.begin - of.first :], used))
+        if len(had):
+            due[s] = np.setdiff1d(epoch, had)
+    return due
 
 
 @dataclass(frozen=True)
@@ -104,8 +89,8 @@ class Held:
         return dict(zip(self.index.source_name.tolist(), self.index.source_start[:-1].tolist(), strict=True))
 
 
-def carried(due: Due, old: Held, pools: Sequence[Pool], new: Held) -> list[list[np.ndarray]]:
-    """What is due of the old data, as ids of the new one, whose other samples join the last epoch under way.
+def carried(due: Due, old: Held, pools: Sequence[Pool], new: Held) -> list[np.ndarray]:
+    """What is due of the old data, as ids of the new one, whose other samples join the epoch under way.
 
     pools: of the old data. Samples that are not there any more are owed no longer.
     """
@@ -113,16 +98,14 @@ def carried(due: Due, old: Held, pools: Sequence[Pool], new: Held) -> list[list[
     found = []
     for name in new.index.source_name.tolist():
         owed, pool = of_source.get(name, ((), None))
-        if pool is None or not owed:
-            found.append([])
+        if pool is None or not len(owed):
+            found.append(np.zeros(0, np.int64))
             continue
         now = _now(old.files[name], new.files[name])
-        start = new.start[name]
-        epochs = [now[ids - old.start[name]] for ids in owed]
         usable = now[pool.ids(np.arange(len(pool))) - old.start[name]]
         every = np.arange(sum(count for _, count in new.files[name]))
-        epochs[-1] = np.concatenate([epochs[-1], np.setdiff1d(every, usable)])
-        found.append([start + np.unique(ids[ids >= 0]) for ids in epochs])
+        ids = np.union1d(now[owed - old.start[name]], np.setdiff1d(every, usable))
+        found.append(new.start[name] + ids[ids >= 0])
     return found
 
 

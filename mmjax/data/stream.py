@@ -1,25 +1,27 @@
-"""In which order samples come: a shuffled, weighted mixture of sources, as a pure function of (seed, chunk).
+"""Order the samples: a shuffled, weighted mixture of sources, cut into chunks, as a pure function of (seed, chunk).
 
-Nothing is kept between chunks and nothing is as long as a source: a permutation is computed where it is asked for.
+Each source is read in epochs, each in a permutation of its own, and a chunk holds samples of one epoch of each source:
+where an epoch ends a chunk ends. Nothing is kept between chunks and nothing is as long as a source, since a permutation
+is computed for the ranks that are asked for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.data.index import LengthIndex
 from mmjax.errors import UserError
 
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly
 _ROUNDS = 8
-_DUE = 1 << 32  # the shuffles of epochs that were begun with other data are none of a whole epoch's
+_REMAINDER = 1 << 32  # keys the permutation of an epoch that began with other data, apart from those of whole epochs
 
-Due = Sequence[
-    Sequence[np.ndarray]
-]  # of every source, what epochs that were begun before still owe: sorted ids of each
+Due = Sequence[np.ndarray]  # of every source, the ids that are left of an epoch that was begun before, sorted
 
 
 @dataclass(frozen=True)
@@ -29,32 +31,20 @@ class Pool:
     start: int
     stop: int
     excluded: np.ndarray
-    due: tuple[np.ndarray, ...] = ()  # ids that come before its first whole epoch
+    due: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids that come before its first whole epoch
 
     def __len__(self) -> int:
         return self.stop - self.start - len(self.excluded)
 
-    def draw(self, begin: int, end: int, key: np.uint64) -> tuple[np.ndarray, np.ndarray]:
-        """The ids that are drawn as number `begin` to `end` - 1, and of which epoch each is, int64; `due` come first.
+    def draw(self, begin: int, end: int, key: np.uint64) -> np.ndarray:
+        """Return the ids of draws `begin` to `end` - 1, int64: first what is due, then epoch after epoch.
 
         Every epoch has a permutation of its own, which depends on `key`.
         """
-        ids, epochs, at = [], [], 0
-        for epoch, due in enumerate(self.due):
-            rank = np.arange(max(begin, at), min(end, at + len(due))) - at
-            ids.append(due[_shuffled(rank, len(due), key, np.full(len(rank), _DUE + epoch))])
-            epochs.append(np.full(len(rank), epoch))
-            at += len(due)
-        epoch, rank = np.divmod(np.arange(max(begin, at), end) - at, max(1, len(self)))
-        ids.append(self.ids(_shuffled(rank, len(self), key, epoch)))
-        return np.concatenate(ids), np.concatenate([*epochs, epoch + len(self.due)])
-
-    def epoch(self, epoch: int) -> tuple[int, np.ndarray]:
-        """The number of an epoch's first draw, and all its ids."""
-        if epoch < len(self.due):
-            return sum(map(len, self.due[:epoch])), self.due[epoch]
-        start = sum(map(len, self.due)) + (epoch - len(self.due)) * len(self)
-        return start, self.ids(np.arange(len(self)))
+        due = np.arange(begin, min(end, len(self.due)))
+        epoch, rank = np.divmod(np.arange(max(begin, len(self.due)), end) - len(self.due), max(1, len(self)))
+        first = self.due[_shuffled(due, len(self.due), key, np.full(len(due), _REMAINDER))]
+        return np.concatenate([first, self.ids(_shuffled(rank, len(self), key, epoch))])
 
     def ids(self, ranks: np.ndarray) -> np.ndarray:
         """The ids of the usable samples with these ranks, int64."""
@@ -67,13 +57,12 @@ def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray,
 
     Raises UserError where a source that should be drawn from has none.
     """
-    due = due or [()] * len(weights)
     excluded, pools = np.union1d(excluded, index.bad), []
     for s, weight in enumerate(weights):
         start, stop = map(int, index.source_start[s : s + 2])
-        left = (np.setdiff1d(ids, excluded) for ids in due[s])
+        left = np.setdiff1d(due[s] if due else [], excluded).astype(np.int64)
         own = excluded[(excluded >= start) & (excluded < stop)]
-        pools.append(Pool(start, stop, own, tuple(ids for ids in left if len(ids))))
+        pools.append(Pool(start, stop, own, left))
         if weight > 0 and not len(pools[-1]):
             if np.isin(np.arange(start, stop), index.bad).all() and stop > start:
                 reason = index.reason[np.searchsorted(index.bad, start)]
@@ -89,33 +78,84 @@ def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray,
     return pools
 
 
-def chunk_samples(pools: Sequence[Pool], weights: Sequence[float], size: int, seed: int, chunk: int) -> np.ndarray:
-    """Sample ids of one chunk, int64 `[size]`.
+class Draws(NamedTuple):
+    """Draws `begin` to `end` - 1 of a source, all of one epoch, which has the draws `first` to `last` - 1."""
 
-    Each source is read in epochs, every epoch in its own permutation, so within a source nothing comes twice before all
-    of it came once. Raises UserError where no weight is positive.
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Chunks of a weighted mixture of sources, each as long as the epochs allow.
+
+    The source that has the shortest epoch at its weight sets the pace: its epochs are cut into equal chunks of at most
+    `size` samples. Epochs of the others end with the nearest chunk, and have equal shares of their chunks. So every
+    epoch ends where a chunk ends, and weights hold exactly in the mean of all epochs.
     """
-    before, until = drawn(weights, size, chunk), drawn(weights, size, chunk + 1)
-    ids = []
-    for s, (pool, begin, end) in enumerate(zip(pools, before, until, strict=True)):
-        if end > begin:
-            ids.append(pool.draw(begin, end, key_of(seed, s))[0])
-    return np.random.default_rng((seed, 2, chunk)).permutation(np.concatenate(ids))
+
+    pools: Sequence[Pool]
+    weights: Sequence[float]
+    size: int
+    seed: int
+    multiple: int = 1  # a lone source's chunks hold a multiple of this many samples, but for the last of an epoch
+
+    def chunk(self, chunk: int) -> np.ndarray:
+        """Return the sample ids of a chunk in random order, int64. Raises UserError where no weight is positive."""
+        ids = [self.pools[s].draw(of.begin, of.end, key_of(self.seed, s)) for s, of in self.draws(chunk).items()]
+        return np.random.default_rng((self.seed, 2, chunk)).permutation(np.concatenate(ids))
+
+    def samples_in(self, chunk: int) -> int:
+        """Count the samples of a chunk without drawing them."""
+        return sum(of.end - of.begin for of in self.draws(chunk).values())
+
+    def draws(self, chunk: int) -> dict[int, Draws]:
+        """Return what a chunk has of each source that is drawn from, by the source's number."""
+        return {s: self._draws(s, chunk, mean) for s, mean in self._chunks_per_epoch.items()}
+
+    def _draws(self, source: int, chunk: int, per_epoch: float) -> Draws:
+        pool = self.pools[source]
+        due, size = len(pool.due), len(pool)
+        of_due = math.ceil(per_epoch * due / size)
+        if chunk < of_due:
+            return self._share(0, due, chunk, of_due)
+        chunk -= of_due
+        epoch = int((chunk + 0.5) / per_epoch)  # or, by rounding, a neighbour of this one
+        while (begin := math.floor(epoch * per_epoch + 0.5)) > chunk:
+            epoch -= 1
+        while (end := math.floor((epoch + 1) * per_epoch + 0.5)) <= chunk:
+            begin, epoch = end, epoch + 1
+        return self._share(due + epoch * size, size, chunk - begin, end - begin)
+
+    def _share(self, first: int, size: int, number: int, count: int) -> Draws:
+        """Return the share of chunk `number` of the `count` that an epoch of `size` draws has."""
+        unit = self.multiple if len(self._chunks_per_epoch) == 1 else 1
+        begin, end = (min(-(-n * size // (count * unit)) * unit, size) for n in (number, number + 1))
+        return Draws(first + begin, first + end, first, first + size)
+
+    @cached_property
+    def _chunks_per_epoch(self) -> dict[int, float]:
+        """Mean number of chunks in an epoch of each source that is drawn from, at least 1."""
+        drawn = {s: len(self.pools[s]) / share for s, share in enumerate(shares(self.weights)) if share}
+        shortest = min(drawn.values())  # in draws of all sources
+        return {s: draws / shortest * math.ceil(shortest / self.size) for s, draws in drawn.items()}
 
 
-def drawn(weights: Sequence[float], size: int, chunks: int) -> np.ndarray:
-    """How many samples of each source the first `chunks` chunks of `size` hold, int64 `[sources]`.
+def typical_samples(pools: Sequence[Pool], weights: Sequence[float], size: int, seed: int) -> np.ndarray:
+    """Draw about `size` ids in the proportions of the mixture, int64, wherever epochs end."""
+    ends = np.floor(np.cumsum(shares(weights)) * size + 0.5).astype(np.int64)
+    counts = enumerate(np.diff(ends, prepend=0).tolist())
+    return np.concatenate([pools[s].draw(0, count, key_of(seed, s)) for s, count in counts if count])
 
-    A chunk holds a source's share of it rounded up or down, so that the mean is exact, however small the share.
-    """
+
+def shares(weights: Sequence[float]) -> np.ndarray:
+    """Scale weights so that their sum is 1. Raises UserError where they make no mixture."""
     weight = np.asarray(weights, np.float64)
     if not (np.all(np.isfinite(weight)) and np.all(weight >= 0) and weight.sum() > 0):
         raise UserError(f"the weights of data.sources are {weight.tolist()}; give them 0 or more, and one more than 0")
-    share = np.cumsum(weight / weight.sum())
-    share[np.flatnonzero(weight)[-1] :] = 1
-    # Systematic sampling: a source gets the integers between its borders, which move along with the chunk.
-    border = np.floor(size * share + (_GOLDEN * np.arange(chunks)[:, None]) % 1).astype(np.int64).sum(0)
-    return np.diff(border, prepend=0)
+    return weight / weight.sum()
 
 
 def key_of(seed: int, source: int) -> np.uint64:

@@ -47,15 +47,16 @@ def what_will_run(config: Config, model: Model, mesh: jax.sharding.Mesh, loader:
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
     say(f"on     {mesh.size} x {device.device_kind} ({axes})")
-    per_step = budget.samples_per_step
+    per_step, grouper = budget.samples_per_step, loader.planner.grouper
     tokens = per_step * float(np.mean(index.llm_tokens))
+    epoch_steps = math.ceil(grouper.epoch_samples / per_step)
     say(
-        f"data   {len(index):,} samples, about {count(tokens)} LLM tokens and {per_step:g} samples a step, "
-        f"{math.ceil(len(index) / per_step)} steps an epoch; {config.training.steps} steps"
+        f"data   {len(index):,} samples; a step has about {per_step:.4g} samples with {count(tokens)} LLM tokens, an "
+        f"epoch {epoch_steps:,} steps; the run has {config.training.steps:,} steps"
     )
-    if oversize := len(loader.planner.grouper.oversize):
+    if oversize := len(grouper.oversize):
         say(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
-    for note in budget.notes:
+    for note in (*budget.notes, *grouper.epoch_notes()):
         say(f"       {note}")
     say(
         f"rows   of each module, grouping {config.batch.grouping.kind}, {config.batch.microbatches} microbatch(es), "

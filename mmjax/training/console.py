@@ -100,7 +100,8 @@ class ProgressLine:
 
 def _describe(scalars: Mapping[str, float]) -> str:
     fills = "/".join(_short(v) for k, v in scalars.items() if k.startswith("fill/"))
-    line = f"loss {scalars['loss']:.4f}  {count(scalars['tokens/s'])} tok/s  MFU {scalars['mfu']:.1%}  fill {fills}  "
+    line = f"epoch {scalars['epoch']:.2f}  loss {scalars['loss']:.4f}  {count(scalars['tokens/s'])} tok/s  "
+    line += f"MFU {scalars['mfu']:.1%}  fill {fills}  "
     if (before := scalars["straggler_wait_before"]) > 1e-6:  # else there is one rank
         line += f"ranks wait {scalars['straggler_wait']:.1%} (unbalanced {before:.0%})  "
     return line + f"data wait {scalars['data_wait_share']:.1%}"

@@ -54,6 +54,7 @@ class Outlook:
     cluster: Cluster
     mesh: dict[str, int]
     ways: dict[str, Way]
+    epoch: int  # samples
     samples: float  # of a step
     tokens: float  # of the LLM, of a step
     needed: float  # FLOPs of a step, over all devices
@@ -70,9 +71,15 @@ class Outlook:
         return self.needed / (way.time.total * peak)
 
     @property
+    def steps(self) -> int:
+        """Updates to the end of the run; where that is said in epochs, about as many."""
+        training = self.config.training
+        return training.steps or math.ceil(training.epochs * self.epoch / self.samples)
+
+    @property
     def hours(self) -> float:
         """To the end of the run."""
-        return self.config.training.steps * self.chosen.time.total / 3600
+        return self.steps * self.chosen.time.total / 3600
 
 
 def look_ahead(
@@ -118,7 +125,17 @@ def look_ahead(
             return make_planner(index, other, weights, topology, None, dry_run)[1]
 
         smaller = nearest(config, mesh, layouts, speed, fitted.room, tracer)
-    return Outlook(config, cluster, mesh, ways, len(samples) / steps, tokens / steps, flops / steps, smaller)
+    return Outlook(
+        config,
+        cluster,
+        mesh,
+        ways,
+        epoch=planner.grouper.epoch_samples,
+        samples=len(samples) / steps,
+        tokens=tokens / steps,
+        needed=flops / steps,
+        nearest=smaller,
+    )
 
 
 def compiled_way(outlook: Outlook, devices: Sequence[jax.Device]) -> int:

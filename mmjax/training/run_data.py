@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from jax.sharding import Mesh
 
 from mmjax.config import Config
+from mmjax.config_files import validate
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex, cached_index
 from mmjax.data.layout import RankLayout
@@ -88,6 +89,11 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted
         (own_ranks(mesh), own_ranks(mesh, axes)),
         segment,
     )
+    if epochs := config.training.epochs:
+        steps = processes.led(lambda: max(1, loader.steps_for_epochs(epochs)))
+        config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
+        validate(config)
+        loader = replace(loader, config=config)
     life = Life(
         first=step,
         began=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -142,15 +148,16 @@ def _grouped(config: Config) -> tuple[object, ...]:
 def _next_segment(before: Life, now: Held, folder: RunFolder, step: int) -> Segment:
     """What comes after `before`, from `step` on; process 0 finds what is due."""
 
-    def find() -> str:
+    def find() -> tuple[str, float]:
         grouper = _grouper_of(before, folder)
         held = Held(grouper.index, before.files)
         due = carried(still_due(grouper, step), held, grouper.pools, now)
-        owed = sum(len(ids) for epochs in due for ids in epochs)
+        owed = sum(map(len, due))
         say(f"data   {len(now.index):,} samples from step {step} on; epochs under way still have {owed:,} to come")
-        return write_due(folder.due, step, due).name
+        return write_due(folder.due, step, due).name, grouper.epochs_after(step - 1)
 
-    return Segment(step, folder.due / processes.led(find))
+    name, epochs = processes.led(find)
+    return Segment(step, folder.due / name, epochs)
 
 
 def _grouper_of(life: Life, folder: RunFolder) -> StepGrouper:

@@ -257,8 +257,8 @@ WHERE = ("name:", "run:")
 MAY_CHANGE = (
     "name", "run", "device", "mesh.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch", "data.cache",
     "data.on_bad_sample", "data.max_bad_share",
-    "training.steps", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every", "training.keep",
-    "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
+    "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
+    "training.keep", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
     "model.llm.remat", "model.llm.attention",
 )  # fmt: skip
 

@@ -45,7 +45,7 @@ class Life:
     def to_json(self) -> str:
         """One line."""
         plain = asdict(replace(self, config=None, segment=None))
-        segment = {"first": self.segment.first, "due": self.segment.due and self.segment.due.name}
+        segment = asdict(self.segment) | {"due": self.segment.due and self.segment.due.name}
         whole = json.loads(json.dumps(plain | {"segment": segment, "config": json.loads(to_json(self.config))}))
         return json.dumps(sealed(whole)) + "\n"
 
@@ -60,7 +60,7 @@ class Life:
             **told
             | {
                 "layout": RankLayout(Topology(**layout["topology"]), tuple(layout["rows"]), shapes),
-                "segment": Segment(segment["first"], folder / segment["due"] if segment["due"] else None),
+                "segment": Segment(**segment | {"due": folder / segment["due"] if segment["due"] else None}),
                 "budget": Budget(**whole),
                 "files": {name: [(file, n) for file, n in files] for name, files in told["files"].items()},
                 "config": from_json(json.dumps(told["config"])),

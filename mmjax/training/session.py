@@ -297,8 +297,9 @@ class Session:
         """Whether something that happens every so many steps happens after `done` steps; not asked at the end."""
         return every > 0 and done % every == 0 and done < self.config.training.steps
 
-    def evaluate(self, done: int, state: TrainState) -> None:
-        """Ask some validation questions, write the scores down and show one answer."""
+    def evaluate(self, done: int, state: TrainState, progress: ProgressLine) -> None:
+        """Settle the last step, ask some validation questions, write the scores down and show one answer."""
+        self.settle(state, progress)
         self.watchdog.at("evaluating")
         answered = self.evaluator.ask_all(all_parameters(state), "validation", self.config.training.evaluate_samples)
         self.left_out.say_questions(self.evaluator.left_out)

@@ -93,6 +93,7 @@ class StepNumbers:
             **{f"learning_rate/{group}": float(rate) for group, (rate, _) in hyper.rates.items()},
             **balance_scalars(loaded, modules, layout, self._loader.planner.placer.flops),
             **exchange_scalars(loaded, modules[1:], layout.topology, token_bytes),
+            "epoch": float(loaded.epoch),
             "samples": len(loaded.samples) - int(report.spoiled.count),
             "samples/s": len(loaded.samples) / seconds,
             "tokens/s": sum(tokens.values()) / seconds,

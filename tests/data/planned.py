@@ -12,12 +12,12 @@ from made import DRY_RUN_STEPS, ONE_RANK, config, index_of, random_samples
 
 from mmjax.config import IsfGrouping, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
 from mmjax.data import layout
-from mmjax.data.budget import Budget, make_budget
+from mmjax.data.budget import Budget, make_budget, stream_of
 from mmjax.data.grouping import Group, StepGrouper
 from mmjax.data.index import LengthIndex
 from mmjax.data.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan import StepPlanner, make_planner
-from mmjax.data.stream import chunk_samples, pools_of
+from mmjax.data.stream import pools_of
 
 GROUPINGS = [PackGrouping(chunk_steps=12), IsfGrouping(chunk_steps=12), NoGrouping(chunk_steps=12)]
 KINDS = [g.kind for g in GROUPINGS]
@@ -86,9 +86,9 @@ def with_shapes(planned: StepPlanner, *shapes: Shape) -> StepPlanner:
 
 def order_of_chunks(grouped: StepGrouper, chunks: int) -> np.ndarray:
     """The samples that the first chunks should hold."""
-    size = round(grouped.batch.grouping.chunk_steps * grouped.budget.samples_per_step)
     pools = pools_of(grouped.index, grouped.weights, grouped.oversize)
-    return np.concatenate([chunk_samples(pools, grouped.weights, size, grouped.seed, c) for c in range(chunks)])
+    stream = stream_of(grouped.batch, grouped.budget.samples_per_step, pools, grouped.weights, grouped.seed)
+    return np.concatenate([stream.chunk(c) for c in range(chunks)])
 
 
 def steps_of_chunks(grouped: StepGrouper, chunks: int) -> tuple[list[list[Group]], np.ndarray]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from mmjax.balance.parts import LLM
 from mmjax.config import IsfGrouping, NoGrouping, PackGrouping, Samples, Tokens
 from mmjax.data.budget import Budget
 from mmjax.data.grouping import Group
+from mmjax.data.index import LengthIndex
 from mmjax.data.sample import Item
 
 
@@ -30,6 +34,59 @@ def test_every_sample_of_finished_chunks_is_used_exactly_once(grouping, microbat
     steps, order = steps_of_chunks(grouper(grouping=grouping, microbatches=microbatches), 3)
     assert {len(step) for step in steps} == {microbatches}
     assert Counter(np.concatenate([samples_of(step) for step in steps]).tolist()) == Counter(order.tolist())
+
+
+@cache
+def index_of_size(samples: int) -> LengthIndex:
+    """Samples whose lengths are those of some made ones."""
+    made, chosen = some_index(), np.random.default_rng(samples).integers(len(some_index()), size=samples)
+    of_items = np.concatenate([np.arange(*made.item_start[k : k + 2]) for k in chosen])
+    return replace(
+        made,
+        source_start=np.array([0, samples]),
+        text_tokens=made.text_tokens[chosen],
+        totals=made.totals[chosen],
+        item_start=np.concatenate([[0], np.cumsum(np.diff(made.item_start)[chosen])]),
+        **{
+            f"item_{key}": getattr(made, f"item_{key}")[of_items]
+            for key in ("encoder", "positions", "useful", "tokens")
+        },
+    )
+
+
+@pytest.mark.default_cases("pack-362", "isf-100", "none-362", "none-5000")
+@pytest.mark.parametrize("samples", [100, 362, 5000])
+@pytest.mark.parametrize("grouping", [PackGrouping(), IsfGrouping(), NoGrouping()], ids=KINDS)
+def test_an_epoch_holds_every_sample_once_and_no_step_holds_one_twice(grouping, samples):
+    grouped = grouper(index_of_size(samples), grouping=grouping, size=Samples(40))
+    usable = set(range(samples)) - set(grouped.oversize.tolist())
+    ends = [0, *(grouped.steps_for_epochs(epoch) for epoch in (1, 2, 3))]
+    assert ends[1] >= 0.9 * len(usable) / grouped.budget.samples_per_step - 1
+    for first, last in itertools.pairwise(ends):
+        epoch = [samples_of(grouped.step(step)).tolist() for step in range(first, last)]
+        assert all(epoch)
+        assert sorted(itertools.chain(*epoch)) == sorted(usable)
+    assert grouped.epochs_after(ends[2] - 1) == 2
+
+
+def test_steps_of_part_of_an_epoch_and_back():
+    grouped = grouper(index_of_size(362), grouping=NoGrouping(), size=Samples(40))
+    assert [grouped.steps_for_epochs(x) for x in (0.01, 0.5, 1, 1.3)] == [1, 5, 10, 14]
+    assert grouped.epochs_after(4) == pytest.approx(0.5)
+
+
+def test_a_source_with_fewer_samples_than_a_step_takes_comes_once_in_it_and_that_is_said():
+    index = replace(index_of_size(100), source_name=np.array(["few", "many"]), source_start=np.array([0, 10, 100]))
+    grouped = grouper(index, weights=(1.0, 1.0), grouping=NoGrouping(), size=Samples(40))
+    steps = [samples_of(grouped.step(step)) for step in range(18)]
+    assert all(len(set(step.tolist())) == len(step) == 20 for step in steps)
+    assert Counter(np.concatenate(steps).tolist()) == Counter([*range(10)] * 18 + [*range(10, 100)] * 2)
+    (note,) = grouped.epoch_notes()
+    assert note.startswith(
+        "all 10 samples of few come once in 0.5 steps, and never twice in one: steps have at most 20"
+    )
+    assert note.endswith("lower data.sources.few.weight")
+    assert not grouper(index_of_size(362), grouping=NoGrouping(), size=Samples(40)).epoch_notes()
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS[:2], ids=KINDS[:2])

@@ -22,7 +22,7 @@ def work(useful, balanced, unbalanced, widths=(3, 0), moved=(2, 0), lengths=(10,
 def step(*of: PlannedWork) -> LoadedStep:
     none = np.zeros(0, np.int64)
     seconds = np.float64(0)
-    return LoadedStep(np.int64(0), np.int64(0), np.uint64(0), none, seconds, seconds, seconds, none, of, (), ())
+    return LoadedStep(np.int64(0), np.int64(0), np.uint64(0), none, *(seconds,) * 4, none, of, (), ())
 
 
 ONE = work([[10, 5, 10, 5], [8, 4, 0, 0], [0, 0, 0, 0]], [[15, 15], [8, 4], [0, 0]], [[20, 10], [0, 12], [0, 0]])
