@@ -5,7 +5,8 @@ the other. The header:
 
     {"messages": [["user", [0, "What is this?"]], ["assistant", ["A cat."]]], "media": [["image", 48211]]}
 
-where a number among a message's parts is the place of that medium, and `media` has each one's kind and bytes. A folder
+where a number among a message's parts is the place of that medium, a third entry of a message the weight of its loss
+where that is not 1, and `media` has each one's kind and bytes. A folder
 holds shards `00000.arrayrecord`, ..., the headers again as `00000.jsonl`, ... (texts are read without the media), what
 is known of the media (`media_facts.py`), and `index.json`, which is written last: without it the folder is not whole.
 """
@@ -13,6 +14,7 @@ is known of the media (`media_facts.py`), and `index.json`, which is written las
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import threading
@@ -50,7 +52,7 @@ def header_of(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
                 number += 1
             else:
                 parts.append(part)
-        messages.append([message.role, parts])
+        messages.append([message.role, parts] + [message.weight] * (message.weight != 1))
     return {"messages": messages, "media": media} | ({"answers": conversation.answers} if conversation.answers else {})
 
 
@@ -60,12 +62,15 @@ def conversation_of(header: Mapping[str, Any]) -> Conversation:
         kinds = [Media(kind) for kind, _ in header["media"]]
         if odd := [medium.kind for medium in kinds if medium.kind not in get_args(Medium)]:
             raise ValueError(f"a medium of the kind {odd[0]!r}")
-        if odd := [role for role, _ in header["messages"] if not isinstance(role, str)]:
+        if odd := [role for role, *_ in header["messages"] if not isinstance(role, str)]:
             raise ValueError(f"a message of the role {odd[0]!r}")
+        weights = [weight for _, _, *given in header["messages"] for weight in given]
+        if odd := [weight for weight in weights if type(weight) not in (int, float) or not 0 <= weight < math.inf]:
+            raise ValueError(f"a message of the weight {odd[0]!r}")
         return Conversation(
             tuple(
-                Message(role, tuple(part if isinstance(part, str) else kinds[part] for part in parts))
-                for role, parts in header["messages"]
+                Message(role, tuple(part if isinstance(part, str) else kinds[part] for part in parts), *weight)
+                for role, parts, *weight in header["messages"]
             ),
             tuple(map(str, header.get("answers", ()))),
         )

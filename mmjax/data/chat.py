@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from mmjax.data.tokenizer import Encoded, Tokenizer, load_tokenizer
 from mmjax.errors import UserError
 
 BATCH = 1024  # conversations that are tokenized at once
+PROMPT_END = 32  # tokens at the end of a prompt that are compared first
+PROMPT_ENDS = 1024  # such ends that are remembered
 # What no text may hold: halves of UTF-16 pairs, which are no characters, and the marks of what is generated.
 _NO_TEXT = re.compile(f"[\ud800-\udfff{BEGIN}{END}]")
 
@@ -34,7 +37,7 @@ class Tokens:
     """A conversation's tokens, one for each medium; without what the tokenizer itself puts around a text."""
 
     ids: np.ndarray  # int32 [n]
-    trained: np.ndarray  # bool [n]
+    weights: np.ndarray  # float32 [n]: above 0 where a token is trained on
     media: np.ndarray  # int64 [m]: where media stand
     kinds: tuple[str, ...]  # of these media
     around: tuple[tuple[int, ...], tuple[int, ...]]  # what the tokenizer itself puts around this text
@@ -66,9 +69,9 @@ class Chat:
         """
         line = self._line(conversation)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
-        count = int(tokens.trained.sum())
+        count = np.count_nonzero(tokens.weights)
         share = {"token": 1.0, "sample": 1 / count, "square": count**-0.5}[self.form.loss_reduction]
-        return _sample(tokens, tokens.trained * np.float32(share), _numbered(conversation, encoders))
+        return _sample(tokens, tokens.weights * np.float32(share), _numbered(conversation, encoders))
 
     def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
         """A conversation that waits for an answer, up to where the answer begins. Nothing in it has a weight.
@@ -113,7 +116,12 @@ class Chat:
         """The text to tokenize, and where the answers that train stand in it."""
         if not any(message.role == ASSISTANT for message in conversation.messages):
             raise BadSample("the assistant says nothing in it")
-        rendered = self.template.rendered(self._messages(conversation), self.form.train_on == "last_assistant")
+        weights = [message.weight for message in conversation.messages]
+        last_only = self.form.train_on == "last_assistant"
+        said = [message.weight for message in conversation.messages if message.role == ASSISTANT]
+        if not any(said[-1:] if last_only else said):
+            raise BadSample(f"its {'last ' if last_only else ''}answer has weight=0: there is nothing to learn")
+        rendered = self.template.rendered(self._messages(conversation), last_only, weights)
         if not rendered.answers:
             raise BadSample("the chat template writes nothing that the assistant says")
         return self._with_media(rendered, conversation)
@@ -156,25 +164,67 @@ class Chat:
             raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
         begun = line.text.startswith(self.tokenizer.named.get("bos_token") or "\0")
         around = self.tokenizer.around if self.processor and not begun else ((), ())
-        trained = np.zeros(len(encoded.ids), bool)
-        for begin, end in line.answers:
+        for prompt_end in line.prompts:
+            self._check_prompt(line.text, encoded, prompt_end)
+        weights = np.zeros(len(encoded.ids), np.float32)
+        for (begin, end), weight in zip(line.answers, line.weights, strict=True):
             at = encoded.touching(begin, end)
-            trained[at] = True
+            weights[at] = weight
             for edge in (at.start, at.stop - 1) if at.start < at.stop else ():
                 first, last = int(encoded.begin[edge]), int(encoded.end[edge])
-                if first < begin and not self.template.marked:
-                    raise BadSample(
-                        "an answer's first characters and its prompt's last are one token; strip the answer"
-                    )
                 if first < begin or last > end:
-                    trained[edge] = bool(line.text[max(first, begin) : min(last, end)].strip())
+                    weights[edge] = weight if line.text[max(first, begin) : min(last, end)].strip() else 0
         for span in line.media:
-            trained[encoded.touching(*span)] = False
+            weights[encoded.touching(*span)] = 0
         if not around[0]:
-            trained[:1] = False  # nothing is before it that could predict it
-        if line.answers and not trained.any():
+            weights[:1] = 0  # nothing is before it that could predict it
+        if line.answers and not weights.any():
             raise BadSample("no token of what the assistant says can be predicted from one before it")
-        return Tokens(encoded.ids, trained, media, line.kinds, around)
+        return Tokens(encoded.ids, weights, media, line.kinds, around)
+
+    def _check_prompt(self, text: str, encoded: Encoded, end: int) -> None:
+        """Raises BadSample where a prompt up to `end` has other tokens in the text than alone, as it is asked."""
+        count = int(np.searchsorted(encoded.end, end, side="right"))
+        if count < len(encoded.ids) and encoded.begin[count] < end:
+            raise BadSample(f"an answer's first characters and its prompt's last are one token; {_remedy(text, end)}")
+        # No tokenizer looks far ahead, and none beyond a special token: mostly the prompt's end tells.
+        near = encoded.ids[max(0, count - PROMPT_END) : count]
+        after = np.flatnonzero(np.isin(near, self._special))
+        near = near[after[-1] + 1 :] if len(after) else near
+        if not len(near):
+            return
+        tail = self._ends_alone(text[int(encoded.begin[count - len(near)]) : end], bool(len(after)))
+        compared = max(1, len(near) // 2)
+        if tail[-compared:] != near[-compared:].tolist():
+            alone = self.tokenizer.encode(text[:end]).ids
+            if not np.array_equal(alone, encoded.ids[:count]):
+                raise BadSample(f"its prompt has other tokens with the answer behind it; {_remedy(text, end)}")
+
+    def _ends_alone(self, text: str, often: bool) -> list[int]:
+        """Tokenize the end of a prompt; behind a special token it is `often` the same, and looked up."""
+        known = self._known_ends.get(text)
+        if known is None:
+            known = self.tokenizer.encode(text).ids.tolist()
+            if often and len(self._known_ends) < PROMPT_ENDS:
+                self._known_ends[text] = known
+        return known
+
+    @cached_property
+    def _known_ends(self) -> dict[str, list[int]]:
+        return {}
+
+    @cached_property
+    def _special(self) -> np.ndarray:
+        return np.array([self.tokenizer.id(token) for token in self.tokenizer.special], np.int32)
+
+
+def _remedy(text: str, end: int) -> str:
+    """Say what makes a prompt that ends there keep its tokens when its answer follows."""
+    if text[end : end + 1].isspace():
+        return "strip the answer"
+    if text[end - 1 : end].isspace():
+        return "drop the white space at the end of the template's generation prompt"
+    return "end the template's generation prompt where a token ends"
 
 
 def _or_bad(function: Any, *arguments: Any) -> Any:
@@ -279,18 +329,18 @@ def _tried(template: Template, roles: Sequence[str]) -> str:
 
 def _try_out(chat: Chat) -> tuple[str, ...]:
     """What a conversation about nothing shows. Raises UserError where it can't be told what trains in it."""
+    where = chat.template.where
     try:
         line = chat._line(Conversation((Message("user", ("What?",)), Message(ASSISTANT, ("This.",)))))
         chat._tokens(line, chat.tokenizer.encode(line.text))
     except BadSample as bad:
         raise UserError(
-            f"the chat template {chat.template.where} can't be trained with, not even on a question and its answer: "
-            f"{bad}; put {{% generation %}} and {{% endgeneration %}} around what the assistant says in a copy of it, "
-            "and give the copy as chat.template"
+            f"the chat template {where} can't be trained with, not even on a question and its answer: {bad}; change a "
+            "copy of it, and give that as chat.template"
         ) from None
     if line.text[slice(*line.answers[-1])].rstrip().endswith(chat.template.special):
         return ()
     return (
-        f"the chat template {chat.template.where} ends no answer with a token of its own, so nothing teaches the model "
+        f"the chat template {where} ends no answer with a token of its own, so nothing teaches the model "
         "to stop; write {{ eos_token }} behind the answer in a copy of it, and give the copy as chat.template",
     )

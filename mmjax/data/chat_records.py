@@ -29,6 +29,7 @@ ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
+MAX_WEIGHT = 1e6  # of a message
 _PLACE = re.compile(r"<(image|audio)>")
 _PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {  # by a part's type: where its file is named
     "image": ("image", ("image", "path", "url", "bytes")),
@@ -78,7 +79,7 @@ def chat_record(record: Mapping[str, Any], turns: str) -> Record:
     if system := _system(record.get("system")):
         messages.append(Message("system", system))
     for number, turn in enumerate(said, start=1):
-        role, content = _turn(turn, number)
+        role, content, weight = _turn(turn, number)
         parts: list[str | Media] = []
         for part in _parts(content, number):
             if isinstance(part, str):
@@ -91,7 +92,7 @@ def chat_record(record: Mapping[str, Any], turns: str) -> Record:
             references.append(reference)
             parts.append(Media(medium))
         if any(isinstance(part, Media) or part.strip() for part in parts):
-            messages.append(Message(role, tuple(parts)))
+            messages.append(Message(role, tuple(parts), weight))
         elif role != "system":  # an empty one says nothing, and many data sets have it
             raise BadSample(f"message {number} ({role}) is empty")
     for medium, count in given.items():
@@ -185,7 +186,8 @@ def _system(system: Any) -> tuple[str, ...]:
     raise BadSample(f"has a system message that is a {type(system).__name__}; write text, or a list of text parts")
 
 
-def _turn(turn: Any, number: int) -> tuple[str, Any]:
+def _turn(turn: Any, number: int) -> tuple[str, Any, float]:
+    """Return the role, content and weight of a message."""
     if not isinstance(turn, Mapping):
         raise BadSample(f"message {number} is not an object")
     if turn.get("tool_calls"):
@@ -195,7 +197,20 @@ def _turn(turn: Any, number: int) -> tuple[str, Any]:
     content = _value_of_one(turn, ("content", "value"), where)
     if not isinstance(name, str) or name not in ROLES:
         raise BadSample(f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}")
-    return ROLES[name], content
+    return ROLES[name], content, _weight(turn.get("weight"), ROLES[name], number)
+
+
+def _weight(given: Any, role: str, number: int) -> float:
+    """Return the weight of a message, 1 where none is given."""
+    if given is None:
+        return 1.0
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= MAX_WEIGHT:
+        raise BadSample(f"message {number} has weight={given!r}; give a number from 0 to {MAX_WEIGHT:g}")
+    if role != "assistant" and given:
+        raise BadSample(
+            f"message {number} ({role}) has weight={given!r}, but only what the assistant says is trained on"
+        )
+    return float(given)
 
 
 def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference | None]]:
@@ -230,8 +245,11 @@ def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference 
 
 
 def _checked(messages: tuple[Message, ...]) -> Conversation:
-    if not any(message.role == "assistant" for message in messages):
+    answers = [message for message in messages if message.role == "assistant"]
+    if not answers:
         raise BadSample("has no message of the assistant: there is nothing to learn")
+    if not any(message.weight for message in answers):
+        raise BadSample("has weight=0 in every message of the assistant: there is nothing to learn")
     try:
         "".join(part for message in messages for part in message.parts if isinstance(part, str)).encode()
     except UnicodeEncodeError:

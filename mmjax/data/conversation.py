@@ -26,6 +26,7 @@ class Message:
 
     role: str  # "system", "user", "assistant", ...
     parts: tuple[str | Media, ...]
+    weight: float = 1.0  # of the loss on an answer's tokens
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ class Line:
 
     text: str
     answers: tuple[Span, ...]  # that train
+    weights: tuple[float, ...]  # of these
+    prompts: tuple[int, ...]  # where the prompts of these end
     media: tuple[Span, ...]  # with what stands around them
     kinds: tuple[str, ...]  # of these media
 
@@ -82,7 +84,9 @@ def write_media(rendered: Rendered, places: Mapping[str, Placeholder], written: 
         return at + int(shifts[np.searchsorted(starts, at, side="right") - 1])
 
     answers = tuple((move(begin), move(end)) for begin, end in rendered.answers)
-    return Line("".join([*pieces, rendered.text[last:]]), answers, tuple(media), tuple(found))
+    text = "".join([*pieces, rendered.text[last:]])
+    prompts = tuple(map(move, rendered.prompts))
+    return Line(text, answers, rendered.weights, prompts, media=tuple(media), kinds=tuple(found))
 
 
 def check_places(found: Sequence[str], wanted: Sequence[str]) -> None:

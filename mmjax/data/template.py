@@ -43,6 +43,8 @@ class Rendered:
 
     text: str
     answers: tuple[Span, ...]
+    weights: tuple[float, ...] = ()  # of these answers
+    prompts: tuple[int, ...] = ()  # where the prompts of these answers end, as they are asked
 
 
 @dataclass(frozen=True)
@@ -84,20 +86,69 @@ class Template:
             ) from error
         return _without_marks(text) if self.marked else (text, ())
 
-    def rendered(self, messages: Sequence[dict[str, Any]], last_only: bool = False) -> Rendered:
+    def rendered(
+        self, messages: Sequence[dict[str, Any]], last_only: bool = False, weights: Sequence[float] | None = None
+    ) -> Rendered:
         """The text of a whole conversation, and its answers or only the last of them.
 
         By the template's marks; without marks by prefixes: an answer is what its message adds to the prompt before it,
-        up to the token that ends the turn. Raises UserError where a prompt is no prefix of the text.
+        up to the token that ends the turn. weights: of the messages, default 1; answers of weight 0 are left out.
+        Raises UserError where a prompt is no prefix of the text, BadSample where marks go with no message.
         """
+        weights = [1.0] * len(messages) if weights is None else weights
         text, marks = self.render(messages, False)
         said = [k for k, message in enumerate(messages) if message["role"] == ASSISTANT]
         said = said[-1:] if last_only else said
+        trained = [k for k in said if weights[k]]
         if not self.marked:
-            return Rendered(text, tuple(self._added(messages, k, text) for k in said))
+            answers = tuple(self._added(messages, k, text) for k in trained)
+            return Rendered(text, answers, tuple(weights[k] for k in trained), tuple(begin for begin, _ in answers))
+        if not trained:
+            return Rendered(text, ())
+        prompts = tuple(self._prompts(messages, trained, text))
+        if len({weights[k] for k in said}) > 1:
+            return self._weighted(messages, text, marks, {k: weights[k] for k in trained}, prompts)
         if last_only and said:
             marks = marks[len(self.render(messages[: said[0]], False)[1]) :] if said[0] else marks
-        return Rendered(text, marks)
+        return Rendered(text, marks, (weights[said[0]],) * len(marks), prompts)
+
+    def _prompts(self, messages: Sequence[dict[str, Any]], trained: Sequence[int], text: str) -> Iterator[int]:
+        """Where in the text the prompts of answers end; an earlier answer may be written otherwise once more follows.
+
+        Raises BadSample where the text of the last answer does not begin with its prompt.
+        """
+        for k in trained:
+            if not k:
+                continue
+            prompt, _ = self.render(messages[:k], True)
+            if text.startswith(prompt):
+                yield len(prompt)
+            elif k == trained[-1] == len(messages) - 1:
+                raise BadSample(
+                    f"the chat template asks for its answer with a prompt that ends in {prompt[-20:]!r}, and writes "
+                    "something else before the answer where it is trained on; make both the same in a copy of it, and "
+                    "give the copy as chat.template"
+                )
+
+    def _weighted(
+        self,
+        messages: Sequence[dict[str, Any]],
+        text: str,
+        marks: tuple[Span, ...],
+        weights: Mapping[int, float],
+        prompts: tuple[int, ...],
+    ) -> Rendered:
+        """What the template marks in the messages that have weights; those up to each message tell which are its."""
+        of: list[tuple[Span, float]] = []
+        for k, weight in weights.items():
+            before = len(self.render(messages[:k], False)[1]) if k else 0
+            until = len(self.render(messages[: k + 1], False)[1])
+            if not 0 <= before < until <= len(marks):
+                raise BadSample(
+                    f"message {k} has a weight of its own, but the chat template marks no answer that is its alone"
+                )
+            of += ((mark, weight) for mark in marks[before:until])
+        return Rendered(text, tuple(mark for mark, _ in of), tuple(weight for _, weight in of), prompts)
 
     def _added(self, messages: Sequence[dict[str, Any]], k: int, text: str) -> Span:
         """What message `k` adds to the prompt before it, without white space behind the token that ends it."""

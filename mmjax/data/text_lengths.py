@@ -21,7 +21,7 @@ from mmjax.data.stored import StoredConversations, digest
 
 Reopen = Callable[[], StoredConversations]  # in another process: it must pickle
 
-_VERSION = "2"
+_VERSION = "3"
 _NAMES = ("tokens", "bad", "reason")
 _CHUNK = 8192  # records that a killed run counts again, for each core
 _ALONE = 3 * _CHUNK  # as many are counted before another process has started

@@ -19,7 +19,7 @@ TALK = Conversation(
     (
         Message("system", ("é \ud800",)),
         Message("user", (Media("image"), "and", Media("audio"), "?")),
-        Message("assistant", ("yes",)),
+        Message("assistant", ("yes",), 0.5),
     )
 )
 

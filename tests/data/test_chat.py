@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import Made, config, index_of, plan_of
 from PIL import Image
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
     InternVLProcessor,
@@ -86,6 +89,23 @@ TALKS = [
     ),
     said(("system", "Be brief."), ("user", "x"), ("assistant", "y"), ("user", "z")),
 ]
+
+
+@pytest.mark.parametrize("source", [checkpoints.QWEN2, checkpoints.MARKED])
+def test_tokens_of_an_answer_have_the_weight_of_its_message(tmp_path: Path, source: str) -> None:
+    said_with = [("a", "one two", 0.0), ("b", "three", 0.25), ("c", "four", 1.0)]
+    turns = [m for q, a, w in said_with for m in (Message("user", (q,)), Message("assistant", (a,), w))]
+    chat = qwen(tmp_path, source)
+    ids, weights = flat(chat.sample(Conversation(tuple(turns))))
+    assert set(weights) == {0, 0.25, 1}
+    text = {w: chat.tokenizer.decode([i for i, of in zip(ids, weights, strict=True) if of == w]) for w in (0.25, 1)}
+    assert text == {0.25: "three<|im_end|>", 1: "four<|im_end|>"}
+    turns[-1] = replace(turns[-1], weight=0.0)
+    last = replace(chat, form=replace(chat.form, train_on="last_assistant"))
+    with pytest.raises(BadSample, match="its last answer has weight=0"):
+        last.sample(Conversation(tuple(turns)))
+
+
 BACKENDS = {
     "qwen2": (lambda: checkpoints.byte_level(checkpoints.QWEN_VL), checkpoints.QWEN2, CHATML),
     "qwen3": (lambda: checkpoints.byte_level(checkpoints.QWEN_VL), checkpoints.QWEN3, CHATML),
@@ -177,6 +197,54 @@ def test_an_answer_whose_first_characters_are_one_token_with_its_prompt_is_refus
     assert "one token" in str(chat.text_tokens([talk])[0])
 
 
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}{% else %}{{ 'ASSISTANT: ' }}"
+    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_a_generation_prompt_that_ends_inside_a_token_of_the_answer_is_refused_also_with_marks(tmp_path, trim):
+    """As a model is asked is not how it was trained: the space and the first letters of the answer are one token."""
+    backend = checkpoints.byte_level(checkpoints.QWEN_VL, trim=trim)
+    checkpoints.save(tmp_path, backend, SPACED, **CHATML)
+    talk = said(("user", "What?"), ("assistant", "a cat"))
+    assert backend.encode(": a cat").tokens[1] == "Ġa"
+    with pytest.raises(UserError, match=r"one token; drop the white space at the end of the template's generation"):
+        load_chat(ChatFormat(str(tmp_path)))
+    (tmp_path / "own.jinja").write_text(SPACED.replace("'ASSISTANT: ' }}{% endif", "'ASSISTANT:' }}{% endif"))
+    mended = load_chat(ChatFormat(str(tmp_path), template=str(tmp_path / "own.jinja")))
+    ids, weights = flat(mended.sample(talk))
+    prompt, _ = flat(mended.prompt(Conversation(talk.messages[:1])))
+    assert ids[: len(prompt)] == prompt
+    assert weights[len(prompt)] == 1
+
+
+def test_a_prompt_whose_spaces_are_other_tokens_before_an_answer_is_refused(tmp_path: Path) -> None:
+    """Words that leave a space to the next one, as GPT-2's do, split two line breaks that are one token at the end."""
+    source = SPACED.replace("ASSISTANT: ", "ASSISTANT:\n\n")
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer, trained.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator(["\n\n"] * 9, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    trained.add_special_tokens(checkpoints.special(*checkpoints.QWEN_VL))
+    trained.post_processor = processors.ByteLevel(trim_offsets=False)
+    assert (trained.encode(":\n\n").tokens, trained.encode(":\n\nT").tokens) == ([":", "ĊĊ"], [":", "Ċ", "Ċ", "T"])
+    checkpoints.save(tmp_path, trained, source, **CHATML)
+    with pytest.raises(
+        UserError, match=r"can't be trained with.* its prompt has other tokens with the answer behind it"
+    ):
+        load_chat(ChatFormat(str(tmp_path)))
+
+
+def test_a_generation_prompt_that_the_trained_text_does_not_have_is_refused(tmp_path: Path) -> None:
+    other = SPACED.replace("'ASSISTANT: ' }}{% endif", "'Assistant:' }}{% endif")
+    checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.QWEN_VL), other, **CHATML)
+    with pytest.raises(UserError, match=r"asks for its answer with a prompt that ends in .*Assistant:"):
+        load_chat(ChatFormat(str(tmp_path)))
+
+
 TEXTS = st.text(alphabet=" \n\tab.,3's天😀", min_size=1)
 UNMARKED: dict[str, Chat] = {}
 
@@ -213,7 +281,7 @@ def test_a_template_whose_every_answer_begins_within_a_token_is_refused(tmp_path
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     checkpoints.save(tmp_path, checkpoints.llama2(), source, **LLAMA)
-    with pytest.raises(UserError, match=r"can't be trained with.*% generation %.*chat.template"):
+    with pytest.raises(UserError, match=r"can't be trained with.*drop the white space.*chat\.template"):
         load_chat(ChatFormat(str(tmp_path)))
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,6 +200,24 @@ def test_a_key_that_comes_twice_is_a_bad_record_wherever_it_stands(tmp_path: Pat
     assert "has the key 'id' twice" in reason(lambda: got.conversation(0))
     assert "has the key 'value' twice" in reason(lambda: got.conversation(1))
     assert got.conversation(2).messages[0].parts == ("Fine?",)
+
+
+def test_the_weight_of_an_answer_is_read_and_a_wrong_one_refused(tmp_path: Path) -> None:
+    def turns(*weights: Any, of_user: Any = None) -> dict[str, Any]:
+        said = [{"role": "user", "content": "x", "weight": of_user}]
+        return {"messages": said + [{"role": "assistant", "content": "y", "weight": weight} for weight in weights]}
+
+    records = [turns(0, 1, 0.5, None), turns(0, 0), turns(-1), turns("1"), turns(True), turns(1, of_user=1),
+               turns(1, of_user=0), turns(1e9)]  # fmt: skip
+    got = opened(MessagesSource(lines(tmp_path / "d.jsonl", records)), tmp_path)
+    assert [message.weight for message in got.conversation(0).messages] == [1, 0, 1, 0.5, 1]
+    assert "has weight=0 in every message of the assistant" in reason(lambda: got.conversation(1))
+    assert "message 2 has weight=-1; give a number from 0 to 1e+06" in reason(lambda: got.conversation(2))
+    assert "message 2 has weight='1'" in reason(lambda: got.conversation(3))
+    assert "message 2 has weight=True" in reason(lambda: got.conversation(4))
+    assert "message 1 (user) has weight=1, but only what the assistant says" in reason(lambda: got.conversation(5))
+    assert len(got.conversation(6).messages) == 2
+    assert "message 2 has weight=1000000000.0" in reason(lambda: got.conversation(7))
 
 
 def test_a_system_message_may_be_a_list_of_text_parts(tmp_path: Path) -> None:

@@ -105,6 +105,22 @@ def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(tmp_path: 
     assert last.answers == rendered.answers[1:]
 
 
+@pytest.mark.parametrize("name", ["qwen2", "marked"])
+def test_an_answer_has_the_weight_of_its_message_and_none_with_weight_zero(tmp_path: Path, name: str) -> None:
+    source, variables = TEMPLATES[name]
+    template = template_of(tmp_path, source, **variables)
+    turns = ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")
+    messages = template.messages(said(*turns), WRITTEN)
+    whole = template.rendered(messages)
+    assert whole.weights == (1, 1, 1)
+    some = template.rendered(messages, weights=[1, 0, 1, 0.5, 1, 2])
+    assert (some.text, some.answers, some.weights) == (whole.text, whole.answers[1:], (0.5, 2))
+    assert template.rendered(messages, weights=[1, 0, 1, 0, 1, 0]).answers == ()
+    assert template.rendered(messages, weights=[1, 0.5] * 3).weights == (0.5, 0.5, 0.5)
+    last = template.rendered(messages, True, [1, 3, 1, 1, 1, 2])
+    assert (last.answers, last.weights) == (whole.answers[2:], (2,))
+
+
 def test_white_space_behind_the_end_of_a_turn_is_no_part_of_an_answer(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML), checkpoints.QWEN2, eos_token="<|im_end|>")
     template = load_template(ChatFormat(str(tmp_path)), load_tokenizer(str(tmp_path)))

@@ -33,7 +33,7 @@ def assert_same(found: Result, wanted: Result) -> None:
     np.testing.assert_allclose(found["flops"], wanted["flops"], rtol=1e-6)
 
 
-OF_TWO, OF_FOUR = ["pack/post", "none/apart"], ["none/llm", "isf/post", "pack/llm", "none/post"]
+OF_TWO, OF_FOUR = ["pack/post", "none/apart"], ["none/llm", "isf/post"]
 
 
 @pytest.mark.default_cases("none/apart")
