@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,13 +11,11 @@ import numpy as np
 
 from mmjax.data.chat import Chat
 from mmjax.data.chat_source import DECODED
-from mmjax.data.conversation import BadSample, Conversation, Media, Medium, Message
+from mmjax.data.conversation import MARKER, BadSample, Conversation, Media, Medium, Message, marked_parts
 from mmjax.data.index import Encoders
 from mmjax.data.media_items import PROBES, Functions, MediumItems, Senses, in_rows, names
 from mmjax.data.sample import Facts, Sample, Text
 from mmjax.errors import BadMedia, UserError
-
-_PLACE = re.compile(r"<(image|audio)>")
 
 
 @dataclass(frozen=True)
@@ -34,16 +31,15 @@ def ask(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = ""
 
     Raises UserError where it says nothing, or marks another number than there are files.
     """
-    marked = _PLACE.findall(question)
+    marked = MARKER.findall(question)
     for kind in ("image", "audio"):
         count, given = marked.count(kind), len(files.get(kind, ()))
         if count not in (0, given):
             raise UserError(f"the question has {count} places <{kind}> for {given} file(s); give one --{kind} for each")
-    if not _PLACE.sub("", question).strip():
+    if not MARKER.sub("", question).strip():
         raise UserError("the question is empty; say what to ask")
-    pieces = _PLACE.split(question)
     parts: list[str | Media] = [Media(k) for k, of in files.items() if k not in marked for _ in of]
-    parts += [Media(piece) if k % 2 else piece for k, piece in enumerate(pieces) if piece]  # type: ignore[arg-type]
+    parts += marked_parts(question)
     left = {kind: iter(of) for kind, of in files.items()}
     media = tuple(next(left[part.kind]) for part in parts if isinstance(part, Media))
     messages = (Message("system", (system,)),) if system.strip() else ()

@@ -6,13 +6,12 @@ file, a file without its place, an unknown role or an empty message is a bad sam
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
-from mmjax.data.conversation import BadSample, Conversation, Media, Medium, Message
+from mmjax.data.conversation import MARKER, BadSample, Conversation, Media, Medium, Message, marked_parts
 
 KEYS: Mapping[Medium, tuple[str, ...]] = {"image": ("images", "image"), "audio": ("audios", "audio")}
 ROLES = {
@@ -30,7 +29,6 @@ ROLES = {
     "tool": "tool",
 }
 MAX_WEIGHT = 1e6  # of a message
-_PLACE = re.compile(r"<(image|audio)>")
 _PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {  # by a part's type: where its file is named
     "image": ("image", ("image", "path", "url", "bytes")),
     "image_url": ("image", ("image_url",)),
@@ -113,7 +111,7 @@ def question_record(question: Any, answer: Any, media: Mapping[Medium, Sequence[
         answer, answers = given[0], tuple(one for one in given if isinstance(one, str))
     if not isinstance(question, str) or not isinstance(answer, str):
         raise BadSample("has no question" if not isinstance(question, str) else "has no answer")
-    if not _PLACE.search(question):
+    if not MARKER.search(question):
         question = "".join(f"<{medium}>" * len(files) for medium, files in media.items()) + question
     said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     found = chat_record({"messages": said} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
@@ -216,12 +214,7 @@ def _weight(given: Any, role: str, number: int) -> float:
 def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference | None]]:
     """Text, and media with what is said of them; None where it is said beside the messages."""
     if isinstance(content, str):
-        pieces = _PLACE.split(content)
-        for k, piece in enumerate(pieces):
-            if k % 2:
-                yield cast(Medium, piece), None
-            elif piece:
-                yield piece
+        yield from ((part.kind, None) if isinstance(part, Media) else part for part in marked_parts(content))
         return
     if not isinstance(content, Sequence):
         raise BadSample(f"message {number} has no content")

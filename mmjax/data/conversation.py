@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 Medium = Literal["image", "audio"]
+
+
+MARKER = re.compile(r"<(image|audio)>")  # where a medium stands in a text
+_BREAK_AFTER, _BREAK_BEFORE = re.compile(r"^[^\S\r\n]*[\r\n]\s*"), re.compile(r"\s*[\r\n][^\S\r\n]*$")
 
 
 class BadSample(ValueError):
@@ -39,6 +44,27 @@ class Conversation:
     def media(self) -> Iterator[Media]:
         """All media in order."""
         return (part for message in self.messages for part in message.parts if isinstance(part, Media))
+
+
+def marked_parts(text: str) -> list[str | Media]:
+    """Split a text at its markers `<image>` and `<audio>`.
+
+    A line break beside a marker belongs to the marker, not to the text: LLaVA's records write one, and chat templates
+    write their own. Other white space stays.
+    """
+    pieces = MARKER.split(text)
+    parts: list[str | Media] = []
+    for k, piece in enumerate(pieces):
+        if k % 2:
+            parts.append(Media(cast(Medium, piece)))
+            continue
+        if k > 0:
+            piece = _BREAK_AFTER.sub("", piece)
+        if k < len(pieces) - 1:
+            piece = _BREAK_BEFORE.sub("", piece)
+        if piece:
+            parts.append(piece)
+    return parts
 
 
 class Conversations(Protocol):

@@ -48,8 +48,8 @@ def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
 def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> ItemSize:
     """Length of an item of `size` ((height, width) in pixels, (samples,) of a clip).
 
-    ValueError if it is empty, or reaches beyond the connector's learned positions; BadMedia, which is one, for a clip
-    that is too short or too long.
+    ValueError if it is empty; BadMedia, which is one, if it reaches beyond what positions were learned of, and for a
+    clip that is too short or too long.
     """
     if any(extent < 1 for extent in size):
         raise ValueError(f"an item of size {size} is empty")
@@ -90,7 +90,7 @@ def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width
     if not min(height, width):
         raise ValueError(f"an image of {size[0]} x {size[1]} pixels has not one patch of {encoder.patch}")
     if isinstance(grid, LearnedGrid) and (height > grid.rows or width > grid.columns):
-        raise ValueError(
+        raise BadMedia(
             f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, the encoder learned positions "
             f"of {grid.rows} x {grid.columns}; prepare images smaller"
         )
@@ -100,7 +100,7 @@ def _check_positions(encoder: VisionConfig | AudioConfig, size: tuple[int, ...],
     # Beyond the table JAX would silently take its last entry.
     grid = encoder.connector.position_grid
     if grid and longest > grid:
-        raise ValueError(
+        raise BadMedia(
             f"an item of size {size} has {longest} tokens along one side, connector.position_grid is {grid}; raise it"
         )
 

@@ -47,6 +47,8 @@ class MediaFolder:
 
     def find(self, reference: str) -> Stored:
         """The file of a path in this folder, or the bytes of a data: URL. Raises BadSample, naming the reference."""
+        if any("\ud800" <= character <= "\udfff" for character in reference):
+            raise BadSample(f"refers to a file by what is not Unicode text: {reference[:200]!r}")
         if reference.startswith("data:"):
             return Inline(data_url(reference))
         if not reference or "\0" in reference:

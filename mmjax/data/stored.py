@@ -266,7 +266,7 @@ def _filesystem(process: int, url_start: str) -> Any:
     try:
         return fsspec.core.url_to_fs(url_start)[0]
     except (ImportError, ValueError) as error:
-        raise UserError(f"{url_start}: fsspec cannot open it: {' '.join(str(error).split())}") from None
+        raise Unreadable(f"{url_start}: fsspec cannot open it: {one_line(error)}") from None
 
 
 def filesystem(url: str) -> Any:
@@ -328,7 +328,7 @@ def _tried(url: str, read: Callable[[], T]) -> T:
     for attempt in range(_ATTEMPTS):
         try:
             return read()
-        except UserError:
+        except (UserError, BadSample):
             raise
         except Exception as error:  # each client library behind fsspec has its own
             lasting = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,12 +18,14 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mmjax.config import ChatFormat
-from mmjax.data.conversation import BadSample, Conversation, Medium, Message
+from mmjax.data.conversation import BadSample, Conversation, Media, Medium, Message
 from mmjax.data.tokenizer import Tokenizer, read_json, tokenizer_config
 from mmjax.errors import UserError
 
@@ -35,6 +38,8 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "7f3a"
+MOST_WORK = 5_000_000  # loops and calls of one rendering: some seconds
+MOST_TEXT = 64_000_000  # characters
 
 
 @dataclass(frozen=True)
@@ -64,26 +69,28 @@ class Template:
 
     def _message(self, message: Message, written: Mapping[str, str]) -> dict[str, Any]:
         if (message.role if message.role in ROLES else "user") not in self.lists:
-            text = "".join(part if isinstance(part, str) else written[part.kind] for part in message.parts)
-            return {"role": message.role, "content": text}
+            return {"role": message.role, "content": _as_string(message.parts, written)}
         parts = [_text(p) if isinstance(p, str) else _medium(p.kind) for p in message.parts]
         return {"role": message.role, "content": parts}
 
     def render(self, messages: Sequence[dict[str, Any]], prompt: bool) -> tuple[str, tuple[Span, ...]]:
         """The text, with the beginning of an answer behind it if `prompt`; and what the template marks as generated.
 
-        Raises BadSample where the template refuses the messages, UserError where it fails.
+        Raises BadSample where the template refuses the messages, fails on them or does too much.
         """
         try:
-            text = _compiled(self.source).render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self.variables
+            text = _rendered(
+                self.source,
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self.variables,
             )
         except _Refusal as error:
             raise BadSample(f"the chat template refuses it: {error}") from None
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise UserError(
-                f"the chat template {self.where} fails: {error}; mend it, or give another one as chat.template"
-            ) from error
+        except Exception as error:  # a template runs code of its own, which may raise anything
+            raise BadSample(f"the chat template {self.where} fails: {_reason(error)}") from None
         return _without_marks(text) if self.marked else (text, ())
 
     def rendered(
@@ -181,6 +188,8 @@ def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
         _compiled(source)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"the chat template {where}, line {error.lineno}: {error.message}; mend it") from error
+    except Exception as error:  # Python's own compiler refuses what is nested too deeply, and other things
+        raise UserError(f"the chat template {where} cannot be compiled: {_reason(error)}; mend it") from error
     try:
         today = datetime.fromisoformat(form.date)
     except ValueError as error:
@@ -223,6 +232,18 @@ def _default(found: Any, path: Path) -> tuple[str, str]:
     return found, str(path)
 
 
+def _as_string(parts: Sequence[str | Media], written: Mapping[str, str]) -> str:
+    """Write a message as one string, media as `written`: on lines of their own, but where a space is beside them."""
+    pieces: list[str] = []
+    for k, part in enumerate(parts):
+        piece = part if isinstance(part, str) else written[part.kind]
+        of_media = k > 0 and not (isinstance(part, str) and isinstance(parts[k - 1], str))
+        if of_media and not (pieces[-1][-1:].isspace() or piece[:1].isspace()):
+            pieces.append("\n")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
 def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
@@ -252,6 +273,10 @@ def _with_lists(template: Template) -> Template:
 
 class _Refusal(Exception):
     """What a template says by raise_exception."""
+
+
+class _TooMuch(Exception):
+    """A template that loops, calls or writes without an end."""
 
 
 class _Generation(Extension):
@@ -292,9 +317,95 @@ def _to_json(value: Any, **options: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
+class _CountedCode(CodeGenerator):
+    """Code whose loops and joined strings go through the environment, which counts them.
+
+    Jinja's sandbox limits what a template may touch, not how long it runs; this goes when it has such a limit.
+    """
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        node.iter = self._through("count_loop", [node.iter], node.lineno)
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.visit(self._through("join_strings", node.nodes, node.lineno), frame)
+
+    def _through(self, method: str, values: list[nodes.Expr], lineno: int) -> nodes.Call:
+        call = nodes.Call(nodes.EnvironmentAttribute(method), values, [], None, None)
+        return call.set_lineno(lineno, override=True).set_environment(self.environment)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox that ends a template which does too much, after the same work on every machine, however slow."""
+
+    code_generator_class = _CountedCode
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        __self.count()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def count(self) -> None:
+        """Take one from the work that is left of this rendering."""
+        _work.left -= 1
+        if _work.left < 0:
+            raise _TooMuch(f"it takes more than {MOST_WORK:,} loops and calls")
+
+    def count_loop(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over values, each of which counts."""
+        for value in values:
+            self.count()
+            yield value
+
+    def join_strings(self, *values: Any) -> str:
+        """Join values as `~` does."""
+        texts = list(map(str, values))
+        self._check_length(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute a sum, product, power or format, unless it is huge."""
+        if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            self._check_length(len(left) + len(right))
+        elif operator == "*":
+            for many, times in ((left, right), (right, left)):
+                if hasattr(many, "__len__") and isinstance(times, int):
+                    self._check_length(len(many) * times)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            self._check_length(left.bit_length() * right)
+        elif operator == "%" and isinstance(left, str):
+            self._check_length(sum(map(int, re.findall(r"\d{1,18}", left))))  # the widths of what it formats
+        return super().call_binop(context, operator, left, right)
+
+    def _check_length(self, length: int) -> None:
+        if length > MOST_TEXT:
+            raise _TooMuch(f"it makes something longer than {MOST_TEXT:,} characters")
+
+
+_work = threading.local()
+
+
+def _rendered(source: str, **variables: Any) -> str:
+    """Render a template. Raises what its code raises, and _TooMuch."""
+    _work.left = MOST_WORK
+    pieces, length = [], 0
+    for piece in _compiled(source).generate(**variables):
+        pieces.append(piece)
+        length += len(piece)
+        if length > MOST_TEXT:
+            raise _TooMuch(f"it writes more than {MOST_TEXT:,} characters")
+    return "".join(pieces)
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line what went wrong."""
+    text = " ".join(str(error).split())[:200]
+    return text if isinstance(error, jinja2.TemplateError | _TooMuch) and text else f"{type(error).__name__}: {text}"
+
+
 @functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> _Environment:
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json

@@ -34,8 +34,10 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, WhisperMel
+from mmjax.data.asked import ask
 from mmjax.data.chat import Chat, load_chat
-from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.chat_records import chat_record
+from mmjax.data.conversation import BadSample, Conversation, Media, Message, marked_parts
 from mmjax.data.loader import reader_of
 from mmjax.data.media import item_size
 from mmjax.data.packing import pack_microbatch
@@ -442,6 +444,34 @@ def test_images_take_the_positions_that_the_processor_gives_them(tmp_path: Path,
     )
 
 
+RECORD = {
+    "conversations": [
+        {"from": "human", "value": "<image>\nWhat is in the picture?"},
+        {"from": "gpt", "value": "A cat sits on a mat."},
+        {"from": "human", "value": "Compare <image> with <image> please."},
+        {"from": "gpt", "value": "They look like apples;\n\nnot dogs."},
+    ],
+    "image": ["a.png", "b.png", "c.png"],
+}
+
+
+def test_a_line_break_beside_a_marker_is_the_markers_in_records_and_questions() -> None:
+    """LLaVA's records write one, templates write their own: the test above holds what becomes of `LOOK`."""
+    assert chat_record(RECORD, "conversations").conversation == LOOK
+    question = Message("user", (IMAGE, "What is in the picture?"))
+    for text in (
+        "<image>\nWhat is in the picture?",
+        "<image>What is in the picture?",
+        "<image> \r\n What is in the picture?",
+    ):
+        assert ask(text, {"image": [b""]}).conversation.messages == (question,)
+        record = {"conversations": [{"from": "human", "value": text}, RECORD["conversations"][1]], "image": "a.png"}
+        assert chat_record(record, "conversations").conversation.messages[0] == question
+    assert ask("What is in the picture?", {"image": [b""]}).conversation.messages == (question,)
+    assert ask("Is it?\n<image>\n", {"image": [b""]}).conversation.messages[0].parts == ("Is it?", IMAGE)
+    assert marked_parts("a <image> b\n\nc <image>\n<audio>") == ["a ", IMAGE, " b\n\nc ", IMAGE, CLIP]
+
+
 def test_clips_take_the_positions_that_the_processor_gives_them(tmp_path: Path) -> None:
     processor, _ = audio_processor()
     processor.save_pretrained(tmp_path)
@@ -509,7 +539,7 @@ def test_any_token_can_stand_for_media_of_a_text_model(tmp_path: Path) -> None:
     assert "".join(
         chat.tokenizer.decode(s.tokens) if isinstance(s, Text) else f"[{s.encoder}]" for s in sample.segments
     ).endswith(
-        "x[whisper]<|vision_start|>[clip][clip]<|vision_end|>y[whisper]<|im_end|>\n<|im_start|>assistant\nz<|im_end|>\n"
+        "x\n[whisper]\n<|vision_start|>[clip][clip]<|vision_end|>\ny\n[whisper]<|im_end|>\n<|im_start|>assistant\nz<|im_end|>\n"
     )
 
 

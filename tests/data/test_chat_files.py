@@ -49,7 +49,7 @@ def test_llava_as_one_array_and_as_lines_say_the_same(tmp_path: Path) -> None:
         got = opened(LlavaSource(str(tmp_path / name), images=str(tmp_path / "photos")), tmp_path)
         assert len(got) == 3
         assert got.conversation(0) == Conversation(
-            (Message("user", (IMAGE, "\nWhat?")), Message("assistant", ('A [cat] "}\\',)))
+            (Message("user", (IMAGE, "What?")), Message("assistant", ('A [cat] "}\\',)))
         )
         assert got.conversation(1).messages[0].parts == (IMAGE, " and\u2028", IMAGE, "?")
         assert got.conversation(2).messages[0].parts == ("No image at all {",)

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import Made
 
 from mmjax.config import AudioConfig, ConnectorConfig, LearnedGrid, LogMel, RotaryGrid, VisionConfig
+from mmjax.data.index import build_index
 from mmjax.data.media import item_size, patches, prepare, token_grid
+from mmjax.data.sample import Item
+from mmjax.errors import BadMedia
 
 
 def vision(patch: int = 4, merge: int = 2, channels: int = 1) -> VisionConfig:
@@ -97,8 +101,17 @@ def test_an_empty_item_has_no_size(encoder, size):
 def test_an_item_beyond_the_connectors_learned_positions_is_refused() -> None:
     encoder = VisionConfig(1, 32, 2, 64, patch=4, channels=1, connector=ConnectorConfig(merge=2, position_grid=4))
     assert item_size(encoder, (8, 32)).tokens == 4
-    with pytest.raises(ValueError, match="position_grid is 4"):
+    with pytest.raises(BadMedia, match="position_grid is 4"):
         item_size(encoder, (8, 33))
+
+
+def test_a_clip_beyond_the_position_grid_is_a_bad_sample_as_any_other():
+    encoder = replace(audio(), connector=ConnectorConfig(merge=2, position_grid=4))
+    index = build_index(
+        {"a": Made([((Item("audio", 0),), [np.zeros(n, np.float32)]) for n in (40, 9000)])}, {"audio": encoder}
+    )
+    assert index.bad.tolist() == [1]
+    assert "position_grid is 4; raise it" in index.reason[0]
 
 
 def test_of_a_learned_grid_only_whole_patches_are_seen_and_elsewhere_black_fills_them_up():

@@ -60,6 +60,8 @@ def test_what_stays_inside_is_read_also_by_a_link_or_a_detour(photos: Path, tmp_
 
 def test_outside_allowed_reads_absolute_paths_and_urls(photos: Path, tmp_path: Path) -> None:
     open_to_all = folder(photos, tmp_path, "allow")
+    with pytest.raises(BadSample, match="nosuch://here: fsspec cannot open it"):
+        open_to_all.find("nosuch://here/a.png").read()
     for reference in ("../secret.png", str(tmp_path / "secret.png"), f"file://{tmp_path}/secret.png"):
         assert open_to_all.find(reference).read() == b"secret"
 
@@ -75,6 +77,8 @@ def test_what_is_no_file_is_refused_and_never_waited_for(photos: Path, tmp_path:
     assert "without a name" in refused(inside, "a\0b")
     assert "cannot be read" in refused(inside, "x" * 300)
     assert "base64" in refused(inside, "data:image/png;base64,%%%")
+    assert r"not Unicode text: 'a\ud800.png'" in refused(inside, "a\ud800.png")
+    assert r"not Unicode text: 'data:,\udfff'" in refused(inside, "data:,\udfff")
 
 
 def make_zip(path: Path) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 
 import checkpoints
 import pytest
+from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
@@ -76,7 +77,7 @@ def test_media_stand_in_a_message_as_parts_or_as_what_is_written_for_them(tmp_pa
     parts = template_of(tmp_path / "a", checkpoints.QWEN2_VL).messages(talk, WRITTEN)[0]["content"]
     assert [part["type"] for part in parts] == ["image", "text", "image", "audio", "text"]
     text = template_of(tmp_path / "b", checkpoints.QWEN2).messages(talk, WRITTEN)[0]["content"]
-    assert text == "<image>Look: <image><audio>!"
+    assert text == "<image>\nLook: <image>\n<audio>\n!"
 
 
 def test_a_role_that_must_be_a_string_is_one_where_others_are_lists(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_json_is_written_as_it_is(tmp_path: Path) -> None:
 )
 def test_a_template_can_do_nothing_but_write(tmp_path: Path, source: str) -> None:
     template = template_of(tmp_path, source)
-    with pytest.raises(UserError, match=r"chat_template.jinja fails.*unsafe"):
+    with pytest.raises(BadSample, match=r"chat_template.jinja fails.*unsafe"):
         template.render(TALK_MESSAGES, False)
 
 
@@ -203,8 +204,71 @@ def test_a_template_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"chat_template.jinja, line 2: .*mend it"):
         template_of(tmp_path / "a", "{% for m in messages %}\n{{ m. }}{% endfor %}")
     template = template_of(tmp_path / "b", "{{ messages[9].content.upper() }}")
-    with pytest.raises(UserError, match=r"chat_template.jinja fails: .*has no element 9"):
+    with pytest.raises(BadSample, match=r"chat_template.jinja fails: .*has no element 9"):
         template.render(TALK_MESSAGES, False)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (LOOPS + "{% endfor %}" * 3, "it takes more than 5,000,000 loops and calls"),
+        (LOOPS + "a{% endfor %}" + "{% endfor %}" * 2, "it takes more than 5,000,000 loops and calls"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "loops and calls",
+        ),
+        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "RecursionError: maximum recursion depth"),
+        ("{{ 'a' * 10 ** 12 }}", "it makes something longer than 64,000,000 characters"),
+        ("{{ [0] * 10 ** 12 }}", "it makes something longer"),
+        ("{{ 9 ** (9 ** 9) }}", "it makes something longer"),
+        ("{{ '%1000000000000d' % 1 }}", "it makes something longer"),
+        (
+            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "something longer",
+        ),
+        (
+            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "something longer",
+        ),
+        ("{% set x = 'a' * 10 ** 6 %}{% for i in range(99) %}{{ x }}{% endfor %}", "it writes more than 64,000,000"),
+        ("{{ messages + 1 }}", "TypeError: "),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: "),
+    ],
+)
+def test_a_template_that_would_not_end_or_raises_anything_is_refused_in_one_line(tmp_path, source, reason):
+    with pytest.raises(BadSample) as refused:
+        template_of(tmp_path, source).render(TALK_MESSAGES, False)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_template_that_python_cannot_compile_is_refused_in_one_line(tmp_path: Path) -> None:
+    deep = "{% if a %}" * 120 + "{% endif %}" * 120
+    for name, source in {
+        "a": deep,
+        "b": "{{ " + "(" * 4000 + ")" * 4000 + " }}",
+        "c": "{{ " + "-" * 9000 + "1 }}",
+    }.items():
+        with pytest.raises(UserError, match=r"chat_template\.jinja.*mend it") as refused:
+            template_of(tmp_path / name, source)
+        assert "\n" not in str(refused.value)
+
+
+def test_counting_loops_changes_nothing_that_a_template_sees(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages if m.role != 'system' %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
+        "{{ loop.previtem.role if loop.previtem is defined }}{{ loop.nextitem.role if loop.nextitem is defined }}"
+        "{{ loop.cycle('x', 'y') }};{% else %}none{% endfor %}{% for k, v in {'a': 1}.items() %}{{ k ~ v ~ none }}"
+        "{% endfor %}{% for x in nothing %}{% else %}E{% endfor %}"
+        "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is sequence else x }}{% endfor %}"
+    )
+    wanted = Environment(trim_blocks=True, lstrip_blocks=True).from_string(source).render(messages=TALK_MESSAGES)
+    assert template_of(tmp_path, source).render(TALK_MESSAGES, False)[0] == wanted
+    assert "2/4False" in wanted
+    assert wanted.endswith("a1NoneE123")
 
 
 def test_templates_are_found_where_transformers_looks(tmp_path: Path) -> None:
