@@ -3,19 +3,23 @@
 Images: JPEG, PNG, WebP, GIF, BMP and TIFF, the first frame or page. They are turned as EXIF says, then it is Pillow's
 `convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped, and 16-bit grey beyond 255 is white.)
 Clips: WAV, FLAC, Ogg (Vorbis, Opus) and MP3; channels averaged, then resampled by soxr, as transformers' `load_audio`.
-Whatever is wrong with a file is a `BadMedia`; an error of reading it (a lost connection) is passed on as it is.
+Whatever is wrong with a file is a `BadMedia`, also what Pillow and libsndfile pass over without a word: damaged JPEG data,
+missing rows, more samples than a header claims. An error of reading it (a lost connection) is passed on as it is.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
 import struct
 import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import simplejpeg
 import soundfile
 import soxr
 from PIL import Image, ImageOps
@@ -39,10 +43,21 @@ IMAGE_STARTS = {
 CLIP_STARTS = {b"fLaC": "FLAC", b"OggS": "OGG", b"ID3": "MP3"}
 # Where the header of a format has width and height, for files that Pillow refuses because one of them is 0.
 EXTENTS = {"PNG": ">16xII", "GIF": "<6xHH", "BMP": "<18xii"}
+ADAM7 = (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)
 ORIENTATION = 0x0112  # EXIF's and TIFF's tag; 5 to 8 lie on their side
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 UNKNOWN_LENGTH = 1 << 62  # frames, of a stream that did not know its length when its header was written
 UNKNOWN_SIZE = 0x7FFF0000  # bytes or more, that a WAV's header claims for the same reason
 TAIL = 65_307  # bytes of the longest Ogg page
+SHORTEST = 0.001  # seconds; a shorter clip is a mistake
 
 
 # ----------------------------------------------------------------------------------------------------------- images
@@ -137,8 +152,50 @@ def _webp_size(reads: _Reads) -> tuple[int, int] | None:
 
 def _pixels(reads: _Reads, kind: str) -> np.ndarray:
     with _opened(reads, kind) as image:
+        if image.mode == "F":
+            raise BadMedia(f"a {kind} of floats, whose values from 0 to 1 would all be black; write it in 8 bits")
+        if kind == "JPEG":
+            return _jpeg_pixels(reads, image)
+        image.load()
+        # Rows that a PNG lacks stay as Pillow has made them, without a word: black ones are counted in its data.
+        if kind == "PNG" and (image.info.get("interlace") or not np.asarray(_last_row(image)).any()):
+            _check_rows(reads, image.size)
         ImageOps.exif_transpose(image, in_place=True)
         return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _jpeg_pixels(reads: _Reads, image: Image.Image) -> np.ndarray:
+    """The same pixels as Pillow's, by a decoder that takes libjpeg's warnings for what they are: damaged data."""
+    reads.seek(0)
+    data, turn = reads.read(), TURNS.get(image.getexif().get(ORIENTATION, 1))
+    if image.mode == "CMYK":  # Pillow alone turns it into RGB
+        simplejpeg.decode_jpeg(data, "CMYK", strict=True)
+        turned = image if turn is None else image.transpose(turn)
+        return np.asarray(turned.convert("RGB"))
+    pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=True)
+    return pixels if turn is None else np.asarray(Image.fromarray(pixels).transpose(turn))
+
+
+def _last_row(image: Image.Image) -> Image.Image:
+    return image.crop((0, image.height - 1, image.width, image.height))
+
+
+def _check_rows(reads: _Reads, size: tuple[int, int]) -> None:
+    """BadMedia for a PNG whose data is shorter than its (width, height) need."""
+    reads.seek(0)
+    data, at, inflate, found = reads.read(), 8, zlib.decompressobj(), 0
+    bits, color, interlaced = data[24], data[25], data[28]
+    pixel = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
+    while data[at + 4 : at + 8] not in (b"IEND", b""):
+        length = int.from_bytes(data[at : at + 4])
+        if data[at + 4 : at + 8] == b"IDAT":
+            found += len(inflate.decompress(data[at + 8 : at + 8 + length]))
+        at += 12 + length
+    passes = ADAM7 if interlaced else ((0, 0, 1, 1),)
+    extents = [(math.ceil((size[0] - x) / dx), math.ceil((size[1] - y) / dy)) for x, y, dx, dy in passes]
+    wanted = sum(rows * (1 + math.ceil(columns * pixel / 8)) for columns, rows in extents if columns > 0 and rows > 0)
+    if found < wanted:
+        raise BadMedia(f"truncated PNG: it has {found} of {wanted} bytes of pixels")
 
 
 def _opened(reads: _Reads, kind: str) -> Image.Image:
@@ -167,6 +224,10 @@ def clip_facts(file: BinaryIO, limits: MediaLimits | None = None) -> ClipFacts:
         raise BadMedia("it does not say its length; encode it again")
     if facts.frames < 1 or facts.sample_rate < 1:
         raise BadMedia("a clip of 0 samples is empty")
+    if facts.frames < SHORTEST * facts.sample_rate:
+        raise BadMedia(
+            f"a clip of {facts.frames} samples at {facts.sample_rate} Hz is shorter than {1e3 * SHORTEST:g} ms"
+        )
     longest = (limits or MediaLimits()).seconds
     if facts.frames > longest * facts.sample_rate:
         raise BadMedia(f"a clip of {facts.frames / facts.sample_rate:.1f} s is longer than {longest:g} s")
@@ -218,6 +279,8 @@ def _clip_kind(reads: _Reads) -> str:
 def _clip_facts(reads: _Reads, kind: str) -> ClipFacts:
     if kind == "MP3":
         _check_tells_length(reads)
+    if kind == "WAV":
+        _check_chunks(reads)
     reads.seek(0)
     with soundfile.SoundFile(reads) as clip:
         if kind == "WAV" and (said := re.search(r"^data : (\d+) \(should be (\d+)\)", clip.extra_info, re.MULTILINE)):
@@ -225,6 +288,24 @@ def _clip_facts(reads: _Reads, kind: str) -> ClipFacts:
             if there < claimed < UNKNOWN_SIZE:
                 raise BadMedia(f"truncated WAV: {there} of {claimed} bytes of samples")
         return ClipFacts(clip.frames, clip.samplerate)
+
+
+def _check_chunks(reads: _Reads) -> None:
+    """BadMedia for a WAV with bytes behind its samples that are no chunk: its header was not mended at the end."""
+    whole, at = reads.seek(0, io.SEEK_END), 12
+    samples = 0
+    while at + 8 <= whole:
+        head = reads.start(8, at)
+        name, size = head[:4], int.from_bytes(head[4:], "little")
+        if samples and (at + 8 + size > whole or not (name.isascii() and name.decode().isprintable())):
+            if any(reads.start(1024, at)):  # zeros fill a block up
+                raise BadMedia(f"a WAV that claims {samples} bytes of samples, and {whole - at} more bytes follow them")
+            return
+        if name == b"data":
+            if size >= UNKNOWN_SIZE:
+                return
+            samples = size
+        at += 8 + size + size % 2
 
 
 def _check_tells_length(reads: _Reads) -> None:

@@ -58,7 +58,9 @@ def test_every_format_has_the_samples_of_transformers(name, channels, tmp_path):
     check_as_transformers(data, 16_000, tmp_path)
 
 
-@pytest.mark.parametrize(("frames", "rate"), [(1, 48_000), (7, 8000), (160_001, 44_100), (22_050, 22_050), (2, 11_025)])
+@pytest.mark.parametrize(
+    ("frames", "rate"), [(48, 48_000), (8, 8000), (160_001, 44_100), (22_050, 22_050), (12, 11_025)]
+)
 def test_resampled_clips_have_the_length_and_samples_of_transformers(frames, rate, tmp_path):
     check_as_transformers(encoded(wave(frames, 3), rate, "wav float"), 16_000, tmp_path)
 
@@ -113,6 +115,22 @@ def test_what_is_no_clip_says_so():
 def test_a_clip_without_samples_says_so(name):
     with pytest.raises(BadMedia, match="a clip of 0 samples is empty"):
         clip_facts(io.BytesIO(encoded(wave(0), 16_000, name)))
+
+
+@pytest.mark.parametrize("frames", [1, 7])
+def test_a_clip_of_less_than_a_thousandth_of_a_second_is_refused(frames):
+    with pytest.raises(BadMedia, match=rf"a clip of {frames} samples at 8000 Hz is shorter than 1 ms"):
+        decode_clip(encoded(wave(frames), 8000, "wav 16"), 16_000)
+
+
+def test_a_wav_that_claims_fewer_bytes_than_follow_is_refused_and_one_with_other_chunks_is_not():
+    data = encoded(wave(2000), 16_000, "wav 16")
+    at = data.index(b"data") + 4
+    claims = data[:at] + struct.pack("<I", 100) + data[at + 4 :]
+    with pytest.raises(BadMedia, match=r"claims 100 bytes of samples, and 3900 more bytes follow"):
+        decode_clip(claims, 16_000)
+    for more in (b"LIST" + struct.pack("<I", 4) + b"INFO", b"id3 " + struct.pack("<I", 3) + b"abc\0", bytes(500)):
+        np.testing.assert_array_equal(decode_clip(data + more, 16_000), decode_clip(data, 16_000))
 
 
 def test_samples_that_are_no_numbers_are_bad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 import time
 import zlib
@@ -14,7 +15,7 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 from mmjax.config import MediaLimits
-from mmjax.data.decode import decode_image, image_size
+from mmjax.data.decode import ADAM7, decode_image, image_size
 from mmjax.errors import BadMedia
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of metadata in broken files
@@ -79,7 +80,7 @@ def check_as_transformers(data: bytes, folder) -> None:
         *(("WEBP", mode) for mode in ("RGB", "RGBA")),
         *(("GIF", mode) for mode in ("P", "L", "1")),
         *(("BMP", mode) for mode in ("RGB", "L", "1", "P")),
-        *(("TIFF", mode) for mode in ("RGB", "L", "1", "P", "RGBA", "CMYK", "I;16", "F")),
+        *(("TIFF", mode) for mode in ("RGB", "L", "1", "P", "RGBA", "CMYK", "I;16")),
     ],
 )
 def test_every_mode_has_the_pixels_of_transformers(format, mode, tmp_path):
@@ -175,6 +176,48 @@ def test_a_changed_byte_of_a_png_is_found():
     data[len(data) // 2] ^= 1
     with pytest.raises(BadMedia, match=r"^(corrupt|truncated) PNG"):
         decode_image(bytes(data))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+@pytest.mark.parametrize("interlaced", [False, True])
+def test_a_png_that_lacks_rows_is_refused_and_a_black_one_is_not(mode, interlaced):
+    """Its stream and its checksums are whole: Pillow leaves the missing rows black, without a word."""
+    data = encoded(Image.new(mode, (WIDTH, HEIGHT)), "PNG")
+    head = bytearray(data[: data.index(b"IDAT") - 4])
+    head[28] = interlaced
+    head[29:33] = struct.pack(">I", zlib.crc32(head[12:29]))
+    bits = head[24] * {"LA": 2, "RGB": 3, "RGBA": 4}.get(mode, 1)
+    rows = [
+        bytes(1 + math.ceil(math.ceil((WIDTH - x) / dx) * bits / 8))
+        for x, y, dx, dy in (ADAM7 if interlaced else [(0, 0, 1, 1)])
+        for _ in range(y, HEIGHT, dy)
+    ]
+
+    def with_rows(count: int) -> bytes:
+        body = png_chunk(b"IDAT", zlib.compress(b"".join(rows[:count])))
+        return bytes(head) + body + png_chunk(b"IEND", b"")
+
+    assert not decode_image(with_rows(len(rows))).any()
+    for count in (len(rows) // 2, len(rows) - 1):
+        with pytest.raises(BadMedia, match="truncated PNG"):
+            decode_image(with_rows(count))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_that_libjpeg_warns_of_is_refused(mode, progressive):
+    data = encoded(image(mode), "JPEG", progressive=progressive)
+    start = data.index(b"\xff\xda") + 200
+    for damaged in (data[:start] + bytes(300) + data[start + 300 :], data[:start] + data[start + 300 :]):
+        Image.open(io.BytesIO(damaged)).load()  # Pillow makes an image of it
+        with pytest.raises(BadMedia, match=r"corrupt JPEG: .*(Corrupt JPEG data|premature end|Premature)"):
+            decode_image(damaged)
+
+
+def test_an_image_of_floats_is_refused():
+    data = encoded(Image.fromarray(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30)), "TIFF")
+    with pytest.raises(BadMedia, match="a TIFF of floats, whose values from 0 to 1 would all be black"):
+        decode_image(data)
 
 
 def test_what_is_no_image_says_so():
