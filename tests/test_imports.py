@@ -60,7 +60,19 @@ RULES = {
     "data": May(
         (*CONFIG, "mmjax.config_values", "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"),
         NUMERIC
-        | {"grain", "absl", "array_record", "fsspec", "pyarrow", "PIL", "soundfile", "soxr", "tokenizers", "jinja2"},
+        | {
+            "grain",
+            "absl",
+            "array_record",
+            "fsspec",
+            "pyarrow",
+            "PIL",
+            "simplejpeg",
+            "soundfile",
+            "soxr",
+            "tokenizers",
+            "jinja2",
+        },
     ),
     "hf": May(("mmjax.hf", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),

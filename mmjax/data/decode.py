@@ -3,8 +3,8 @@
 Images: JPEG, PNG, WebP, GIF, BMP and TIFF, the first frame or page. They are turned as EXIF says, then it is Pillow's
 `convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped, and 16-bit grey beyond 255 is white.)
 Clips: WAV, FLAC, Ogg (Vorbis, Opus) and MP3; channels averaged, then resampled by soxr, as transformers' `load_audio`.
-Whatever is wrong with a file is a `BadMedia`, also what Pillow and libsndfile pass over without a word: damaged JPEG data,
-missing rows, more samples than a header claims. An error of reading it (a lost connection) is passed on as it is.
+Whatever is wrong with a file is a `BadMedia`, also what Pillow and libsndfile pass over without a word: damaged data of
+a JPEG, missing rows, more samples than a header claims. An error of reading it (a lost connection) is passed on.
 """
 
 from __future__ import annotations
