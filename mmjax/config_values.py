@@ -21,6 +21,7 @@ from mmjax.errors import UserError
 Hint = Any  # what typing.get_type_hints gives for a field
 Tree = Any  # dict, list, str, int, float, bool or None, nested
 
+MOST_INT = 2**53
 _KEY = re.compile(r"[\w.\-]+")
 
 
@@ -160,6 +161,8 @@ def _key(key: Any, where: str) -> str:
 
 
 def _scalar(hint: Hint, value: Any, where: str) -> Tree:
+    if type(value) is int and abs(value) > MOST_INT:
+        raise UserError(f"{where}: a whole number beyond {MOST_INT}, which no float holds exactly; give a smaller one")
     for member in members(hint):
         if get_origin(member) is Literal:
             if any(value == v and type(value) is type(v) for v in get_args(member)):
@@ -195,7 +198,7 @@ def parse(hint: Hint, text: str, where: str) -> Tree:
         return text.lower() == "true"
     for number in (int, float):
         if number in options and (value := _number(number, text)) is not None:
-            return value
+            return _scalar(hint, value, where)
     if Literal in options and (same := [v for v in get_args(options[Literal]) if str(v) == text]):
         return same[0]
     if tuple in options and (Literal not in options or "," in text or text == "()"):
@@ -225,7 +228,7 @@ def _number(kind: type, text: str) -> int | float | None:
         value = kind(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if kind is int or math.isfinite(value) else None
 
 
 def _unquoted(text: str) -> str:

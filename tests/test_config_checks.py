@@ -61,6 +61,7 @@ def message(*overrides: str) -> str:
         ("batch.alignment=0", "batch.alignment=0: must be at least 1"),
         ("batch.size.count=0", "batch.size.count=0: must be at least 1"),
         ("batch.grouping=isf batch.grouping.iterations=0", "batch.grouping.iterations=0: must be at least 1"),
+        ("training.watch.others=1e10", "training.watch.others=1e+10: give at most 1e+09"),
         ("training.steps=0", "training.steps=0: must be at least 1"),
         ("training.clip=0", "training.clip=0.0: must be more than 0"),
         ("training.watch.times=-1", "training.watch.times=-1.0: must be at least 0"),

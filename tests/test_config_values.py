@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from mmjax.config import AdamW, IsfGrouping, Muon, NoGrouping, PackGrouping, Rates, Samples, Tokens
-from mmjax.config_files import describe, differences, from_json, load, to_json
+from mmjax.config_files import describe, differences, edit, from_json, keys_of, load, to_json
 from mmjax.errors import UserError
 
 STEPS = load("tiny_omni").training.steps
@@ -224,3 +225,16 @@ def test_a_whole_section_that_is_absent_is_one_line() -> None:
     lines = differences(load("tiny_vlm"), load("tiny_omni"))
     assert "model.encoders.audio: absent -> audio" in lines
     assert not [line for line in lines if line.startswith("model.encoders.audio.")]
+
+
+@pytest.mark.parametrize("number", ["9" * 400, str(2**63), str(-(2**63)), "9" * 5000])
+def test_numbers_that_nothing_holds_are_one_line_for_every_key(number: str) -> None:
+    tiny = load("tiny_omni")
+    for key in keys_of(tiny):
+        with suppress(UserError):
+            edit(tiny, [f"{key}={number}"])
+    with pytest.raises(UserError, match=r"^training\.steps: "):
+        edit(tiny, [f"training.steps={number}"])
+    text = to_json(tiny).replace(f'"steps": {STEPS}', f'"steps": {number}')
+    with pytest.raises(UserError, match=r"training\.steps: a whole number beyond|the stored config is not JSON"):
+        from_json(text)

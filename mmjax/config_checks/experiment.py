@@ -21,6 +21,8 @@ from mmjax.config_checks.rules import (
     modules_of_model,
 )
 
+LONGEST_WATCH = 1e9  # seconds; operating systems refuse to wait much longer
+
 
 def validate(config: Config) -> None:
     """Raises UserError, naming the key and the remedy, for the first value that cannot work with the others."""
@@ -72,6 +74,9 @@ def _check_training(config: Config) -> None:
     )
     above_zero("training", training, ("clip",))
     at_least(0, "training.watch", training.watch, ("seconds", "times", "others"))
+    for name in ("seconds", "times", "others"):
+        value = getattr(training.watch, name)
+        check(value <= LONGEST_WATCH, f"training.watch.{name}={value:g}: give at most {LONGEST_WATCH:g}")
     at_least(0, "schedule", schedule, ("warmup", "final"))
     check(schedule.final <= 1, f"schedule.final={schedule.final}: it is a part of the peak; choose 0 to 1")
     check(
