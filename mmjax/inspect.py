@@ -159,7 +159,8 @@ def _described(
         yield f"batch {replayed.content}; nothing was logged of it"
     else:
         same = "as it was logged" if logged.get("batch") == replayed.content else f"LOGGED AS {logged.get('batch')}"
-        yield f"batch {replayed.content}, {same}; loss {logged['loss']}, gradient norm {logged['gradient_norm']}"
+        norm = logged.get("gradient_norm", "not logged")
+        yield f"batch {replayed.content}, {same}; loss {logged['loss']}, gradient norm {norm}"
         if worst := logged.get("worst"):
             yield "worst losses: " + ", ".join(f"{name} {loss}" for name, loss in worst.items())
     for spoiled in replayed.loaded.spoiled:

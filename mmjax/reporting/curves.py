@@ -127,7 +127,7 @@ class _Reading:
             self._worst.append((step, worst))
         if isinstance(process := record.get("slowest"), str):
             self._slowest[process] += 1
-            self._slow_seconds[process] += record.get("seconds/slowest", 0.0)
+            self._slow_seconds[process] += float(record.get("seconds/slowest", 0.0))
 
     def end_point(self) -> None:
         for key, values in self._open.items():

@@ -127,10 +127,21 @@ def _project(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def logged_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl; lines that are not whole are left out."""
+    """Yield the records of a metrics.jsonl; lines that are not whole, and values that no log has, are left out."""
     for record in whole_lines(path):
-        if isinstance(record.get("step"), int) and 0 <= record["step"] < 2**53:
-            yield record
+        if type(record.get("step")) is int and 0 <= record["step"] < 2**53:
+            yield {key: value for key, value in record.items() if _is_logged(key, value)}
+
+
+def _is_logged(key: str, value: Any) -> bool:
+    """Whether `_plain` may have written this: a person may have edited the file."""
+    if key in ("batch", "slowest"):
+        return isinstance(value, str)
+    if key == "worst":
+        return isinstance(value, dict) and all(_is_logged("loss", loss) for loss in value.values())
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def _drop_after(path: Path, done: int) -> None:

@@ -84,3 +84,25 @@ def test_smoothing_is_the_mean_of_the_last_twentieth() -> None:
     values = np.arange(40.0)
     smooth = Curve(values, values, values, values).smoothed()
     assert smooth.tolist() == [0.0, *(values[1:] - 0.5)]
+
+
+def test_values_that_no_run_writes_are_left_out(tmp_path: Path) -> None:
+    """Somebody has edited the file: lists, huge numbers, names of another type."""
+    odd = {
+        "loss": [1],
+        "mfu": 10**400,
+        "slowest": 3,
+        "seconds/slowest": "nan",
+        "worst": {"a": [2]},
+        "batch": 1,
+        "x": None,
+    }
+    right = {"step": 3, "loss": 0.5, "slowest": "process 1", "seconds/slowest": "inf", "worst": {"a": "nan"}}
+    lines = [{"step": 1, **odd}, {"step": True, "loss": 1.0}, {"step": 2, "loss": "many", "worst": [1]}, right]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = read_metrics(tmp_path / "m.jsonl")
+    assert list(found.curves) == ["loss"]
+    assert found.curves["loss"].mean.tolist() == [0.5]
+    assert (found.steps, found.not_finite) == (3, 0)
+    assert [worst.sample for worst in found.worst] == ["a"]
+    assert found.slowest["process 1"] == (1, math.inf)
