@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 import traceback
@@ -297,8 +299,16 @@ def resolve(function: str, folder: Path | None) -> Callable[..., Any]:
     if path is None or not path.is_file():
         place = f"there is no {path}" if path else "no run folder is known"
         raise UserError(f"function {function!r} is in the run's config file, but {place}; give the run's folder")
+    _warn_of_others(path)
     with _one_reading() as read:
         return _function_of(function, "function", _execute(path, read), path)
+
+
+@functools.cache
+def _warn_of_others(path: Path) -> None:
+    """Say once that a file is executed which somebody else has written: it may do whatever this user may."""
+    if path.stat().st_uid not in (os.getuid(), 0):
+        print(f"note: {path} belongs to another user, and is executed as you", file=sys.stderr, flush=True)
 
 
 def callbacks_of(model: ModelConfig, folder: Path | None) -> dict[str, Callable[..., Any]]:

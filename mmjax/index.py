@@ -77,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = list(read_parts(config))
     say(*report(parts))
     _list_bad(parts, out / BAD)
+    for part in parts:
+        if len(part.bad) == len(part.conversations):
+            raise UserError(f"{part.name}: none of its {len(part.bad):,} records can be used; see {out / BAD}")
     draw(config, parts, out / PICTURE)
     if args.to:
         _convert(parts, _folder("--to", Path(args.to[1])))

@@ -219,3 +219,12 @@ def test_parquet_behind_a_server_becomes_arrayrecord(tmp_path: Path, capsys) -> 
     whole = ArrayRecords(str(tmp_path / "to" / "a" / "train"), tmp_path / "cache")
     assert [whole.encoded(i, 0) for i in range(7)] == [row["bytes"] for row in rows]
     assert np.array_equal(open_facts(whole, tmp_path / "cache").size[:, 0], np.arange(3, 10))
+
+
+def test_data_of_which_nothing_can_be_used_ends_with_2(tmp_path: Path, capsys) -> None:
+    (tmp_path / "d.jsonl").write_text('{"messages": []}\n{"messages": 3}\n')
+    path = f"data.sources.few.path={tmp_path / 'd.jsonl'}"
+    ended = run(capsys, index.main, "tiny_vlm", "data.sources.few=messages", path, "--out", tmp_path / "out")
+    assert ended.code == 2
+    assert f"few: none of its 2 records can be used; see {tmp_path / 'out'}" in ended.err
+    assert (tmp_path / "out" / index.BAD).read_text().count("\n") == 2
