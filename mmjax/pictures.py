@@ -41,7 +41,7 @@ KINDS = {
     "batch": "#efe8d8",
     "tokens": "#ddd3bc",
     "exchange": "#c8bb9d",
-    "moment": "#ad9e7c",
+    "transient": "#ad9e7c",
 }
 PARTS = {
     "compute": "#44546a",

@@ -271,7 +271,11 @@ def limits(outlook: Outlook) -> list[str]:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+    """1.5 as 1.5 hours, 0.5 as 30.0 minutes, 0.001 as 3.6 seconds."""
+    for length, unit in ((1.0, "hours"), (1 / 60, "minutes")):
+        if hours >= length:
+            return f"{hours / length:,.1f} {unit}"
+    return f"{3600 * hours:,.1f} seconds"
 
 
 def as_numbers(outlook: Outlook, price: float | None, compiled: int | None = None) -> dict[str, Any]:

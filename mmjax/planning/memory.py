@@ -66,7 +66,7 @@ def fixed_bytes(
     layers: what one layer of each tower that has a backward pass keeps without remat, cut. activation: bytes of an
     activation, and of a frozen parameter. `copies` are trainable weights in the precision of the computation and a
     microbatch's own gradients, sharded like the parameters; `tokens` what encoders give, as it is made and as it
-    arrives, with what connectors keep. The largest of the moments that no other kind covers is `moment`: the loss,
+    arrives, with what connectors keep. The largest of the moments that no other kind covers is `transient`: the loss,
     whose logits and their gradient are float32, or the backward pass of a layer, with weights gathered for it; and,
     where parameters are sharded, one whole table of the vocabulary. loss_chunks: as in the training config.
     """
@@ -88,7 +88,7 @@ def fixed_bytes(
             2 * batch.peers * n * streams(model.encoders[name]) * model.llm.width * activation
             for name, n in batch.widths.items()
         ),
-        "moment": max(
+        "transient": max(
             _loss(model, work["llm"].positions, spread, loss_chunks),
             max((_layer(model, name, none, spread, activation) for name, none in layers.items()), default=0.0),
         )

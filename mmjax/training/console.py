@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -68,15 +69,21 @@ class ProgressLine:
     def __init__(self, first: int, steps: int, unit: str = "step") -> None:
         self._steps, self._unit = steps, unit
         self._last_line = time.monotonic()
+        self._means: dict[str, float] = {}
         self._bar: Progress | None = None
         if sys.stdout.isatty() and not _muted:
             columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(24), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(), refresh_per_second=4)
+            self._bar = Progress(
+                *columns, TextColumn("ETA"), TimeRemainingColumn(), console=Console(), refresh_per_second=4
+            )
             self._task = self._bar.add_task("", total=steps, completed=first)
 
     def update(self, done: int, scalars: Mapping[str, float]) -> None:
-        """Show the state after `done` steps."""
-        self.show(done, lambda: _describe(scalars))
+        """Show the state after `done` steps: means of the last ones, since single steps differ much."""
+        for key, value in scalars.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._means[key] = value if key not in self._means else 0.9 * self._means[key] + 0.1 * value
+        self.show(done, lambda: _describe(self._means | {"epoch": scalars["epoch"]}))
 
     def show(self, done: int, described: Callable[[], str]) -> None:
         """Show that so much is done, and what there is to say of it."""
@@ -99,8 +106,10 @@ class ProgressLine:
 
 
 def _describe(scalars: Mapping[str, float]) -> str:
-    fills = "/".join(_short(v) for k, v in scalars.items() if k.startswith("fill/"))
-    line = f"epoch {scalars['epoch']:.2f}  loss {scalars['loss']:.4f}  {count(scalars['tokens/s'])} tok/s  "
+    fills = " ".join(f"{k.removeprefix('fill/')} {_short(v)}" for k, v in scalars.items() if k.startswith("fill/"))
+    line = (
+        f"epoch {scalars['epoch']:.2f}  loss {scalars.get('loss', math.nan):.4f}  {count(scalars['tokens/s'])} tok/s  "
+    )
     line += f"MFU {scalars['mfu']:.1%}  fill {fills}  "
     if (before := scalars["straggler_wait_before"]) > 1e-6:  # else there is one rank
         line += f"ranks wait {scalars['straggler_wait']:.1%} (unbalanced {before:.0%})  "

@@ -306,7 +306,10 @@ class Session:
         if answered:
             scores = exact_match(answered)
             self._write(done, {f"validation/{k}": v for k, v in scores.items()})
-            say(f"step {done}  validation  {announce.brief(scores)}", f"  {answered[done % len(answered)]}")
+            say(
+                f"step {done}  validation, exact match:  {announce.brief(scores)}",
+                f"  {answered[done % len(answered)]}",
+            )
         self._numbers.go_on()
 
     def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:

@@ -118,7 +118,7 @@ def test_the_loss_is_made_in_parts_where_its_logits_would_take_the_room_of_more_
     assert parts.loss_chunks > 1
     assert parts.fits
     assert parts.seconds < whole.seconds
-    assert parts.fixed["moment"] < whole.fixed["moment"]
+    assert parts.fixed["transient"] < whole.fixed["transient"]
     assert found(room, (parts.loss_chunks,)) == parts
 
 

@@ -67,18 +67,18 @@ def test_the_moment_of_the_loss_is_the_logits_of_a_part_and_the_sums_of_its_prod
     config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=8192)))
     vocab, width = config.model.llm.vocab, config.model.llm.width
     alone, shared = held(config, chunks=chunks), held(config, Spread(8), chunks=chunks)
-    assert alone["moment"] == 4 * 64 * (vocab / chunks + 2 * width)
+    assert alone["transient"] == 4 * 64 * (vocab / chunks + 2 * width)
     # On many devices a part of the table has its gradient whole, and a whole table is gathered.
-    assert shared["moment"] == alone["moment"] + 4 * width * vocab / chunks + 4 * width * vocab
+    assert shared["transient"] == alone["transient"] + 4 * width * vocab / chunks + 4 * width * vocab
     others = {kind for kind, n in held(config).items() if n != alone[kind]}
-    assert others == ({"moment"} if chunks > 1 else set())
+    assert others == ({"transient"} if chunks > 1 else set())
 
 
 def test_tensor_parallelism_cuts_the_logits():
     config = load("tiny_omni")
     config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=8192)))
     streams = 2 * 4 * 64 * config.model.llm.width
-    whole, halved = (held(config, Spread(8, llm=n))["moment"] - streams for n in (1, 2))
+    whole, halved = (held(config, Spread(8, llm=n))["transient"] - streams for n in (1, 2))
     assert halved == whole / 2
 
 

@@ -85,7 +85,7 @@ def test_a_loss_in_chunks_needs_less(layouts):
     whole, chunked = (
         fitted(layouts, np.inf, replace(made, training=replace(made.training, loss_chunks=n))) for n in (1, 4)
     )
-    assert chunked.fixed["moment"] < 0.3 * whole.fixed["moment"]
+    assert chunked.fixed["transient"] < 0.3 * whole.fixed["transient"]
 
 
 def test_a_memory_between_is_filled_with_a_mix_of_policies(layouts):
