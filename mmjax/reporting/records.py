@@ -62,7 +62,7 @@ def facts_of(runs: Sequence[Run]) -> Rows:
         rows.append(
             (
                 run.name,
-                f"{run.metrics.steps:,} of {run.config.training.steps:,}",
+                _progress(run),
                 f"{loss.smoothed()[-1]:.4g}" if loss else "",
                 count(speed.typical()) if speed else "",
                 percent(mfu.typical()) if mfu else "",
@@ -73,6 +73,15 @@ def facts_of(runs: Sequence[Run]) -> Rows:
             )
         )
     return rows
+
+
+def _progress(run: Run) -> str:
+    """The steps that are done of those the run is to have, or of the epochs."""
+    training, epochs = run.config.training, run.metrics.curves.get("epoch")
+    if training.steps:
+        return f"{run.metrics.steps:,} of {training.steps:,}"
+    done = float(epochs.mean[-1]) if epochs else 0.0
+    return f"{run.metrics.steps:,}, epoch {done:.2f} of {training.epochs:g}"
 
 
 def _scores(run: Run) -> str:

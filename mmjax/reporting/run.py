@@ -105,7 +105,7 @@ def plan_again(run: Run) -> Planned:
             "there is no history.jsonl that tells how its steps were made: it has not started yet, or is old"
         )
     if not run.metrics.steps:
-        last = min(life.first + PLANNED_STEPS, max(run.config.training.steps, life.first + 1))
+        last = min(life.first + PLANNED_STEPS, max(life.config.training.steps, life.first + 1))
     loader = loader_of(life, run.folder)
     first = max(life.first, last - PLANNED_STEPS)
     return Planned(life, loader, first, [loader.plan(step) for step in range(first, last)])
