@@ -165,6 +165,20 @@ def test_on_a_disk_that_stays_full_a_run_that_is_stopped_says_what_is_kept(folde
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.exhaustive
+def test_on_a_disk_that_is_full_at_the_end_a_run_says_what_is_kept_before_it_writes_scores(folder):
+    words = (*WORDS, "training.checkpoint_every=50", "training.steps=1000")
+    process = start("mmjax.train", TINY, f"run={folder}", *words)
+    wait_until(lambda: (folder / "checkpoints" / "50").is_dir(), process)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+    ended = finish(process, 240)
+    assert ended.code == 2
+    assert "error: the last state could not be saved: " in ended.err
+    assert "make room, and go on from step " in ended.err
+    assert "Traceback" not in ended.err
+    assert not (folder / "test.json").exists()
+
+
 def tear(checkpoint: Path) -> None:
     for path in (checkpoint / "state").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:64])

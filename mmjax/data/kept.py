@@ -36,7 +36,18 @@ class Missing(Damaged):
 
 
 def keep(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write one file per array and their hashes; what lies in the folder's place is replaced."""
+    """Write one file per array and their hashes; what lies in the folder's place is replaced.
+
+    Raises UserError where there is no room, or no right, to write it.
+    """
+    try:
+        _keep(folder, arrays)
+    except OSError as error:
+        shutil.rmtree(folder.with_name(f"{folder.name}.{os.getpid()}.partial"), ignore_errors=True)
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}; make room there") from None
+
+
+def _keep(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     partial, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
     remove(partial)
     partial.mkdir(parents=True)

@@ -38,7 +38,8 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "7f3a"
-MOST_WORK = 5_000_000  # loops and calls of one rendering: some seconds
+MOST_WORK = 2_000_000  # turns of loops in one rendering: some seconds
+CALL_WORK = 10  # turns that a call takes as long as
 MOST_TEXT = 64_000_000  # characters
 
 
@@ -342,12 +343,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        __self.count()
+        __self.count(CALL_WORK)
         return super().call(__context, __obj, *args, **kwargs)
 
-    def count(self) -> None:
-        """Take one from the work that is left of this rendering."""
-        _work.left -= 1
+    def count(self, work: int = 1) -> None:
+        """Take some of the work that is left of this rendering."""
+        _work.left -= work
         if _work.left < 0:
             raise _TooMuch(f"it takes more than {MOST_WORK:,} loops and calls")
 

@@ -114,10 +114,15 @@ def _start_workers(loader: StepLoader, first: int, last: int, workers: int, pref
     dataset = grain.MapDataset.range(first, last).map(_InWorker(loader))
     iterable = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
-    with _signals_held_back():
-        iterator = iter(iterable.mp_prefetch(options, worker_init_fn=_start_worker))
-        iterator.get_state()  # makes what start_prefetch starts: otherwise each worker waits for the one before it
-        iterator.start_prefetch()
+    try:
+        with _signals_held_back():
+            iterator = iter(iterable.mp_prefetch(options, worker_init_fn=_start_worker))
+            iterator.get_state()  # makes what start_prefetch starts: otherwise each worker waits for the one before it
+            iterator.start_prefetch()
+    except OSError as error:
+        raise UserError(
+            f"data workers cannot be started: {error.strerror or error}; make room in /dev/shm, or set data.workers=0"
+        ) from error
     return iterator
 
 

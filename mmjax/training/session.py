@@ -335,13 +335,13 @@ class Session:
         self.watchdog.at("evaluating")
         scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
         self.left_out.say_questions(self.evaluator.left_out)
-        if scores:
-            if processes.leads():
-                self.folder.scores.write_text(json.dumps({"step": steps_done} | scores, indent=2) + "\n")
-            self._write(steps_done, {f"test/{k}": v for k, v in scores.items()})
-            say(*announce.score_table(scores))
         self.watchdog.at("saving")
         self._check_saved()
+        if scores:
+            if processes.leads():
+                self._write_scores({"step": steps_done} | scores)
+            self._write(steps_done, {f"test/{k}": v for k, v in scores.items()})
+            say(*announce.score_table(scores))
         times = self._numbers.times
         total = times.total or 1.0
         say(
@@ -350,6 +350,15 @@ class Session:
             f"run    {self.folder.path}",
             *announce.what_next(self.folder.path, tuple(self.config.model.encoders)),
         )
+
+    def _write_scores(self, scores: Mapping[str, float]) -> None:
+        """Write the scores of the test split, whole or not at all: where there is no room they are made again later."""
+        partial = self.folder.scores.with_suffix(".partial")
+        try:
+            partial.write_text(json.dumps(scores, indent=2) + "\n")
+            partial.rename(self.folder.scores)
+        except OSError as error:
+            say(f"WARNING {self.folder.scores} cannot be written: {error.strerror}; the scores are below")
 
     def _check_saved(self) -> None:
         """Raises UserError where the last state is not whole on disk."""

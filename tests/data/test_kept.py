@@ -10,6 +10,7 @@ import pytest
 
 from mmjax.data import kept as kept_module
 from mmjax.data.kept import Damaged, Missing, keep, kept
+from mmjax.errors import UserError
 
 ARRAYS = {
     "lengths": np.arange(1000),
@@ -76,3 +77,10 @@ def test_a_process_hashes_once_and_its_workers_never(tmp_path: Path, monkeypatch
     worker.start()
     assert answers.get(timeout=480) == 190
     worker.join()
+
+
+def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/folder cannot be written: Not a directory; make room there"):
+        keep(tmp_path / "file" / "folder", {"a": np.zeros(3)})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
