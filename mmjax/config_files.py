@@ -207,7 +207,7 @@ def _faults_in(path: Path, read: Read) -> Iterator[None]:
 
 
 def _arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[str, str]:
-    """Of lines `name=text`, those that name a parameter of the module's config()."""
+    """Select the overrides `name=text` that name a parameter of the module's config()."""
     make = getattr(module, "config", None)
     known = inspect.signature(make).parameters if isinstance(make, types.FunctionType) else {}
     return {name: text for name, _, text in (line.partition("=") for line in lines) if name in known}
@@ -235,7 +235,7 @@ def _tree_of(
 
 
 def _line_of(key: str, make: types.FunctionType, path: Path) -> int:
-    """Where the file gives this key: the only `name=` of its name, else the start of `config`."""
+    """Find the line that sets this key: the only `name=` of its name, else the start of `config`."""
     name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
     found = [
         k.value.lineno for k in ast.walk(ast.parse(path.read_text())) if isinstance(k, ast.keyword) and k.arg == name
@@ -275,7 +275,7 @@ def keys_of(config: Config) -> list[str]:
 
 
 def differences(a: Config, b: Config) -> list[str]:
-    """What differs, as lines `key: old -> new`; `absent`, once for a whole section, where one has no such key."""
+    """List differences as `key: old -> new`; a key or whole section that one lacks is `absent`."""
     old, new = (dict(leaves(Config, encode(Config, c, ""))) for c in (a, b))
     lines = []
     for key in [*old, *(key for key in new if key not in old)]:

@@ -120,7 +120,7 @@ def _part(config: Config, name: str, split: Split, cache: Path) -> Part:
 
 
 def _shown(records: int, told: str, work: Callable[[Progress], T]) -> T:
-    """What `work` returns, while a line says how far it is."""
+    """Run `work` with a progress line and return its result."""
     with ProgressLine(0, records, "record") as line:
         return work(lambda done: line.show(done, lambda: told))
 
@@ -129,7 +129,7 @@ def _shown(records: int, told: str, work: Callable[[Progress], T]) -> T:
 
 
 def measures(part: Part) -> dict[str, np.ndarray]:
-    """What is told of a data set's good records, by what it is called."""
+    """Measure the usable records of a data set, by the measure's name."""
     facts = part.facts
     pixels, clips = facts.of("image").astype(float), facts.of("audio").astype(float)
     measured = {
@@ -145,7 +145,7 @@ def measures(part: Part) -> dict[str, np.ndarray]:
 
 
 def _tokens(lengths: LengthIndex, encoders: Sequence[str]) -> dict[str, np.ndarray]:
-    """What the LLM reads of good records: in all, of text, and of each encoder where it gives any."""
+    """Count the LLM tokens of usable records: in total, of text, and of each encoder with any."""
     good = np.setdiff1d(np.arange(len(lengths)), lengths.bad, assume_unique=True)
     of = np.zeros((len(encoders), len(lengths)), np.int64)
     sample = np.repeat(np.arange(len(lengths)), np.diff(lengths.item_start))
@@ -156,7 +156,7 @@ def _tokens(lengths: LengthIndex, encoders: Sequence[str]) -> dict[str, np.ndarr
 
 
 def report(parts: Sequence[Part]) -> list[str]:
-    """What a person reads."""
+    """Format the report for a person."""
     rows = [("source", "records", "bad", "images", "clips")]
     sizes = [("source", "of", "count", "min", "median", "p90", "max", "sum")]
     for part in parts:

@@ -138,7 +138,7 @@ def _check_readable(replayed: Replayed, life: Life, number: int) -> None:
 
 
 def record_of(folder: RunFolder, number: int) -> dict[str, Any]:
-    """What was logged of a step; empty where nothing was."""
+    """Return the logged metrics of a step, empty if there are none."""
     for record in logged_records(folder.metrics):
         if record["step"] == number and "loss" in record:
             return record

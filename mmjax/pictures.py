@@ -126,7 +126,7 @@ def draw_lengths(path: Path, title: str, subtitle: str, lengths: Mapping[str, Ma
 
 
 def _spread(axes: Axes, of: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
-    """How many values are about as large, on a logarithmic axis; zeros are left out."""
+    """Draw a histogram of values on a logarithmic axis, without zeros."""
     joined = np.concatenate(list(of.values()))
     above = joined[joined > 0]
     bounds = np.geomspace(above.min() / 1.05, above.max() * 1.05, BINS + 1)
@@ -299,7 +299,7 @@ def folded(work: np.ndarray) -> np.ndarray:
 
 
 def _shades(figure: Figure, y: float, work: Work) -> None:
-    """What the shades mean, and how the ranks of a step stand."""
+    """Draw the legend of phases and the balance of the ranks."""
     _text(figure, LEFT, y, "work of a rank over that of the step's fullest:", color=PALE)
     _text(figure, LEFT + 286, y, "0", ha="right", color=PALE)
     axes = _axes(figure, LEFT + 294, y - 10, 150, 12)
@@ -316,7 +316,7 @@ def _shades(figure: Figure, y: float, work: Work) -> None:
 
 
 def module_name(name: str) -> str:
-    """As it is called in a picture."""
+    """Return the display name of a module."""
     return "LLM" if name == "llm" else f"{name} encoder"
 
 
@@ -348,7 +348,7 @@ def _text(figure: Figure, x: float, y: float, text: str, **style: object) -> Non
 
 
 def _length(text: str) -> float:
-    """Of a text in a bar, in pixels."""
+    """Estimate the width of a label in pixels."""
     return float(TextPath((0, 0), text, size=8).get_extents().width) * PIXELS / 72
 
 

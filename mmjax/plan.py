@@ -155,7 +155,7 @@ def _lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[LengthI
 
 
 def report(outlook: Outlook, price: float | None, told: str, compiled: int | None = None) -> list[str]:
-    """What a person reads."""
+    """Format the plan for a person."""
     config, way = outlook.config, outlook.chosen
     counts = parameters(config.model)
     axes = " x ".join(f"{axis} {n}" for axis, n in outlook.mesh.items() if n > 1) or "one device"
@@ -218,7 +218,7 @@ def runs_of_layers(way: Way) -> int:
 
 
 def compile_seconds(way: Way) -> float:
-    """That all shapes take before the first step of the first start; a second one finds them in its cache."""
+    """Estimate the seconds that compiling all shapes takes on a first start; a second one has them in its cache."""
     return len(way.layout.shapes) * (PROGRAM_SECONDS + RUN_SECONDS * runs_of_layers(way))
 
 
@@ -236,7 +236,7 @@ def _to_the_end(outlook: Outlook, price: float | None) -> list[str]:
 
 
 def checkpoint_bytes(outlook: Outlook) -> int:
-    """Of one checkpoint."""
+    """Compute the bytes of one checkpoint."""
     config = outlook.config
     return saved_bytes(config.model, ACTIVATION[config.training.precision], config.optimizer)
 
@@ -246,7 +246,7 @@ def _existing(folder: Path) -> Path:
 
 
 def limits(outlook: Outlook) -> list[str]:
-    """What holds the run back, and what would help."""
+    """List the bottlenecks of the run with a remedy for each."""
     way, time = outlook.chosen, outlook.chosen.time
     found = []
     if not way.fitted.fits:

@@ -62,7 +62,7 @@ class Chat:
     notes: tuple[str, ...] = ()  # what a user should know
 
     def sample(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
-        """What a conversation trains: only what the assistant says, and the token that ends its turn.
+        """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
 
         `encoders` names, for each medium in order, the encoder of each of its items. Raises BadSample where the
         conversation can't be trained on.
@@ -86,12 +86,12 @@ class Chat:
         return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders))
 
     def said(self, tokens: Sequence[int]) -> str:
-        """What tokens say, up to where the answer ends."""
+        """Decode generated tokens up to the end of the answer."""
         stop = next((k for k, token in enumerate(tokens) if token in self.tokenizer.ends), len(tokens))
         return self.tokenizer.decode(tokens[:stop], skip_special=True).strip()
 
     def text_tokens(self, conversations: Sequence[Conversation]) -> list[int | BadSample]:
-        """How many tokens of text each one's sample has, its media left out; or why `sample` refuses it."""
+        """Count the text tokens of each conversation without its media, or return why `sample` refuses it."""
         found: list[int | BadSample] = []
         for first in range(0, len(conversations), BATCH):
             found += self._count(conversations[first : first + BATCH])
@@ -155,7 +155,7 @@ class Chat:
     # --------------------------------------------------------------------------------------------------- tokens
 
     def _tokens(self, line: Line, encoded: Encoded) -> Tokens:
-        """Which tokens train: those of the answers, without media and what stands around them.
+        """Set loss weights on the tokens of answers, without media and what stands around them.
 
         A token over the border of an answer is one of it if it holds any of its characters but white space.
         """
@@ -228,7 +228,7 @@ def _remedy(text: str, end: int) -> str:
 
 
 def _or_bad(function: Any, *arguments: Any) -> Any:
-    """What the function gives, or the BadSample that it raises."""
+    """Call the function and return its result, or the BadSample that it raises."""
     try:
         return function(*arguments)
     except BadSample as bad:
@@ -310,7 +310,7 @@ def _token_of(tokenizer: Tokenizer, kind: str, place: Placeholder) -> int:
 
 
 def _control_tokens(tokenizer: Tokenizer, template: Template, placeholders: dict[str, Placeholder]) -> set[str]:
-    """What begins and ends turns and texts, and stands for media. Other special tokens may stand in a text: boxes."""
+    """List the tokens that delimit turns and texts or stand for media; others, such as boxes, may occur in a text."""
     tried = "".join(_tried(template, roles) for roles in (("system", "user", ASSISTANT), ("user", ASSISTANT)))
     named = {tokenizer.named.get(f"{name}_token", "") for name in ("bos", "eos", "pad")}
     written = {t for t in tokenizer.special if t.strip() and (t in template.source or t in tried)}
@@ -328,7 +328,7 @@ def _tried(template: Template, roles: Sequence[str]) -> str:
 
 
 def _try_out(chat: Chat) -> tuple[str, ...]:
-    """What a conversation about nothing shows. Raises UserError where it can't be told what trains in it."""
+    """Try the template on one question and answer. Raises UserError where their loss mask cannot be determined."""
     where = chat.template.where
     try:
         line = chat._line(Conversation((Message("user", ("What?",)), Message(ASSISTANT, ("This.",)))))

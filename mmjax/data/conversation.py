@@ -27,7 +27,7 @@ class Media:
 
 @dataclass(frozen=True)
 class Message:
-    """What one side said: stretches of text and media, in order."""
+    """One message of a conversation: text and media, in order."""
 
     role: str  # "system", "user", "assistant", ...
     parts: tuple[str | Media, ...]

@@ -369,7 +369,7 @@ class _Reads:
 
 
 def _guarded(reads: _Reads, kind: str, read: Callable[[_Reads, str], Any]) -> Any:
-    """What `read` gives; BadMedia for whatever it stumbles over but an error of the file itself."""
+    """Call `read` and turn every error into BadMedia, except errors of reading the file itself."""
     try:
         value = read(reads, kind)
     except Exception as error:  # libraries raise nearly everything on bytes that are not what they should be

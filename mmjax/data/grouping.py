@@ -119,7 +119,7 @@ class StepGrouper:
 
     @property
     def _due(self) -> tuple[int, float]:
-        """How many samples are due, and the part of an epoch that they complete."""
+        """Return the number of samples that are due, and the part of an epoch that they complete."""
         due = sum(len(pool.due) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)
         return due, 1 - self.epochs_before % 1 if due else 0.0
 

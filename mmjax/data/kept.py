@@ -117,12 +117,12 @@ def note(damage: Damaged) -> None:
 
 
 def sealed(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold, with its hash: with a letter that storage has changed it may still be JSON."""
+    """Add a checksum to a JSON object: with a changed letter it might still be valid JSON."""
     return dict(told) | {"sum": _sum_of(told)}
 
 
 def unsealed(told: Any) -> dict[str, Any]:
-    """What was given to `sealed`. Raises ValueError where it is something else."""
+    """Verify and remove the checksum of `sealed`. Raises ValueError on a mismatch."""
     if not isinstance(told, dict) or told.get("sum") != _sum_of({k: v for k, v in told.items() if k != "sum"}):
         raise ValueError("it is not what was written")
     return {k: v for k, v in told.items() if k != "sum"}

@@ -128,7 +128,7 @@ class StepLoader:
 
     @property
     def _chunks(self) -> Path:
-        """Where chunks start, as far as anybody found out: a late step is planned without replaying early ones."""
+        """Return the file of known chunk starts, with which a late step is planned without replaying early ones."""
         weights = [s.weight for s in self.config.data.sources.values()]
         grouped = replace(self.config.batch, balance=NoBalance())  # which does not change what a step has
         due = (self.segment.due.name,) if self.segment.due else ()
@@ -172,7 +172,7 @@ class StepLoader:
         return reduce(plus, (content_of(b, m, *held, self.own or held) for m, b in enumerate(batches)))
 
     def _needed_flops(self, batch: Microbatch) -> float:
-        """Of this process's ranks; encoder ranks of these that others hold count as much as its own."""
+        """Count the FLOPs of this process's ranks; encoder ranks that other processes hold count as its own."""
         model, of_ranks = self.config.model, len(self.ranks) * self.layout.topology.encoders_per_rank
         share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / of_ranks
         return step_needed(model, batch.text, batch.items, frozen_modules(model), share)

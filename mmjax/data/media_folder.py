@@ -166,7 +166,7 @@ def _taped(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
 
 
 def data_url(url: str) -> bytes:
-    """What a `data:image/png;base64,...` holds. Raises BadSample."""
+    """Decode a `data:image/png;base64,...` URL. Raises BadSample."""
     head, comma, body = url.partition(",")
     if not comma:
         raise BadSample(f"{head[:40]!r} is a data: URL without data")

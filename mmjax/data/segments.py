@@ -64,7 +64,7 @@ def _digest(due: Due) -> str:
 
 
 def still_due(grouper: StepGrouper, step: int) -> list[np.ndarray]:
-    """Of every source, the sorted ids that its epoch under way has not had before `step`; none at an epoch's end."""
+    """Return, by source, the sorted ids left of the current epoch before `step`; none where one has just ended."""
     draws, used = grouper.used(step)
     due = [np.zeros(0, np.int64)] * len(grouper.pools)
     for s, of in draws.items():
@@ -90,7 +90,7 @@ class Held:
 
 
 def carried(due: Due, old: Held, pools: Sequence[Pool], new: Held) -> list[np.ndarray]:
-    """What is due of the old data, as ids of the new one, whose other samples join the epoch under way.
+    """Translate what is due of the old data into ids of the new one, whose other samples join the current epoch.
 
     pools: of the old data. Samples that are not there any more are owed no longer.
     """

@@ -159,12 +159,12 @@ def shares(weights: Sequence[float]) -> np.ndarray:
 
 
 def key_of(seed: int, source: int) -> np.uint64:
-    """What the permutations of a source depend on."""
+    """Derive the key of a source's permutations from the run's seed."""
     return np.random.SeedSequence((seed, 1, source)).generate_state(1, np.uint64)[0]
 
 
 def _shuffled(rank: np.ndarray, n: int, key: np.uint64, epoch: np.ndarray) -> np.ndarray:
-    """Where a permutation of 0 .. n - 1 that depends on key and epoch puts each rank, int64.
+    """Permute ranks within 0 .. n - 1, keyed by `key` and epoch, int64.
 
     A Feistel network permutes the next power of four; what falls outside goes through it again until it falls inside.
     """

@@ -121,7 +121,7 @@ class Template:
         return Rendered(text, marks, (weights[said[0]],) * len(marks), prompts)
 
     def _prompts(self, messages: Sequence[dict[str, Any]], trained: Sequence[int], text: str) -> Iterator[int]:
-        """Where in the text the prompts of answers end; an earlier answer may be written otherwise once more follows.
+        """Yield where in the text the prompts of answers end; a template may rewrite earlier answers once more follows.
 
         Raises BadSample where the text of the last answer does not begin with its prompt.
         """
@@ -146,7 +146,7 @@ class Template:
         weights: Mapping[int, float],
         prompts: tuple[int, ...],
     ) -> Rendered:
-        """What the template marks in the messages that have weights; those up to each message tell which are its."""
+        """Assign the template's marks to messages with weights, by the marks in the text up to each message."""
         of: list[tuple[Span, float]] = []
         for k, weight in weights.items():
             before = len(self.render(messages[:k], False)[1]) if k else 0
@@ -159,7 +159,7 @@ class Template:
         return Rendered(text, tuple(mark for mark, _ in of), tuple(weight for _, weight in of), prompts)
 
     def _added(self, messages: Sequence[dict[str, Any]], k: int, text: str) -> Span:
-        """What message `k` adds to the prompt before it, without white space behind the token that ends it."""
+        """Return the span that message `k` adds to its prompt, without white space behind its end-of-turn token."""
         if not k:
             raise BadSample("it begins with the assistant, and the chat template marks no answers; begin with the user")
         begin = self._prefix(self.render(messages[:k], True)[0], text)
@@ -273,7 +273,7 @@ def _with_lists(template: Template) -> Template:
 
 
 class _Refusal(Exception):
-    """What a template says by raise_exception."""
+    """An error that a template raises by raise_exception."""
 
 
 class _TooMuch(Exception):

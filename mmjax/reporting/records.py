@@ -85,7 +85,7 @@ def _progress(run: Run) -> str:
 
 
 def _scores(run: Run) -> str:
-    """Of the test split, or the last of the validation split."""
+    """Format the test scores, or the last validation scores."""
     try:
         told = json.loads(run.folder.scores.read_text())
         split = "test"

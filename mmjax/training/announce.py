@@ -76,7 +76,7 @@ def what_will_run(config: Config, model: Model, mesh: jax.sharding.Mesh, loader:
 
 
 def _ranks(config: Config, layout: RankLayout) -> list[str]:
-    """How the rows are spread over ranks, and what may travel between them."""
+    """Describe how rows are spread over ranks, and what may travel between them."""
     topology, budget_rows = layout.topology, config.batch.rows
     lines = [f"ranks  {topology.ranks} in nodes of {topology.ranks_per_node}, balance {config.batch.balance.kind}"]
     if topology.encoders_per_rank > 1:
@@ -96,7 +96,7 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
 
 
 def how_it_fits(fitted: Fit) -> list[str]:
-    """What a device will hold, and what its layers compute again."""
+    """Describe the predicted memory of a device and its remat policies."""
     kinds = {**fitted.fixed, "activations": sum(fitted.activations.values())}
     spelled = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.predicted)
     of = "" if math.isinf(fitted.room.device) else f" of {size(fitted.room.device)}"
@@ -188,7 +188,7 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
 
 
 def what_next(run: Path, encoders: Sequence[str]) -> list[str]:
-    """What a person may want to do with a finished run."""
+    """Suggest commands for a finished run."""
     where = shlex.quote(min(os.path.relpath(run), str(run), key=len))
     blind = f", or with --swap={next(iter(encoders))}: with another sample's items" if encoders else ""
     return [

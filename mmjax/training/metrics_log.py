@@ -134,7 +134,7 @@ def logged_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_logged(key: str, value: Any) -> bool:
-    """Whether `_plain` may have written this: a person may have edited the file."""
+    """Return whether `_plain` may have written this value: a person may have edited the file."""
     if key in ("batch", "slowest"):
         return isinstance(value, str)
     if key == "worst":

@@ -31,7 +31,7 @@ from mmjax.training.run_history import Life, life_of
 
 @dataclass(frozen=True)
 class RunData:
-    """What `open_data` has opened."""
+    """The opened data of a run."""
 
     life: Life
     loader: StepLoader
@@ -40,7 +40,7 @@ class RunData:
     sources: int
 
     def layout_of(self, other: Config, mesh: Mesh) -> RankLayout:
-        """How the rows lie with another config on the same devices."""
+        """Return the row layout of another config on the same devices."""
         life = self.life
         if other == life.config:
             return life.layout
@@ -48,7 +48,7 @@ class RunData:
 
 
 def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted, mesh: Mesh) -> RunData:
-    """What the run trains on from `step` on, by all processes together.
+    """Open the data of a run from `step` on, by all processes together.
 
     Where it is other data than the run had before, or is grouped otherwise, a new segment begins with what is due.
     Raises UserError where that is not permitted.
@@ -146,7 +146,7 @@ def _grouped(config: Config) -> tuple[object, ...]:
 
 
 def _next_segment(before: Life, now: Held, folder: RunFolder, step: int) -> Segment:
-    """What comes after `before`, from `step` on; process 0 finds what is due."""
+    """Begin the segment after `before` at `step`; process 0 determines what is due."""
 
     def find() -> tuple[str, float]:
         grouper = _grouper_of(before, folder)

@@ -163,7 +163,7 @@ class Session:
         return params
 
     def complete(self, first: int) -> bool:
-        """Whether there is nothing left to do, which it says."""
+        """Return whether all steps are done, and say so."""
         steps_done = self.config.training.steps
         if first < steps_done or (self.evaluator.sources and self.folder.scored_step() != steps_done):
             return False
@@ -171,7 +171,7 @@ class Session:
         return True
 
     def data_state(self, step: int) -> DataState:
-        """Where the data will be before `step`."""
+        """Return the position in the data before `step`."""
         budget = json.loads(json.dumps(asdict(self.loader.budget)))
         return DataState(step, self.life.fingerprint, budget, PLANNER, self.life.segment.first)
 
@@ -221,7 +221,7 @@ class Session:
             yield Ready(arrays, loaded, waited, time.monotonic() - began)
 
     def said(self, ready: Ready) -> Said:
-        """What this process tells the others with a step."""
+        """Collect what this process reports to the others with a step."""
         loaded = ready.loaded
         work = float(loaded.needed_flops)
         return Said(int(loaded.digest), int(loaded.content), work, ready.busy, bool(self.asked.stop))
@@ -290,11 +290,11 @@ class Session:
             )
 
     def noise(self, step: int) -> np.ndarray:
-        """What dropout of a step depends on."""
+        """Return the dropout seed of a step."""
         return np.array([self.config.seed, step], np.uint32)
 
     def due(self, done: int, every: int) -> bool:
-        """Whether something that happens every so many steps happens after `done` steps; not asked at the end."""
+        """Return whether a periodic action is due after `done` steps; never at the end of the run."""
         return every > 0 and done % every == 0 and done < self.config.training.steps
 
     def evaluate(self, done: int, state: TrainState, progress: ProgressLine) -> None:

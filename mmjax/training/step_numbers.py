@@ -31,7 +31,7 @@ class Ready(NamedTuple):
 
 
 class Times:
-    """How long the steps took, of which little is kept."""
+    """Running statistics of step times."""
 
     def __init__(self) -> None:
         self.steps, self.total, self.waited = 0, 0.0, 0.0
@@ -66,7 +66,7 @@ class StepNumbers:
         self.go_on()
 
     def go_on(self) -> None:
-        """What was done since the last step is none of the next one's time."""
+        """Restart the step timer, so that what happened between steps is not charged to the next one."""
         self._ended = time.monotonic()
 
     @property
