@@ -25,6 +25,7 @@ from mmjax.benchmarks import (
     postbalance,
     recompute,
     remat,
+    start,
 )
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.errors import leave, run_command
@@ -41,6 +42,7 @@ COMPARISONS: dict[str, Any] = {
     "phases": phases,
     "recompute": recompute,
     "remat": remat,
+    "start": start,
 }
 # run: one Measurement
 MEASUREMENTS: dict[str, Any] = {

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from mmjax.startup import begin
+
+    begin("train")
+
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,19 +21,19 @@ import jax.numpy as jnp
 from mmjax.config import Config
 from mmjax.config_files import callbacks_of, default_config, describe, find, load
 from mmjax.data.workers import refuse_in_worker
-from mmjax.errors import UserError, leave, run_command
+from mmjax.errors import UserError, heed_interrupts, leave, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import check_heads, make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.plan_file import plan_changes
+from mmjax.startup import activity, loaded
 from mmjax.training.checkpoint import Checkpoints, TornCheckpoint
 from mmjax.training.checkpoint_commit import Retention, set_aside, steps_in
 from mmjax.training.console import ProgressLine, mute, say
 from mmjax.training.devices import choose_devices, topology_of, use_most_memory
 from mmjax.training.evaluation import Evaluator, question_sources
 from mmjax.training.fitting import fit_on_mesh
-from mmjax.training.interrupts import kept_interrupts
 from mmjax.training.kept_fit import Decision, asked_of, read_fit
 from mmjax.training.left_out import LeftOut
 from mmjax.training.optimizer import make_optimizer
@@ -62,10 +67,12 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
     keep_programs(folder.programs)
     programs = ProgramCounter()
 
-    data = open_data(config, folder, step, start.permitted, mesh)
+    with activity("opening the data"):
+        data = open_data(config, folder, step, start.permitted, mesh)
     config = data.life.config  # with its epochs as steps
     before = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if step and not profile else None
-    fitted = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, before and Decision.of(before))
+    with activity("predicting memory"):
+        fitted = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, before and Decision.of(before))
     functions = callbacks_of(config.model, folder.path)
     model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
     rules = ShardingRules.of(config.mesh)
@@ -73,9 +80,10 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
     executor = Executor(model, optimizer, mesh, rules, data.sources, config.mesh.exchange, fitted.loss_chunks)
     retention = Retention(config.training.keep, config.training.keep_every)
     checkpoints = Checkpoints(folder.checkpoints, executor, retention)
-    questions = question_sources(config, ("validation", "test"), folder.path)
     topology = topology_of(mesh, config.mesh)
-    evaluator = Evaluator(model, mesh, rules, questions, config, topology, start.watchdog.beat)
+    with activity("opening the questions"):
+        questions = question_sources(config, ("validation", "test"), folder.path)
+        evaluator = Evaluator(model, mesh, rules, questions, config, topology, start.watchdog.beat)
     peak = peak_of(start.devices, config.training.precision)
     left_out = LeftOut(data.quarantine, data.index.name)
     parts = mesh, executor, data.loader, left_out, checkpoints, evaluator, programs, peak, fitted
@@ -124,18 +132,18 @@ def train(
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, run_folder(config).stacks)
     start = Start(devices, watchdog, asked or Asked(), permitted, profile)
-    with locked_together(run_folder(config).path):
+    with heed_interrupts(), locked_together(run_folder(config).path):
         with claim_together(config, source, mode, permitted) as (folder, resumed):
             session, state = begin(config, folder, resumed, start)
         first, training = session.life.first, session.config.training
         with closing(session):
             if session.complete(first):
                 return session
-            batches = session.batches(first)
-            accumulated = session.compile(state, first)
-            with ProgressLine(first, training.steps) as progress, kept_interrupts() as check_interrupts:
+            example = session.describe(first)
+            batches = session.batches(first)  # workers start now: they find the planner compiled
+            accumulated = session.compile(state, example, first)
+            with ProgressLine(first, training.steps) as progress:
                 for step, ready in enumerate(batches, start=first):
-                    check_interrupts()
                     hyper, said, noise = session.hyperparameters(step), session.said(ready), session.noise(step)
                     spoiled = session.left_out.of_step(ready.loaded)
                     state, accumulated, report = session.executor.step(
@@ -194,6 +202,7 @@ WORDS = "a config's file or name (default: tiny_omni), and changes to it; plan=F
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
+    loaded()
     parser = argparse.ArgumentParser(prog="python -m mmjax.train", description=__doc__, allow_abbrev=False)
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=WORDS)
     parser.add_argument("--show", action="store_true", help="print the whole config and stop")

@@ -1,5 +1,8 @@
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,6 +28,64 @@ def test_an_interrupt_is_exit_code_130(capsys: pytest.CaptureFixture[str]) -> No
 
     assert run_command(main) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+class Interrupted:
+    """An object whose destructor is interrupted, as JAX's callback of the garbage collector may be."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Handle Ctrl-C as Python does, whatever the shell that started the tests has said."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_that_python_drops_is_raised_again(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        Interrupted()
+        threading.Event().wait(480)
+        pytest.fail("the command went on")
+
+    assert run_command(main) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_further_interrupts_do_not_end_what_the_first_tidies_up(capsys: pytest.CaptureFixture[str]) -> None:
+    tidied = []
+
+    def main() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            for _ in range(4):
+                signal.raise_signal(signal.SIGINT)
+            tidied.append("whole")
+
+    assert run_command(main) == 130
+    assert tidied == ["whole"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith("interrupted already: tidying up") for line in lines] == [True] * 4 + [False]
+    assert lines[-1] == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_other_errors_in_destructors_are_reported_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raises:
+        def __del__(self) -> None:
+            raise ValueError("something else")
+
+    reported: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    assert run_command(lambda: Raises() and None) == 0
+    assert [of.exc_type for of in reported] == [ValueError]
 
 
 def test_a_fault_of_our_own_keeps_its_traceback() -> None:

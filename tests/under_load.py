@@ -20,7 +20,7 @@ CLOCKED = (
     "tests/test_supervise.py", "tests/data/test_array_records.py", "tests/data/test_chat_files.py",
     "tests/data/test_kept.py", "tests/data/test_media_facts.py", "tests/data/test_media_folder.py",
     "tests/data/test_parquet.py", "tests/data/test_text_lengths.py", "tests/data/test_workers.py",
-    "tests/training/test_interrupts.py", "tests/training/test_late_ends.py", "tests/training/test_layer_profile.py",
+    "tests/training/test_late_ends.py", "tests/training/test_layer_profile.py",
     "tests/training/test_metrics_log.py", "tests/training/test_run_lock.py", "tests/training/test_watchdog.py",
 )  # fmt: skip
 

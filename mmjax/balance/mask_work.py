@@ -112,12 +112,28 @@ def _run_work(start, sample, pos, span, kind, sees):
     for i in range(1, len(order)):
         r, before = order[i], order[i - 1]
         distinct &= sample[r] != sample[before] or pos[r] >= pos[before] + length[before]
-    first[order] = _seen_before(order, sample[order], length, kind, sees)
-    for r in order:
+    seen = _seen_before(order, _segments(order, sample, sample), length, kind, sees)
+    in_span = np.empty(len(order), np.int64)
+    spans = 0
+    for i in range(len(order)):
+        r = order[i]
         grows[r] = span[r] == 0 and sees[r] & kind[r] != 0
-        first[r] += grows[r]
-    _add_spans(_sorted(order[span[order] != 0], span), sample, span, length, kind, sees, first)
+        first[r] = seen[i] + grows[r]
+        if span[r] != 0:
+            in_span[spans] = r
+            spans += 1
+    _add_spans(_sorted(in_span[:spans], span), sample, span, length, kind, sees, first)
     return first, grows, distinct
+
+
+@njit(cache=True)
+def _segments(order, one, other):
+    """Number the stretches of `order` in which neither key changes: int64 [len(order)]."""
+    segment = np.zeros(len(order), np.int64)
+    for i in range(1, len(order)):
+        r, before = order[i], order[i - 1]
+        segment[i] = segment[i - 1] + (one[r] != one[before] or other[r] != other[before])
+    return segment
 
 
 @njit(cache=True)
@@ -127,14 +143,13 @@ def _add_spans(order, sample, span, length, kind, sees, first):
     Of the span all count, so those that causality allows as well are taken off: what is left is the same for all tokens
     of a run, its own among them.
     """
-    segment = np.zeros(len(order), np.int64)
-    for i in range(1, len(order)):
-        r, before = order[i], order[i - 1]
-        segment[i] = segment[i - 1] + (span[r] != span[before] or sample[r] != sample[before])
+    segment = _segments(order, span, sample)
     size = np.zeros(len(order), np.int64)
     for i in range(len(order)):
         size[segment[i]] += length[order[i]]
-    first[order] += size[segment] - _seen_before(order, segment, length, kind, sees)
+    seen = _seen_before(order, segment, length, kind, sees)
+    for i in range(len(order)):
+        first[order[i]] += size[segment[i]] - seen[i]
 
 
 @njit(cache=True)

@@ -71,7 +71,7 @@ def fill_steps(load, room, pool_steps, oldest_first, urgent_after, first, entere
         for k in range(modules):
             target[k] = 1.0 if spare[k] >= _IN_PROPORTION else spare[k] * usual
         _open_step(target, room)
-        settled = 1
+        settled = np.int64(1)
         for i in range(waiting):
             sample = pool[i]
             room.refused[sample] = False

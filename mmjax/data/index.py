@@ -23,6 +23,7 @@ from mmjax.data.kept import Damaged, keep, kept, note
 from mmjax.data.media import item_size, positions_per_token
 from mmjax.data.sample import Facts, Source
 from mmjax.errors import BadMedia, UserError
+from mmjax.startup import activity
 
 Encoders = Mapping[str, VisionConfig | AudioConfig]
 
@@ -123,8 +124,9 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
     text, item_count, item_rows, more = [], [], [], []  # more: LLM tokens than those of text and items
     bad: dict[int, str] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]] = {}
-    for source_name, source in sources.items():
-        for i in range(len(source)):
+    every = ((name, source, i) for name, source in sources.items() for i in range(len(source)))
+    with activity("indexing samples", sum(map(len, sources.values()))) as counted:
+        for counted.done, (source_name, source, i) in enumerate(every, start=1):
             try:
                 facts = source.facts(i)
                 rows = [(numbers.get(e), *_measured(encoders, e, size, sizes)) for e, size in facts.items]

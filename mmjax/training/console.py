@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-PLAIN_EVERY_SECONDS = 10.0
+from mmjax.startup import spoke
+
+PLAIN_EVERY_SECONDS = 5.0
 
 _muted = False
 
@@ -32,6 +34,7 @@ def say(*lines: str) -> None:
     """Print lines at once, also into a pipe. Where its reader has left, as `head` does, the command ends."""
     if _muted:
         return
+    spoke()
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
@@ -64,7 +67,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressLine:
-    """A bar on a terminal; a plain line every ten seconds elsewhere."""
+    """A bar on a terminal; a plain line every five seconds elsewhere."""
 
     def __init__(self, first: int, steps: int, unit: str = "step") -> None:
         self._steps, self._unit = steps, unit

@@ -20,6 +20,7 @@ from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import replicated
 from mmjax.parallel.sharding import ShardingRules, activations_on
+from mmjax.startup import Activity, activity
 from mmjax.training.decoding import greedy
 from mmjax.training.step import put_rows
 
@@ -58,7 +59,7 @@ class Evaluator:
         gets_on: Callable[[], None] = lambda: None,
     ) -> None:
         """gets_on: called after every batch of answers."""
-        self._gets_on = gets_on
+        self._gets_on, self._under_way = gets_on, Activity("answering")
         self.sources = dict(sources)
         self._loader = PromptLoader(sources, config, topology) if sources else None
         self._mesh, self._rules = mesh, rules
@@ -87,6 +88,7 @@ class Evaluator:
         for lies, batch in self._loader.batches(source, samples):
             tokens = self._answers(params, put_rows(batch, self._mesh, self._rules))
             said |= read_answers(np.asarray(tokens), batch, lies, self.sources[source])
+            self._under_way.done += int((lies >= 0).sum())
             self._gets_on()
         questions = {i: self.sources[source].question(i) for i in samples if i in said}
         return [
@@ -96,11 +98,9 @@ class Evaluator:
 
     def ask_all(self, params: Params, split: str, limit: int | None = None) -> list[Answered]:
         """The questions of every source of a split (named `<split>/<source>`), at most `limit` of each."""
-        answered = []
-        for name in self.sources:
-            if name.startswith(f"{split}/"):
-                answered += self.ask(params, name, self._loader.usable(name)[:limit])
-        return answered
+        asked = {k: self._loader.usable(k)[:limit] for k in self.sources if k.startswith(f"{split}/")}
+        with activity(f"answering {split} questions", sum(map(len, asked.values()))) as self._under_way:
+            return [answered for name, samples in asked.items() for answered in self.ask(params, name, samples)]
 
 
 def question_sources(config: Config, splits: Sequence[str], folder: Any) -> dict[str, QuestionSource]:

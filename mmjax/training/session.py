@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mmjax import startup
+from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.config_files import to_json
 from mmjax.data.content import spelled
@@ -85,6 +87,7 @@ class Session:
         self.stopping = False  # some process was asked to, and all know it
         self.tracer = Tracer(self.folder.traces)
         self._bad_numbers = BadNumbers(self.config.training, self.loader.index.name)
+        self.start_seconds: dict[str, float] = {}  # until the first step was done, by activity; of a command alone
         self._told_save = 0  # the step of the last save that something was said of
         self._running: Running | None = None
         self._numbers = StepNumbers(self.config, self.executor, self.loader, self.programs, self.peak)
@@ -98,6 +101,10 @@ class Session:
 
         No file changes before. Raises TornCheckpoint.
         """
+        with startup.activity("reading the checkpoint" if self.life.first else "making parameters"):
+            return self._start()
+
+    def _start(self) -> TrainState:
         executor, first = self.executor, self.life.first
         if first:
             state, saved = self.checkpoints.restore(first)
@@ -175,18 +182,26 @@ class Session:
         budget = json.loads(json.dumps(asdict(self.loader.budget)))
         return DataState(step, self.life.fingerprint, budget, PLANNER, self.life.segment.first)
 
-    def compile(self, state: TrainState, first: int) -> Accumulated:
-        """Say what will run, then compile every program ahead: gradients of each shape, update, saving, answering."""
-        self.watchdog.at("compiling", first)
-        example = self.loader(first)
+    def describe(self, first: int) -> Microbatch:
+        """Print what will run and how it fits; return the first microbatch, as an example of all."""
+        self.watchdog.at("planning", first)
+        with startup.activity("planning the first step"):  # a first start compiles the planner
+            example = self.loader(first)
         announce.what_will_run(self.config, self.executor.model, self.mesh, self.loader, example)
         say(*announce.how_it_fits(self.fitted))
+        return example.microbatches[0]
+
+    def compile(self, state: TrainState, example: Microbatch, first: int) -> Accumulated:
+        """Compile every program ahead: gradients of each shape, update, saving, answering."""
+        self.watchdog.at("compiling", first)
         began = time.monotonic()
-        accumulated = self.executor.zeros()
-        shapes = announce.empty_like(self.loader.layout.shapes, example.microbatches[0])
-        self.executor.compile(state, accumulated, shapes, self.hyperparameters(first))
-        self.checkpoints.prepare()
-        self.evaluator.prepare(all_parameters(state))
+        with startup.activity("compiling the programs of a step"):
+            accumulated = self.executor.zeros()
+            shapes = announce.empty_like(self.loader.layout.shapes, example)
+            self.executor.compile(state, accumulated, shapes, self.hyperparameters(first))
+        with startup.activity("compiling those of saving and answering"):
+            self.checkpoints.prepare()
+            self.evaluator.prepare(all_parameters(state))
         say(
             f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
             + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
@@ -212,7 +227,8 @@ class Session:
         for step in itertools.count(first):
             self.watchdog.at("waiting for data", step)
             began = time.monotonic()
-            loaded = next(self._batches, None)
+            with startup.activity("waiting for data"):
+                loaded = next(self._batches, None)
             if loaded is None:
                 return
             waited = time.monotonic() - began
@@ -252,6 +268,8 @@ class Session:
         behind = partial(samples_behind, self.executor, state, ready.arrays, self.noise(step), spoiled)
         self._bad_numbers.settle(step, report, behind, ready.loaded.samples.tolist())
         self._tell_save()
+        if not self.start_seconds:
+            self.start_seconds = startup.seconds()
         if self._numbers.times.steps == SETTLED:
             typical = self._numbers.times.typical()
             if (used := memory_used(self.mesh)) is not None:
@@ -362,7 +380,9 @@ class Session:
 
     def _check_saved(self) -> None:
         """Raises UserError where the last state is not whole on disk."""
-        if error := self.checkpoints.wait():
+        with startup.activity("saving"):
+            error = self.checkpoints.wait()
+        if error:
             saved = steps_in(self.folder.checkpoints)
             kept = f"step {saved[-1]}, which is kept," if saved else "the start"
             raise UserError(

@@ -1,0 +1,41 @@
+"""Where the seconds up to the end of a training's first step go, with nothing compiled before and with everything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mmjax.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("config", nargs="?", default="tiny_omni", help="its name or file (default: tiny_omni)")
+    parser.add_argument("changes", nargs="*", metavar="a.b=value", help="changes to it")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds of every activity, cold and warm, largest first; then their sums.
+
+    Cold: Numba's and XLA's programs are compiled. Warm: a second run of the same config in the same folder of runs.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        cold, warm = (_start(Path(name), run, args.config, args.changes) for run in ("cold", "warm"))
+    rows = [{"activity": k, "cold s": cold.get(k, 0.0), "warm s": warm.get(k, 0.0)} for k in cold | warm]
+    return [*rows, {"activity": "in all", "cold s": sum(cold.values()), "warm s": sum(warm.values())}]
+
+
+def _start(folder: Path, run: str, config: str, changes: list[str]) -> dict[str, float]:
+    short = "training.steps=1", "schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0"
+    command = [sys.executable, "-m", "mmjax.benchmarks.start_worker", config, f"run={folder / run}", *short, *changes]
+    variables = os.environ | {"NUMBA_CACHE_DIR": str(folder / "numba")}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if ended.returncode:
+        raise UserError(f"the run did not start: {ended.stderr.strip().splitlines()[-1]}")
+    return json.loads(ended.stdout.splitlines()[-1])

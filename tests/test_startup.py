@@ -1,0 +1,63 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mmjax import startup
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No activity of another test."""
+    monkeypatch.setattr(startup, "_stack", [])
+    monkeypatch.setattr(startup, "_seconds", {})
+
+
+def test_a_command_says_that_it_starts_before_it_imports_what_takes_long() -> None:
+    """The line must be there though what is imported next does not exist."""
+    code = "from mmjax.startup import begin; begin('train'); import nothing_of_this_name"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stderr.startswith("mmjax  train: loading libraries\nTraceback")
+    loaded = "import sys; from mmjax import startup; print([name for name in sys.modules if name in ('jax', 'numpy')])"
+    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_an_interrupt_while_libraries_are_loaded_is_one_line_and_code_130() -> None:
+    code = "from mmjax.startup import begin; begin('train'); raise KeyboardInterrupt"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.splitlines()[1:]) == (130, ["interrupted"])
+
+
+def test_an_activity_that_takes_long_is_named_with_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("QUIET_SECONDS", "REPEAT_SECONDS"):
+        monkeypatch.setattr(startup, name, 0.0)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    startup.begin("train")
+    startup.loaded()
+    with startup.activity("opening"), startup.activity("indexing samples", 2000) as counted:
+        counted.done = 1000
+        printed = ""
+        while "indexing" not in printed:
+            printed += capfd.readouterr().err
+            time.sleep(0.01)
+    assert "       indexing samples 1,000 of 2,000 ... " in printed
+    assert set(startup.seconds()) == {"loading libraries", "opening", "indexing samples", "everything else"}
+
+
+def test_seconds_of_an_activity_are_without_those_of_activities_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    monkeypatch.setattr(startup.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(startup, "_started", 0.0)
+    startup._stack.append(startup.Activity("loading libraries"))
+    clock = 2.0
+    startup.loaded()
+    with startup.activity("opening"):
+        clock = 3.0
+        with startup.activity("indexing"):
+            clock = 7.0
+        clock = 9.0
+    clock = 10.0
+    assert startup.seconds() == {"indexing": 4.0, "opening": 3.0, "loading libraries": 2.0, "everything else": 1.0}
