@@ -35,7 +35,7 @@ from mmjax.training.answering import Replies, ask_all, lines
 from mmjax.training.checkpoint import newest, restore_parameters
 from mmjax.training.console import ProgressLine, mute, say, table
 from mmjax.training.devices import choose_devices, topology_of
-from mmjax.training.evaluation import Evaluator, Scores, chance, exact_match, question_sources
+from mmjax.training.evaluation import Answered, Evaluator, Scores, chance, exact_match, question_sources
 from mmjax.training.generation import MOST, Generator
 from mmjax.training.programs import keep_programs
 from mmjax.training.run_folder import RunFolder
@@ -53,6 +53,32 @@ def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence
     encoder whose items come from another sample: of the questions that need them, what is still answered right was
     guessed, and should be no more than `chance_*`.
     """
+    evaluator, params, step = _evaluator(run, split, swap, overrides)
+    answered = evaluator.ask_all(params, split)
+    about = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
+    if not swap:
+        return about | exact_match(answered)
+    blind = [a for a in answered if swap in a.needs]
+    return about | exact_match(blind) | chance(blind)
+
+
+def ask(run: Path, samples: Sequence[int], source: str = "", split: Split = "test") -> list[Answered]:
+    """Answer the questions of these samples of a run's split with its newest checkpoint: greedy, packed.
+
+    source: a name of the config's `data.sources`; by default the first one that has questions. Those that cannot be
+    read are left out. Raises UserError where the run has no such source.
+    """
+    evaluator, params, _ = _evaluator(run, split)
+    named = f"{split}/{source}" if source else next(iter(evaluator.sources))
+    if named not in evaluator.sources:
+        raise UserError(f"{run}: {named} has no questions; those that have: {', '.join(evaluator.sources)}")
+    return evaluator.ask(params, named, samples)
+
+
+def _evaluator(
+    run: Path, split: str, swap: str = "", overrides: Sequence[str] = ()
+) -> tuple[Evaluator, dict[str, Any], int]:
+    """The evaluator of a run's questions, its newest parameters, and the number of their updates."""
     folder = RunFolder(run)
     config = edit(folder.read_config(), overrides)
     sources = question_sources(config, (split,), folder.path)
@@ -66,13 +92,7 @@ def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence
     functions, rules = callbacks_of(config.model, folder.path), ShardingRules()
     model = Model.build(config.model, jnp.dtype(config.training.precision), functions=functions)
     params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
-    evaluator = Evaluator(model, mesh, rules, sources, config, topology_of(mesh, MeshConfig()))
-    answered = evaluator.ask_all(params, split)
-    about = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
-    if not swap:
-        return about | exact_match(answered)
-    blind = [a for a in answered if swap in a.needs]
-    return about | exact_match(blind) | chance(blind)
+    return Evaluator(model, mesh, rules, sources, config, topology_of(mesh, MeshConfig())), params, step
 
 
 def answer(

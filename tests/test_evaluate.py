@@ -10,6 +10,8 @@ from commands import files, media_run, run
 from started import finish, start
 
 from mmjax import evaluate
+from mmjax.errors import UserError
+from mmjax.training.evaluation import exact_match
 
 FAMILIES = ("image", "audio", "mixed", "text")
 TASKS = {f"exact_match_{name}" for name in ("image.read", "audio.write", "mixed.read", "text.read")}
@@ -37,6 +39,15 @@ def test_json_is_one_object_with_every_family_and_task(trained, capsys):
 def test_the_scores_are_those_that_training_ended_with(trained, capsys):
     scores = json.loads(run(capsys, evaluate.main, trained, "--json").out)
     assert scores == json.loads((trained / "test.json").read_text())
+
+
+def test_answers_to_some_questions_are_those_that_the_scores_count(trained, capsys):
+    answered = evaluate.ask(trained, range(24))
+    scores = json.loads((trained / "test.json").read_text())
+    assert {name: scores[name] for name in exact_match(answered)} == exact_match(answered)
+    assert evaluate.ask(trained, [3, 1], source="few") == [answered[3], answered[1]]
+    with pytest.raises(UserError, match="test/other has no questions; those that have: test/few"):
+        evaluate.ask(trained, [0], source="other")
 
 
 def test_a_table_names_the_run_the_step_and_every_family(trained, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mmjax import evaluate, export, train
 from mmjax.config import MeshConfig
 from mmjax.config_files import find, load
+from mmjax.data.asked import AskedPrompts, ask
 from mmjax.data.prompts import PromptLoader
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
@@ -24,7 +26,9 @@ from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.checkpoint import newest, restore_parameters
 from mmjax.training.decoding import greedy
+from mmjax.training.generation import Generator
 from mmjax.training.run_folder import RunFolder
+from mmjax.training.served import Served
 from mmjax.training.state import parameter_shardings
 
 pytestmark = pytest.mark.exhaustive
@@ -67,24 +71,65 @@ def test_it_answers_at_least_nine_of_ten_of_its_own_questions(trained, capsys):
     assert scores["exact_match"] >= 0.9
 
 
-def test_transformers_gives_the_same_answers_token_by_token(trained):
-    ours = greedy_tokens(trained)
+@pytest.fixture(scope="module")
+def transformers_tokens(trained) -> dict[int, list[int]]:
+    """What transformers' generation answers to each question with the exported folder, at most 8 tokens."""
     processor = AutoProcessor.from_pretrained(trained / "served")
     model = AutoModelForImageTextToText.from_pretrained(trained / "served", dtype=torch.float32).eval()
-    config = RunFolder(trained / "run").read_config()
-    conversations = open_sources(config, "test", trained)["chat"].conversations
-    end = model.generation_config.eos_token_id
-    for i, tokens in ours.items():
-        question = conversations.conversation(i).messages[0].parts
-        content = [{"type": "image"}, *({"type": "text", "text": p} for p in question if isinstance(p, str))]
+    answers = {}
+    for i, (image, question, _) in enumerate(questions(trained)):
+        content = [{"type": "image"}, {"type": "text", "text": question}]
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        name = f"{i}.{'png' if i % 2 else 'jpg'}"
-        image = Image.open(trained / "data" / "images" / name)
-        inputs = processor(images=image, text=text, return_tensors="pt")
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=len(tokens))
-        said = out[0, inputs["input_ids"].shape[1] :].tolist()
-        assert said == tokens[: len(said)]
-        assert len(said) == len(tokens) or said[-1] == end
+        inputs = processor(images=Image.open(image), text=text, return_tensors="pt")
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=8)
+        answers[i] = out[0, inputs["input_ids"].shape[1] :].tolist()
+    return answers
+
+
+def questions(trained) -> list[tuple[Path, str, str]]:
+    """Image, question and answer of each training record."""
+    records = json.loads((trained / "data" / "data.json").read_text())
+    return [
+        (
+            trained / "data" / "images" / record["image"],
+            record["conversations"][0]["value"].removeprefix("<image>\n"),
+            record["conversations"][1]["value"],
+        )
+        for record in records
+    ]
+
+
+def test_transformers_gives_the_same_answers_token_by_token(trained, transformers_tokens):
+    config = RunFolder(trained / "run").read_config()
+    end = open_sources(config, "test", trained)["chat"].chat.tokenizer.ends[0]
+    for i, tokens in greedy_tokens(trained).items():
+        there = transformers_tokens[i]
+        both = min(len(tokens), len(there))
+        assert there[:both] == tokens[:both]
+        assert there[both - 1] == end or len(there) >= len(tokens)
+
+
+def test_as_many_training_questions_are_answered_right_by_evaluate_generate_and_transformers(
+    trained, transformers_tokens, capsys
+):
+    """The images' line break after `<image>`, the template's own and a byte-level tokenizer: one prompt everywhere."""
+    wanted = questions(trained)
+    evaluated = json.loads(run(capsys, evaluate.main, trained / "run", "--max-tokens", "8", "--json").out)
+    served = Served.open(trained / "served")
+    chat, mesh, rules = served.chat(), make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
+    asked = [ask(f"<image>\n{question}", {"image": [image.read_bytes()]}) for image, question, _ in wanted]
+    model, params = served.load(mesh, rules)
+    generator = Generator(model, mesh, rules, chat.tokenizer.ends, chat.said, most=8)
+    prompts = AskedPrompts(asked, chat, served.config.model.encoders, served.functions())
+    generated = [answer.text for answer in generator.answers(params, prompts)]
+    there = [chat.said(transformers_tokens[i]) for i in range(COUNT)]
+    right = [
+        sum(said.strip() == answer for said, (*_, answer) in zip(of, wanted, strict=True)) / COUNT
+        for of in (generated, there)
+    ]
+    assert evaluated["chat"]["exact_match"] == pytest.approx(right[0], abs=0.01)
+    assert evaluated["chat"]["exact_match"] == pytest.approx(right[1], abs=0.01)
+    assert right[0] > 0.9
 
 
 def greedy_tokens(trained) -> dict[int, list[int]]:

@@ -114,6 +114,12 @@ def test_each_evaluation_shows_scores_and_one_answered_sample(trained):
     assert "  ->  '" in answer
 
 
+def test_a_step_is_settled_and_written_down_before_the_evaluation_after_it(trained):
+    """Else its seconds, and so tokens per second and MFU, would be those of the evaluation's end."""
+    kinds = [(r["step"], "loss" if "loss" in r else "validation") for r in records(trained[0]) if r["step"] == 3]
+    assert kinds == [(3, "loss"), (3, "validation")]
+
+
 def test_it_says_whether_the_loader_keeps_up(trained):
     assert "loading a step takes" in trained[1]
 

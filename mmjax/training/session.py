@@ -63,7 +63,7 @@ class Running(NamedTuple):
     report: StepReport
 
 
-@dataclass
+@dataclass(repr=False)
 class Session:
     """A run's folder, programs, data, checkpoints and log. `mmjax.train` opens it and walks the loop."""
 
@@ -93,6 +93,9 @@ class Session:
         self._numbers = StepNumbers(self.config, self.executor, self.loader, self.programs, self.peak)
         self._log: MetricsLog | None = None
         self._batches: Iterator[LoadedStep] = iter(())
+
+    def __repr__(self) -> str:
+        return f"Session({self.config.name!r}, {str(self.folder.path)!r})"
 
     # ------------------------------------------------------------------------------------------------ before the loop
 
