@@ -17,6 +17,7 @@ QUIET_SECONDS = 3.0  # of one activity before it is named
 REPEAT_SECONDS = 4.0  # between lines, within the first minute
 LATER_SECONDS = 60.0  # between lines, after it
 
+_PRINTING = {"-h", "--help", "--show"}
 _started = time.monotonic()
 
 
@@ -40,12 +41,13 @@ _spoke = _started  # when a line was last printed
 def begin(name: str) -> None:
     """Start the clock, say that the command `name` starts, and from then on whatever takes longer than 3 seconds.
 
-    Lines go to standard error, of process 0 only. Called once, by a command that runs as the program. Until its own
-    handling of Ctrl-C is there, that ends it in one line and code 130.
+    Lines go to standard error, of process 0 only; none where the command only prints its help or config. Called once,
+    by a command that runs as the program. Until its own handling of Ctrl-C is there, that ends it in one line and code
+    130.
     """
     sys.excepthook = _excepthook
     _stack.append(Activity("loading libraries"))
-    if os.environ.get("MMJAX_PROCESS", "0") == "0":
+    if os.environ.get("MMJAX_PROCESS", "0") == "0" and not _PRINTING.intersection(sys.argv):
         print(f"mmjax  {name}: loading libraries", file=sys.stderr, flush=True)
         threading.Thread(target=_report, name="mmjax-activity", daemon=True).start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -61,7 +62,12 @@ def _heed_interrupts() -> None:
 def finish(process: subprocess.Popen, seconds: float = 480) -> Ended:
     """How it ended."""
     out, err = process.communicate(timeout=seconds)
-    return Ended(process.returncode, out, err)
+    return Ended(process.returncode, out, without_activities(err))
+
+
+def without_activities(err: str) -> str:
+    """What a command has written to standard error beside what it says it is busy with."""
+    return re.sub(r"(?m)^(mmjax  \w+: loading libraries| {7}\S.* \.\.\. \d+ s)\n", "", err)
 
 
 def wait_until(what: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 480) -> None:
