@@ -35,6 +35,7 @@ CONFIG = ("mmjax.config", "mmjax.config_files", "mmjax.errors")
 RULES = {
     "config": May(("mmjax.config",), frozenset()),
     "errors": May((), frozenset()),
+    "startup": May((), frozenset()),
     "batch": May((), frozenset()),
     "supervise": May(("mmjax.errors",), frozenset()),
     "outputs": May(("mmjax.errors",), frozenset()),
@@ -58,7 +59,15 @@ RULES = {
         NUMERIC,
     ),
     "data": May(
-        (*CONFIG, "mmjax.config_values", "mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch"),
+        (
+            *CONFIG,
+            "mmjax.startup",
+            "mmjax.config_values",
+            "mmjax.data",
+            "mmjax.balance",
+            "mmjax.planning",
+            "mmjax.batch",
+        ),
         NUMERIC
         | {
             "grain",
@@ -95,6 +104,7 @@ RULES = {
     "training": May(
         (
             *CONFIG,
+            "mmjax.startup",
             "mmjax.config_values",
             "mmjax.adapters",
             "mmjax.training",
