@@ -4,7 +4,8 @@ Images: JPEG, PNG, WebP, GIF, BMP and TIFF, the first frame or page. They are tu
 `convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped, and 16-bit grey beyond 255 is white.)
 Clips: WAV, FLAC, Ogg (Vorbis, Opus) and MP3; channels averaged, then resampled by soxr, as transformers' `load_audio`.
 Whatever is wrong with a file is a `BadMedia`, also what Pillow and libsndfile pass over without a word: damaged data of
-a JPEG, missing rows, more samples than a header claims. An error of reading it (a lost connection) is passed on.
+a JPEG, missing rows, more samples than a header claims; and metadata that Pillow only warns of. An error of reading it
+(a lost connection) is passed on.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import io
 import math
 import re
 import struct
+import threading
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -29,8 +32,10 @@ from mmjax.errors import BadMedia
 
 # Sizes are checked here, from the header, against our own limits; Pillow's would warn below and refuse above its own.
 Image.MAX_IMAGE_PIXELS = None
-# Of metadata that is not quite in order; a worker would print each of them once.
+# What a user's own code has Pillow read is the user's affair; a worker would print each of these once.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+# Advice of Pillow, and what leaves every pixel as it is: of two values for one the first, of an MPO its first image.
+HARMLESS = "Palette images with|Couldn't allocate palette|XMP data cannot|Metadata Warning, tag|.* malformed MPO file"
 
 IMAGE_STARTS = {
     b"\xff\xd8\xff": "JPEG",
@@ -333,6 +338,38 @@ def _check_last_page(data: bytes) -> None:
         raise BadMedia("truncated OGG: its last page is not whole")
 
 
+# ---------------------------------------------------------------------------------------------------------- warnings
+
+
+_this_thread = threading.local()
+
+
+class _OfFilesReadHere(type):
+    """Makes a class the superclass of UserWarning in a thread that reads a file of a data set, and nowhere else.
+
+    A filter of warnings holds for all threads, and so would one of `catch_warnings`; headers are read in many.
+    """
+
+    def __subclasscheck__(cls, category: type) -> bool:
+        return getattr(_this_thread, "reads", False) and issubclass(category, UserWarning)
+
+
+class _DamagedMetadata(UserWarning, metaclass=_OfFilesReadHere):
+    pass
+
+
+@contextmanager
+def _pillow_warnings_raised() -> Iterator[None]:
+    """Raise what Pillow warns of in this thread, unless it is harmless."""
+    if warnings.filters[0][2] is not _DamagedMetadata:
+        warnings.filterwarnings("error", f"(?!{HARMLESS})", _DamagedMetadata, r"PIL\.")
+    _this_thread.reads = True
+    try:
+        yield
+    finally:
+        _this_thread.reads = False
+
+
 # ------------------------------------------------------------------------------------------------------------ files
 
 
@@ -371,7 +408,8 @@ class _Reads:
 def _guarded(reads: _Reads, kind: str, read: Callable[[_Reads, str], Any]) -> Any:
     """Call `read` and turn every error into BadMedia, except errors of reading the file itself."""
     try:
-        value = read(reads, kind)
+        with _pillow_warnings_raised():
+            value = read(reads, kind)
     except Exception as error:  # libraries raise nearly everything on bytes that are not what they should be
         if isinstance(error, BadMedia) and reads.failed is None:
             raise
@@ -383,6 +421,8 @@ def _guarded(reads: _Reads, kind: str, read: Callable[[_Reads, str], Any]) -> An
 
 def _reason(kind: str, error: Exception) -> str:
     said = str(error).partition("\n")[0]
+    if isinstance(error, UserWarning):
+        return f"a {kind} with damaged metadata ({' '.join(said.split()).rstrip('.')}); write it again without them"
     if isinstance(error, EOFError) or "truncated" in said.lower():
         return f"truncated {kind}"
     if isinstance(error, Image.UnidentifiedImageError | soundfile.SoundFileError) and " object at " in said:

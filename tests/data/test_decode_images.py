@@ -7,6 +7,7 @@ import math
 import struct
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,8 +18,6 @@ from transformers.image_utils import load_image
 from mmjax.config import MediaLimits
 from mmjax.data.decode import ADAM7, decode_image, image_size
 from mmjax.errors import BadMedia
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of metadata in broken files
 
 HEIGHT, WIDTH = 61, 90
 LOSSLESS = ("PNG", "GIF", "BMP", "TIFF")
@@ -201,6 +200,53 @@ def test_a_png_that_lacks_rows_is_refused_and_a_black_one_is_not(mode, interlace
     for count in (len(rows) // 2, len(rows) - 1):
         with pytest.raises(BadMedia, match="truncated PNG"):
             decode_image(with_rows(count))
+
+
+def tag(number: int, kind: int, count: int, value: int) -> bytes:
+    return struct.pack("<HHII", number, kind, count, value)
+
+
+def with_exif(*tags: bytes, format: str = "JPEG") -> bytes:
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + b"".join(tags) + bytes(4)
+    return encoded(image(), format, exif=exif)
+
+
+def with_a_cut_tag() -> bytes:
+    """A TIFF whose description, its last tag's value, is said to be much longer than the file."""
+    data = encoded(image(), "TIFF", description="A cat.")
+    at = data.index(struct.pack("<HH", 270, 2))
+    return data[: at + 4] + struct.pack("<I", 1 << 20) + data[at + 8 :]
+
+
+TURN_CUT_OFF = tag(0x010F, 2, 5000, 26), tag(0x0112, 3, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [with_exif(*TURN_CUT_OFF), with_exif(*TURN_CUT_OFF, format="PNG"), with_a_cut_tag()],
+    ids=["JPEG", "PNG", "TIFF"],
+)
+def test_metadata_that_pillow_warns_of_make_an_image_bad_in_whatever_thread_it_is_read(data):
+    """With an orientation that cannot be read an image would lie on its side without a word."""
+
+    def reason(_: int) -> str:
+        with pytest.raises(BadMedia, match=r"^a \w+ with damaged metadata \(.*\); write it again") as raised:
+            decode_image(data)
+        return str(raised.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        (told,) = set(pool.map(reason, range(20)))
+    assert "\n" not in told
+
+
+def test_what_pillow_advises_and_what_others_read_with_it_is_no_error():
+    palette = image("P")
+    data = encoded(palette, "PNG", transparency=bytes(range(200)))
+    assert decode_image(data).shape == (HEIGHT, WIDTH, 3)
+    two_for_one = with_exif(tag(0x0112, 3, 2, 6 | 6 << 16))
+    assert decode_image(two_for_one).shape == (WIDTH, HEIGHT, 3)
+    with pytest.warns(UserWarning, match="EXIF|tag"):
+        Image.open(io.BytesIO(with_exif(*TURN_CUT_OFF))).getexif()
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
