@@ -26,6 +26,7 @@ class Room:
 
     device: float
     host: float = 0.0
+    ram: bool = False  # the device is a CPU, and its bytes are a share of the RAM that other programs use too
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,11 @@ def how_it_fits(fitted: Fit) -> list[str]:
     lines = [f"memory {told}{of} a device: {spelled}"]
     if fitted.measured is not None:
         lines.append(f"       {size(fitted.measured)} by the compiler, which decided what is computed again")
+    if fitted.room.ram:
+        lines.append(
+            "       THAT IS NEARLY ALL THE RAM there is for a device; data workers and other programs use some too, "
+            "and the system may kill the run: raise batch.microbatches, or take a smaller model"
+        )
     if fitted.loss_chunks > 1:
         lines.append(f"       loss in {fitted.loss_chunks} parts of the vocabulary")
     if whole := lying_whole(fitted):

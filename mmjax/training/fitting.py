@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from mmjax.config import Config, MeshConfig, Remat, Samples
+from mmjax.config_files import edit
 from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Shape
 from mmjax.errors import UserError
@@ -33,13 +34,14 @@ from mmjax.training.kept_fit import Decision
 from mmjax.training.layer_profile import layer_times
 from mmjax.training.measured_fit import measured_fit
 from mmjax.training.optimizer import key_names
-from mmjax.training.profile import described
+from mmjax.training.profile import described, ram_of_device
 from mmjax.training.residuals import kept_per_layer
 from mmjax.training.state import parameter_shardings
 
 GB = 1e9
 LINEAR = 4096  # positions of a row: long enough that no block of attention is half empty
 ALLOCATED = 0.97  # of what an allocator may give out: the rest is lost between the pieces
+NEAR_RAM = 0.8  # of a CPU's RAM: a run that needs more of it is told so, since other programs need some too
 MOST_HALVINGS = 4  # of a microbatch, in search of a run that fits
 ACTIVATION = {"float32": 4, "bfloat16": 2}  # bytes
 
@@ -103,21 +105,25 @@ def fit_on_mesh(
     before: what the run decided when it began, which stays where it still fits. profile: measure how long layers take
     that never were measured, and where memory is limited what they keep: by the compiler, with OmniBal's four steps.
 
-    Raises UserError where no choice of remat policies makes it fit, with the nearest run that does.
+    Raises UserError where no choice of remat policies makes it fit, with the nearest run that does. A CPU, whose
+    allocator has no limit, has its RAM as its room where a run would take most of that.
     """
     device, sizes = mesh.devices.flat[0], dict(mesh.shape)
     layout = layouts(config)
-    limit = processes.led(lambda: room_of(config.mesh, device))
+    limit, ram = processes.led(lambda: [room_of(config.mesh, device), ram_of_device(device)])
     room = Room(np.inf if limit is None else limit, config.mesh.host_memory * GB)
     speed = speed_of(config, [layout], device, profile)
     tracer = Tracer(config)
     if before:
         stays = fit_of(planned(config, before.policies, before.loss_chunks), sizes, layout, speed, room, tracer)
-        stays = replace(stays, measured=before.measured)
+        stays = in_ram(replace(stays, measured=before.measured), ram)
         if stays.fits:
             return stays
-    fitted = fit_of(config, sizes, layout, speed, room, tracer)
-    if profile and np.isfinite(room.device):
+    fitted = in_ram(fit_of(config, sizes, layout, speed, room, tracer), ram)
+    if not fitted.fits and fitted.room.ram:  # with nothing computed again
+        room = fitted.room
+        fitted = fit_of(config, sizes, layout, speed, room, tracer)
+    if profile and limit is not None:
         found = _measured(config, layout, fitted, list(mesh.devices.flat))
         best = planned(config, found.policies, found.loss_chunks)
         fitted = replace(fit_of(best, sizes, layout, speed, room, tracer), measured=found.measured)
@@ -125,6 +131,13 @@ def fit_on_mesh(
         smaller = nearest(config, sizes, layouts, speed, room, tracer)
         raise UserError(f"{too_large(fitted)}; {smaller}", everywhere=True)
     return fitted
+
+
+def in_ram(fitted: Fit, ram: float | None) -> Fit:
+    """The fit with a CPU's RAM as its room, where devices have no limit and it takes most of that."""
+    if ram is None or np.isfinite(fitted.room.device) or fitted.device <= NEAR_RAM * ram:
+        return fitted
+    return replace(fitted, room=replace(fitted.room, device=ram, ram=True))
 
 
 def _measured(config: Config, layout: RankLayout, fitted: Fit, devices: list[jax.Device]) -> Fit:
@@ -218,16 +231,18 @@ def too_large(fitted: Fit) -> str:
     largest = sorted(kinds, key=lambda pair: -pair[1])[:4]
     spelled = ", ".join(f"{kind} {size(n)}" for kind, n in largest)
     needs = size(fitted.device) if np.isfinite(fitted.device) else f"more than {size(fitted.room.device)}"
+    there = size(fitted.room.device)
+    if fitted.room.ram:
+        there += " of RAM for it (mesh.memory sets another limit)"
     return (
-        f"the run needs {needs} of each device and there are {size(fitted.room.device)}, with as much "
-        f"computed again as can be ({spelled})"
+        f"the run needs {needs} of each device and there are {there}, with as much computed again as can be ({spelled})"
     )
 
 
 def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, room: Room, tracer: Tracer) -> str:
     """The settings that make a run fit and change it least; not those that it has.
 
-    Parameters on more devices first, or on fewer, then more microbatches.
+    Parameters on more devices first, or on fewer, then more microbatches, then attention by blocks.
     """
     ranks = mesh["data"] * mesh["fsdp"]
     # Fewer shards too: a number that divides the widths leaves less whole than a larger one that does not.
@@ -251,7 +266,19 @@ def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Sp
                 if microbatches != given:
                     settings.append(f"batch.microbatches={microbatches}")
                 return f"{' '.join(settings)} fits, with {size(found.device)}"
+    if settings := _dense_towers(config):
+        changed = edit(config, settings)
+        found = fit_of(changed, mesh, layouts(changed), speed, room, Tracer(changed))
+        if found.fits:
+            return f"{' '.join(settings)} fits, with {size(found.device)}"
     return (
         f"mesh.fsdp={ranks} and batch.microbatches={tried[-1]} do not make it fit; "
         "use more devices, mesh.tensor, or a smaller model"
     )
+
+
+def _dense_towers(config: Config) -> list[str]:
+    """The settings that give every tower attention by blocks; none where all have it."""
+    model = config.model
+    towers = {"model.llm": model.llm, **{f"model.encoders.{name}": e for name, e in model.encoders.items()}}
+    return [f"{key}.attention=blockwise" for key, tower in towers.items() if tower.attention == "dense"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -27,9 +28,25 @@ def described(device: jax.Device) -> Device:
         return known
     sharing = jax.local_device_count() * processes.per_host() if device.platform == "cpu" else 1
     peak, moving = measured_peak(device) / sharing, measured_bandwidth(device) / sharing
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharing
-    memory = (device.memory_stats() or {}).get("bytes_limit", host)
+    memory = (device.memory_stats() or {}).get("bytes_limit", ram() / sharing)
     return Device(device.platform, device.device_kind, peak, peak, memory, moving, moving, moving, moving)
+
+
+CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # of versions 2 and 1
+
+
+def ram() -> float:
+    """Bytes of RAM of this machine, or of the container that this process runs in where that may use less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # there is none, or it says "max"
+            limits.append(int(Path(path).read_text()))
+    return float(min(limits))
+
+
+def ram_of_device(device: jax.Device) -> float | None:
+    """Bytes of RAM for each of the devices that a CPU is divided into; None for other devices."""
+    return ram() / (jax.local_device_count() * processes.per_host()) if device.platform == "cpu" else None
 
 
 def cluster_here() -> Cluster:

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,12 +19,15 @@ from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
+from mmjax.errors import UserError
+from mmjax.parallel.mesh import make_mesh
 from mmjax.planning.clusters import Rates
 from mmjax.planning.fit import Fit, Room
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import Spread
-from mmjax.training.announce import lying_whole
-from mmjax.training.fitting import Tracer, fit_of, nearest, room_of, spread_of, too_large
+from mmjax.training import fitting, profile
+from mmjax.training.announce import how_it_fits, lying_whole
+from mmjax.training.fitting import Tracer, fit_of, fit_on_mesh, nearest, room_of, spread_of, too_large
 from mmjax.training.residuals import kept_per_layer
 
 SPEED = Speed(Rates(1e11, 1e10, 1e9))
@@ -149,3 +153,46 @@ def test_the_room_is_what_the_config_says_or_what_the_device_may_give_out():
     assert room_of(MeshConfig(memory=40.0), Device(None)) == 40e9
     assert room_of(MeshConfig(), Device({"bytes_limit": 100})) == 97
     assert room_of(MeshConfig(), Device(None)) is None
+
+
+def test_a_cpu_has_its_ram_for_room_where_a_run_would_take_most_of_it(layouts, monkeypatch):
+    mesh, nearly = make_mesh(MeshConfig(4), jax.devices()[:4]), "THAT IS NEARLY ALL THE RAM"
+    most, least = fitted(layouts, np.inf), fitted(layouts, 1e-9)
+    monkeypatch.setattr(fitting, "speed_of", lambda *_: SPEED)
+
+    def in_ram(ram: float, config: Config | None = None) -> Fit:
+        monkeypatch.setattr(profile, "ram", lambda: ram * jax.local_device_count())
+        return fit_on_mesh(tiny_config() if config is None else config, mesh, layouts)
+
+    ample, near, short = in_ram(2 * most.device), in_ram(1.1 * most.device), in_ram((most.device + least.device) / 2)
+    assert ample == most
+    assert nearly not in " ".join(how_it_fits(ample))
+    assert near.policies == most.policies != short.policies
+    for found in (near, short):
+        assert found.fits
+        assert nearly in " ".join(how_it_fits(found))
+    with pytest.raises(
+        UserError, match=r"needs .* and there are .* MB of RAM for it \(mesh\.memory sets.*\); .*fits, with"
+    ):
+        in_ram(0.7 * least.device)
+    assert in_ram(0.7 * least.device, replace(tiny_config(), mesh=MeshConfig(memory=1.0))).fits
+
+
+def test_where_nothing_else_makes_long_rows_fit_attention_by_blocks_does(layouts):
+    def long_rows(config: Config) -> RankLayout:
+        layout = layouts(config)
+        return replace(layout, shapes=tuple(s._replace(lengths=(16_384, *s.lengths[1:])) for s in layout.shapes))
+
+    by_blocks = edit(tiny_config(), ["model.llm.attention=blockwise"])
+    room = Room(2 * fitted(long_rows, 1e-9, by_blocks).device)
+    assert not fitted(long_rows, room.device / 1e9).fits
+    said = nearest(tiny_config(), MESH, long_rows, SPEED, room, Tracer(tiny_config()))
+    assert re.match(r"model\.llm\.attention=blockwise .* fits, with", said)
+
+
+@pytest.mark.parametrize(("limit", "bytes_told"), [("1000000\n", 1e6), ("max\n", None)])
+def test_the_ram_is_the_containers_where_that_is_less(limit, bytes_told, tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text(limit)
+    physical = profile.ram()
+    monkeypatch.setattr(profile, "CGROUP_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
+    assert profile.ram() == bytes_told if bytes_told else profile.ram() >= physical > 1e8
