@@ -22,7 +22,7 @@ from PIL import Image
 
 from mmjax.config import AudioConfig
 from mmjax.data.index import index_key
-from mmjax.data.replay import PackedRow, PlacedSample, Replayed, seen
+from mmjax.data.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
 from mmjax.errors import UserError, leave, run_command
 from mmjax.training.console import say, table
 from mmjax.training.metrics_log import logged_records
@@ -31,6 +31,7 @@ from mmjax.training.run_folder import RunFolder
 from mmjax.training.run_history import Life, all_lives, life_of
 
 TRAINED = "\033[1m", "\033[0m"  # on a terminal; elsewhere [[ and ]]
+MASK_SHADES = np.array([255, 160, 0], np.uint8)  # of what no layer sees, layers without a window alone, and all layers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(*_described(replayed, life, rows, logged, args.step))
     if args.out:
         say(f"images, clips and masks are in {write(replayed, rows, args.out)}")
+        if window := describe_window(life.config.model.llm):
+            say(f"masks: {window}")
     if logged.get("batch", replayed.content) != replayed.content:
         raise UserError(
             f"the rows of step {args.step} hash to {replayed.content}, and {logged['batch']} was logged: the data has "
@@ -228,14 +231,15 @@ def _told(replayed: Replayed, rows: Sequence[PackedRow], logged: dict[str, Any],
 
 
 def write(replayed: Replayed, rows: Sequence[PackedRow], out: Path) -> Path:
-    """Every item as an image or a clip, and every row's mask as an image: query by line, key by column."""
+    """Write every item as an image or a clip, and every row's mask as an image: query by line, key by column."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}; name a folder that you may write") from None
     for row in rows:
         name = f"microbatch{row.microbatch}-rank{row.rank}-row{row.row}"
-        Image.fromarray(np.where(seen(replayed.text_of(row)), 0, 255).astype(np.uint8)).save(out / f"{name}-mask.png")
+        layers = seen_by_layers(replayed.text_of(row), replayed.loader.config.model.llm)
+        Image.fromarray(MASK_SHADES[layers]).save(out / f"{name}-mask.png")
         for sample in row.samples:
             for item in sample.items:
                 of = f"{name}-{sample.name}-item{item.number}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -14,11 +16,16 @@ import numpy as np
 import pytest
 from commands import files, media_run, run
 from llava_folder import save_checkpoint, save_questions
+from PIL import Image
 from started import Ended
 
 from mmjax.balance.metrics import dist_ratio
 from mmjax.config_files import load
 from mmjax.data.kept import sealed, unsealed
+from mmjax.data.replay import PackedRow
+from mmjax.inspect import replay, write
+from mmjax.models.attention import allowed
+from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.report import main, report
 from mmjax.reporting.run import plan_again, read_runs
@@ -26,7 +33,7 @@ from mmjax.training.run_data import open_data
 from mmjax.training.run_folder import NOTHING, RunFolder
 from mmjax.training.run_history import append_life
 
-SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "left-out", "history", "config")
+SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "history", "config")  # nothing is left out
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )
@@ -204,12 +211,60 @@ def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(trained: Path) -> None
     assert any(path.get("class") == "mark" for path in found.all("path"))
 
 
+@pytest.mark.parametrize("windowed", [[1], [0, 1]])
+def test_masks_are_drawn_as_attention_computes_them_and_show_which_layers_have_a_window(
+    windowed: list[int], trained: Path, tmp_path: Path
+) -> None:
+    folder = copied(trained, f"windowed_{len(windowed)}")
+    life = unsealed(json.loads((folder / "history.jsonl").read_text()))
+    life["config"]["model"]["llm"] |= {"window": 5, "windowed": windowed}
+    (folder / "history.jsonl").write_text(json.dumps(sealed(life)) + "\n")
+    replayed, of = replay(RunFolder(folder), 6)
+    assert of.config.model.llm.layers == 2
+    model = Model.build(of.config.model, np.float32)
+
+    def shades(row: PackedRow) -> np.ndarray:
+        text = jax.tree.map(lambda field: jax.numpy.asarray(field)[None], replayed.text_of(row))
+        context = model.module(model.abstract).context("llm", text, None)
+        near, whole = (np.asarray(allowed(mask, mask))[0] for mask in (context.near, context.mask))
+        return near.astype(int) + (near | whole if len(windowed) < 2 else near)
+
+    page = report([folder], tmp_path / "report.html")
+    found, rows = Page(page), list(replayed.rows())
+    microbatch, rank, number = map(int, re.search(r"microbatch (\d+), rank (\d+), row (\d+)", found.text).groups())
+    row = next(r for r in rows if (r.microbatch, r.rank, r.row) == (microbatch, rank, number))
+    (drawn,) = found.all("image")
+    cells = Image.open(io.BytesIO(base64.b64decode(drawn["href"].partition(",")[2])))
+    assert np.array_equal(np.asarray(cells), shades(row))
+    assert ("Layers 1 of 0-1 have" if len(windowed) < 2 else "All layers have") in found.text
+    assert "a sliding window of 5 tokens" in found.text
+    write(replayed, rows[:2], tmp_path)
+    for row in rows[:2]:
+        cells = Image.open(tmp_path / f"microbatch{row.microbatch}-rank{row.rank}-row{row.row}-mask.png")
+        assert np.array_equal(np.asarray(cells), np.array([255, 160, 0])[shades(row)])
+
+
 def test_what_is_gone_is_said_and_the_rest_is_shown(trained: Path) -> None:
     folder = copied(trained, "gone")
     shutil.rmtree(folder / "index")
     found = Page(report([folder]))
     assert "is gone: the length index" in found.text
     assert "Loss: from" in found.text
+
+
+def test_sections_with_nothing_to_show_are_left_out_and_wide_charts_have_twins_for_a_phone(trained: Path) -> None:
+    folder = copied(trained, "bare")
+    for name in ("metrics.jsonl", "history.jsonl", "quarantine.jsonl", "oversize.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    found = Page(report([folder]))
+    assert [section["id"] for section in found.all("section")] == ["training", "lengths", "row", "config"]
+    assert [link["href"] for link in found.all("a")] == ["#training", "#lengths", "#row", "#config"]
+    line = {"sample": "few[3]", "reason": "torn"}
+    (folder / "quarantine.jsonl").write_text(json.dumps(line) + "\n")
+    assert "left-out" in [section["id"] for section in Page(report([folder])).all("section")]
+    whole = Page(report([trained], folder / "whole.html"))
+    wide, narrow = ([box for box in whole.all("div") if box.get("class") == name] for name in ("broad", "narrow"))
+    assert len(wide) == len(narrow) == 2  # loss and time
 
 
 def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

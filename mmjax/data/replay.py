@@ -12,6 +12,7 @@ import numpy as np
 
 from mmjax.balance.parts import LLM
 from mmjax.batch import TextBatch
+from mmjax.config import DecoderConfig
 from mmjax.data.chat_source import ChatSource
 from mmjax.data.content import spelled
 from mmjax.data.embedded import ALPHABET, END, EmbeddedDataset
@@ -151,9 +152,48 @@ def spoken(source: Any, tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def seen(text: TextBatch) -> np.ndarray:
-    """Which keys `[T]` each query `[T]` of a row attends, bool (the mask spec of `mmjax.models.attention`)."""
+def seen(text: TextBatch, window: int = 0) -> np.ndarray:
+    """Which keys `[T]` each query `[T]` of a row attends, bool (the mask spec of `mmjax.models.attention`).
+
+    window: the tokens that a windowed layer attends causally, the query's own included; 0 = all before it.
+    """
     same = (text.sample[:, None] == text.sample) & (text.sample >= 0)
     mutual = (text.span[:, None] == text.span) & (text.span != 0)
     causal = (text.pos <= text.pos[:, None]) & ((text.sees[:, None] & text.kind) != 0)
+    if window:
+        causal &= text.pos > text.pos[:, None] - window
     return same & (mutual | causal)
+
+
+NO_LAYER, WITHOUT_WINDOW, EVERY_LAYER = range(3)
+
+
+def seen_by_layers(text: TextBatch, llm: DecoderConfig) -> np.ndarray:
+    """Which of the LLM's layers let each query `[T]` of a row attend each key `[T]`, uint8.
+
+    NO_LAYER, those WITHOUT_WINDOW alone, or EVERY_LAYER. Where all layers are windowed there is nothing in between.
+    """
+    if not llm.windowed:
+        return np.where(seen(text), EVERY_LAYER, NO_LAYER).astype(np.uint8)
+    near = seen(text, llm.window)
+    far = seen(text) & (len(llm.windowed) < llm.layers)
+    return np.where(near, EVERY_LAYER, np.where(far, WITHOUT_WINDOW, NO_LAYER)).astype(np.uint8)
+
+
+def describe_window(llm: DecoderConfig) -> str:
+    """Describe in one line which layers have the sliding window, for a picture of the mask; empty where none has."""
+    if not llm.windowed:
+        return ""
+    if len(llm.windowed) == llm.layers:
+        return f"All layers have a sliding window of {llm.window:,} tokens."
+    return (
+        f"Layers {_ranges(llm.windowed)} of 0-{llm.layers - 1} have a sliding window of {llm.window:,} tokens; "
+        "what is drawn paler only the other layers see."
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Spell ascending numbers, runs of them as their ends: 0-4, 6-10, 12."""
+    borders = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+    runs = [(numbers[a], numbers[b - 1]) for a, b in pairwise(borders)]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

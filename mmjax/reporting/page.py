@@ -54,6 +54,11 @@ class RunPart:
     lives: Sequence[ShownLife] = ()
     config: str = ""
 
+    @property
+    def left_out(self) -> bool:
+        """Whether there are samples that were left out."""
+        return any(found is not None and found.total for found in (self.quarantine, self.oversize))
+
 
 def page_of(runs: Sequence[Run]) -> str:
     """The whole page as HTML, which needs nothing but itself."""
@@ -67,9 +72,25 @@ def page_of(runs: Sequence[Run]) -> str:
         parts=parts,
         facts=facts_of(runs),
         figures=list(training_figures(runs)),
+        sections=sections_of(parts),
         life_headings=LIFE_HEADINGS,
         version=version("mmjax"),
     )
+
+
+def sections_of(parts: Sequence[RunPart]) -> dict[str, str]:
+    """The titles of the sections that have something to show, by their ids, in the order of the page."""
+    shown = {
+        "lengths": ("Lengths and rows", any(part.missing or part.lengths for part in parts)),
+        "balance": ("Balance", any(part.work or (part.ranks != 1 and part.balance) for part in parts)),
+        "time": ("Time", any(part.time for part in parts)),
+        "row": ("A packed row", any(part.row or part.missing_row for part in parts)),
+        "worst": ("Worst samples", any(part.worst for part in parts)),
+        "left-out": ("Left out", any(part.left_out for part in parts)),
+        "history": ("History", any(part.lives for part in parts)),
+    }
+    titles = {name: title for name, (title, has_content) in shown.items() if has_content}
+    return {"training": "Training", **titles, "config": "Config"}
 
 
 def part_of(run: Run, media: int) -> RunPart:

@@ -13,10 +13,10 @@ import numpy as np
 from PIL import Image
 
 from mmjax.batch import TextBatch
-from mmjax.config import AudioConfig
+from mmjax.config import AudioConfig, DecoderConfig
 from mmjax.data.clip_items import clip_frames
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.replay import PackedRow, PlacedSample, Replayed, seen
+from mmjax.data.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
 from mmjax.data.sample import Text
 from mmjax.errors import UserError
 from mmjax.reporting.charts import GREY, WIDE, colour_class, path
@@ -30,7 +30,7 @@ CHARACTERS = 6_000  # of a sample that are shown
 SIDE = 320  # pixels of an image at most; small ones are enlarged on the page
 PLAIN_PIXELS = 96 * 96  # an image as small as that stays as it is
 MASK = 600  # pixels of a mask at most
-MASK_COLOURS = [255, 255, 255, 68, 84, 106]  # what is not seen, and what is
+MASK_COLOURS = [255, 255, 255, 178, 189, 204, 68, 84, 106]  # seen by no layer, those without a window alone, all
 CLIP = 300, 64  # of a clip's picture
 STRIP = 30  # height of the strip that says what a row's positions hold
 
@@ -72,6 +72,7 @@ class ShownRow:
     told: str
     strip: str  # SVG: what its positions hold
     mask: str  # SVG
+    window: str  # which layers have the sliding window; empty: none
     legend: dict[str, int]
     samples: tuple[ShownSample, ...]
     more: int  # samples that are not shown
@@ -116,6 +117,7 @@ class Shower:
             f"{len(row.samples)} samples in {used:,} of {row.length:,} positions",
             self._strip(text, row),
             self._mask(text),
+            describe_window(self._llm),
             self._legend,
             tuple(self._placed(sample) for sample in row.samples[:SAMPLES]),
             max(0, len(row.samples) - SAMPLES),
@@ -211,6 +213,10 @@ class Shower:
         return TextBatch(**fields, slots={}, send={})
 
     @property
+    def _llm(self) -> DecoderConfig:
+        return self.planned.life.config.model.llm
+
+    @property
     def _legend(self) -> dict[str, int]:
         encoders = self.planned.life.config.model.encoders
         return {"text": GREY, "trained on": 0} | {name: k for k, name in enumerate(encoders, start=1)}
@@ -240,19 +246,19 @@ class Shower:
                 middle = (sample.begin + sample.end) / 2 * scale
                 name = escape(sample.name)
                 parts.append(f'<text class="tick" x="{middle:.1f}" y="{STRIP + 15}" text-anchor="middle">{name}</text>')
-        return f'<svg viewBox="0 0 {WIDE} {STRIP + 20}" role="img">{"".join(parts)}</svg>'
+        return f'<svg class="strip" viewBox="0 0 {WIDE} {STRIP + 20}" role="img">{"".join(parts)}</svg>'
 
     def _mask(self, text: TextBatch) -> str:
         """Who sees whom: queries downwards, keys to the right, and along both what they are."""
-        mask, held = seen(text), self._held(text)
+        mask, held = seen_by_layers(text, self._llm), self._held(text)
         length, bar = len(held), max(4, len(held) // 60)
         every = -(-length // MASK)
         if every > 1:  # seen where any of a block is
             starts = np.arange(0, length, every)
-            mask = np.logical_or.reduceat(np.logical_or.reduceat(mask, starts, axis=0), starts, axis=1)
-        image, file = Image.fromarray(mask.astype(np.uint8)), io.BytesIO()
+            mask = np.maximum.reduceat(np.maximum.reduceat(mask, starts, axis=0), starts, axis=1)
+        image, file = Image.fromarray(mask), io.BytesIO()
         image.putpalette(MASK_COLOURS)
-        image.save(file, "PNG", bits=1, optimize=True)
+        image.save(file, "PNG", bits=2, optimize=True)
         parts = [
             f'<image class="mask" x="{bar + 2}" y="{bar + 2}" width="{length}" height="{length}" '
             f'preserveAspectRatio="none" href="{data_uri("png", file.getvalue())}"/>'

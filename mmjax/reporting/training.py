@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmjax.reporting.charts import GREY, WIDE, Figure, Spell, area_chart, line_chart
+from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Spell, area_chart, line_chart
 from mmjax.reporting.curves import Curve
 from mmjax.reporting.run import Run
 from mmjax.training.console import count, duration, size
@@ -17,9 +17,9 @@ NAMED = 4  # curves in a title
 KNOWN = {"llm": 0, "text": 0, "vision": 1, "image": 1, "audio": 2}
 
 
-def percent(share: float) -> str:
+def percent(share: float, digits: int = 3) -> str:
     """0.123 as 12.3%."""
-    return f"{100 * share:.3g}%"
+    return f"{100 * share:.{digits}g}%"
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,11 @@ def run_colour(run: Run) -> int:
 def _figure(
     chart: Chart, of: str, curves: Mapping[str, Curve], colours: Mapping[str, int], resumes: Sequence[int]
 ) -> Figure:
-    options = {"width": WIDE, "height": 260} if chart.wide else {}
-    svg = line_chart(curves, colours, chart.spell, resumes, chart.logarithmic, chart.from_zero, chart.noisy, **options)
+    how = chart.spell, resumes, chart.logarithmic, chart.from_zero, chart.noisy
+    narrow = line_chart(curves, colours, *how)
+    svg = line_chart(curves, colours, *how, width=WIDE, height=260) if chart.wide else narrow
     legend = colours if len(curves) > 1 else {}
-    return Figure(chart.title(of, curves), chart.told, svg, legend, chart.wide)
+    return Figure(chart.title(of, curves), chart.told, svg, legend, narrow if chart.wide else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- balance
@@ -183,8 +184,12 @@ def balance_figures(run: Run) -> Iterator[Figure]:
         yield Figure(title, "By the cost model, over all phases.", svg, colours)
 
 
-def _times(value: float) -> str:
-    return f"{value:.3g}"
+def _times(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}g}"
+
+
+def _milliseconds(value: float, digits: int = 3) -> str:
+    return duration(value / 1e3, digits)
 
 
 # ---------------------------------------------------------------------------------------------------------------- time
@@ -201,7 +206,8 @@ def time_figures(run: Run) -> Iterator[Figure]:
     colours = {"waiting for data": 2, "all else": 1}
     title = f"A step takes {duration(whole.typical())}; {percent(share)} of all time was waiting for data"
     told = "The first step after a start is longer: what it began with is in it."
-    yield Figure(title, told, area_chart(layers, whole.step, colours, duration, run.resumes), colours, wide=True)
+    svg, narrow = (area_chart(layers, whole.step, colours, duration, run.resumes, width) for width in (WIDE, HALF))
+    yield Figure(title, told, svg, colours, narrow)
     loading, workers = curves.get("seconds/load"), run.config.data.workers
     if loading is not None:
         shown, colours = {"loading": loading, "the step": whole}, {"loading": 4, "the step": 1}
@@ -216,7 +222,7 @@ def time_figures(run: Run) -> Iterator[Figure]:
     if (planning := curves.get("plan_ms")) is not None:
         title = f"Planning takes {duration(planning.typical() / 1e3)}"
         told = "Grouping and placing, in the workers; a peak begins a new chunk of steps. Logarithmic."
-        svg = line_chart({"planning": planning}, {"planning": 5}, lambda ms: duration(ms / 1e3), run.resumes, True)
+        svg = line_chart({"planning": planning}, {"planning": 5}, _milliseconds, run.resumes, True)
         yield Figure(title, told, svg)
 
 

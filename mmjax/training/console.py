@@ -48,22 +48,22 @@ def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> list[str]:
     return [indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
-def count(n: float) -> str:
+def count(n: float, digits: int = 3) -> str:
     """1234567 as 1.23M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return f"{n:.3g}"
+            return f"{n / size:.{digits}g}{unit}"
+    return f"{n:.{digits}g}"
 
 
-def size(n: float) -> str:
+def size(n: float, digits: int = 3) -> str:
     """Bytes: 1234567 as 1.2 MB."""
-    return f"{n / 1e9:.1f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
+    return f"{n / 1e9:.{digits - 2}f} GB" if n >= 1e8 else f"{n / 1e6:.{digits - 2}f} MB"
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float, digits: int = 3) -> str:
     """0.0123 as 12.3 ms."""
-    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.{digits - 1}f} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.{digits}g} ms"
 
 
 class ProgressLine:

@@ -8,9 +8,10 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from mmjax.reporting.charts import Scale, area_chart, histogram, line_chart
+from mmjax.reporting.charts import HALF, Scale, Spell, area_chart, histogram, line_chart
 from mmjax.reporting.curves import Curve
-from mmjax.training.console import count
+from mmjax.reporting.training import percent
+from mmjax.training.console import count, duration, size
 
 
 def curve(*values: float) -> Curve:
@@ -77,3 +78,62 @@ def test_names_cannot_become_markup() -> None:
     ElementTree.fromstring(svg)
     assert "<script" not in svg
     assert "<b>" not in svg
+
+
+def ticks(svg: str) -> list[tuple[float, str, str]]:
+    """Of each label its place from the left, how it is anchored, and what it says."""
+    found = [e for e in ElementTree.fromstring(svg).iter("text") if e.get("class") == "tick"]
+    return [(float(e.get("x", 0)), e.get("text-anchor", "start"), e.text or "") for e in found]
+
+
+NEEDLE = [2.0 + 0.1 * (k % 7) for k in range(60)]
+NEEDLE[41] = 5000.0
+
+
+@pytest.mark.parametrize("how", [{}, {"logarithmic": True}, {"from_zero": True}, {"noisy": True}])
+def test_one_needle_is_marked_with_its_step_and_value_and_leaves_the_axis_to_the_others(how: dict[str, bool]) -> None:
+    svg = line_chart({"a": curve(*NEEDLE)}, {"a": 0}, **how)
+    (mark,) = re.findall(r'class="area outlier c0" d="M([\d.]+) 10.0[^"]*"><title>([^<]*)<', svg)
+    assert mark == ("328.0", "step 42: 5k")
+    ys = [y for _, y in points(svg, "pale line c0" if "noisy" in how else "line c0")]
+    usual = [y for y in ys if y > 10]
+    assert len(usual) >= 59
+    if "from_zero" not in how:
+        assert max(usual) - min(usual) > 70  # of 154 pixels
+    assert "5k" in [text for _, _, text in ticks(svg)]
+
+
+def test_layers_leave_out_a_needle_too() -> None:
+    svg = area_chart({"a": np.array(NEEDLE)}, np.arange(60.0), {"a": 0})
+    assert "step 41: 5k" in svg
+    assert max(y for _, y in points(svg.replace("Z", ""), "area c0")[:60]) < 60
+
+
+@pytest.mark.parametrize("values", [range(1, 61), [10.0 / k for k in range(1, 61)], [5.0] * 59 + [6.0], [0.0] * 60])
+def test_what_rises_falls_or_hardly_moves_has_no_outliers(values: list[float]) -> None:
+    for how in ({}, {"logarithmic": True}, {"from_zero": True}):
+        assert "outlier" not in line_chart({"a": curve(*values)}, {"a": 0}, **how)
+
+
+@pytest.mark.parametrize("spell", [count, duration, size, percent])
+def test_labels_of_close_values_have_digits_enough_to_differ(spell: Spell) -> None:
+    for values in ((2e9, 2.0001e9), (3e8, 97e8)) if spell is size else ((200.01, 200.05), (2e9, 2.0001e9), (3.0, 97.0)):
+        svg = line_chart({"a": curve(*values)}, {"a": 0}, spell)
+        labels = [text for _, anchor, text in ticks(svg) if anchor == "end"]
+        assert len(labels) >= 3
+        assert len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize("steps", [[1.0, 2.0], [999_998.0, 1_000_000.0], [0.0, 1e12]])
+def test_no_label_is_cut_off_at_an_edge(steps: list[float]) -> None:
+    of = np.array([123_456_789.25, 123_456_789.75])
+    for svg in (
+        line_chart({"a": Curve(np.array(steps), of, of, of)}, {"a": 0}, size),
+        area_chart({"a": of}, np.array(steps), {"a": 0}, duration, width=HALF),
+        histogram(np.array([*steps, 1e9]), 0),
+    ):
+        width = float(re.search(r'viewBox="0 0 (\d+)', svg)[1])
+        for x, anchor, text in ticks(svg):
+            long = 6 * len(text)
+            start = x - {"end": long, "middle": long / 2, "start": 0}[anchor]
+            assert 0 <= start <= start + long <= width
