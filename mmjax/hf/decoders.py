@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mmjax.config import (
     Activation,
@@ -20,7 +21,7 @@ from mmjax.config import (
 )
 from mmjax.errors import UserError
 from mmjax.hf.fields import Fields
-from mmjax.hf.folder import HfFolder
+from mmjax.hf.folder import HfFolder, note
 from mmjax.hf.parts import Parts, linear, norm, table
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -53,6 +54,7 @@ ROPE = {  # what a config may say of RoPE beside its base
     "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
 }
 ROPE_ALWAYS = {"rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor"}
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
     # null says as many as heads, and a field that is missing the family's default.
     kv_heads = heads if "num_key_value_heads" in fields.of else family.kv_heads or heads
     head_width = fields.get("head_dim", int, family.head_width or width // heads)
-    theta, scaling, sections, interleaved = rope_of(fields, family)
+    rope = rope_of(fields, family)
     own_tied = fields.get("tie_word_embeddings", bool, family.tied)
     plain = DecoderConfig(
         layers=fields.get("num_hidden_layers", int, family.layers),
@@ -100,10 +102,10 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         head_width=head_width,
         mlp_width=fields.get("intermediate_size", int, family.mlp_width),
         vocab=fields.get("vocab_size", int, family.vocab),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rope_sections=sections,
-        rope_interleaved=interleaved,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rope_sections=rope.sections,
+        rope_interleaved=rope.interleaved,
         norm_eps=fields.get("rms_norm_eps", float, family.norm_eps),
         activation=fields.choice(
             family.activation, ACTIVATIONS, "silu" if family.activation == "hidden_act" else "gelu_pytorch_tanh"
@@ -172,34 +174,62 @@ def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 def _windowed(fields: Fields, layers: int, default: list[str]) -> tuple[int, ...]:
     types = fields.get("layer_types", list, default)
-    known = {"full_attention", "sliding_attention"}
-    if len(types) != layers or set(types) - known:
+    if len(types) != layers or set(types) - LAYER_TYPES:
         raise UserError(
-            f"{fields.where}: layer_types must give each of {layers} layers one of {', '.join(sorted(known))}"
+            f"{fields.where}: layer_types must give each of {layers} layers one of {', '.join(sorted(LAYER_TYPES))}"
         )
     return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
 
 
-def rope_of(fields: Fields, family: Family) -> tuple[float, RopeScaling, tuple[int, ...], bool]:
-    """Base, scaling, sections and whether these take turns, from `rope_parameters` or `rope_theta`/`rope_scaling`."""
-    of = {**(fields.of.get("rope_scaling") or {}), **(fields.of.get("rope_parameters") or {})}
-    of = {"rope_theta": fields.of.get("rope_theta"), **of}
-    rope = Fields({k: v for k, v in of.items() if v is not None}, f"{fields.where}: rope")
+class Rope(NamedTuple):
+    """How a config turns queries and keys."""
+
+    theta: float
+    scaling: RopeScaling
+    sections: tuple[int, ...]  # mrope_section
+    interleaved: bool  # whether the sections take turns
+
+
+def rope_of(fields: Fields, family: Family) -> Rope:
+    """Read `rope_parameters`, or `rope_scaling` beside `rope_theta`, as older versions write it.
+
+    transformers reads `rope_scaling` alone where a config has both. Raises UserError where the two differ.
+    """
+    places = [name for name in ("rope_scaling", "rope_parameters") if fields.get(name, dict, {})]
+    ropes = [_rope_in(fields, name, family) for name in places or ["rope_parameters"]]
+    if ropes[0] != ropes[-1]:
+        raise UserError(
+            f"{fields.where}: rope_scaling and rope_parameters differ, and transformers reads rope_scaling alone, with "
+            "the rope_theta beside it; remove the one that is not meant"
+        )
+    return ropes[0]
+
+
+def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
+    given = {name: value for name, value in fields.get(place, dict, {}).items() if value is not None}
+    rope = Fields({"rope_theta": fields.of.get("rope_theta"), **given}, f"{fields.where}: {place}")
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind not in ROPE:
         raise UserError(f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}")
-    if unknown := set(rope.of) - set(ROPE[kind]) - ROPE_ALWAYS:
-        raise UserError(f"{rope.where}: {min(unknown)} is not known for rope_type={kind!r}")
-    for place in (rope, fields):
-        place.refuse("partial_rotary_factor", 1, 1.0)
-    theta = rope.get("rope_theta", float, family.theta)
-    sections = tuple(rope.get("mrope_section", list, []))
-    return theta, _scaling(kind, rope, fields, family), sections, rope.get("mrope_interleaved", bool, False)
+    if nested := sorted(set(given) & LAYER_TYPES):
+        raise UserError(f"{rope.where}: {nested[0]}: RoPE by the type of a layer is not supported")
+    if unread := sorted(set(given) - set(ROPE[kind]) - ROPE_ALWAYS):
+        note(f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers")
+    for where in (rope, fields):
+        where.refuse("partial_rotary_factor", 1, 1.0)
+    return Rope(
+        theta=rope.get("rope_theta", float, family.theta),
+        scaling=_scaling(kind, rope, fields, family),
+        sections=tuple(rope.get("mrope_section", list, [])),
+        interleaved=rope.get("mrope_interleaved", bool, False),
+    )
 
 
 def _scaling(kind: str, rope: Fields, fields: Fields, family: Family) -> RopeScaling:
     most = fields.get("max_position_embeddings", int, family.positions)
-    before = rope.get("original_max_position_embeddings", int, most)
+    # The field beside RoPE's own, as Phi-3 has it, wins in transformers.
+    name = "original_max_position_embeddings"
+    before = fields.get(name, int, rope.get(name, int, most))
     match kind:
         case "linear":
             return LinearRope(rope.get("factor", float))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,14 @@ class HfFolder:
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        """Every tensor by name. Raises UserError for files that are missing, torn, or not safetensors."""
+        """Every tensor by name; as transformers, of the single file where an index is beside it.
+
+        Raises UserError for files that are missing, torn, or not safetensors.
+        """
+        if (self.path / SINGLE).exists():
+            if (self.path / INDEX).exists():
+                note(f"{self.path} has both {SINGLE} and {INDEX}; {SINGLE} is read, as by transformers")
+            return _header(self.path / SINGLE)
         if (self.path / INDEX).exists():
             weights = read_json(self.path / INDEX).get("weight_map")
             if not isinstance(weights, dict):
@@ -76,12 +84,10 @@ class HfFolder:
                     "copy the checkpoint again"
                 )
             return found
-        if not (self.path / SINGLE).exists():
-            raise UserError(
-                f"{self.path} has neither {SINGLE} nor {INDEX}; pickled weights are never loaded, so save it once with "
-                "save_pretrained(..., safe_serialization=True)"
-            )
-        return _header(self.path / SINGLE)
+        raise UserError(
+            f"{self.path} has neither {SINGLE} nor {INDEX}; pickled weights are never loaded, so save it once with "
+            "save_pretrained(..., safe_serialization=True)"
+        )
 
     def stored(self, key: str) -> Stored:
         """Where a tensor lies. Raises UserError where there is none of this name."""
@@ -105,6 +111,12 @@ class HfFolder:
                     raise UserError(f"{at.file} ends inside {key}; copy the checkpoint again")
                 done += got
         return out
+
+
+@cache
+def note(line: str) -> None:
+    """Tell the user, once per process, what a folder says without effect."""
+    print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

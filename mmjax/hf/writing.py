@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mmjax.errors import UserError
-from mmjax.hf.folder import CHUNK, DTYPES, HfFolder
+from mmjax.hf.folder import CHUNK, DTYPES, INDEX, SINGLE, HfFolder
 
 # Weights in other formats, or of others: nobody who reads the folder must find old ones.
 WEIGHTS = (
@@ -73,14 +73,14 @@ def rewrite_tensors(folder: HfFolder, file: Path, out: Path, changed: Changed) -
 def copy_beside(folder: HfFolder, out: Path) -> list[str]:
     """Everything in a folder but weights, byte for byte, into another; the names of what was left out.
 
-    Left out are hidden files, and weights that the folder does not take its tensors from.
+    Left out are hidden files, and weights, with their index, that the folder does not take its tensors from.
     """
     read, left = {stored.file for stored in folder.tensors.values()}, []
     for path in sorted(folder.path.rglob("*")):
         name = path.relative_to(folder.path)
         if path.is_dir() or any(part.startswith(".") for part in name.parts) or path in read:
             continue
-        if any(path.match(pattern) for pattern in WEIGHTS):
+        if any(path.match(pattern) for pattern in WEIGHTS) or (path.name == INDEX and folder.path / SINGLE in read):
             left.append(str(name))
             continue
         (out / name).parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -13,12 +14,14 @@ import torch
 import transformers
 from parity import check_text, loaded, random_model
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mmjax.config import MeshConfig, PlainRope
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 from mmjax.models.layer_runs import layers_one_by_one
 from mmjax.models.model import Model
+from mmjax.models.rope import text_rotation
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.pretrained import load_pretrained
@@ -185,6 +188,71 @@ def test_old_names_of_rope_mean_the_same(tmp_path):
     assert from_hf(tmp_path).llm == replace(new.llm, rope_scaling=PlainRope())
 
 
+def drawn_rope(rng):
+    """Fields of a config whose RoPE is of any kind and written in any of the ways that there are."""
+    kind = str(rng.choice(["linear", "dynamic", "yarn", "llama3", "longrope"]))
+    rope = {"rope_type": kind, "factor": float(rng.choice([1.5, 2.0, 4.0]))}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "longrope":
+        rope |= {f"{name}_factor": (1 + 3 * rng.random(6)).tolist() for name in ("short", "long")}
+    if kind == "yarn" and rng.integers(2):
+        rope |= {"beta_fast": 16.0, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": bool(rng.integers(2))}
+    fields = {"max_position_embeddings": int(rng.choice([24, 64]))}
+    if rng.integers(2):
+        rope["original_max_position_embeddings"] = int(rng.choice([8, 16]))
+    if rng.integers(2):
+        fields["original_max_position_embeddings"] = int(rng.choice([8, 12]))
+    if rng.integers(2):
+        rope["finetuned"] = True
+    place = str(rng.choice(["rope_parameters", "rope_scaling", "both"]))
+    (rope if place != "rope_scaling" or rng.integers(2) else fields)["rope_theta"] = float(rng.choice([1e4, 5e5]))
+    if place == "rope_scaling":
+        rope["type"] = rope.pop("rope_type")
+    places = ("rope_parameters", "rope_scaling") if place == "both" else (place,)
+    return fields | dict.fromkeys(places, rope)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_rope_is_read_from_wherever_transformers_reads_it(seed, tmp_path):
+    drawn = drawn_rope(np.random.default_rng(seed))
+    transformers.LlamaConfig(**COMMON).save_pretrained(tmp_path)
+    edit_config(tmp_path, lambda config: (config.pop("rope_parameters"), config.update(drawn)))
+    there = transformers.AutoConfig.from_pretrained(tmp_path)
+    for length in (6, 40):  # below what it was trained with, and beyond
+        positions = np.arange(length)[None]
+        turned = LlamaRotaryEmbedding(there)(torch.zeros(1), torch.tensor(positions))
+        rotation = text_rotation(from_hf(tmp_path).llm, jnp.asarray(positions), jnp.zeros((1, length), jnp.int32))
+        for ours, theirs in zip(rotation, turned, strict=True):
+            np.testing.assert_allclose(ours, theirs[..., : ours.shape[-1]].numpy(), atol=1e-4, err_msg=str(drawn))
+
+
+def test_fields_of_rope_that_change_nothing_are_named_once_and_not_refused(tmp_path, capsys):
+    saved(tmp_path)
+    before = from_hf(tmp_path)
+    capsys.readouterr()
+    edit_config(tmp_path, lambda config: config["rope_parameters"].update(finetuned=True, beta_fast=9))
+    assert from_hf(tmp_path) == from_hf(tmp_path) == before
+    said = f"note: {tmp_path}/config.json: rope_parameters: beta_fast, finetuned: not read for rope_type='default'"
+    assert capsys.readouterr().err == f"{said}, as in transformers\n"
+
+
+def test_a_single_file_is_read_where_an_index_is_beside_it_and_said(tmp_path, capsys):
+    saved(tmp_path, shard="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    other = random_model(transformers.Qwen2Config(**COMMON), seed=1)
+    other.save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path)
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.detach().numpy()
+    np.testing.assert_array_equal(there, other.lm_head.weight.detach().numpy())
+    capsys.readouterr()
+    for shard in tmp_path.glob("model-*.safetensors"):  # the index may be stale
+        shard.unlink()
+        _, params, _ = loaded(tmp_path)
+        np.testing.assert_array_equal(params["llm"]["head"]["table"]["weight"], there)
+    assert capsys.readouterr().err.count(f"note: {tmp_path} has both model.safetensors and") == 1
+
+
 def test_a_tied_checkpoint_may_hold_its_output_table_too(tmp_path):
     saved(tmp_path, tie_word_embeddings=True)
     edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
@@ -219,8 +287,16 @@ def test_tensors_that_do_not_go_with_the_config_are_named(tmp_path, change, mess
         ({"hidden_size": "48"}, r"hidden_size='48' is no int"),
         ({"hidden_act": "mish"}, r"hidden_act='mish' is not supported"),
         ({"rope_parameters": {"rope_type": "spiral"}}, r"rope_type='spiral' is not supported; known: default"),
-        ({"rope_parameters": {"rope_type": "linear"}}, r"rope has no 'factor'"),
-        ({"rope_parameters": {"rope_type": "default", "spin": 1}}, r"spin is not known for rope_type='default'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters has no 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, r"full_attention: RoPE by the type of a layer"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
+            r"rope_scaling and rope_parameters differ, and transformers reads rope_scaling alone",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
+            r"rope_scaling and rope_parameters differ",
+        ),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, r"layer_types must give each of 3 layers"),
     ],

@@ -97,6 +97,11 @@ def test_other_files_are_copied_and_old_weights_are_not(folder, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (folder.path / name).read_bytes()
 
 
+def test_an_index_beside_the_single_file_that_is_read_is_left_out(folder, tmp_path):
+    (folder.path / "model.safetensors.index.json").write_text("{}")
+    assert copy_beside(folder, tmp_path / "out") == ["model.safetensors.index.json"]
+
+
 def test_a_file_that_was_cut_meanwhile_is_named(folder, tmp_path):
     source = folder.path / "model.safetensors"
     assert folder.tensors
