@@ -99,7 +99,8 @@ class WhisperMel:
     hop: int = 160  # samples
     seconds: int = 30
     longer: Literal["refuse", "split"] = "refuse"  # a clip beyond the window is bad, or several items in turn
-    # What an encoder's layers see and make tokens of: the clip alone, as Qwen2-Audio, or the window with its silence.
+    # What an encoder's layers see and make tokens of: the clip alone, as Qwen2-Audio, or the window with its silence,
+    # as Whisper. Models from checkpoints have their family's.
     attended: Literal["clip", "window"] = "clip"
     kind: Literal["whisper_mel"] = "whisper_mel"
 

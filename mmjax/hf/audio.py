@@ -45,8 +45,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 
 def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
-    """The audio encoder that a checkpoint's config says. Its layers see clips alone, without the silence after them.
+    """The audio encoder that a checkpoint's config says.
 
+    As in transformers, Whisper's layers see the whole window with its silence, those of Qwen2-Audio clips alone.
     Raises UserError for a kind that is not in `ENCODERS`, and for a field that is not supported.
     """
     kind = fields.get("model_type", str)
@@ -58,12 +59,13 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
         raise UserError(f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}")
     found = Fields(ENCODERS[kind] | {k: v for k, v in fields.of.items() if v is not None}, fields.where)
     positions = found.get("max_source_positions", int, 1500)
+    clips = _clips(folder, found.get("num_mel_bins", int), positions)
     return AudioConfig(
         layers=found.get("encoder_layers", int),
         width=found.get("d_model", int),
         heads=found.get("encoder_attention_heads", int),
         mlp_width=found.get("encoder_ffn_dim", int),
-        clips=_clips(folder, found.get("num_mel_bins", int), positions),
+        clips=replace(clips, attended="window" if kind == "whisper" else "clip"),
         positions=StoredTable(positions),
         activation=found.choice("activation_function", ACTIVATIONS, "gelu"),
         stem_activation="gelu",

@@ -183,7 +183,6 @@ def test_a_clip_of_any_number_of_frames_gives_the_tokens_that_it_gives_alone(tmp
 def test_whispers_encoder_is_what_transformers_makes_of_it_over_the_whole_window(kind, own, tmp_path):
     model = whisper(tmp_path, kind, **own)
     encoder = encoder_from_hf(tmp_path)
-    encoder = replace(encoder, clips=replace(encoder.clips, attended="window"))
     encoder = replace(encoder, connector=ConnectorConfig(merge=1))
     llm = DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9)
     ours = Model.build(ModelConfig(llm, {"audio": encoder}), jnp.float32)
@@ -290,12 +289,12 @@ def test_an_old_tied_checkpoint_has_no_output_table(tmp_path):
 def test_clips_are_prepared_as_the_folder_says(tmp_path):
     model = whisper(tmp_path, transformers.WhisperModel)
     transformers.WhisperFeatureExtractor(80, chunk_length=1, hop_length=200).save_pretrained(tmp_path)
-    assert encoder_from_hf(tmp_path).clips == WhisperMel(hop=200, seconds=1)
+    assert encoder_from_hf(tmp_path).clips == WhisperMel(hop=200, seconds=1, attended="window")
     transformers.WhisperFeatureExtractor(128).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"makes 128 bins \(feature_size\), its config.json says num_mel_bins=80"):
         encoder_from_hf(tmp_path)
     model.encoder.save_pretrained(tmp_path / "alone")
-    assert encoder_from_hf(tmp_path / "alone").clips == WhisperMel(seconds=1)
+    assert encoder_from_hf(tmp_path / "alone").clips == WhisperMel(seconds=1, attended="window")
 
 
 def test_a_folder_without_a_decoder_or_without_an_encoder_says_so(tmp_path):
