@@ -33,13 +33,15 @@ from typing import Any
 
 from mmjax.config import Config, FunctionSource, ModelConfig
 from mmjax.config_checks import validate
-from mmjax.config_values import assign, decode, did_you_mean, encode, leaves
+from mmjax.config_meanings import first_line, meaning
+from mmjax.config_values import assign, decode, did_you_mean, encode, leaves, walk
 from mmjax.errors import UserError
 
 __all__ = [
     "callbacks_of",
     "default_config",
     "describe",
+    "describe_with_meanings",
     "differences",
     "edit",
     "find",
@@ -48,12 +50,14 @@ __all__ = [
     "keys_of",
     "load",
     "resolve",
+    "shipped",
     "sibling",
     "to_json",
     "validate",
 ]
 
 KEPT = "config.py"  # a run folder's copy of its config file
+SHORT = 16  # characters of a key's value; the meanings of longer ones stand further to the right
 LENGTHS = "training.steps", "training.epochs"  # of a run, which has one of them
 
 Read = dict[Path, types.ModuleType | None]  # files of one reading; None while a file is being executed
@@ -111,6 +115,11 @@ def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
 def default_config() -> Path:
     """The file that `python -m mmjax.train` runs when it is given none."""
     return _shipped() / "tiny_omni.py"
+
+
+def shipped() -> dict[str, str]:
+    """Name every config of mmjax's own, with what its file says of itself first."""
+    return {path.stem: first_line(path) for path in sorted(_shipped().glob("*.py"))}
 
 
 def find(path_or_name: str | Path) -> Path:
@@ -267,6 +276,15 @@ def describe(config: Config) -> str:
     lines = list(leaves(Config, encode(Config, config, "")))
     width = max(len(key) for key, _ in lines)
     return "\n".join(f"{key:<{width}} = {text}" for key, text in lines)
+
+
+def describe_with_meanings(config: Config) -> str:
+    """Describe a config, each key's meaning behind its value, as mmjax.config has it beside the field."""
+    values = list(walk(Config, encode(Config, config, "")))
+    width = max(len(leaf.key) for leaf in values)
+    lines = [(f"{leaf.key:<{width}} = {leaf.text}", meaning(leaf)) for leaf in values]
+    column = width + SHORT
+    return "\n".join(f"{line:<{column}}  # {about}" if about else line for line, about in lines)
 
 
 def keys_of(config: Config) -> list[str]:

@@ -14,7 +14,7 @@ import math
 import re
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from mmjax.errors import UserError
 
@@ -243,21 +243,37 @@ def _unquoted(text: str) -> str:
 # ----------------------------------------------------------------------------------------------- editing by lines
 
 
-def leaves(hint: Hint, tree: Tree, where: str = "") -> Iterator[tuple[str, str]]:
-    """Every `(key, text)` of a tree, a union's kind before its fields, an empty dict as `{}`."""
+class Leaf(NamedTuple):
+    """A value of a tree, and the field that it is the value of."""
+
+    key: str
+    text: str
+    owner: type | None  # the dataclass that has the field; of an entry by name, that of the entries
+    field: str
+    kind: type | None  # the dataclass that the text names, of a union
+
+
+def walk(hint: Hint, tree: Tree, where: str = "", owner: type | None = None, field: str = "") -> Iterator[Leaf]:
+    """Every value of a tree, a union's kind before its fields, an empty dict as `{}`."""
     member = next((m for m in members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
     if member is None or not isinstance(tree, dict):
-        yield where, text_of(hint, tree)
+        yield Leaf(where, text_of(hint, tree), owner, field, None)
     elif get_origin(member) is dict:
         if not tree:
-            yield where, "{}"
+            yield Leaf(where, "{}", owner, field, None)
         for key, value in tree.items():
-            yield from leaves(get_args(member)[1], value, join(where, key))
+            yield from walk(get_args(member)[1], value, join(where, key), owner, field)
     else:
+        cls = chosen(hint, tree, where)
         if len(kinds(hint)) > 1:
-            yield where, tree["kind"]
-        for name, field_hint in field_hints(chosen(hint, tree, where)).items():
-            yield from leaves(field_hint, tree[name], join(where, name))
+            yield Leaf(where, tree["kind"], owner, field, cls)
+        for name, field_hint in field_hints(cls).items():
+            yield from walk(field_hint, tree[name], join(where, name), cls, name)
+
+
+def leaves(hint: Hint, tree: Tree, where: str = "") -> Iterator[tuple[str, str]]:
+    """Every `(key, text)` of a tree, in the order of `walk`."""
+    return ((leaf.key, leaf.text) for leaf in walk(hint, tree, where))
 
 
 def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -151,6 +152,7 @@ def _check(words: Sequence[str]) -> None:
     if not words:
         raise UserError("no command to run; say python -m mmjax.supervise -- python -m mmjax.train --resume=auto ...")
     trains = any(word == "mmjax.train" or word.endswith("local.sh") for word in words)
+    trains |= any(Path(word).name == "mmjax" and after == "train" for word, after in pairwise(words))
     if trains and "--resume=auto" not in words:
         raise UserError(f"{' '.join(words)}: a restart would not go on with this run; add --resume=auto to the command")
 

@@ -1,4 +1,4 @@
-"""Train a multimodal LLM: ``python -m mmjax.train [CONFIG] [a.b=value ...]``."""
+"""Train a multimodal LLM: ``python -m mmjax.train [CONFIG] [a.b=value ...]``, or ``--resume RUN``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from mmjax.config import Config
-from mmjax.config_files import callbacks_of, default_config, describe, find, load
+from mmjax.config_files import callbacks_of, default_config, describe_with_meanings, edit, find, load, shipped
 from mmjax.data.workers import refuse_in_worker
 from mmjax.errors import UserError, heed_interrupts, leave, run_command
 from mmjax.models.model import Model
@@ -187,25 +187,69 @@ def claim_together(config: Config, source: Path, mode: Mode, permitted: Permitte
         yield run_folder(config), processes.led(lambda: None)
 
 
-def _planned(path: Path, changes: Sequence[str], plan: str) -> Config:
+def _config_of(words: Sequence[str], plan: str, resume: bool) -> tuple[Config, Path]:
+    """Read the config that the words name, with its file; of a run that is resumed without one, the run's own."""
+    named = next((word for word in words if "=" not in word), "")
+    changes = [word for word in words if word is not named]
+    run = _run_named(named, changes, resume)
+    if run is None:
+        path = find(named) if named else default_config()
+        return _planned(partial(load, path), changes, plan), path
+    own = replace(run.read_config(), run=str(run.path))  # it goes on where it lies now
+    changes = [change for change in changes if not change.startswith("run=")]
+    return _planned(partial(edit, own), changes, plan), run.source
+
+
+def _run_named(named: str, changes: Sequence[str], resume: bool) -> RunFolder | None:
+    """Find the run that is resumed with its own config: by its folder in the config's place, or by run=FOLDER alone."""
+    places = [change.removeprefix("run=") for change in changes if change.startswith("run=")]
+    if not named:
+        folder = RunFolder(Path(places[-1]).resolve()) if places and resume else None
+        return folder if folder and folder.config.is_file() else None
+    path = Path(named).expanduser()
+    if not path.is_dir() or named in shipped():
+        return None
+    if not resume:
+        raise UserError(f"{named} is a folder, not a config; to go on with the run in it, say --resume {named}")
+    if places:
+        raise UserError(f"--resume {named} and run={places[-1]} both name a run; leave one away")
+    return RunFolder(path.resolve())
+
+
+def _planned(read: Callable[[Sequence[str]], Config], changes: Sequence[str], plan: str) -> Config:
     """The config with the changes of a plan's file, if there is one, and then these."""
     if not plan:
-        return load(path, changes)
+        return read(changes)
     name, planned = plan_changes(Path(plan))
-    if name != (own := load(path, changes).name):
+    if name != (own := read(changes).name):
         raise UserError(f"plan={plan} was made for {name}, not for {own}; make one for it with mmjax.plan --out")
-    return load(path, [*planned, *changes])
+    return read([*planned, *changes])
 
 
-WORDS = "a config's file or name (default: tiny_omni), and changes to it; plan=FILE takes those of mmjax.plan --out"
+def _list_configs() -> str:
+    known = shipped()
+    width = max(map(len, known))
+    return "\n".join(["configs:", *(f"  {name:<{width}}  {about}" for name, about in known.items())])
+
+
+WORDS = (
+    "a config's file or name (default: tiny_omni; with --resume, a run's folder does as well: its own config), and "
+    "changes to it; plan=FILE takes those of mmjax.plan --out"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     loaded()
-    parser = argparse.ArgumentParser(prog="python -m mmjax.train", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m mmjax.train",
+        description=__doc__,
+        epilog=_list_configs(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=WORDS)
-    parser.add_argument("--show", action="store_true", help="print the whole config and stop")
+    parser.add_argument("--show", action="store_true", help="print the whole config with each key's meaning, and stop")
     parser.add_argument("--profile", action="store_true", help="time layers here first; kept for the next time")
     parser.add_argument("--new-data", action="store_true", help="with --resume: go on with the data as it is now")
     parser.add_argument(
@@ -216,16 +260,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--resume", nargs="?", const="resume", choices=("resume", "auto"), help="continue the run (auto: or start it)"
     )
     started.add_argument("--overwrite", action="store_true", help="replace the run that is in its folder")
-    # `--resume` takes a value behind `=` only: the word after it is the config.
+    # `--resume` takes a value behind `=` only: the word after it is the config, or the run's folder.
     given = ["--resume=resume" if word == "--resume" else word for word in (sys.argv[1:] if argv is None else argv)]
     args = parser.parse_intermixed_args(given)
     plan = next((word.removeprefix("plan=") for word in args.words if word.startswith("plan=")), "")
     words = [word for word in args.words if not word.startswith("plan=")]
-    named = next((word for word in words if "=" not in word), "")
-    path = find(named) if named else default_config()
-    config = _planned(path, [word for word in words if word is not named], plan)
+    config, path = _config_of(words, plan, bool(args.resume))
     if args.show:
-        say(describe(config))
+        say(describe_with_meanings(config))
         return
     if not processes.leads():
         mute()

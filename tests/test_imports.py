@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 DISTRIBUTIONS = {  # where an import is not called as its distribution
     "absl": "absl-py",
+    "huggingface_hub": "huggingface-hub",
     "array_record": "array-record",
     "orbax": "orbax-checkpoint",
     "PIL": "pillow",
@@ -31,7 +32,7 @@ class May:
 
 
 NUMERIC = frozenset({"numpy", "scipy", "numba"})
-CONFIG = ("mmjax.config", "mmjax.config_files", "mmjax.errors")
+CONFIG = ("mmjax.config", "mmjax.config_files", "mmjax.errors", "mmjax.startup")
 RULES = {
     "config": May(("mmjax.config",), frozenset()),
     "errors": May((), frozenset()),
@@ -41,10 +42,17 @@ RULES = {
     "outputs": May(("mmjax.errors",), frozenset()),
     "config_values": May(("mmjax.errors",), frozenset()),
     "adapters": May(("mmjax.config",), frozenset()),
+    "hub": May(("mmjax.errors",), frozenset({"huggingface_hub"})),
     "config_checks": May(
         ("mmjax.config_checks", "mmjax.adapters", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset()
     ),
-    "config_files": May(("mmjax.config", "mmjax.config_checks", "mmjax.config_values", "mmjax.errors"), frozenset()),
+    "config_meanings": May(("mmjax.config_values",), frozenset()),
+    "cli": May(("mmjax.config_meanings", "mmjax.config_values", "mmjax.errors", "mmjax.startup"), frozenset()),
+    "startup": May((), frozenset()),
+    "config_files": May(
+        ("mmjax.config", "mmjax.config_checks", "mmjax.config_meanings", "mmjax.config_values", "mmjax.errors"),
+        frozenset(),
+    ),
     "balance": May(("mmjax.balance",), NUMERIC),
     "planning": May(
         (
@@ -63,6 +71,7 @@ RULES = {
             *CONFIG,
             "mmjax.startup",
             "mmjax.config_values",
+            "mmjax.hub",
             "mmjax.data",
             "mmjax.balance",
             "mmjax.planning",
@@ -83,7 +92,10 @@ RULES = {
             "jinja2",
         },
     ),
-    "hf": May(("mmjax.hf", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})),
+    "hf": May(
+        ("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.config_values", "mmjax.errors"),
+        frozenset({"numpy", "ml_dtypes"}),
+    ),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
         (
@@ -112,6 +124,7 @@ RULES = {
             "mmjax.parallel",
             "mmjax.kernels",
             "mmjax.hf",
+            "mmjax.hub",
             "mmjax.data",
             "mmjax.planning",
             "mmjax.balance",
@@ -144,6 +157,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "tokenizers": ("mmjax.data.tokenizer",),
     "jinja2": ("mmjax.data.template", "mmjax.reporting.page"),
     "wandb": ("mmjax.training.metrics_log",),
+    "huggingface_hub": ("mmjax.hub",),
 }
 
 
@@ -226,7 +240,8 @@ def test_every_package_has_its_rules() -> None:
 
 def test_everything_imported_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["wandb"]]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["wandb"], *extras["hub"]]
     declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower() for line in lines}
     modules = modules_of(ROOT / "mmjax")
     tops = {i.split(".")[0] for name, path in modules.items() for i in imports_of(name, path, modules)}

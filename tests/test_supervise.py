@@ -152,6 +152,7 @@ def test_the_command_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> No
         (("python", "-m", "mmjax.train", "tiny_vlm"), "add --resume=auto to the command"),
         (("python", "-m", "mmjax.train", "--resume"), "add --resume=auto to the command"),
         (("launch/local.sh", "2", "tiny_vlm"), "add --resume=auto to the command"),
+        (("/venv/bin/mmjax", "train", "tiny_vlm"), "add --resume=auto to the command"),
         ((), "no command to run"),
         (("no-such-program",), "cannot start no-such-program: No such file or directory"),
     ],

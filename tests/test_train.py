@@ -23,7 +23,7 @@ from restarts import last
 from started import begin, environment, finish, start, wait_until, without_activities
 
 from mmjax import train
-from mmjax.config_files import default_config, describe, load
+from mmjax.config_files import default_config, describe_with_meanings, load, shipped
 from mmjax.data.kept import sealed, unsealed
 from mmjax.training.checkpoint import newest, restore_parameters
 from mmjax.training.run_folder import RunFolder, claim
@@ -143,14 +143,22 @@ def test_show_prints_every_key_and_stops(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ended = run(capsys, train.main, "--show", "training.steps=70")
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out == describe(load(default_config(), ["training.steps=70"])) + "\n"
+    assert ended.out == describe_with_meanings(load(default_config(), ["training.steps=70"])) + "\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_help_lists_the_shipped_configs_with_what_each_is(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    out = capsys.readouterr().out
+    for name, about in shipped().items():
+        assert re.search(rf"^  {name} +{re.escape(about)}$", out, re.M)
 
 
 def test_show_to_a_reader_that_leaves_is_quiet(tmp_path):
     process = start("mmjax.train", "--show", cwd=tmp_path)
     process.stdout.close()
-    assert process.stderr.read() == ""
+    assert all("loading libraries" in line for line in process.stderr.read().splitlines())
     assert process.wait(480) == 128 + signal.SIGPIPE
 
 
@@ -252,10 +260,69 @@ def test_auto_starts_and_then_resumes_and_a_finished_run_stays_as_it_is(trained,
     words = ("--resume=auto", f"run={folder}", "training.steps=2", "training.evaluate_every=0", TINY)
     assert run(capsys, train.main, *words).code == 0
     kept = {name: text for name, text in files(folder).items() if "tensorboard" not in name}
-    again = run(capsys, train.main, *words)
-    assert again.code == 0
-    assert "all 2 steps are done" in again.out
-    assert {name: text for name, text in files(folder).items() if "tensorboard" not in name} == kept
+    for again in (words, ("--resume", folder), ("--resume", f"run={folder}"), ("--resume=auto", folder)):
+        ended = run(capsys, train.main, *again)
+        assert ended.code == 0
+        assert "all 2 steps are done" in ended.out
+        assert {name: text for name, text in files(folder).items() if "tensorboard" not in name} == kept
+
+
+# The config that a run goes on with is looked at by --show.
+
+
+def shown(capsys, *words: object) -> dict[str, str]:
+    """Key and value of what `--show` prints."""
+    ended = run(capsys, train.main, "--show", *words)
+    assert (ended.code, ended.err) == (0, "")
+    return dict(re.findall(r"^(\S+) += (\S+)", ended.out, re.M))
+
+
+def test_a_run_is_resumed_with_its_own_config_and_changes_on_top(capsys, tmp_path, monkeypatch):
+    own = load(TINY, ["seed=5", "training.steps=40", "run=elsewhere"])
+    (tmp_path / "mine").mkdir()
+    RunFolder(tmp_path / "mine").write_config(own)
+    monkeypatch.chdir(tmp_path)
+    for words in (["--resume", "mine"], ["mine", "--resume=auto"], ["run=mine", "--resume"]):
+        found = shown(capsys, *words, "training.steps=50")
+        assert (found["name"], found["seed"], found["training.steps"]) == ("tiny", "5", "50")
+        assert found["run"] == str(tmp_path / "mine")
+    found = shown(capsys, TINY, "--resume", "run=mine")  # a config that is named goes before the run's own
+    assert (found["seed"], found["training.steps"]) == ("0", "6")
+    assert shown(capsys, "--resume")["name"] == "tiny_omni"
+    assert shown(capsys, "run=mine")["name"] == "tiny_omni"
+    (tmp_path / "tiny_vlm").mkdir()
+    assert shown(capsys, "--resume", "tiny_vlm")["name"] == "tiny_vlm"  # a shipped config's name stays one
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mine"], "mine is a folder, not a config; to go on with the run in it, say --resume mine"),
+        (["--resume", "empty"], "holds no run (no config.json); give the folder that mmjax.train printed"),
+        (["--resume", "mine", "run=other"], "--resume mine and run=other both name a run; leave one away"),
+        (["--resume", "mine", "seed=6"], "seed: 5 -> 6. Say these values as they were, or leave the config away"),
+    ],
+)
+def test_a_run_that_cannot_be_resumed_so_is_one_line(words, message, capsys, tmp_path, monkeypatch):
+    for name in ("mine", "empty"):
+        (tmp_path / name).mkdir()
+    RunFolder(tmp_path / "mine").write_config(load(TINY, ["seed=5"]))
+    monkeypatch.chdir(tmp_path)
+    ended = run(capsys, train.main, *words)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert message in ended.err
+
+
+def test_a_config_that_differs_in_much_is_told_in_few_words(capsys, tmp_path):
+    (tmp_path / "mine").mkdir()
+    RunFolder(tmp_path / "mine").write_config(load(TINY))
+    ended = run(capsys, train.main, "tiny_omni", "--resume", f"run={tmp_path / 'mine'}")
+    assert ended.code == 2
+    listed, _, remedy = ended.err.partition(". Say these values")
+    assert listed.count(" -> ") == 4
+    assert re.search(r"; and \d\d more$", listed)
+    assert f"--resume {tmp_path / 'mine'} goes on with its own" in remedy
+    assert "--new-data --change batch --change model" in remedy
 
 
 @pytest.mark.exhaustive

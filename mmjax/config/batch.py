@@ -10,7 +10,7 @@ from typing import Literal
 class Samples:
     """A batch of a fixed mean number of samples per update."""
 
-    count: int
+    count: int  # samples
     kind: Literal["samples"] = "samples"
 
 
@@ -18,7 +18,7 @@ class Samples:
 class Tokens:
     """A batch of a fixed mean number of LLM tokens per update."""
 
-    count: int
+    count: int  # LLM tokens, images and clips included
     kind: Literal["tokens"] = "tokens"
 
 
@@ -36,8 +36,8 @@ class IsfGrouping:
     """OmniBal's iterative sampling and filtering: one group fills one row of every module."""
 
     kind: Literal["isf"] = "isf"
-    iterations: int = 10
-    chunk_steps: int = 128
+    iterations: int = 10  # of sampling and filtering
+    chunk_steps: int = 128  # steps that are planned together and drained
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class NoGrouping:
     """A fixed number of samples per step, in the order of the shuffle."""
 
     kind: Literal["none"] = "none"
-    chunk_steps: int = 128
+    chunk_steps: int = 128  # steps that are planned together
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class BatchConfig:
 
     size: Samples | Tokens = Samples(24)
     rows: dict[str, int] = field(default_factory=lambda: {"llm": 8})  # packed rows of each module per microbatch
-    microbatches: int = 1
+    microbatches: int = 1  # parts of an update, whose gradients are accumulated
     grouping: PackGrouping | IsfGrouping | NoGrouping = PackGrouping()
     balance: PostBalance | LlmBalance | NoBalance = (
         PostBalance()

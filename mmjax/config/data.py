@@ -13,20 +13,21 @@ class EmbeddedSource:
     """Handwritten digits and keypad tones with questions about them, made from a seed; nothing to download."""
 
     kind: Literal["embedded"] = "embedded"
+    # kinds of samples
     modalities: tuple[Literal["image", "audio", "mixed", "text"], ...] = ("image", "audio", "mixed", "text")
-    samples: int = 24_000
+    samples: int = 24_000  # of the train split
     questions: int = 4  # at most this many questions about one sample's media, in training
-    weight: float = 1.0
+    weight: float = 1.0  # share of the samples
 
 
 @dataclass(frozen=True)
 class FunctionSource:
     """A source made by your own function, ``module:qualname``, in mmjax or in the config file itself."""
 
-    function: str
-    arguments: dict[str, int | float | str | bool] = field(default_factory=dict)
+    function: str  # `config:name` of the config file's own, or mmjax's `module:name`
+    arguments: dict[str, int | float | str | bool] = field(default_factory=dict)  # beside `split`
     kind: Literal["function"] = "function"
-    weight: float = 1.0
+    weight: float = 1.0  # share of the samples
 
 
 # Of files: paths of this machine, or URLs that fsspec opens. `path` is what is trained on, with `*` for several files;
@@ -39,13 +40,13 @@ class FunctionSource:
 class ConversationFiles:
     """What sources of JSON or JSON lines say alike."""
 
-    path: str
-    images: str = ""
-    audio: str = ""
-    validation: str = ""
-    test: str = ""
-    outside: Outside = "refuse"
-    weight: float = 1.0
+    path: str  # of what is trained on; `*` for several files, or a URL
+    images: str = ""  # folder, URL, .zip or .tar of the images; empty: the file's folder
+    audio: str = ""  # the same of the clips
+    validation: str = ""  # files of that split
+    test: str = ""  # files of that split
+    outside: Outside = "refuse"  # references that lead out of its folders
+    weight: float = 1.0  # share of the samples
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class QuestionsSource(ConversationFiles):
     """One question a record: {"image": "a.jpg", "question": "What?", "answer": "a cat"}, or "answers": [...]."""
 
     question: str = "question"  # the keys of both; `answer` with an s behind it does as well
-    answer: str = "answer"
+    answer: str = "answer"  # key of the answer
     kind: Literal["questions"] = "questions"
 
 
@@ -82,14 +83,14 @@ class QuestionsSource(ConversationFiles):
 class ManifestSource:
     """NeMo's audio manifests, JSON lines: {"audio_filepath": "a.wav", "text": "...", "offset": 0, "duration": 2.5}."""
 
-    path: str
-    audio: str = ""
+    path: str  # of what is trained on; `*` for several files, or a URL
+    audio: str = ""  # folder, URL, .zip or .tar of the clips; empty: the file's folder
     prompt: str = "Transcribe the audio."  # after the clip, where a line has no prompt of its own
-    validation: str = ""
-    test: str = ""
-    outside: Outside = "refuse"
+    validation: str = ""  # files of that split
+    test: str = ""  # files of that split
+    outside: Outside = "refuse"  # references that lead out of its folders
     kind: Literal["manifest"] = "manifest"
-    weight: float = 1.0
+    weight: float = 1.0  # share of the samples
 
 
 @dataclass(frozen=True)
@@ -99,28 +100,28 @@ class ParquetSource:
     The text is in one column of messages, or in two of questions and answers.
     """
 
-    path: str
+    path: str  # of what is trained on; `*` for several files, or a URL
     messages: str = ""  # columns by name; empty: there is none
-    question: str = ""
-    answer: str = ""
-    images: str = ""
-    audio: str = ""
-    validation: str = ""
-    test: str = ""
-    outside: Outside = "refuse"
+    question: str = ""  # column of questions
+    answer: str = ""  # column of answers
+    images: str = ""  # column of images
+    audio: str = ""  # column of clips
+    validation: str = ""  # files of that split
+    test: str = ""  # files of that split
+    outside: Outside = "refuse"  # references that lead out of its folder
     kind: Literal["parquet"] = "parquet"
-    weight: float = 1.0
+    weight: float = 1.0  # share of the samples
 
 
 @dataclass(frozen=True)
 class ArrayRecordSource:
     """A folder that `python -m mmjax.index --to arrayrecord` wrote: the format to train on at scale."""
 
-    path: str
-    validation: str = ""
-    test: str = ""
+    path: str  # the folder
+    validation: str = ""  # a folder of that split
+    test: str = ""  # a folder of that split
     kind: Literal["arrayrecord"] = "arrayrecord"
-    weight: float = 1.0
+    weight: float = 1.0  # share of the samples
 
 
 FileSource = (
@@ -134,15 +135,15 @@ class Placeholder:
 
     written: str  # by the template, or for it where it takes nothing but strings
     token: str = ""  # one of the tokenizer's that stands for one position of an item; empty = what is written
-    before: str = ""
-    after: str = ""
+    before: str = ""  # text before the items' tokens
+    after: str = ""  # text behind them
 
 
 @dataclass(frozen=True)
 class ChatFormat:
     """How conversations become tokens: by the tokenizer and the chat template of a Hugging Face folder."""
 
-    folder: str
+    folder: str  # with a tokenizer.json and a chat template
     template: str = ""  # a Jinja file to use instead of the folder's template
     variables: dict[str, int | float | str | bool] = field(default_factory=dict)  # for the template: enable_thinking
     placeholders: dict[str, Placeholder] = field(default_factory=dict)  # of image, audio; empty = as the folder says
@@ -155,6 +156,7 @@ class ChatFormat:
 class DataConfig:
     """Where samples come from, and how they are brought to the step."""
 
+    # what is trained on, by a name of your own
     sources: dict[str, EmbeddedSource | FunctionSource | FileSource] = field(default_factory=dict)
     cache: str = ""  # a folder for what is learned of the sources' files; empty: ~/.cache/mmjax/data
     on_bad_sample: Literal["skip", "raise"] = "skip"  # one that cannot be read: listed, then skipped or fatal

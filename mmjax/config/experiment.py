@@ -15,7 +15,7 @@ from mmjax.config.training import AdamW, MeshConfig, Muon, Schedule, TrainingCon
 class Config:
     """One experiment, whole: with mmjax's version it says everything about a run but the machine."""
 
-    name: str
+    name: str  # of the experiment
     data: DataConfig
     batch: BatchConfig
     model: ModelConfig
@@ -23,7 +23,7 @@ class Config:
     optimizer: AdamW | Muon = AdamW()
     schedule: Schedule = Schedule()
     mesh: MeshConfig = MeshConfig()
-    seed: int = 0
-    device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    seed: int = 0  # of initial weights, the order of samples, dropout and embedded data
+    device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # kind of devices; auto: the fastest there is
     run: str = ""  # the run's folder; empty = runs/<name>
     init_from: str = ""  # a run whose parameters (and nothing else) this one starts from

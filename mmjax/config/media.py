@@ -24,7 +24,7 @@ class FixedSize:
     square: tuple[int, ...] = ()  # red, green and blue of what first pads the image to a square; () = does not
     resize: tuple[int, ...] = (224,)  # to this shortest edge, or to (height, width); () = does not
     crop: tuple[int, ...] = (224, 224)  # height and width about the centre, black beyond the image; () = does not
-    filter: Filter = "bicubic"
+    filter: Filter = "bicubic"  # that resizes
     kind: Literal["fixed_size"] = "fixed_size"
 
 
@@ -32,11 +32,11 @@ class FixedSize:
 class SmartResize:
     """One item near the image's own size and shape, of whole merge windows, as for Qwen-VL."""
 
-    patch: int = 14
-    merge: int = 2
+    patch: int = 14  # pixels per side of the encoder's patches
+    merge: int = 2  # patches per side of a merge window
     min_pixels: int = 56 * 56  # of the resized image
-    max_pixels: int = 28 * 28 * 1280
-    filter: Filter = "bicubic"
+    max_pixels: int = 28 * 28 * 1280  # of the resized image
+    filter: Filter = "bicubic"  # that resizes
     kind: Literal["smart_resize"] = "smart_resize"
 
 
@@ -45,10 +45,10 @@ class DynamicTiles:
     """The grid of tiles nearest to the image's shape, then the whole image as one more tile, as for InternVL."""
 
     tile: tuple[int, ...] = (448, 448)  # height and width
-    min_tiles: int = 1
-    max_tiles: int = 12
+    min_tiles: int = 1  # of an image, the thumbnail not counted
+    max_tiles: int = 12  # of an image, the thumbnail not counted
     thumbnail: bool = True  # the whole image as the last tile, wherever there are several
-    filter: Filter = "bicubic"
+    filter: Filter = "bicubic"  # that resizes
     kind: Literal["dynamic_tiles"] = "dynamic_tiles"
 
 
@@ -60,14 +60,14 @@ class AnyRes:
     only padding, and `connector.newline` behind each.
     """
 
-    tile: int = 336
+    tile: int = 336  # pixels per side
     pinpoints: tuple[str, ...] = ("336x672", "672x336", "672x672", "1008x336", "336x1008")  # height x width
     several: Literal["tiles", "square"] = (
         "tiles"  # of a sample with several images: each as ever, or padded to a square
     )
     background: tuple[int, ...] = (122, 116, 104)  # red, green and blue of that padding
-    filter: Filter = "bicubic"
-    order: Literal["tiles", "rows"] = "tiles"
+    filter: Filter = "bicubic"  # that resizes
+    order: Literal["tiles", "rows"] = "tiles"  # of an image's tokens: tile by tile, or by the rows of the image
     most_tiles: int = 0  # rows with over 1.21 times as many tokens as these have are interpolated to as many; 0 = never
     kind: Literal["any_res"] = "any_res"
 
@@ -82,8 +82,8 @@ ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes
 class LogMel:
     """Log-mel frames of a clip alone, of any length, laid out from its loudest bin."""
 
-    mels: int = 80
-    sample_rate: int = 16_000
+    mels: int = 80  # bins per frame
+    sample_rate: int = 16_000  # Hz
     window: int = 400  # samples
     hop: int = 160  # samples
     kind: Literal["log_mel"] = "log_mel"
@@ -93,11 +93,11 @@ class LogMel:
 class WhisperMel:
     """Log-mel frames as Whisper's extractor makes them of a window of `seconds`, silent after the clip's end."""
 
-    mels: int = 80
-    sample_rate: int = 16_000
+    mels: int = 80  # bins per frame
+    sample_rate: int = 16_000  # Hz
     window: int = 400  # samples
     hop: int = 160  # samples
-    seconds: int = 30
+    seconds: int = 30  # length of the window
     longer: Literal["refuse", "split"] = "refuse"  # a clip beyond the window is bad, or several items in turn
     # What an encoder's layers see and make tokens of: the clip alone, as Qwen2-Audio, or the window with its silence,
     # as Whisper. Models from checkpoints have their family's.

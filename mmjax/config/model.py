@@ -24,7 +24,7 @@ class PlainRope:
 class LinearRope:
     """Positions divided by a factor."""
 
-    factor: float
+    factor: float  # that positions are divided by
     kind: Literal["linear"] = "linear"
 
 
@@ -32,8 +32,8 @@ class LinearRope:
 class DynamicRope:
     """A base that grows with the sample, where that is longer than `positions` (dynamic NTK)."""
 
-    factor: float
-    positions: int
+    factor: float  # of the length beyond `positions`
+    positions: int  # of the training before
     kind: Literal["dynamic"] = "dynamic"
 
 
@@ -41,7 +41,7 @@ class DynamicRope:
 class YarnRope:
     """YaRN: slow channels divided by a factor, fast ones as they are; cosines and sines scaled."""
 
-    factor: float
+    factor: float  # that slow channels are divided by
     positions: int  # of the training before
     attention: float  # by which cosines and sines are scaled
     fast: float = 32.0  # rotations over `positions` of the channels that stay
@@ -54,9 +54,9 @@ class YarnRope:
 class Llama3Rope:
     """Llama 3.1's: channels of long waves divided by a factor, those between blended."""
 
-    factor: float
-    low: float
-    high: float
+    factor: float  # that channels of long waves are divided by
+    low: float  # rotations over `positions` of the channels that are divided
+    high: float  # rotations of those that stay
     positions: int  # of the training before
     kind: Literal["llama3"] = "llama3"
 
@@ -65,9 +65,9 @@ class Llama3Rope:
 class LongRope:
     """LongRoPE: a factor for every channel pair, others for samples longer than `positions`."""
 
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    positions: int
+    short: tuple[float, ...]  # a factor per channel pair, up to `positions`
+    long: tuple[float, ...]  # a factor per channel pair, beyond
+    positions: int  # of the training before
     attention: float  # by which cosines and sines are scaled
     kind: Literal["long"] = "long"
 
@@ -81,35 +81,35 @@ Biased = Literal["query", "key", "value", "output", "gate", "up", "down"]
 class DecoderConfig:
     """A causal transformer: rotary positions, RMSNorm, a gated MLP, grouped-query attention."""
 
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    mlp_width: int
-    vocab: int
-    rope_theta: float = 10_000.0
+    layers: int  # number of layers
+    width: int  # of the residual stream
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
+    head_width: int  # channels per head
+    mlp_width: int  # of the MLP's hidden layer
+    vocab: int  # tokens
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
     rope_scaling: RopeScaling = PlainRope()
     rope_sections: tuple[int, ...] = ()  # channel pairs that turn with (t, y, x); empty: all with one position
     rope_interleaved: bool = False  # the sections' pairs take turns
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6  # of RMSNorm
     norm_offset: float = 0.0  # that is added to the norms' scales
-    activation: Activation = "silu"
+    activation: Activation = "silu"  # of the MLP's gate
     biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
     qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before they turn
     post_norms: bool = False  # of what attention and the MLP add to the residual stream
-    embedding_scale: float = 1.0
+    embedding_scale: float = 1.0  # that embeddings are multiplied by
     attention_scale: float = 0.0  # of the scores; 0 = head_width ** -0.5
     attention_cap: float = 0.0  # scores are bent to stay below; 0 = not
-    logit_cap: float = 0.0
+    logit_cap: float = 0.0  # logits are bent to stay below; 0 = not
     window: int = 0  # tokens that the layers in `windowed` see, their own included
-    windowed: tuple[int, ...] = ()
-    tied: bool = True
+    windowed: tuple[int, ...] = ()  # layers that see a window
+    tied: bool = True  # embedding and output table are one
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
-    attention: Literal["dense", "blockwise"] = "dense"
+    attention: Literal["dense", "blockwise"] = "dense"  # whether all scores are in memory at once, or a block at a time
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
-    frozen: bool = False
+    frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
 
 
@@ -117,15 +117,15 @@ class DecoderConfig:
 class ConnectorConfig:
     """An MLP from an encoder's width to the LLM's, over `merge` neighbours (per axis for images)."""
 
-    merge: int = 2
+    merge: int = 2  # neighbours that become one token, per axis for images
     mlp_width: int = 256  # 0 = no MLP but a single matrix, whose bias is "down"
     norm: Literal["none", "layer", "rms", "merged_layer"] = "layer"  # before neighbours are merged, or after
     norm_eps: float = 0.0  # 0 = the encoder's
-    activation: Activation = "gelu_tanh"
-    biases: tuple[Biased, ...] = ("up", "down")
+    activation: Activation = "gelu_tanh"  # of the MLP
+    biases: tuple[Biased, ...] = ("up", "down")  # the matrices that have one
     position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0 = none
     newline: bool = False  # a learned token behind every row of an image whose tokens the LLM sees by rows
-    frozen: bool = False
+    frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
 
 
@@ -133,7 +133,7 @@ class ConnectorConfig:
 class RotaryGrid:
     """Patches turn with their row and column; images of any size."""
 
-    theta: float = 100.0
+    theta: float = 100.0  # base of the frequencies
     kind: Literal["rotary"] = "rotary"
 
 
@@ -141,8 +141,8 @@ class RotaryGrid:
 class LearnedGrid:
     """A learned vector for every place of a grid; images have at most as many rows and columns of patches."""
 
-    rows: int
-    columns: int
+    rows: int  # of patches
+    columns: int  # of patches
     kind: Literal["learned"] = "learned"
 
 
@@ -150,8 +150,8 @@ class LearnedGrid:
 class StretchedGrid:
     """A learned vector for every place of a square grid that is stretched to each image; patches turn too."""
 
-    side: int
-    theta: float = 10_000.0
+    side: int  # of the square
+    theta: float = 10_000.0  # base of the frequencies
     kind: Literal["stretched"] = "stretched"
 
 
@@ -173,38 +173,38 @@ class Callbacks:
 class VisionConfig:
     """A ViT that takes images as packed patches."""
 
-    layers: int
-    width: int
-    heads: int
-    mlp_width: int
-    patch: int
-    channels: int = 3
+    layers: int  # number of layers
+    width: int  # of the residual stream
+    heads: int  # of attention
+    mlp_width: int  # of the MLP's hidden layer
+    patch: int  # pixels per side
+    channels: int = 3  # of an image; 3: red, green and blue
     frames: int = 1  # of a clip that make one patch; a still image is all of them
     mean: tuple[float, ...] = (0.5,)  # of each channel, or of all; pixels are (x / 255 - mean) / std
-    std: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)  # of each channel, or of all
     images: ImagePreparation = AsIs()  # before they are cut into patches
     positions: RotaryGrid | LearnedGrid | StretchedGrid = RotaryGrid()
     window: int = 0  # rows and columns of patches in the squares within which the layers in `windowed` attend
-    windowed: tuple[int, ...] = ()
+    windowed: tuple[int, ...] = ()  # layers that attend within windows
     deepstack: tuple[int, ...] = ()  # layers whose outputs are added to the LLM's: the n-th's behind its layer n
     class_token: bool = False  # a learned token beside the patches of every image; the LLM does not see it
-    embed_bias: bool = True
+    embed_bias: bool = True  # of the projection of patches
     embed_norm: bool = False  # before the first layer
     head_norm: bool = True  # after the last layer
-    norm: Literal["layer", "rms"] = "layer"
-    norm_eps: float = 1e-6
-    activation: Activation = "gelu_tanh"
+    norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
+    norm_eps: float = 1e-6  # of the norms
+    activation: Activation = "gelu_tanh"  # of the MLP
     gated: bool = False  # the MLP has a gate
     biases: tuple[Biased, ...] = ("query", "value", "output", "up", "down")  # the matrices of a layer that have one
     qk_norm: Literal["none", "width"] = "none"  # of queries and keys, over all heads
-    qk_norm_eps: float = 1e-6
+    qk_norm_eps: float = 1e-6  # of those norms
     layer_scale: bool = False  # learned scales of what attention and the MLP add to the residual stream
     connector: ConnectorConfig = ConnectorConfig()
     callbacks: Callbacks = Callbacks()
-    attention: Literal["dense", "blockwise"] = "dense"
-    remat: TowerRemat | tuple[Remat, ...] = "auto"
+    attention: Literal["dense", "blockwise"] = "dense"  # whether all scores are in memory at once, or a block at a time
+    remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
-    frozen: bool = False
+    frozen: bool = False  # not trained, its connector apart
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
 
@@ -220,7 +220,7 @@ class Sinusoids:
 class StoredTable:
     """A vector for every position of a clip, as Whisper's checkpoints store them; training leaves them as they are."""
 
-    positions: int = 1500
+    positions: int = 1500  # of the longest clip
     kind: Literal["stored"] = "stored"
 
 
@@ -228,22 +228,22 @@ class StoredTable:
 class AudioConfig:
     """Whisper's encoder over packed log-mel frames: two convolutions (the second of stride 2), then a transformer."""
 
-    layers: int
-    width: int
-    heads: int
-    mlp_width: int
+    layers: int  # number of layers
+    width: int  # of the residual stream
+    heads: int  # of attention
+    mlp_width: int  # of the MLP's hidden layer
     clips: AudioPreparation = LogMel()
     positions: Sinusoids | StoredTable = Sinusoids()
-    norm_eps: float = 1e-5
-    activation: Activation = "gelu_tanh"
+    norm_eps: float = 1e-5  # of LayerNorm
+    activation: Activation = "gelu_tanh"  # of the MLP
     stem_activation: Activation = "gelu_tanh"  # of the convolutions
     pool: int = 1  # so many positions become their mean before the last norm; those left over at the end are dropped
     connector: ConnectorConfig = ConnectorConfig()
     callbacks: Callbacks = Callbacks()
-    attention: Literal["dense", "blockwise"] = "dense"
-    remat: TowerRemat | tuple[Remat, ...] = "auto"
+    attention: Literal["dense", "blockwise"] = "dense"  # whether all scores are in memory at once, or a block at a time
+    remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, of what attention and the MLP add to the residual stream
-    frozen: bool = False
+    frozen: bool = False  # not trained, its connector apart
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["audio"] = "audio"
 
@@ -263,8 +263,8 @@ class LoraConfig:
     """Low-rank matrices a and b beside linear layers, which then add `scale * (x @ a) @ b`; b is 0 at first."""
 
     layers: tuple[str, ...]  # patterns of names, `*` for anything: llm.*, *.attention.query, vision.connector.mlp.up
-    rank: int = 16
-    alpha: float = 32.0
+    rank: int = 16  # columns of a, rows of b
+    alpha: float = 32.0  # of the scale
     scaling: Literal["rank", "sqrt_rank"] = "rank"  # scale = alpha / rank, or alpha / sqrt(rank) (rsLoRA)
     base: Literal["frozen", "trained"] = "frozen"  # the other weights of a module that has adapters
 
@@ -274,5 +274,5 @@ class ModelConfig:
     """An LLM and the encoders that feed it, by name."""
 
     llm: DecoderConfig
-    encoders: dict[str, VisionConfig | AudioConfig] = field(default_factory=dict)
+    encoders: dict[str, VisionConfig | AudioConfig] = field(default_factory=dict)  # by a name of your own
     lora: dict[str, LoraConfig] = field(default_factory=dict)  # by a name of your own

@@ -12,10 +12,10 @@ Exchange = Literal["padded", "ragged"]
 class MeshConfig:
     """How many devices along each axis; -1 takes what the others leave."""
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
-    context: int = 1
+    data: int = -1  # devices with samples of their own and whole parameters
+    fsdp: int = 1  # devices with samples of their own and a part of the parameters
+    tensor: int = 1  # devices that share the heads and widths of layers
+    context: int = 1  # devices that share the tokens of a row
     ranks_per_node: int = 0  # that send encoder outputs to each other; 0 = those of one host
     exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
     encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis cuts their layers too, or spreads their rows
@@ -27,19 +27,19 @@ class MeshConfig:
 class Rates:
     """Learning rate and weight decay of one module, where they differ from the optimizer's."""
 
-    learning_rate: float | None = None
-    weight_decay: float | None = None
+    learning_rate: float | None = None  # none: the optimizer's
+    weight_decay: float | None = None  # none: the optimizer's
 
 
 @dataclass(frozen=True)
 class AdamW:
     """AdamW on every parameter."""
 
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.01
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
+    learning_rate: float = 1e-3  # at its peak
+    weight_decay: float = 0.01  # per unit of the learning rate
+    b1: float = 0.9  # decay of the mean of gradients
+    b2: float = 0.95  # decay of the mean of their squares
+    eps: float = 1e-8  # added to the root of the squares
     modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["adamw"] = "adamw"
 
@@ -49,13 +49,13 @@ class Muon:
     """Muon on the matrices of the layers and connectors, AdamW on the rest."""
 
     learning_rate: float = 0.02  # of the matrices
-    weight_decay: float = 0.01
+    weight_decay: float = 0.01  # per unit of the learning rate
     adam_learning_rate: float = 3e-3  # of the rest: embeddings, norms, biases
-    momentum: float = 0.95
-    b1: float = 0.9
-    b2: float = 0.98
-    eps: float = 1e-8
-    modules: dict[str, Rates] = field(default_factory=dict)
+    momentum: float = 0.95  # of the matrices
+    b1: float = 0.9  # of AdamW: decay of the mean of gradients
+    b2: float = 0.98  # of AdamW: decay of the mean of their squares
+    eps: float = 1e-8  # of AdamW: added to the root of the squares
+    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["muon"] = "muon"
 
 
@@ -63,8 +63,8 @@ class Muon:
 class Schedule:
     """Linear warm-up, then a cosine down to `final` of the peak at the last step."""
 
-    warmup: int = 50
-    final: float = 0.02
+    warmup: int = 50  # steps
+    final: float = 0.02  # share of the peak at the last step
 
 
 @dataclass(frozen=True)

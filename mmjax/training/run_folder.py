@@ -40,6 +40,7 @@ class Permitted:
 
 
 NOTHING = Permitted()
+FEW = 5  # differences between configs that are listed
 
 
 @dataclass(frozen=True)
@@ -176,9 +177,9 @@ def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHI
     folder = run_folder(config)
     there = _check_claim(folder, config, mode)
     if there and mode in ("resume", "auto"):
-        for line in changes_of(folder, config, permitted):
-            if not line.startswith(WHERE):
-                say(f"changed {line}")
+        changes = changes_of(folder, config, permitted)
+        for line in first_few([f"changed {line}" for line in changes if not line.startswith(WHERE)]):
+            say(line)
         _write_or_user_error(folder, lambda: _check_writable(folder))
         yield folder, True
         _write_or_user_error(folder, lambda: folder.write_config(config))
@@ -269,13 +270,22 @@ def changes_of(folder: RunFolder, config: Config, permitted: Permitted = NOTHING
     others = {key: line for line in lines if not _may_change(key := line.partition(":")[0])}
     if kept := [key for key in others if not permitted.allows(key)]:
         data = [key for key in kept if key.startswith("data.sources")]
-        said = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in kept if key not in data])
+        named = [key for key in kept if key not in data]
+        if len(named) > FEW:
+            named = list(dict.fromkeys(key.partition(".")[0] for key in named))
+        said = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in named])
         raise UserError(
-            f"{folder.path} is a run of another config: {'; '.join(others[key] for key in kept)}. Say these values as "
-            f"they were, or that they shall change: {said}; or start another run from its parameters: run=FOLDER "
+            f"{folder.path} is a run of another config: {'; '.join(first_few([others[key] for key in kept]))}. Say "
+            f"these values as they were, or leave the config away: --resume {folder.path} goes on with its own; or say "
+            f"that they shall change: {said}; or start another run from its parameters: run=FOLDER "
             f"init_from={folder.path}"
         )
     return lines
+
+
+def first_few(lines: Sequence[str]) -> list[str]:
+    """Cut lines to at most `FEW`, the last of which says how many more there are."""
+    return list(lines) if len(lines) <= FEW else [*lines[: FEW - 1], f"and {len(lines) - FEW + 1} more"]
 
 
 def check_keys(permitted: Permitted, config: Config) -> None:
