@@ -48,7 +48,6 @@ RULES = {
     ),
     "config_meanings": May(("mmjax.config_values",), frozenset()),
     "cli": May(("mmjax.config_meanings", "mmjax.config_values", "mmjax.errors", "mmjax.startup"), frozenset()),
-    "startup": May((), frozenset()),
     "config_files": May(
         ("mmjax.config", "mmjax.config_checks", "mmjax.config_meanings", "mmjax.config_values", "mmjax.errors"),
         frozenset(),
@@ -69,7 +68,6 @@ RULES = {
     "data": May(
         (
             *CONFIG,
-            "mmjax.startup",
             "mmjax.config_values",
             "mmjax.hub",
             "mmjax.data",
@@ -116,7 +114,6 @@ RULES = {
     "training": May(
         (
             *CONFIG,
-            "mmjax.startup",
             "mmjax.config_values",
             "mmjax.adapters",
             "mmjax.training",
