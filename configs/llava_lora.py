@@ -1,4 +1,4 @@
-"""Low-rank adapters on the LLM of a checkpoint; its connector trains whole, its vision tower not at all.
+"""Low-rank adapters on the LLM of a checkpoint; its connector trains whole, its encoder not at all.
 
     python -m mmjax.train llava_lora checkpoint=llava-1.5-7b-hf data=llava_v1_5_mix665k.json images=images
 
@@ -13,8 +13,8 @@ from mmjax.config_files import sibling
 full = sibling(__file__, "llava_style")
 
 
-def config(checkpoint: str, data: str, images: str = "", validation: str = "") -> Config:
-    base = full.config(checkpoint, data, images, validation)
+def config(checkpoint: str, data: str, images: str = "", validation: str = "", audio: str = "") -> Config:
+    base = full.config(checkpoint, data, images, validation, audio)
     lora = {"llm": LoraConfig(("llm.layers.*",), rank=128, alpha=256.0)}
     connectors = {f"{name}.connector": Rates(learning_rate=2e-5) for name in base.model.encoders}
     return replace(

@@ -1,9 +1,10 @@
-"""Full instruction tuning of a checkpoint on a LLaVA-style file and a folder of images.
+"""Full instruction tuning of a checkpoint on a LLaVA-style file and a folder of images or clips.
 
     python -m mmjax.train llava_style checkpoint=llava-1.5-7b-hf data=llava_v1_5_mix665k.json images=images
 
-checkpoint: a Hugging Face folder (docs/models.md says which). data: a .json or .jsonl; validation: one to ask while
-training. The recipe is LLaVA-1.5's second stage: all but the vision tower train, batch 128, learning rate 2e-5.
+checkpoint: a Hugging Face folder (docs/models.md says which), with eyes or ears. data: a .json or .jsonl; validation:
+one to ask while training; audio: the folder of its clips. The recipe is LLaVA-1.5's second stage: all but the encoders
+train, batch 128, learning rate 2e-5.
 """
 
 from mmjax.config import (
@@ -18,15 +19,17 @@ from mmjax.config import (
     Schedule,
     TrainingConfig,
 )
-from mmjax.hf.families import from_hf
+from mmjax.hf.families import from_hf, frozen
 
 
-def config(checkpoint: str, data: str, images: str = "", validation: str = "") -> Config:
-    model = from_hf(checkpoint, freeze=["vision"])
+def config(checkpoint: str, data: str, images: str = "", validation: str = "", audio: str = "") -> Config:
+    model = from_hf(checkpoint)
+    model = frozen(model, list(model.encoders))
     return Config(
         name="llava_style",
         data=DataConfig(
-            sources={"chat": LlavaSource(data, images=images, validation=validation)}, chat=ChatFormat(checkpoint)
+            sources={"chat": LlavaSource(data, images=images, audio=audio, validation=validation)},
+            chat=ChatFormat(checkpoint),
         ),
         batch=BatchConfig(size=Samples(128), rows={"llm": 8, **dict.fromkeys(model.encoders, 8)}),
         model=model,

@@ -106,7 +106,7 @@ def answer(
     mesh, rules = make_mesh(config.mesh, choose_devices(config.device)), ShardingRules.of(config.mesh)
     keep_programs(served.programs())
     model, params = served.load(mesh, rules)
-    generator = Generator(model, mesh, rules, chat.tokenizer.ends, chat.said, most=most)
+    generator = Generator(model, mesh, rules, chat.ends, chat.said, most=most)
     found = {}
     for name, source in sources.items():
         asked = partial(ask_all, generator, params, source, limit)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,11 @@ from mmjax.adapters import adapted_modules
 from mmjax.config import ModelConfig
 from mmjax.config_values import did_you_mean, encode
 from mmjax.errors import UserError, leave, run_command
-from mmjax.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, module_path, tensor_names
+from mmjax.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, module_path, saved_name, tensor_names
 from mmjax.hf.folder import SINGLE, HfFolder
 from mmjax.hf.parts import TRANSPOSED
 from mmjax.hf.writing import NewTensor, copy_beside, write_tensors
+from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
 from mmjax.training.checkpoint import SavedParameters, newest
 from mmjax.training.checkpoint_commit import steps_in
@@ -90,7 +92,7 @@ def _with_sources(model: ModelConfig, sources: Sequence[str]) -> ModelConfig:
             listed = "; ".join(f"{', '.join(names)} from {path}" for path, names in folders.items()) or "none"
             raise UserError(f"--source {source}: say of which module, --source MODULE=FOLDER ({listed})")
         moved = next(names for names in folders.values() if not named or module in names)
-        model = _moved(model, moved, str(Path(path).expanduser().absolute()))
+        model = _moved(model, moved, str(checkpoint_folder(path).absolute()))
     return model
 
 
@@ -208,15 +210,16 @@ def _adapter(exporter: Exporter, built: Model, opened: Sequence[tuple[HfFolder, 
     if not modules:
         raise UserError("--adapter: this run has no adapters (model.lora); leave --adapter away to write it whole")
     whole = sorted({"llm", *(n for e in model.encoders for n in (e, f"{e}.connector"))} - built.frozen)
-    if whole:
+    if both := sorted(set(whole) & set(modules)):
         raise UserError(
-            f"--adapter: {', '.join(whole)} was trained whole, which no adapter holds; leave --adapter away"
+            f"--adapter: {', '.join(both)} was trained whole beneath its adapters (base=trained), which no adapter "
+            "holds; leave --adapter away"
         )
-    found = [(source, names) for source, names in opened if set(names) & set(modules)]
-    if len(found) != 1 or set(modules) - set(found[0][1]):
+    found = [(source, names) for source, names in opened if set(names) & {*modules, *whole}]
+    if len(found) != 1 or {*modules, *whole} - set(found[0][1]):
         raise UserError(
-            f"--adapter: {', '.join(modules)} did not come from one Hugging Face folder, whose adapter it could be; "
-            "leave --adapter away to have them merged"
+            f"--adapter: {', '.join([*modules, *whole])} did not come from one Hugging Face folder, whose adapter it "
+            "could be; leave --adapter away to have them merged"
         )
     source, names = found[0]
     pieces = [piece for own in exporter.pieces(source, names).values() for piece in own if exporter.lora_of(piece.name)]
@@ -226,9 +229,44 @@ def _adapter(exporter: Exporter, built: Model, opened: Sequence[tuple[HfFolder, 
         path = module_path(_plain(piece), alone)
         configs[path] = exporter.lora_of(piece.name)
         tensors |= _tensors(exporter, piece, path)
-    write_tensors(out / ADAPTER_WEIGHTS, tensors)
-    (out / ADAPTER_CONFIG).write_text(adapter_config(configs, str(source.path), alone))
-    return [f"  adapters of {len(configs)} linear layers, for {source.path}"]
+    saved = _saved_modules(exporter, source, whole, alone)
+    write_tensors(out / ADAPTER_WEIGHTS, tensors | saved.tensors)
+    (out / ADAPTER_CONFIG).write_text(adapter_config(configs, str(source.path), alone, saved.paths))
+    told = [f"  adapters of {len(configs)} linear layers, for {source.path}"]
+    return [*told, *([f"  {', '.join(whole)} whole, as modules_to_save"] if whole else [])]
+
+
+class SavedModules(NamedTuple):
+    """What an adapter's folder has whole: paths of modules of transformers, and their tensors as PEFT names them."""
+
+    paths: list[str]
+    tensors: dict[str, NewTensor]
+
+
+def _saved_modules(exporter: Exporter, source: HfFolder, whole: Sequence[str], alone: bool) -> SavedModules:
+    """What of a source was trained whole. Raises UserError for a tensor that is no module's weight or bias there."""
+    if "llm" in whole and exporter.model.llm.tied:
+        raise UserError(
+            "--adapter: llm was trained whole, and its tables are one, which PEFT would part; leave --adapter away"
+        )
+    paths, tensors = dict[str, None](), dict[str, NewTensor]()
+    for key, pieces in exporter.pieces(source, whole).items():
+        path, _, last = key.rpartition(".")
+        if last not in ("weight", "bias"):
+            raise UserError(
+                f"--adapter: {key} was trained and is no module of its own in transformers, so PEFT has no place for "
+                "it; leave --adapter away"
+            )
+        stored, path = source.stored(key), module_path(f"{path}.weight", alone)
+
+        def made(key: str = key, pieces: Sequence[Piece] = pieces):
+            exporter.read([piece.name for piece in pieces])
+            trained = exporter.tensor(source, key, pieces)
+            return source.read(key) if trained is None else trained
+
+        paths[path] = None
+        tensors[saved_name(path, last)] = NewTensor(stored.dtype, stored.shape, made)
+    return SavedModules(sorted(paths), tensors)
 
 
 def _plain(piece: Piece) -> str:

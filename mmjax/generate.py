@@ -42,14 +42,14 @@ def generate(
     show: write it to standard output as it comes. Raises UserError where the question cannot be used, or is too long
     for the model.
     """
-    config, chat = served.config, served.chat()
-    prompts = AskedPrompts([asked], chat, config.model.encoders, served.functions())
+    config, form = served.config, served.prompt_format()
+    prompts = AskedPrompts([asked], form, config.model.encoders, served.functions())
     most = min(most, _room(served, prompts))
     mesh_config, devices = _where(config)
     mesh, rules = make_mesh(mesh_config, devices), ShardingRules.of(mesh_config)
     keep_programs(served.programs())
     model, params = served.load(mesh, rules)
-    generator = Generator(model, mesh, rules, chat.tokenizer.ends, chat.said, sampling, most)
+    generator = Generator(model, mesh, rules, form.ends, form.said, sampling, most)
     begun = time.perf_counter()
     if show:
         answer = _shown(answer for _, answer in generator.answered(params, prompts, every=EVERY))

@@ -15,6 +15,7 @@ import llava_folder
 import numpy as np
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from commands import TINY, run
@@ -239,6 +240,42 @@ def test_adapters_of_a_vision_language_model_compute_in_peft_what_the_merged_fol
     np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=1e-4)
 
 
+@pytest.mark.default_cases("llava_lora")
+@pytest.mark.parametrize("recipe", ["llava_lora", "bfloat16"])
+def test_the_shipped_recipe_is_an_adapter_with_its_connector_saved_whole(recipe, tmp_path):
+    """The model, tower and all, computes in PEFT what the merged folder computes; PEFT saves the same tensors again."""
+    dtype = BF16 if recipe == "bfloat16" else torch.float32
+    llava_folder.save_checkpoint(tmp_path / "source", dtype)
+    words = [f"checkpoint={tmp_path / 'source'}", "data=none.json", "model.lora.llm.rank=4", "model.lora.llm.alpha=8"]
+    run = moved_run(load("llava_lora", [*words, f"run={tmp_path / 'run'}", "training.precision=float32"]), 0.05)
+    export.export(run, tmp_path / "merged")
+    told = export.export(run, tmp_path / "adapter", adapter=True)
+    assert "vision.connector whole, as modules_to_save" in told[-1]
+    kind = transformers.LlavaForConditionalGeneration
+    merged, source, plain = (
+        kind.from_pretrained(tmp_path / name, dtype=torch.float32).eval() for name in ("merged", "source", "source")
+    )
+    image, text = merged.config.image_token_index, torch.arange(5, 25)
+    given = {
+        "input_ids": torch.cat([text, torch.full((16,), image), text])[None],
+        "pixel_values": torch.randn(1, 3, 16, 16, generator=torch.manual_seed(0)),
+    }
+    beside = peft.PeftModel.from_pretrained(source, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        before, wanted, found = (model(**given).logits for model in (plain, merged, beside))
+    assert (before - wanted).abs().max() > 0.01
+    near = 1e-4 if dtype == torch.float32 else 0.02 * wanted.abs().max().item()  # merged weights are rounded
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=near)
+    beside.save_pretrained(tmp_path / "again")
+    mine, again = (
+        safetensors.torch.load_file(tmp_path / n / "adapter_model.safetensors") for n in ("adapter", "again")
+    )
+    assert mine.keys() == again.keys()
+    assert sum("projector" in key for key in mine) == 4
+    for key in mine:
+        assert torch.equal(mine[key].to(torch.float32), again[key].to(torch.float32)), key
+
+
 def test_tensors_that_nobody_reads_are_kept_and_a_second_copy_of_a_tied_table_follows(tmp_path):
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     path = tmp_path / "source" / "model.safetensors"
@@ -321,7 +358,7 @@ def test_whole_modules_do_not_go_into_an_adapter(source, tmp_path, capsys, tuned
     assert "this run has no adapters" in ended.err
     beside = moved(source, tmp_path / "beside", lora={"all": LoraConfig(("llm.*",), 2, base="trained")})
     ended = run(capsys, export.main, beside, tmp_path / "out", "--adapter")
-    assert "llm was trained whole, which no adapter holds" in ended.err
+    assert "llm was trained whole beneath its adapters (base=trained), which no adapter holds" in ended.err
     export.export(beside, tmp_path / "out")
     np.testing.assert_allclose(theirs(loaded(tmp_path / "out")), ours(beside), atol=1e-4)
 

@@ -7,11 +7,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import soundfile
 import torch
-from commands import TINY, run
+from commands import TINY, media_run, run
 from fine_tuning import moved_run
 from llava_folder import save_checkpoint, save_questions
 from PIL import Image
@@ -19,8 +20,18 @@ from started import finish, start
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmjax import export, generate
+from mmjax.config import MeshConfig
 from mmjax.config_files import load
+from mmjax.data.digits import Strip
+from mmjax.data.embedded import EmbeddedDataset
+from mmjax.data.prompts import Prompts
+from mmjax.data.tones import Clip
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.training.evaluation import question_sources
+from mmjax.training.generation import Generator
 from mmjax.training.run_folder import RunFolder
+from mmjax.training.served import Served
 
 QUESTION = "What colour is the upper half?"
 SMALL = ("training.precision=float32", "batch.rows.llm=2", "batch.rows.vision=2", "device=cpu", "data.workers=0")
@@ -100,6 +111,62 @@ def test_a_terminal_sees_the_answer_grow_to_what_a_pipe_gets(place, capsys, monk
     assert "stopped after 10 tokens" in shown.err
 
 
+def test_a_run_of_the_embedded_data_answers_what_its_evaluation_has_it_say(runs, capsys, tmp_path):
+    """The README's first run, smaller: no chat format, but an alphabet, and the embedded data's positions."""
+    folder, _ = media_run(runs)
+    served = Served.open(folder)
+    (source,) = question_sources(served.config, ("test",), folder).values()
+    chosen: dict[tuple[type, ...], int] = {}  # of each combination of media, a sample with words between them
+    for number in range(len(source)):
+        recipe = source.recipe(number)
+        if any(recipe.words):
+            chosen.setdefault(tuple(map(type, recipe.media)), number)
+    numbers = [chosen[()], *(number for media, number in chosen.items() if media)][:4]
+    assert {type(item) for number in numbers for item in source.recipe(number).media} == {Strip, Clip}
+    mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
+    model, params = served.load(mesh, rules)
+    form = served.prompt_format()
+    generator = Generator(model, mesh, rules, form.ends, form.said, most=10)
+    for number, wanted in zip(numbers, generator.answers(params, Prompts(source, 0), numbers), strict=True):
+        found = asked(capsys, folder, *asked_of(source, number, tmp_path))
+        assert (found["tokens"], found["answer"]) == (list(wanted.tokens), wanted.text)
+
+
+def asked_of(source: EmbeddedDataset, number: int, folder: Path) -> list[object]:
+    """What to say to `generate` for a sample's question, its media in files."""
+    recipe = source.recipe(number)
+    options, text = list[object](), ""
+    for k, item in enumerate(recipe.media):
+        medium, kind = source.item(number, k), "image" if isinstance(item, Strip) else "audio"
+        path = folder / f"{number}-{k}.{'png' if kind == 'image' else 'wav'}"
+        if kind == "image":
+            Image.fromarray(medium[..., 0]).save(path)
+        else:
+            soundfile.write(path, medium, 4000, subtype="FLOAT")
+        options += [f"--{kind}", path]
+        text += f"{recipe.words[k]}<{kind}>"
+    if recipe.passage:
+        text = f"{recipe.words[0]}\n{recipe.passage}\n"
+    return [text + recipe.asks[0].text, *options]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["What is it?"], "'W' cannot be said in this run's alphabet, ' abcdefg"),
+        (["read a?", "--system", "be brief"], "knows no system messages; leave --system away"),
+        (["x" * 130 + "\nread a?"], "is longer than the 128 characters that samples of this run have there"),
+        (["what <image>", "--image", "{place}/small.png"], "no encoder for it (it has none)"),
+    ],
+)
+def test_what_an_alphabet_cannot_say_is_one_line(words, message, place, capsys, tmp_path):
+    RunFolder(tmp_path).write_config(load(TINY))
+    (tmp_path / "config.py").write_text(Path(TINY).read_text())
+    ended = run(capsys, generate.main, tmp_path, *(word.format(place=place) for word in words))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert message in ended.err
+
+
 def without_template(place: Path, folder: Path) -> Path:
     shutil.copytree(place / "llava", folder)
     (folder / "chat_template.jinja").unlink()
@@ -137,7 +204,7 @@ def test_bad_input_is_one_line_and_code_2(fault, place, capsys, tmp_path):
         names["bare"] = without_template(place, tmp_path / "bare")
     if "{silent}" in words:
         names["silent"] = tmp_path
-        RunFolder(tmp_path).write_config(load(TINY))
+        RunFolder(tmp_path).write_config(load(TINY, ['data.alphabet=""']))
     ended = run(capsys, generate.main, *(word.format(**names) for word in words))
     assert ended.code == 2, ended
     assert ended.err.startswith("error: ")

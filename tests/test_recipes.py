@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+import audio_folder
 import jax
 import pytest
 from llava_folder import save_checkpoint, save_parts, save_questions
+from started import ROOT
 
 from mmjax import train
 from mmjax.config_files import find, load
@@ -18,7 +22,6 @@ SMALL = (
     "schedule.warmup=1",
     "batch.size.count=8",
     "batch.rows.llm=1",
-    "batch.rows.vision=1",
     "mesh.fsdp=1",
     "device=cpu",
     "data.workers=0",
@@ -42,7 +45,7 @@ def test_a_recipe_trains_what_it_says(place, recipe, tmp_path):
         given = {"tower": place / "tower", "llm": place / "llm", "image": "<image>"}
     given |= {"data": place / "data" / "data.json", "images": place / "data" / "images"}
     words = [f"{name}={value}" for name, value in given.items()]
-    words += ["model.lora.llm.rank=4"] if recipe == "llava_lora" else []
+    words += ["batch.rows.vision=1", *(["model.lora.llm.rank=4"] if recipe == "llava_lora" else [])]
     config = load(recipe, [*words, *SMALL, f"run={tmp_path / 'run'}", f"data.cache={place / 'cache'}"])
     session = train.train(config, find(recipe), devices=jax.devices()[:1])
     trainable = session.executor.abstract.trainable
@@ -54,3 +57,28 @@ def test_a_recipe_trains_what_it_says(place, recipe, tmp_path):
         assert all("lora" in name for name in names if name[0] == "llm")
     losses = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert len(losses) == 3
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory):
+    place = tmp_path_factory.mktemp("sounds")
+    audio_folder.save_checkpoint(place / "qwen")
+    audio_folder.save_clips(place / "data", 16)
+    return place
+
+
+@pytest.mark.default_cases("speech.py")
+@pytest.mark.parametrize("recipe", ["speech.py", "llava_style", "llava_lora"])
+def test_an_audio_checkpoint_is_trained_by_the_documented_config_and_the_recipes(recipe, sounds, tmp_path):
+    if recipe == "speech.py":
+        documented = (ROOT / "docs" / "data.md").read_text()
+        (tmp_path / recipe).write_text(re.search(r"<!-- file: speech.py -->\n```python\n(.*?)```", documented, re.S)[1])
+    named = str(tmp_path / recipe) if recipe == "speech.py" else recipe
+    data = sounds / "data" / ("manifest.jsonl" if recipe == "speech.py" else "llava.json")
+    words = [f"checkpoint={sounds / 'qwen'}", f"data={data}", f"audio={sounds / 'data' / 'clips'}", *SMALL]
+    words += ["batch.rows.audio=2", *(["model.lora.llm.rank=4"] if recipe == "llava_lora" else [])]
+    config = load(named, [*words, f"run={tmp_path / 'run'}", f"data.cache={sounds / 'cache'}"])
+    train.train(config, find(named), devices=jax.devices()[:1])
+    losses = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert len(losses) == 3
+    assert (config.model.encoders["audio"].frozen, config.model.encoders["audio"].connector.frozen) == (True, False)

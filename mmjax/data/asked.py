@@ -6,10 +6,10 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
-from mmjax.data.chat import Chat
 from mmjax.data.chat_source import DECODED
 from mmjax.data.conversation import MARKER, BadSample, Conversation, Media, Medium, Message, marked_parts
 from mmjax.data.index import Encoders
@@ -46,11 +46,24 @@ def ask(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = ""
     return Asked(Conversation((*messages, Message("user", tuple(parts)))), media)
 
 
+class PromptFormat(Protocol):
+    """How questions become tokens: a `Chat`, or an `AlphabetFormat`."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+
+    def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample: ...
+
+    def said(self, tokens: Sequence[int]) -> str:
+        """Decode generated tokens up to the end of the answer."""
+
+
 class AskedPrompts:
     """Questions as a `Source` of prompts."""
 
     def __init__(
-        self, asked: Sequence[Asked], chat: Chat, encoders: Encoders, functions: Functions | None = None
+        self, asked: Sequence[Asked], chat: PromptFormat, encoders: Encoders, functions: Functions | None = None
     ) -> None:
         """functions: those that the encoders' callbacks name."""
         self.asked, self.chat, self._senses = list(asked), chat, Senses(encoders, functions)

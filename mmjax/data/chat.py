@@ -24,6 +24,7 @@ from mmjax.data.sample import Item, Sample, Text
 from mmjax.data.template import ASSISTANT, BEGIN, END, Rendered, Template, load_template
 from mmjax.data.tokenizer import Encoded, Tokenizer, load_tokenizer
 from mmjax.errors import UserError
+from mmjax.hub import checkpoint_folder
 
 BATCH = 1024  # conversations that are tokenized at once
 PROMPT_END = 32  # tokens at the end of a prompt that are compared first
@@ -84,6 +85,11 @@ class Chat:
         line = self._with_media(Rendered(text, ()), conversation)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self.tokenizer.ends
 
     def said(self, tokens: Sequence[int]) -> str:
         """Decode generated tokens up to the end of the answer."""
@@ -274,9 +280,10 @@ def load_chat(form: ChatFormat) -> Chat:
 
     Raises UserError where a file is missing or wrong, a placeholder is no token, or it can't be told what trains.
     """
-    tokenizer = load_tokenizer(form.folder)
-    template = load_template(form, tokenizer)
-    own = folder_placeholders(form.folder, tokenizer.named)
+    folder = form.folder if Path(form.folder).is_dir() else str(checkpoint_folder(form.folder))
+    tokenizer = load_tokenizer(folder)
+    template = load_template(replace(form, folder=folder), tokenizer)
+    own = folder_placeholders(folder, tokenizer.named)
     placeholders = {**own, **form.placeholders}
     for kind in placeholders:
         if kind not in ("image", "audio"):

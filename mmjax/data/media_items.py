@@ -82,7 +82,8 @@ class Senses:
         """The items of a medium's file, of the sizes that `items` says. Raises BadMedia."""
         name = self.encoder(kind)
         if kind == "image":
-            return items_of_image(self._eyes[name].before_encoder, decode_image(encoded), images)
+            items = items_of_image(self._eyes[name].before_encoder, decode_image(encoded), images)
+            return tuple(map(grey, items)) if self.encoders[name].channels == 1 else items
         encoder = self.encoders[name]
         wave = decode_clip(encoded, encoder.sample_rate)
         return tuple(wave[start:stop] for start, stop in pieces(encoder, len(wave)))
@@ -117,6 +118,11 @@ class Eyes:
             return MediumItems(self.name, sizes)
         grids = [token_grid(self.encoder, of)[1:] for of in sizes]
         return MediumItems(self.name, sizes, self.before_llm(size, grids))
+
+
+def grey(image: np.ndarray) -> np.ndarray:
+    """Turn an image uint8 `[h, w, 3]` into its luma `[h, w, 1]` (ITU-R 601), as an encoder of one channel takes it."""
+    return ((image @ np.array([299, 587, 114]) + 500) // 1000).astype(np.uint8)[..., None]
 
 
 def names(media: Sequence[MediumItems]) -> list[list[str]]:

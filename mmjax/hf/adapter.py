@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mmjax.config import LoraConfig
 
@@ -37,12 +37,18 @@ def tensor_names(path: str) -> tuple[str, str]:
     return f"base_model.model.{path}.lora_A.weight", f"base_model.model.{path}.lora_B.weight"
 
 
-def adapter_config(adapters: Mapping[str, LoraConfig], source: str, alone: bool) -> str:
+def saved_name(path: str, last: str) -> str:
+    """What PEFT calls the weight or bias of a module in `modules_to_save`."""
+    return f"base_model.model.{path}.{last}"
+
+
+def adapter_config(adapters: Mapping[str, LoraConfig], source: str, alone: bool, saved: Sequence[str] = ()) -> str:
     """The adapter's config as JSON, from the adapter of every module by its path.
 
-    source: the checkpoint's folder. alone: as in `module_path`; modules then go by their last names, as they mostly do,
-    for all layers have the same. The rank and alpha that most modules have are the config's own, others are named.
-    Where some scale by the root of the rank and others do not, none does, with alphas that come to the same.
+    source: the checkpoint's folder. saved: paths of modules that the adapter has whole. alone: as in `module_path`;
+    modules then go by their last names, as they mostly do, for all layers have the same. The rank and alpha that most
+    modules have are the config's own, others are named. Where some scale by the root of the rank and others do not,
+    none does, with alphas that come to the same.
     """
     stabilized = {lora.scaling == "sqrt_rank" for lora in adapters.values()} == {True}
     rank = {path: lora.rank for path, lora in adapters.items()}
@@ -59,6 +65,7 @@ def adapter_config(adapters: Mapping[str, LoraConfig], source: str, alone: bool)
         "bias": "none",
         "use_rslora": stabilized,
         "target_modules": sorted({path.rpartition(".")[2] if alone else path for path in adapters}),
+        "modules_to_save": list(saved) or None,
         "rank_pattern": {path: r for path, r in rank.items() if r != most[0]},
         "alpha_pattern": {path: a for path, a in alpha.items() if a != most[1]},
     }

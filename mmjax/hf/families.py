@@ -16,6 +16,7 @@ from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.fields import Fields
 from mmjax.hf.folder import HfFolder
 from mmjax.hf.layout import Layout
+from mmjax.hub import checkpoint_folder
 
 Encoder = VisionConfig | AudioConfig
 
@@ -57,10 +58,11 @@ CHECKPOINTS = {
 def from_hf(folder: str | Path, freeze: Sequence[str] = ()) -> ModelConfig:
     """The model of a Hugging Face folder, whose weights it will start from: the whole model section of a config.
 
+    folder: may be a name on the Hub (`mmjax.hub`); the model then names the folder in the cache.
     freeze: modules that are not trained: "llm", an encoder's name, "<encoder>.connector". Raises UserError for a
     folder, family or field that cannot be read, naming it.
     """
-    opened = HfFolder.open(Path(folder).expanduser().absolute())
+    opened = HfFolder.open(checkpoint_folder(folder).absolute())
     kind = _kind(opened)
     if kind.read is None:
         raise UserError(f"{opened.path} has an encoder, and no decoder that can be read; see encoder_from_hf")
@@ -75,7 +77,7 @@ def encoder_from_hf(folder: str | Path) -> Encoder:
     Of a CLIP or SigLIP tower, whose last layer was trained for another end, all layers but that one. Raises UserError
     for a folder, family or field that cannot be read, naming it.
     """
-    opened = HfFolder.open(Path(folder).expanduser().absolute())
+    opened = HfFolder.open(checkpoint_folder(folder).absolute())
     encoder = _kind(opened).encoder
     if encoder is None:
         known = ", ".join(name for name, kind in CHECKPOINTS.items() if kind.encoder)

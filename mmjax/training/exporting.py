@@ -110,12 +110,12 @@ class Exporter:
                 return None
             if key in groups:
                 self.read([piece.name for k in groups[key] for piece in pieces[k]])
-            return self._tensor(folder, key, pieces[key])
+            return self.tensor(folder, key, pieces[key])
 
         return changed
 
-    def _tensor(self, folder: HfFolder, key: str, pieces: Sequence[Piece]) -> np.ndarray | None:
-        """A tensor with the parameters in it as trained; None where none of them has changed."""
+    def tensor(self, folder: HfFolder, key: str, pieces: Sequence[Piece]) -> np.ndarray | None:
+        """A tensor with its parameters, which are held, as trained; None where none of them has changed."""
         tensor, changed = folder.read(key), False
         for piece in pieces:
             rows = slice(None) if piece.part.rows is None else slice(*piece.part.rows)

@@ -14,11 +14,15 @@ from jax.sharding import Mesh
 
 from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, MeshConfig, ModelConfig, TrainingConfig
 from mmjax.config_files import callbacks_of, edit
+from mmjax.data.alphabet import AlphabetFormat
+from mmjax.data.asked import PromptFormat
 from mmjax.data.chat import Chat
-from mmjax.data.sources import chat_for
+from mmjax.data.embedded import EmbeddedDataset
+from mmjax.data.sources import chat_for, open_sources
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf, frozen
 from mmjax.hf.folder import read_json
+from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.checkpoint import newest, restore_parameters
@@ -44,10 +48,12 @@ class Served:
     def open(cls, path: Path, overrides: Sequence[str] = ()) -> Served:
         """The folder of a run (its newest checkpoint) or of a Hugging Face checkpoint; `overrides` are `a.b=value`.
 
+        A checkpoint may be named as on the Hub (`mmjax.hub`).
+
         The mesh of a run was for its training: it is all devices side by side unless `overrides` say otherwise. Raises
         UserError for a folder that is neither.
         """
-        path = path.expanduser()
+        path = checkpoint_folder(path)
         kind = _kind(path)
         if kind == "run":
             run = RunFolder(path)
@@ -62,6 +68,14 @@ class Served:
                 "folder with a tokenizer and a chat template: data.chat.folder=FOLDER"
             )
         return chat_for(self.config.data.chat, self.config.model)
+
+    def prompt_format(self) -> PromptFormat:
+        """How a person's questions become tokens; of a run without a chat format, by its data set's alphabet."""
+        data = self.config.data
+        if data.chat is not None or not data.alphabet or self.run is None:
+            return self.chat()
+        sources = open_sources(self.config, "test", self.path).values()
+        return AlphabetFormat(data.alphabet, any(isinstance(source, EmbeddedDataset) for source in sources))
 
     def positions(self) -> int | None:
         """Tokens of the longest text that the checkpoint was made for, `max_position_embeddings`, where it is known."""
