@@ -121,7 +121,7 @@ def test_a_run_of_the_embedded_data_answers_what_its_evaluation_has_it_say(runs,
         recipe = source.recipe(number)
         if any(recipe.words):
             chosen.setdefault(tuple(map(type, recipe.media)), number)
-    numbers = [chosen[()], *(number for media, number in chosen.items() if media)][:4]
+    numbers = [*chosen.values()][:4]
     assert {type(item) for number in numbers for item in source.recipe(number).media} == {Strip, Clip}
     mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
     model, params = served.load(mesh, rules)

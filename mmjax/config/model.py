@@ -192,6 +192,7 @@ class VisionConfig:
     embed_norm: bool = False  # before the first layer
     head_norm: bool = True  # after the last layer
     norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
+    head_norm_type: Literal["", "layer", "rms"] = ""  # of the norm after the last layer; "" = as `norm`
     norm_eps: float = 1e-6  # of the norms
     activation: Activation = "gelu_tanh"  # of the MLP
     gated: bool = False  # the MLP has a gate

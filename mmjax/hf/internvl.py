@@ -26,8 +26,8 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
     fields.refuse("vision_feature_select_strategy", "default")
     connector = _connector(fields, llm.width, fields.choice("projector_hidden_act", ACTIVATIONS, "gelu"))
-    tower = tower_fields(fields, {"model_type": "internvl_vision"})
-    return ModelConfig(llm, {"vision": with_images(folder, vision_of(tower, layer, layer == -1, connector))})
+    vision = vision_of(_tower(fields), layer, layer == -1, connector)
+    return ModelConfig(llm, {"vision": with_images(folder, vision)})
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
@@ -38,7 +38,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         "mlp.up": linear(f"{projector}linear_1"),
         "mlp.down": linear(f"{projector}linear_2"),
     }
-    return whole_layout(folder, model, "internvl_vision", Parts(parts), projector)
+    return whole_layout(folder, model, _tower(_config(folder)), Parts(parts), projector)
 
 
 def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -46,14 +46,13 @@ def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
     text = fields.inner("llm_config")
     llm = decoder_of(text, fields.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False)))
     fields.refuse("ps_version", "v2")
-    tower = fields.inner("vision_config")
+    tower = _open_tower(fields)
     forced = fields.get("force_image_size", int, tower.get("image_size", int, 224))
     if forced != tower.get("image_size", int, 224):
         raise UserError(
             f"{fields.where}: force_image_size={forced} differs from vision_config.image_size, so positions would have "
             "to be interpolated, which is not supported"
         )
-    tower = Fields({**tower.of, "model_type": "intern_vit_6b"}, tower.where)
     connector = _connector(fields, llm.width, "gelu")
     vision = vision_of(tower, fields.get("select_layer", int, -1), True, connector)
     return ModelConfig(llm, {"vision": with_images(folder, vision)})
@@ -62,7 +61,20 @@ def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
 def layout_chat(folder: HfFolder, model: ModelConfig) -> Layout:
     """Where the tensors of OpenGVLab's layout lie."""
     parts = {"norm": norm(f"{OPEN}0"), "mlp.up": linear(f"{OPEN}1"), "mlp.down": linear(f"{OPEN}3")}
-    return whole_layout(folder, model, "intern_vit_6b", Parts(parts), OPEN)
+    return whole_layout(folder, model, _open_tower(_config(folder)), Parts(parts), OPEN)
+
+
+def _config(folder: HfFolder) -> Fields:
+    return Fields(folder.config, str(folder.path / "config.json"))
+
+
+def _tower(fields: Fields) -> Fields:
+    return tower_fields(fields, {"model_type": "internvl_vision"})
+
+
+def _open_tower(fields: Fields) -> Fields:
+    tower = fields.inner("vision_config")
+    return Fields({**tower.of, "model_type": "intern_vit_6b"}, tower.where)
 
 
 def _connector(fields: Fields, width: int, activation: str) -> ConnectorConfig:

@@ -107,8 +107,6 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
         raise UserError(f"{fields.where}: its images come in tiles, but the folder's image processor makes none")
     elif how.pinpoints != pinpoints:
         raise UserError(f"{fields.where}: image_grid_pinpoints differs from that of the folder's image processor")
-    elif grid.rows != grid.columns or how.tile // vision.patch != grid.rows:
-        raise UserError(f"{fields.where}: tiles of {how.tile} pixels do not fill {grid.rows} x {grid.columns} patches")
     most = 0
     if family.most_tiles:
         said = fields.get(family.most_tiles, str, "anyres_max_9")
@@ -129,18 +127,18 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         newline = next((key for key in NEWLINES if key in folder.tensors), NEWLINES[-1])
         connector["newline"] = {"weight": Part(newline, (0,))}
         begins += (newline,)
-    return whole_layout(folder, model, kind_of(tower_fields(fields, family.tower)), Parts(connector), *begins)
+    return whole_layout(folder, model, tower_fields(fields, family.tower), Parts(connector), *begins)
 
 
 def text_of(fields: Fields, kind: str) -> DecoderConfig:
     """The decoder of a config with a `text_config`, whose kind is by default this one.
 
-    Its tables are one where either says so.
+    Its tables are one where either says so. Logits have no cap, for the output table belongs to the class around it.
     """
     given = fields.get("text_config", dict, {})
     text = Fields({"model_type": kind, **given}, f"{fields.where}: text_config")
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
-    return decoder_of(text, tied)
+    return replace(decoder_of(text, tied), logit_cap=0.0)
 
 
 def tower_fields(fields: Fields, default: Mapping[str, object]) -> Fields:
@@ -150,12 +148,13 @@ def tower_fields(fields: Fields, default: Mapping[str, object]) -> Fields:
     return Fields((dict(default) if same else {}) | given, f"{fields.where}: vision_config")
 
 
-def whole_layout(folder: HfFolder, model: ModelConfig, kind: str, connector: Parts, *projector: str) -> Layout:
+def whole_layout(folder: HfFolder, model: ModelConfig, fields: Fields, connector: Parts, *projector: str) -> Layout:
     """The layout of a checkpoint of one vision tower, a projector and a decoder.
 
-    projector: what the tensors of the projector begin with.
+    fields: of the vision config. projector: what the tensors of the projector begin with.
     """
     inner, output = find_decoder(folder)
+    kind = kind_of(fields)
     vision, tower = model.encoders["vision"], find_tower(folder, kind)
     tables = (f"{output}.weight",) if model.llm.tied else ()
     return Layout(
@@ -165,5 +164,5 @@ def whole_layout(folder: HfFolder, model: ModelConfig, kind: str, connector: Par
             "vision.connector": connector,
         },
         {"llm": (inner, output), "vision": (tower,), "vision.connector": projector},
-        tables + unused_in(vision, kind, tower),
+        tables + unused_in(vision, fields, tower),
     )

@@ -84,6 +84,14 @@ def read_image_processing(folder: Path) -> ImageProcessing:
     )
 
 
+def image_processor_file(folder: Path) -> Path:
+    """Name the file of a checkpoint's folder that `read_image_processing` reads."""
+    config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
+    if config.get("model_type") == "internvl_chat":
+        return folder / "config.json"
+    return _fields(folder, "image_processor")[0].file
+
+
 def read_audio_processing(folder: Path) -> WhisperMel:
     """How a checkpoint's clips are prepared. UserError, naming the file and the field, for what is not known here."""
     fields, _ = _fields(folder, "feature_extractor", "audio_processor")

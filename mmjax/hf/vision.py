@@ -6,14 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmjax.config import Biased, ConnectorConfig, LearnedGrid, ModelConfig, VisionConfig
+from mmjax.config import (
+    AnyRes,
+    Biased,
+    ConnectorConfig,
+    DynamicTiles,
+    FixedSize,
+    LearnedGrid,
+    ModelConfig,
+    RotaryGrid,
+    SmartResize,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV
 from mmjax.hf.fields import Fields
 from mmjax.hf.folder import HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.hf.parts import Leaves, Part, Parts, convolution, linear, norm, third
-from mmjax.hf.processors import read_image_processing
+from mmjax.hf.processors import image_processor_file, read_image_processing
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
 TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_model.", "")
@@ -28,8 +40,7 @@ class Tower:
     read: Callable[[Fields], VisionConfig]  # all its layers
     marker: str  # a tensor that it has, below its prefix
     parts: Callable[[VisionConfig, str], Parts]  # below a prefix
-    layers: str  # the prefix of its layers, below it
-    unused: tuple[str, ...]  # patterns of tensors that the LLM's features do not need, below the prefix
+    unused: tuple[str, ...] = ()  # tensors of a pooling head, which the LLM's features do not need, below the prefix
 
 
 def vision_of(fields: Fields, feature_layer: int, final_norm: bool, connector: ConnectorConfig) -> VisionConfig:
@@ -70,11 +81,17 @@ def vision_parts(config: VisionConfig, kind: str, prefix: str) -> Parts:
     return TOWERS_BY_KIND[kind].parts(config, prefix)
 
 
-def unused_in(config: VisionConfig, kind: str, prefix: str, most: int = 1000) -> tuple[str, ...]:
-    """Patterns of the tower's tensors that nothing here reads: what comes after the layer whose output is read."""
-    tower = TOWERS_BY_KIND[kind]
-    later = tuple(f"{prefix}{tower.layers}{i}.*" for i in range(config.layers, most))
-    return later + tuple(f"{prefix}{pattern}" for pattern in tower.unused)
+def unused_in(config: VisionConfig, fields: Fields, prefix: str) -> tuple[str, ...]:
+    """List the tower's tensors that nothing here reads: what comes after the layer whose output is read.
+
+    fields: of the vision config, which says how many layers the whole tower has.
+    """
+    tower = TOWERS_BY_KIND[kind_of(fields)]
+    whole, parts = tower.read(fields), tower.parts(config, prefix).of
+    per_layer = [part.key for leaves in parts.values() for part in leaves.values() if "*" in part.key]
+    later = [key.replace("*", str(i)) for i in range(config.layers, whole.layers) for key in per_layer]
+    final_norm = [] if config.head_norm else [part.key for part in parts.get("head", {}).values()]
+    return (*later, *final_norm, *(f"{prefix}{name}" for name in tower.unused))
 
 
 # ------------------------------------------------------------------------------------------------- CLIP and SigLIP
@@ -145,7 +162,9 @@ def _intern(fields: Fields) -> VisionConfig:
     fields.refuse("use_mask_token", False)
     biased, normed = fields.get("attention_bias", bool, False), fields.get("use_qk_norm", bool, False)
     plain = _intern_vit(fields, (24, 1024, 16, 4096, 448), "layer_norm", biased, normed)
-    return replace(plain, head_norm=not fields.get("use_mean_pooling", bool, True))
+    # The norm after the last layer is a LayerNorm whatever `norm_type` says.
+    final = not fields.get("use_mean_pooling", bool, True)
+    return replace(plain, head_norm=final, head_norm_type="layer" if final and plain.norm == "rms" else "")
 
 
 def _intern_vit(fields: Fields, sizes: tuple[int, ...], norm_type: str, biased: bool, normed: bool) -> VisionConfig:
@@ -224,26 +243,65 @@ def _open_intern_parts(config: VisionConfig, prefix: str) -> Parts:
     )
 
 
-_CLIP = Tower(_clip, "pre_layrnorm.weight", _clip_parts, "encoder.layers.", ("post_layernorm.*",))
-_SIGLIP_UNUSED = ("post_layernorm.*", "head.*")
+_POOLED = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
+_POOLING_HEAD = (
+    *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias"),
+    *(f"head.{module}.{kind}" for module in _POOLED for kind in ("weight", "bias")),
+)
 TOWERS_BY_KIND = {
-    "clip_vision_model": _CLIP,
-    "siglip_vision_model": Tower(
-        _siglip, "embeddings.position_embedding.weight", _clip_parts, "encoder.layers.", _SIGLIP_UNUSED
-    ),
-    "internvl_vision": Tower(_intern, "embeddings.cls_token", _intern_parts, "encoder.layer.", ("layernorm.*",)),
-    "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", _open_intern_parts, "encoder.layers.", ()),
+    "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", _clip_parts),
+    "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", _clip_parts, _POOLING_HEAD),
+    "internvl_vision": Tower(_intern, "embeddings.cls_token", _intern_parts),
+    "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", _open_intern_parts),
 }
 
 
 def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
-    """The tower with what the folder says of how its images are prepared; as it is where it says nothing."""
+    """The tower with what the folder says of how its images are prepared; as it is where it says nothing.
+
+    Raises UserError where the processor's images are not those that the tower has positions and patches for.
+    """
     if not any((folder.path / name).exists() for name in PROCESSORS) and folder.config["model_type"] != "internvl_chat":
         return vision
     how, mean, std, rescale = read_image_processing(folder.path)
     # Here pixels are divided by 255, there multiplied by `rescale`.
     mean, std = (tuple(x / (255 * rescale) for x in numbers) for numbers in (mean, std))
-    return replace(vision, images=how, mean=mean, std=std)
+    prepared = replace(vision, images=how, mean=mean, std=std)
+    if differing := _mismatch(prepared):
+        file = image_processor_file(folder.path)
+        raise UserError(f"{file} does not go with {folder.path / 'config.json'}: {differing}")
+    return prepared
+
+
+def _mismatch(vision: VisionConfig) -> str:
+    """Say how the images that a processor makes differ from those of the tower; empty where they do not."""
+    how, grid = vision.images, vision.positions
+    if isinstance(how, SmartResize):
+        theirs, ours = (how.patch, how.merge), (vision.patch, vision.connector.merge)
+        if theirs != ours and isinstance(grid, RotaryGrid | StretchedGrid):
+            return (
+                f"it makes patches of {theirs[0]} pixels and merges {theirs[1]} x {theirs[1]} of them, the tower has "
+                f"patches of {ours[0]} and merges {ours[1]} x {ours[1]}; make patch_size and merge_size the same"
+            )
+    if not isinstance(grid, LearnedGrid):
+        return ""
+    match how:
+        case FixedSize(crop=(height, width)) | FixedSize(crop=(), resize=(height, width)):
+            pass
+        case DynamicTiles(tile=(height, width)):
+            pass
+        case AnyRes(tile=height):
+            width = height
+        case _:  # images of many sizes
+            return ""
+    rows, columns = height // vision.patch, width // vision.patch
+    if (rows, columns) == (grid.rows, grid.columns):
+        return ""
+    return (
+        f"it makes images of {height} x {width} pixels, {rows} x {columns} patches of {vision.patch}, the tower has "
+        f"positions of {grid.rows} x {grid.columns} patches, which are not interpolated; make the processor's size and "
+        "the tower's image_size the same"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ towers alone
@@ -263,12 +321,13 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Where the tower of a checkpoint lies; all else there, such as CLIP's text tower, is left alone."""
     fields = Fields(folder.config, str(folder.path / "config.json"))
     kind = fields.get("model_type", str)
-    kind = kind if kind in TOWERS_BY_KIND else kind_of(_inner_tower(fields, kind))
+    tower = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)
+    kind = kind_of(tower)
     prefix = find_tower(folder, kind)
     name, config = next((name, e) for name, e in model.encoders.items() if e.weights and Path(e.weights) == folder.path)
     others = tuple(key for key in folder.tensors if not key.startswith(prefix))
     parts = vision_parts(config, kind, prefix)
-    return Layout({name: parts}, {name: (prefix,)}, others + unused_in(config, kind, prefix))
+    return Layout({name: parts}, {name: (prefix,)}, others + unused_in(config, tower, prefix))
 
 
 def _inner_tower(fields: Fields, kind: str) -> Fields:

@@ -60,7 +60,9 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     for name, encoder in model.encoders.items():
         c, width = encoder.connector, encoder.width
         if isinstance(encoder, VisionConfig):
-            embed, axes, norms = _patch_embedding(encoder), 2, norm_parameters(encoder) * encoder.head_norm
+            embed, axes = _patch_embedding(encoder), 2
+            scale_alone = (encoder.head_norm_type or encoder.norm) == "rms"
+            norms = encoder.head_norm * (width if scale_alone else 2 * width)
         else:
             table = encoder.positions.positions if isinstance(encoder.positions, StoredTable) else 0
             embed, axes = (CONV_TAPS * (encoder.mels + width) + 2 + table) * width, 1

@@ -25,6 +25,8 @@ from transformers import (
 )
 
 from mmjax.config import AsIs, DynamicTiles
+from mmjax.errors import UserError
+from mmjax.hf.families import encoder_from_hf, from_hf
 
 VOCAB, IMAGE = 61, 60
 SIDE = 16  # pixels
@@ -53,6 +55,15 @@ LLAVA = {
         {"vision_feature_select_strategy": "full", "vision_feature_layer": -2},
     ),
 }
+GEMMA2 = transformers.Gemma2Config(
+    **TEXT,
+    head_dim=8,
+    query_pre_attn_scalar=8,
+    sliding_window=6,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,  # which the class around it does not apply
+)
+LLAVA["gemma 2"] = (CLIPVisionConfig(**TOWER), GEMMA2, {})
 INTERN = {
     "plain": ({}, QWEN2, {}),
     "norms and biases": (
@@ -65,8 +76,10 @@ INTERN = {
         transformers.LlamaConfig(**TEXT),
         {"tie_word_embeddings": False},
     ),
+    "final norm behind RMSNorms": ({"use_mean_pooling": False, "norm_type": "rms_norm"}, QWEN2, {}),
     "earlier layer": ({}, QWEN2, {"vision_feature_layer": -2}),
     "no shuffle": ({}, QWEN2, {"downsample_ratio": 1.0}),
+    "gemma 2": ({}, GEMMA2, {}),
 }
 
 
@@ -103,7 +116,7 @@ def save(model, folder):
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
-@pytest.mark.default_cases("siglip")
+@pytest.mark.default_cases("siglip", "gemma 2")
 @pytest.mark.parametrize("kind", LLAVA)
 def test_llava_is_what_transformers_makes_of_it(kind, tmp_path):
     vision, text, own = LLAVA[kind]
@@ -113,7 +126,7 @@ def test_llava_is_what_transformers_makes_of_it(kind, tmp_path):
     check_samples(model, tmp_path, samples(), theirs((SIDE // 4) ** 2))
 
 
-@pytest.mark.default_cases("plain", "norms and biases")
+@pytest.mark.default_cases("plain", "norms and biases", "final norm behind RMSNorms")
 @pytest.mark.parametrize("kind", INTERN)
 def test_internvl_is_what_transformers_makes_of_it(kind, tmp_path):
     vision, text, own = INTERN[kind]
@@ -122,6 +135,74 @@ def test_internvl_is_what_transformers_makes_of_it(kind, tmp_path):
     model = random_model(config, InternVLForConditionalGeneration)
     save(model, tmp_path)
     check_samples(model, tmp_path, samples(), theirs((SIDE // 4 // (1 if kind == "no shuffle" else 2)) ** 2))
+
+
+CLIP_CROP = {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 12, "width": SIDE}}
+GOT = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}}
+SMALLER_TILES = {"image_processor_type": "LlavaNextImageProcessor", "size": 8, "crop_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "made"),
+    [
+        (LlavaConfig(vision_config=CLIPVisionConfig(**TOWER), text_config=LLAMA), CLIP_CROP, "12 x 16 pixels, 3 x 4"),
+        (CLIPVisionConfig(**TOWER), CLIP_CROP, "12 x 16 pixels, 3 x 4"),
+        (
+            InternVLConfig(vision_config=InternVLVisionConfig(**TOWER), text_config=QWEN2),
+            GOT | {"crop_to_patches": True},
+            "32 x 32 pixels, 8 x 8",
+        ),
+        (InternVLVisionConfig(**TOWER), GOT, "32 x 32 pixels, 8 x 8"),
+        (
+            transformers.LlavaNextConfig(vision_config=CLIPVisionConfig(**TOWER), text_config=LLAMA),
+            SMALLER_TILES | {"image_grid_pinpoints": [[8, 16]]},
+            "8 x 8 pixels, 2 x 2",
+        ),
+    ],
+)
+def test_a_processor_of_another_size_than_the_towers_is_refused_with_both_files_and_values(
+    config, processor, made, tmp_path
+):
+    config.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    read = encoder_from_hf if hasattr(config, "patch_size") else from_hf
+    with pytest.raises(UserError) as caught:
+        read(tmp_path)
+    files = f"{tmp_path / 'preprocessor_config.json'} does not go with {tmp_path / 'config.json'}: "
+    assert str(caught.value).startswith(f"{files}it makes images of {made}")
+    assert "the tower has positions of 4 x 4 patches" in str(caught.value)
+
+
+TOWERS = {  # where a tower's layers and its final norm lie, and tensors that its LLM needs none of
+    "clip": (LLAVA, LlavaConfig, LlavaForConditionalGeneration, "encoder.layers.2.mlp.fc1", "post_layernorm"),
+    "siglip": (LLAVA, LlavaConfig, LlavaForConditionalGeneration, "encoder.layers.2.mlp.fc1", "post_layernorm"),
+    "earlier layer": (INTERN, InternVLConfig, InternVLForConditionalGeneration, "encoder.layer.2.mlp.fc1", "layernorm"),
+}
+
+
+@pytest.mark.default_cases("earlier layer")
+@pytest.mark.parametrize("kind", TOWERS)
+def test_tensors_that_no_feature_needs_are_let_be_by_their_exact_names(kind, tmp_path):
+    cases, config_of, model_of, last, final = TOWERS[kind]
+    vision, text, own = cases[kind]
+    vision = InternVLVisionConfig(**TOWER | vision) if isinstance(vision, dict) else vision
+    save(random_model(config_of(vision_config=vision, text_config=text, **own), model_of), tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    tower = next(key for key in names if key.endswith(f"{last}.weight")).removesuffix(f"{last}.weight")
+    unneeded = {f"{tower}{final}.weight", f"{tower}{final}.bias", f"{tower}{last}.weight"}
+    edit_tensors(tmp_path, lambda tensors: tensors.update({key: torch.ones(24) for key in unneeded}))
+    loaded(tmp_path)
+    for stray in (f"{tower}{final}.scale", f"{tower}{last}.turn", f"{tower}{last.replace('2', '3')}.weight"):
+        edit_tensors(tmp_path, lambda tensors, stray=stray: tensors.update({stray: torch.ones(24)}))
+        with pytest.raises(UserError, match=re.escape(f"1 tensors that this model lacks, such as {stray}")):
+            loaded(tmp_path)
+        edit_tensors(tmp_path, lambda tensors, stray=stray: tensors.pop(stray))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
 
 
 OPEN_NAMES = (

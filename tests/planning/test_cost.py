@@ -375,6 +375,8 @@ def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
     [
         {"frames": 2, "norm": "rms", "gated": True, "window": 4, "windowed": (0, 2)},
         {"positions": StretchedGrid(5), "deepstack": (0, 1), "head_norm": False},
+        {"norm": "rms", "head_norm_type": "layer"},
+        {"head_norm_type": "rms"},
     ],
 )
 def test_parameters_of_other_towers_are_those_of_the_built_model(vision: dict) -> None:
