@@ -29,6 +29,7 @@ class Family:
     text: Mapping[str, Any]  # defaults
     sections: tuple[int, ...]
     interleaved: bool
+    windows: bool  # whether the text's windows are used
     vision: Mapping[str, Any]  # defaults
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
@@ -79,6 +80,8 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
     given = dict(text.of)
     if "num_key_value_heads" in given and given["num_key_value_heads"] is None:
         given["num_key_value_heads"] = given.get("num_attention_heads")
+    if not family.windows:
+        given |= {"use_sliding_window": None, "layer_types": None}
     text = Fields({**family.text, **_given(given), "model_type": family.decoder}, text.where)
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
     llm = decoder_of(text, tied)
@@ -151,6 +154,7 @@ FAMILIES = {
         },
         sections=(16, 24, 24),
         interleaved=False,
+        windows=True,
         vision={
             "depth": 32,
             "hidden_size": 3584,
@@ -183,6 +187,7 @@ FAMILIES = {
         },
         sections=(24, 20, 20),
         interleaved=True,
+        windows=False,
         vision={
             "depth": 27,
             "hidden_size": 1152,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import jax
@@ -94,6 +95,26 @@ def random_whole(config, kind):
     return random_model(config, kind)
 
 
+@pytest.mark.parametrize(("field", "value"), [("patch_size", 8), ("merge_size", 4)])
+@pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL"])
+def test_a_processor_of_other_patches_than_the_towers_is_refused_with_both_files(kind, field, value, tmp_path):
+    vision = VISION2 if kind == "Qwen2_5_VL" else VISION3
+    sections = {"mrope_section": SECTIONS2 if kind == "Qwen2_5_VL" else SECTIONS3}
+    text = (
+        TEXT | {"head_dim": 16, "rope_parameters": ROPE | sections}
+        if kind == "Qwen3VL"
+        else TEXT | {"rope_parameters": ROPE | sections}
+    )
+    getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    said = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    from_hf(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said | {field: value}))
+    files = f"{tmp_path / 'preprocessor_config.json'} does not go with {tmp_path / 'config.json'}: it makes patches of"
+    with pytest.raises(UserError, match=re.escape(files) + ".* the tower has patches of 4 and merges 2 x 2"):
+        from_hf(tmp_path)
+
+
 def samples_of(unit, grids=GRIDS, seed=0):
     """Two images in a sample, one without, one that begins and one that ends with an image; `unit`: pixels a token."""
     rng = np.random.default_rng(seed)
@@ -165,6 +186,7 @@ def check_positions(model, batch, samples, inputs):
 MODELS = {
     "2.5": lambda: qwen2_5(),
     "2.5 tied": lambda: qwen2_5(tie_word_embeddings=True),
+    "2.5 late windows": lambda: qwen2_5({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "2.5 yarn": lambda: qwen2_5(rope=YARN),
     "2.5 heads": lambda: qwen2_5(
         {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "rms_norm_eps": 1e-3},
@@ -174,7 +196,9 @@ MODELS = {
     "2.5 windows everywhere": lambda: qwen2_5({}, {"fullatt_block_indexes": [7], "depth": 2, "window_size": 16}),
     "2.5 no windows": lambda: qwen2_5({}, {"fullatt_block_indexes": [0, 1, 2, 3], "temporal_patch_size": 1}),
     "2.5 merge 3": lambda: qwen2_5({}, {"spatial_merge_size": 3, "window_size": 30}),
-    "3": lambda: qwen3(),
+    # No layer of its text has a window, whatever the config says.
+    "3": lambda: qwen3({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "3 plain": lambda: qwen3(),
     "3 tied": lambda: qwen3(tie_word_embeddings=True),
     "3 yarn": lambda: qwen3(rope=YARN),
     "3 heads": lambda: qwen3(
