@@ -173,6 +173,27 @@ def without_template(place: Path, folder: Path) -> Path:
     return folder
 
 
+UNTRAINABLE = (
+    "{% for m in messages %}{% if m['role'] != 'assistant' %}USER: {% for part in m['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{% endfor %} ASSISTANT:"
+)
+
+
+def test_dynamic_rope_answers_beyond_its_positions_by_a_template_that_only_asks(place, capsys, tmp_path):
+    """The template leaves out what the assistant says, so nothing can be trained with it."""
+    folder = tmp_path / "dynamic"
+    shutil.copytree(place / "llava", folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config["text_config"] |= {"max_position_embeddings": 24, "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(UNTRAINABLE)
+    there = asked_there(folder, [place / "tall.png"], QUESTION)
+    here = asked(capsys, folder, "--image", place / "tall.png", QUESTION)["tokens"]
+    assert here == there
+    assert len(here) > 5
+
+
 BAD = {
     "no such image": (["{place}/llava", "--image", "{place}/no.png", "What?"], "no.png: No such file"),
     "no image": (["{place}/llava", "--image", "{place}/x.wav", "What?"], "x.wav: no image of a known format"),

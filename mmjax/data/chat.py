@@ -278,7 +278,16 @@ def _numbered(conversation: Conversation, encoders: Sequence[Sequence[str]]) -> 
 def load_chat(form: ChatFormat) -> Chat:
     """The tokenizer and chat template of a folder, tried out on a conversation.
 
-    Raises UserError where a file is missing or wrong, a placeholder is no token, or it can't be told what trains.
+    Raises UserError as `load_prompt_chat`, and where it can't be told what trains.
+    """
+    chat = load_prompt_chat(form)
+    return replace(chat, notes=_try_out(chat))
+
+
+def load_prompt_chat(form: ChatFormat) -> Chat:
+    """The tokenizer and chat template of a folder, to write prompts alone: it may be one that can't be trained with.
+
+    Raises UserError where a file is missing or wrong, or a placeholder is no token.
     """
     folder = form.folder if Path(form.folder).is_dir() else str(checkpoint_folder(form.folder))
     tokenizer = load_tokenizer(folder)
@@ -292,7 +301,7 @@ def load_chat(form: ChatFormat) -> Chat:
         raise UserError(
             "chat.placeholders: images and clips are written alike; write them so that they can be told apart"
         )
-    chat = Chat(
+    return Chat(
         form=form,
         tokenizer=tokenizer,
         template=template,
@@ -302,7 +311,6 @@ def load_chat(form: ChatFormat) -> Chat:
         control=any_of(_control_tokens(tokenizer, template, placeholders)),
         processor=bool(own),
     )
-    return replace(chat, notes=_try_out(chat))
 
 
 def _token_of(tokenizer: Tokenizer, kind: str, place: Placeholder) -> int:

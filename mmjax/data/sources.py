@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,12 @@ def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:
     return chat_for(config.data.chat, config.model)
 
 
-def chat_for(form: ChatFormat, model: ModelConfig) -> Chat:
-    """The tokenizer and template of this model's conversations. Raises UserError where it has not so many tokens."""
-    chat = load_chat(form)
+def chat_for(form: ChatFormat, model: ModelConfig, load: Callable[[ChatFormat], Chat] = load_chat) -> Chat:
+    """The tokenizer and template of this model's conversations. Raises UserError where it has not so many tokens.
+
+    load: `load_prompt_chat` where nothing is trained.
+    """
+    chat = load(form)
     if (tokens := len(chat.tokenizer)) > (vocab := model.llm.vocab):
         raise UserError(
             f"data.chat.folder={form.folder}: its tokenizer has {tokens} tokens, model.llm.vocab={vocab}; "

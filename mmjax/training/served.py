@@ -12,11 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, MeshConfig, ModelConfig, TrainingConfig
+from mmjax.config import (
+    BatchConfig,
+    ChatFormat,
+    Config,
+    DataConfig,
+    DynamicRope,
+    MeshConfig,
+    ModelConfig,
+    TrainingConfig,
+)
 from mmjax.config_files import callbacks_of, edit
 from mmjax.data.alphabet import AlphabetFormat
 from mmjax.data.asked import PromptFormat
-from mmjax.data.chat import Chat
+from mmjax.data.chat import Chat, load_prompt_chat
 from mmjax.data.embedded import EmbeddedDataset
 from mmjax.data.sources import chat_for, open_sources
 from mmjax.errors import UserError
@@ -61,13 +70,16 @@ class Served:
         return cls(path, edit(_config_of(path.absolute()), overrides), None)
 
     def chat(self) -> Chat:
-        """How questions become tokens. Raises UserError where nothing says so."""
+        """How questions become tokens, by a template that need not be fit for training.
+
+        Raises UserError where nothing says so.
+        """
         if self.config.data.chat is None:
             raise UserError(
                 f"{self.path} was trained without a chat format, so nothing says how a question becomes tokens; name a "
                 "folder with a tokenizer and a chat template: data.chat.folder=FOLDER"
             )
-        return chat_for(self.config.data.chat, self.config.model)
+        return chat_for(self.config.data.chat, self.config.model, load_prompt_chat)
 
     def prompt_format(self) -> PromptFormat:
         """How a person's questions become tokens; of a run without a chat format, by its data set's alphabet."""
@@ -78,7 +90,12 @@ class Served:
         return AlphabetFormat(data.alphabet, any(isinstance(source, EmbeddedDataset) for source in sources))
 
     def positions(self) -> int | None:
-        """Tokens of the longest text that the checkpoint was made for, `max_position_embeddings`, where it is known."""
+        """Tokens of the longest text that the checkpoint was made for, `max_position_embeddings`, where it is known.
+
+        None where it is not, and under dynamic RoPE, whose base grows with the text beyond them.
+        """
+        if isinstance(self.config.model.llm.rope_scaling, DynamicRope):
+            return None
         folders = [self.path] if self.run is None else [self.config.model.llm.weights]
         where = Path(folders[0]) / "config.json" if folders[0] else None
         if where is None or not where.is_file():

@@ -35,7 +35,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, WhisperMel
 from mmjax.data.asked import ask
-from mmjax.data.chat import Chat, load_chat
+from mmjax.data.chat import Chat, load_chat, load_prompt_chat
 from mmjax.data.chat_records import chat_record
 from mmjax.data.conversation import BadSample, Conversation, Media, Message, marked_parts
 from mmjax.data.loader import reader_of
@@ -245,6 +245,17 @@ def test_a_generation_prompt_that_the_trained_text_does_not_have_is_refused(tmp_
     checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.QWEN_VL), other, **CHATML)
     with pytest.raises(UserError, match=r"asks for its answer with a prompt that ends in .*Assistant:"):
         load_chat(ChatFormat(str(tmp_path)))
+
+
+def test_a_template_that_can_not_be_trained_with_writes_prompts(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.QWEN_VL), SPACED, **CHATML)
+    with pytest.raises(UserError, match="can't be trained with"):
+        load_chat(ChatFormat(str(tmp_path)))
+    asked, weights = flat(load_prompt_chat(ChatFormat(str(tmp_path))).prompt(said(("user", "What?"))))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    there = tokenizer.apply_chat_template([{"role": "user", "content": "What?"}], add_generation_prompt=True)
+    assert list(asked) == list(there["input_ids"])
+    assert not any(weights)
 
 
 TEXTS = st.text(alphabet=" \n\tab.,3's天😀", min_size=1)
