@@ -17,6 +17,7 @@ from planted_faults import FAULTS, planted
 from started import ROOT
 from tiers import covering_array
 
+from mmjax.cli import COMMANDS
 from mmjax.config import EmbeddedSource, FunctionSource
 from mmjax.config.data import FileSource
 from mmjax.hf.families import CHECKPOINTS
@@ -148,8 +149,7 @@ def test_every_command_family_and_source_has_a_test_of_the_default_tier():
     for kind, names, tests in rows_of(SUBJECTS):
         assert check_tier(tests, "default"), names
         subjects.setdefault(kind, set()).update(re.findall(r"`([^`]+)`", names))
-    commands = {p.stem for p in (ROOT / "mmjax").glob("*.py") if "run_command(main)" in p.read_text()}
-    assert subjects["command"] == commands
+    assert subjects["command"] == set(COMMANDS)
     assert subjects["Hugging Face family"] == set(CHECKPOINTS)
     assert subjects["source"] == {source.kind for source in (EmbeddedSource, FunctionSource, *get_args(FileSource))}
 
