@@ -207,7 +207,7 @@ def _run_named(named: str, changes: Sequence[str], resume: bool) -> RunFolder | 
         folder = RunFolder(Path(places[-1]).resolve()) if places and resume else None
         return folder if folder and folder.config.is_file() else None
     path = Path(named).expanduser()
-    if not path.is_dir() or named in shipped():
+    if not path.is_dir() or named in shipped() or not (resume or RunFolder(path).config.is_file()):
         return None
     if not resume:
         raise UserError(f"{named} is a folder, not a config; to go on with the run in it, say --resume {named}")

@@ -16,8 +16,6 @@ from cpu_times import CpuTimes
 from started import kill_started
 from tiers import MARKERS, assign_tiers, long_files_first
 
-from mmjax.training.programs import keep_programs
-
 # The same examples every time, and none is refused because a busy machine was slow to make it.
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -46,12 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs(session_runs: Path) -> Iterator[None]:
-    """Programs are kept on disk for all tests, and forgotten between modules.
-
-    One of the CPU takes a thousand of the 65,530 memory maps that Linux gives a process.
-    """
-    keep_programs(session_runs / ".programs")
+def forget_programs() -> Iterator[None]:
+    """A program of the CPU takes a thousand of the 65,530 memory maps that Linux gives a process."""
     yield
     jax.clear_caches()
 

@@ -192,7 +192,7 @@ class VisionConfig:
     embed_norm: bool = False  # before the first layer
     head_norm: bool = True  # after the last layer
     norm: Literal["layer", "rms"] = "layer"  # LayerNorm or RMSNorm
-    head_norm_type: Literal["", "layer", "rms"] = ""  # of the norm after the last layer; "" = as `norm`
+    head_norm_type: Literal["same", "layer", "rms"] = "same"  # of the norm after the last layer; same = as `norm`
     norm_eps: float = 1e-6  # of the norms
     activation: Activation = "gelu_tanh"  # of the MLP
     gated: bool = False  # the MLP has a gate
@@ -208,6 +208,11 @@ class VisionConfig:
     frozen: bool = False  # not trained, its connector apart
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
+
+    @property
+    def head_norm_kind(self) -> Literal["layer", "rms"]:
+        """The norm after the last layer, if there is one."""
+        return self.norm if self.head_norm_type == "same" else self.head_norm_type
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def _intern(fields: Fields) -> VisionConfig:
     plain = _intern_vit(fields, (24, 1024, 16, 4096, 448), "layer_norm", biased, normed)
     # The norm after the last layer is a LayerNorm whatever `norm_type` says.
     final = not fields.get("use_mean_pooling", bool, True)
-    return replace(plain, head_norm=final, head_norm_type="layer" if final and plain.norm == "rms" else "")
+    return replace(plain, head_norm=final, head_norm_type="layer" if final and plain.norm == "rms" else "same")
 
 
 def _intern_vit(fields: Fields, sizes: tuple[int, ...], norm_type: str, biased: bool, normed: bool) -> VisionConfig:

@@ -97,7 +97,7 @@ class VisionEncoder(nnx.Module):
         self.embed = PatchEmbedding(c, rngs)
         block = encoder_block(c)
         self.layers = LayerRuns(lambda rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed)
-        self.head = NORMS[c.head_norm_type or c.norm](c.width, c.norm_eps) if c.head_norm else None
+        self.head = NORMS[c.head_norm_kind](c.width, c.norm_eps) if c.head_norm else None
         self.config = c
         self.dropout = c.dropout
         self.dtype = dtype

@@ -61,7 +61,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         c, width = encoder.connector, encoder.width
         if isinstance(encoder, VisionConfig):
             embed, axes = _patch_embedding(encoder), 2
-            scale_alone = (encoder.head_norm_type or encoder.norm) == "rms"
+            scale_alone = encoder.head_norm_kind == "rms"
             norms = encoder.head_norm * (width if scale_alone else 2 * width)
         else:
             table = encoder.positions.positions if isinstance(encoder.positions, StoredTable) else 0
