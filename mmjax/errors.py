@@ -56,7 +56,8 @@ def heed_interrupts() -> Iterator[None]:
     the first has begun to tidy up.
     """
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    ours = before is signal.default_int_handler or getattr(before, "__module__", "") == "mmjax.startup"
+    if threading.current_thread() is not threading.main_thread() or not ours:
         yield  # somebody else decides: a notebook, a caller that does this already, or a shell's background
         return
     raised, hook = False, sys.unraisablehook

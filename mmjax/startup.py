@@ -6,12 +6,14 @@ Imports the standard library alone: a command calls `begin` before the imports t
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType
+from typing import NoReturn
 
 QUIET_SECONDS = 3.0  # of one activity before it is named
 REPEAT_SECONDS = 4.0  # between lines, within the first minute
@@ -45,7 +47,8 @@ def begin(name: str) -> None:
     by a command that runs as the program. Until its own handling of Ctrl-C is there, that ends it in one line and code
     130.
     """
-    sys.excepthook = _excepthook
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
     _stack.append(Activity("loading libraries"))
     if os.environ.get("MMJAX_PROCESS", "0") == "0" and not _PRINTING.intersection(sys.argv):
         print(f"mmjax  {name}: loading libraries", file=sys.stderr, flush=True)
@@ -90,11 +93,10 @@ def seconds() -> dict[str, float]:
     return dict(sorted(_seconds.items(), key=lambda pair: -pair[1])) | {"everything else": rest}
 
 
-def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
-    sys.__excepthook__(kind, error, trace)
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    """End at once: nothing is there yet that would have to be tidied up."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 def _note(ended: Activity) -> None:

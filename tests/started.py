@@ -48,13 +48,13 @@ def environment(devices: int, **more: str) -> dict[str, str]:
 def begin(command: Sequence[str], variables: dict[str, str], **options) -> subprocess.Popen:
     """Start a command in a session of its own."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    options = {"text": True, "start_new_session": True, "preexec_fn": _heed_interrupts}
+    options = {"text": True, "start_new_session": True, "preexec_fn": heed_interrupts}
     process = subprocess.Popen(command, env=variables, **options, **pipes)
     _started.append(process)
     return process
 
 
-def _heed_interrupts() -> None:
+def heed_interrupts() -> None:
     # Tests that were started in the background ignore Ctrl-C, and would have their children do the same.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -77,6 +77,6 @@ def test_data_workers_start_from_the_console_script(installed, tmp_path):
     words = ["train", TINY, f"run={tmp_path / 'run'}", "training.steps=3", "training.evaluate_every=0"]
     ended = finish(begin([sys.executable, *program, *words, "data.workers=2"], environment(1)))
     assert ended.code == 0, ended.err
-    assert ended.err.startswith("mmjax  train: loading libraries\n")
+    assert ended.err == ""
     assert "3 steps" in ended.out
     assert Path(tmp_path / "run" / "checkpoints" / "3").is_dir()

@@ -1,8 +1,10 @@
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from started import heed_interrupts
 
 from mmjax import startup
 
@@ -24,8 +26,8 @@ def test_a_command_says_that_it_starts_before_it_imports_what_takes_long() -> No
 
 
 def test_an_interrupt_while_libraries_are_loaded_is_one_line_and_code_130() -> None:
-    code = "from mmjax.startup import begin; begin('train'); raise KeyboardInterrupt"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    code = "from mmjax.startup import begin; begin('train'); import signal; signal.raise_signal(2)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_interrupts)
     assert (ended.returncode, ended.stderr.splitlines()[1:]) == (130, ["interrupted"])
 
 
@@ -34,8 +36,9 @@ def test_an_activity_that_takes_long_is_named_with_what_is_done(
 ) -> None:
     for name in ("QUIET_SECONDS", "REPEAT_SECONDS"):
         monkeypatch.setattr(startup, name, 0.0)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = signal.getsignal(signal.SIGINT)
     startup.begin("train")
+    signal.signal(signal.SIGINT, before)
     startup.loaded()
     with startup.activity("opening"), startup.activity("indexing samples", 2000) as counted:
         counted.done = 1000

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from mmjax.startup import spoke
 
@@ -75,9 +76,16 @@ class ProgressLine:
         self._means: dict[str, float] = {}
         self._bar: Progress | None = None
         if sys.stdout.isatty() and not _muted:
-            columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(24), TextColumn("{task.description}"))
+            # On a narrow terminal the description is cut, and nothing else.
             self._bar = Progress(
-                *columns, TextColumn("ETA"), TimeRemainingColumn(), console=Console(), refresh_per_second=4
+                TextColumn("{task.completed}/{task.total}", table_column=Column(min_width=2 * len(str(steps)) + 1)),
+                BarColumn(10, table_column=Column(min_width=10)),
+                TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+                TextColumn("ETA", table_column=Column(min_width=3)),
+                TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)),
+                console=Console(),
+                refresh_per_second=4,
+                expand=True,
             )
             self._task = self._bar.add_task("", total=steps, completed=first)
 
