@@ -1,4 +1,4 @@
-"""What each key of a config means, read from the comments and docstrings of the dataclasses in `mmjax.config`.
+"""Read the meaning of each config key from the comments and docstrings of the dataclasses in `mmjax.config`.
 
 A field's meaning is the comment behind it, or on the lines right above it; a kind's is its docstring's first line.
 """

@@ -43,7 +43,7 @@ def kinds(hint: Hint) -> dict[str, type]:
 
 
 def expected(hint: Hint) -> str:
-    """What a value of this type may be, for a message."""
+    """Describe the values that a type allows, for a message."""
     if found := kinds(hint):
         return f"a kind: {', '.join(found)}"
     parts = []
@@ -306,7 +306,7 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
 
 
 def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[str, list[str]]:
-    """Where an entry's name ends, as names may hold dots: an entry that exists, else before the first field's name.
+    """Find the end of an entry's name, which may hold dots: an entry that exists, else before the first field's name.
 
     What follows an entry that exists is a field; else it is more of another entry's name.
     """

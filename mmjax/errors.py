@@ -1,4 +1,4 @@
-"""What a person is told when their input cannot work, and how a command ends."""
+"""Report mistakes in a user's input in one line, handle Ctrl-C, and end commands with their exit codes."""
 
 from __future__ import annotations
 

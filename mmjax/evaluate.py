@@ -98,7 +98,7 @@ def _evaluator(
 def answer(
     served: Served, sources: Mapping[str, ChatSource], most: int = MOST, limit: int | None = None, show: bool = True
 ) -> dict[str, Replies]:
-    """What a run or a checkpoint says to the questions of each source, greedily, on all devices at once.
+    """Answer the questions of each source with a run or a checkpoint, greedily, on all devices at once.
 
     show: say how far it is.
     """

@@ -237,14 +237,14 @@ def _adapter(exporter: Exporter, built: Model, opened: Sequence[tuple[HfFolder, 
 
 
 class SavedModules(NamedTuple):
-    """What an adapter's folder has whole: paths of modules of transformers, and their tensors as PEFT names them."""
+    """Modules that an adapter's folder saves whole: paths in transformers, and tensors as PEFT names them."""
 
     paths: list[str]
     tensors: dict[str, NewTensor]
 
 
 def _saved_modules(exporter: Exporter, source: HfFolder, whole: Sequence[str], alone: bool) -> SavedModules:
-    """What of a source was trained whole. Raises UserError for a tensor that is no module's weight or bias there."""
+    """Find the modules that were trained whole. Raises UserError for a tensor that is no weight or bias of a module."""
     if "llm" in whole and exporter.model.llm.tied:
         raise UserError(
             "--adapter: llm was trained whole, and its tables are one, which PEFT would part; leave --adapter away"

@@ -39,7 +39,7 @@ def cache_folder() -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder has a config.json and every file of the safetensors that it says."""
+    """Return whether a folder has a config.json and every file of the safetensors that it says."""
     if not (folder / "config.json").is_file():
         return False
     if not (folder / INDEX).is_file():

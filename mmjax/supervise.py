@@ -61,7 +61,7 @@ class Command:
         return code if code >= 0 else 128 - code
 
     def saved(self) -> int:
-        """How many steps its newest checkpoint holds, as it has told; 0 if it told nothing."""
+        """Return the steps of its newest checkpoint, as it has said; 0 if it said nothing."""
         try:
             return int(self.progress.read_text())
         except (OSError, ValueError):
@@ -80,7 +80,7 @@ class Command:
 
 
 def _prepare(parent: int) -> Callable[[], None]:
-    """What the new process does first: heed signals, and end with its parent, where the system can see to that."""
+    """Prepare the new process: heed signals, and end with its parent, where the system can see to that."""
     set_death_signal = 1  # PR_SET_PDEATHSIG of Linux's prctl
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
 
@@ -122,7 +122,7 @@ def supervise(command: Command, most: int, wait: float) -> int:
 
 
 def _why_over(command: Command, code: int, start: int, saved: int) -> str:
-    """Why there is nothing to restart, if so."""
+    """Return why there is nothing to restart, if so."""
     if code == 0:
         return "done"
     if command.stopped or code == INTERRUPTED:

@@ -51,7 +51,7 @@ from mmjax.training.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Start:
-    """How a run is started, or gone on with."""
+    """The options with which a run is started or resumed."""
 
     devices: Sequence[jax.Device]
     watchdog: Watchdog

@@ -1,4 +1,4 @@
-"""How many keys each query may attend, from the mask spec and without a T x T mask: Cornstarch's W_i, section 4.3.2.
+"""Count the keys that each query may attend, from the mask spec, without a T x T mask: Cornstarch's W_i, section 4.3.2.
 
     allowed = same sample >= 0 & (same span, not 0 | (pos_k <= pos_q & sees_q & kind_k))
 
@@ -82,7 +82,7 @@ def _run_starts(sample, pos, span, kind, sees):
 
 @njit(cache=True)
 def _continues(sample, pos, span, kind, sees, begin, end):
-    """Whether all of these tokens belong to the run of the one before. Its loops have no exit, so they are vectors."""
+    """Return whether these tokens all belong to the run before. Loops have no exit, so that they are vectorized."""
     last = begin - 1
     in_sample, in_span, of_kind, seeing = sample[last], span[last], kind[last], sees[last]
     samples, spans, kinds, seen = sample[begin:end], span[begin:end], kind[begin:end], sees[begin:end]

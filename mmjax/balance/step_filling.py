@@ -26,7 +26,7 @@ _PAIR_ROUNDS = 3
 
 
 class Load(NamedTuple):
-    """What samples ask for: `Parts`, with `by_size`, totals `[n, M]` and these as shares of a microbatch's cap."""
+    """The needs of samples: `Parts`, with `by_size`, totals `[n, M]` and these as shares of a microbatch's cap."""
 
     start: np.ndarray
     module: np.ndarray
@@ -101,7 +101,7 @@ def fill_steps(load, room, pool_steps, oldest_first, urgent_after, first, entere
 
 @njit(cache=True)
 def _relative_need(share):
-    """What all samples ask of each module's budget, relative to the module that they ask most of: float64 [M]."""
+    """Return the need of each module's budget by all samples, relative to the module needed most: float64 [M]."""
     need = np.zeros(share.shape[1])
     for sample in range(len(share)):
         for k in range(len(need)):

@@ -1,4 +1,4 @@
-"""Where the seconds up to the end of a training's first step go, with nothing compiled before and with everything."""
+"""Time a training's start up to the end of its first step, with nothing compiled before and with everything."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mmjax.data.sample import Item, Sample, Text
 
 @dataclass(frozen=True)
 class AlphabetFormat:
-    """How a question becomes tokens of an alphabet, as `Chat` is where there is a tokenizer.
+    """Encode questions as tokens of an alphabet, in the place of a `Chat` with its tokenizer.
 
     embedded: parts stand at the positions at which samples of the embedded data set have them.
     """

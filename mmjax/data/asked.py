@@ -47,7 +47,7 @@ def ask(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = ""
 
 
 class PromptFormat(Protocol):
-    """How questions become tokens: a `Chat`, or an `AlphabetFormat`."""
+    """Encode questions as tokens: a `Chat`, or an `AlphabetFormat`."""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class AskedPrompts:
         return "asked"
 
     def facts(self, index: int) -> Facts:
-        """What a prompt needs, by the headers of its media. Raises BadSample."""
+        """Return the lengths of a prompt, by the headers of its media. Raises BadSample."""
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
         return self._senses.facts(text, self._media_items(index))
 
@@ -93,7 +93,7 @@ class AskedPrompts:
         return self._items(index, medium)[within]
 
     def _media_items(self, index: int) -> list[MediumItems]:
-        """What every medium becomes. Raises BadSample."""
+        """Return the items of every medium. Raises BadSample."""
         kinds, found = self._kinds(index), []
         for kind, encoded in zip(kinds, self.asked[index].media, strict=True):
             try:

@@ -1,4 +1,4 @@
-"""From conversations to token sequences, by a checkpoint's own tokenizer and chat template.
+"""Convert conversations to token sequences by a checkpoint's own tokenizer and chat template.
 
 A conversation's text is tokenized whole, so that ids are those that the checkpoint was trained with; what the assistant
 says is then found again by where its characters are. A medium stands in the text as one token, and its items in its

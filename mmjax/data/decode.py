@@ -1,4 +1,4 @@
-"""From an image's or a clip's file to pixels and samples, and what its header alone says of it.
+"""Decode files of images and clips to pixels and samples, and read their headers alone.
 
 Images: JPEG, PNG, WebP, GIF, BMP and TIFF, the first frame or page. They are turned as EXIF says, then it is Pillow's
 `convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped, and 16-bit grey beyond 255 is white.)
@@ -212,7 +212,7 @@ def _opened(reads: _Reads, kind: str) -> Image.Image:
 
 
 class ClipFacts(NamedTuple):
-    """What a clip's header says."""
+    """The header of a clip."""
 
     frames: int  # samples of each channel
     sample_rate: int  # Hz

@@ -1,4 +1,4 @@
-"""Which samples form step n, in which microbatch: a pure function of (config, seed, index, step).
+"""Group samples into the microbatches of step n: a pure function of (config, seed, index, step).
 
 Every process computes the same, on any devices and with any balance, and resuming needs the step number alone.
 """

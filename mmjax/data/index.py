@@ -59,12 +59,12 @@ class LengthIndex:
         return np.searchsorted(self.source_start, samples, side="right") - 1
 
     def name(self, sample: int) -> str:
-        """Where a sample is, for messages: "source[index]"."""
+        """Name a sample for messages: "source[index]"."""
         source = int(self.source_of(np.array(sample)))
         return f"{self.source_name[source]}[{sample - self.source_start[source]}]"
 
     def parts(self, samples: np.ndarray | None = None) -> Parts:
-        """What balancing sees of these samples (of all): one LLM part each (module 0), then its items (1 + encoder)."""
+        """Return the parts of samples for balancing: an LLM part each (module 0), then its items (1 + encoder)."""
         samples = np.arange(len(self)) if samples is None else samples
         start, item, is_item = self._parts_of(samples)
         module, length = np.zeros(len(is_item), np.int32), np.empty(len(is_item), np.int64)
@@ -87,7 +87,7 @@ class LengthIndex:
         return tokens
 
     def _parts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where each sample's parts start `[n + 1]`, its items one after the other, and which parts are items `[p]`."""
+        """Return each sample's first part `[n + 1]`, the indices of its items, and which parts are items `[p]`."""
         first = self.item_start[samples]
         items = self.item_start[samples + 1] - first
         start = np.concatenate([[0], np.cumsum(items + 1, dtype=np.int64)])

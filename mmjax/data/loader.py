@@ -1,4 +1,4 @@
-"""From the number of a step to its packed rows: what is planned is opened, decoded and packed, and nothing else."""
+"""Load the packed rows of a step from its number: open, decode and pack what is planned, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mmjax.planning.cost import frozen_modules, step_needed
 
 
 class PlannedWork(NamedTuple):
-    """Who does what in one microbatch, on all ranks."""
+    """The work of every rank in one microbatch."""
 
     useful: np.ndarray  # int64 [modules, rows]: positions of every row that hold something
     lengths: np.ndarray  # int64 [modules]: of the rows

@@ -1,4 +1,4 @@
-"""What an image or a clip of a conversation becomes: items of an encoder, and their tokens in the text."""
+"""Turn images and clips of a conversation into items of an encoder, and their tokens in the text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROBES: dict[Medium, Probe] = {"image": probe_image, "audio": probe_clip}
 
 
 class MediumItems(NamedTuple):
-    """What one medium becomes, known from its header."""
+    """The items of one medium, known from its header."""
 
     encoder: str
     sizes: tuple[tuple[int, ...], ...]  # of each item
@@ -53,7 +53,7 @@ class MediumItems(NamedTuple):
 
 
 class Senses:
-    """How images and clips come to a model's encoders, and from there to its LLM."""
+    """Prepare images and clips for a model's encoders, and their tokens for its LLM."""
 
     def __init__(self, encoders: Encoders, functions: Functions | None = None) -> None:
         self.encoders = dict(encoders)
@@ -70,7 +70,7 @@ class Senses:
         return name
 
     def _items(self, kind: Medium, facts: tuple[int, int], images: int) -> MediumItems:
-        """What a medium becomes, by what its header says; images: how many its sample has. Raises BadMedia."""
+        """Return the items of a medium by its header; images: the number of images of its sample. Raises BadMedia."""
         name = self.encoder(kind)
         if kind == "image":
             return self._eyes[name].items(facts, images)
@@ -89,7 +89,7 @@ class Senses:
         return tuple(wave[start:stop] for start, stop in pieces(encoder, len(wave)))
 
     def facts(self, text_tokens: int, media: Sequence[MediumItems]) -> Facts:
-        """What a sample with these media needs."""
+        """Return the lengths of a sample with these media."""
         plain = all(medium.tokens is None for medium in media)
         tokens = None if plain else sum(medium.count(self.encoders) for medium in media)
         return Facts(text_tokens, tuple((medium.encoder, size) for medium in media for size in medium.sizes), tokens)
@@ -112,7 +112,7 @@ class Eyes:
         return cls(name, encoder, ways, functions[last] if last else before_llm(encoder))
 
     def items(self, size: tuple[int, int], images: int) -> MediumItems:
-        """What an image of (height, width) becomes, one of so many of its sample. Raises BadMedia."""
+        """Return the items of an image of (height, width), one of so many of its sample. Raises BadMedia."""
         sizes = sizes_of_items(self.before_encoder, size, images)
         if self.before_llm is None:
             return MediumItems(self.name, sizes)

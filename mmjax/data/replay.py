@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PlacedItem:
-    """Where an item was encoded."""
+    """The place at which an item was encoded."""
 
     number: int
     encoder: str
@@ -75,7 +75,7 @@ class Replayed:
 
     @cached_property
     def plan(self) -> StepPlan:
-        """Who is where; nothing is opened for it."""
+        """The placement of every sample; nothing is opened for it."""
         return self.loader.plan(self.step)
 
     @cached_property
@@ -144,7 +144,7 @@ class Replayed:
 
 
 def spoken(source: Any, tokens: Sequence[int]) -> str:
-    """What tokens say, special ones too; their numbers where the source cannot tell."""
+    """Decode tokens, special ones too; give their numbers where the source cannot decode."""
     if isinstance(source, ChatSource):
         return source.chat.tokenizer.decode(tokens, skip_special=False)
     if isinstance(source, EmbeddedDataset):
@@ -153,7 +153,7 @@ def spoken(source: Any, tokens: Sequence[int]) -> str:
 
 
 def seen(text: TextBatch, window: int = 0) -> np.ndarray:
-    """Which keys `[T]` each query `[T]` of a row attends, bool (the mask spec of `mmjax.models.attention`).
+    """Return the keys `[T]` that each query `[T]` of a row attends, bool (the mask spec of `mmjax.models.attention`).
 
     window: the tokens that a windowed layer attends causally, the query's own included; 0 = all before it.
     """
@@ -169,7 +169,7 @@ NO_LAYER, WITHOUT_WINDOW, EVERY_LAYER = range(3)
 
 
 def seen_by_layers(text: TextBatch, llm: DecoderConfig) -> np.ndarray:
-    """Which of the LLM's layers let each query `[T]` of a row attend each key `[T]`, uint8.
+    """Return which of the LLM's layers let each query `[T]` of a row attend each key `[T]`, uint8.
 
     NO_LAYER, those WITHOUT_WINDOW alone, or EVERY_LAYER. Where all layers are windowed there is nothing in between.
     """

@@ -53,7 +53,7 @@ def files_of(source: Source) -> Files:
 
 
 def notes_of(sources: Mapping[str, Source]) -> list[str]:
-    """What a user should know of how conversations become tokens."""
+    """Return notes for the user on how conversations become tokens."""
     return list(dict.fromkeys(note for s in sources.values() if isinstance(s, ChatSource) for note in s.chat.notes))
 
 

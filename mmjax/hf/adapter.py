@@ -33,12 +33,12 @@ def module_path(key: str, alone: bool) -> str:
 
 
 def tensor_names(path: str) -> tuple[str, str]:
-    """What PEFT calls the a `[rank, in]` and b `[out, rank]` of a module."""
+    """Return PEFT's names of the a `[rank, in]` and b `[out, rank]` of a module."""
     return f"base_model.model.{path}.lora_A.weight", f"base_model.model.{path}.lora_B.weight"
 
 
 def saved_name(path: str, last: str) -> str:
-    """What PEFT calls the weight or bias of a module in `modules_to_save`."""
+    """Return PEFT's name of the weight or bias of a module in `modules_to_save`."""
     return f"base_model.model.{path}.{last}"
 
 

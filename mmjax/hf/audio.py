@@ -74,7 +74,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
 
 
 def _clips(folder: HfFolder, mels: int, positions: int) -> WhisperMel:
-    """How the folder says that clips are prepared; where it does not, as long as the encoder has positions."""
+    """Read how clips are prepared; without a feature extractor, they are as long as the encoder has positions."""
     if not any((folder.path / name).exists() for name in EXTRACTORS):
         return WhisperMel(mels=mels, seconds=max(1, -(-positions // POSITIONS_PER_SECOND)))
     how = read_audio_processing(folder.path)
@@ -90,7 +90,7 @@ def _clips(folder: HfFolder, mels: int, positions: int) -> WhisperMel:
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where a Qwen2-Audio checkpoint's tensors lie, whichever of its modules a model has."""
+    """Locate the tensors of a Qwen2-Audio checkpoint, whichever of its modules a model has."""
     name, tower, (inner, output) = _name(folder, model), find_tower(folder), find_decoder(folder)
     projector = next((p for p in PROJECTORS if f"{p}linear.weight" in folder.tensors), PROJECTORS[-1])
     return Layout(
@@ -105,14 +105,14 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where the encoder of a checkpoint lies; all else there, such as Whisper's decoder, is left alone."""
+    """Locate the encoder of a checkpoint; all else there, such as Whisper's decoder, is left alone."""
     name, tower = _name(folder, model), find_tower(folder)
     others = tuple(key for key in folder.tensors if not key.startswith(tower))
     return Layout({name: encoder_parts(tower)}, {name: (tower,)}, others)
 
 
 def _name(folder: HfFolder, model: ModelConfig) -> str:
-    """What a model calls the encoder that it takes from this folder."""
+    """Return the name of the model's encoder that comes from this folder."""
     return next((name for name, e in model.encoders.items() if e.weights and Path(e.weights) == folder.path), "audio")
 
 
@@ -125,7 +125,7 @@ def find_tower(folder: HfFolder) -> str:
 
 
 def encoder_parts(tower: str) -> Parts:
-    """Where an audio encoder's parameters lie under the prefix `tower`."""
+    """Locate an audio encoder's parameters under the prefix `tower`."""
     layer, taps_first = f"{tower}layers.*.", (2, 1, 0)
     parts = {
         "embed.first": convolution(f"{tower}conv1", taps_first),

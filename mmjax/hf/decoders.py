@@ -182,7 +182,7 @@ def _windowed(fields: Fields, layers: int, default: list[str]) -> tuple[int, ...
 
 
 class Rope(NamedTuple):
-    """How a config turns queries and keys."""
+    """The rotary embedding of a config."""
 
     theta: float
     scaling: RopeScaling
@@ -299,7 +299,7 @@ def find_decoder(folder: HfFolder) -> tuple[str, str]:
 
 
 def decoder_parts(config: DecoderConfig, inner: str, output: str) -> Parts:
-    """Where a decoder's parameters lie: its body under the prefix `inner`, its output table at `output`."""
+    """Locate a decoder's parameters: its body under the prefix `inner`, its output table at `output`."""
     layer = f"{inner}layers.*."
     after_attention = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     parts = {

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a model's config, and to where each of its modules' tensors lie."""
+"""Read a model's config from a Hugging Face folder, and locate the tensors of each of its modules."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def compose(encoders: Mapping[str, Encoder], language_model: ModelConfig, freeze
 
 
 def layout_of(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where the modules that this model takes from a folder lie there."""
+    """Locate the modules that this model takes from a folder."""
     return _kind(folder).layout(folder, model)
 
 
@@ -138,7 +138,7 @@ def _from(model: ModelConfig, folder: str) -> ModelConfig:
 
 
 def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
-    """Whether the tables are one. Where a config says so and both are stored and differ, they are not, as there."""
+    """Return whether the tables are one. Where a config says so and both are stored and differ, they are not."""
     if not (llm.tied and folder.has_weights):
         return llm.tied
     inner, output = find_decoder(folder)

@@ -33,7 +33,7 @@ HEADER_LIMIT = 100_000_000  # bytes, the format's own
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies. Shape and dtype are the file's own."""
+    """The place of a tensor in a file. Shape and dtype are the file's own."""
 
     file: Path
     dtype: str
@@ -58,7 +58,7 @@ class HfFolder:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are any: a config alone can be planned with."""
+        """Return whether there are any: a config alone can be planned with."""
         return (self.path / INDEX).exists() or (self.path / SINGLE).exists()
 
     @cached_property
@@ -90,7 +90,7 @@ class HfFolder:
         )
 
     def stored(self, key: str) -> Stored:
-        """Where a tensor lies. Raises UserError where there is none of this name."""
+        """Locate a tensor. Raises UserError where there is none of this name."""
         if key not in self.tensors:
             raise UserError(f"{self.path} has no tensor {key}")
         return self.tensors[key]

@@ -31,7 +31,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where the tensors of transformers' layout lie."""
+    """Locate the tensors of transformers' layout."""
     projector = next((p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1])
     parts = {
         "norm": norm(f"{projector}layer_norm"),
@@ -59,7 +59,7 @@ def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 
 def layout_chat(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where the tensors of OpenGVLab's layout lie."""
+    """Locate the tensors of OpenGVLab's layout."""
     parts = {"norm": norm(f"{OPEN}0"), "mlp.up": linear(f"{OPEN}1"), "mlp.down": linear(f"{OPEN}3")}
     return whole_layout(folder, model, _open_tower(_config(folder)), Parts(parts), OPEN)
 

@@ -23,7 +23,7 @@ NEWLINES = ("model.image_newline", "image_newline")
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one of them apart: what its config's class documents as defaults, and how it takes images."""
+    """A family of checkpoints: the documented defaults of its config's class, and how it takes images."""
 
     text: str
     tower: Mapping[str, Any]
@@ -81,7 +81,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 
 def _check_features(fields: Fields, vision: VisionConfig, family: Family) -> None:
-    """What the LLM sees of the tower must be its patches: all of them, and no class token."""
+    """Raise UserError unless the LLM sees all patches of the tower, and no class token."""
     features = fields.get("vision_feature_select_strategy", str, family.features)
     wanted = "default" if vision.class_token else "full"
     if features != wanted:
@@ -117,7 +117,7 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where the tensors of such a checkpoint lie."""
+    """Locate the tensors of such a checkpoint."""
     fields = Fields(folder.config, str(folder.path / "config.json"))
     family = FAMILIES[fields.get("model_type", str)]
     projector = next((p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1])

@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint's folder says about how its images and clips are prepared.
+"""Read from a Hugging Face checkpoint's folder how its images and clips are prepared.
 
 Read as transformers reads it: `processor_config.json` where it holds the processors itself, else
 `preprocessor_config.json`; what is missing there, or null, is the processor's own default. A field that changes
@@ -49,7 +49,7 @@ RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first 
 
 
 class ImageProcessing(NamedTuple):
-    """How images become an encoder's pixels: the items of `how`, then `(item * rescale - mean) / std`."""
+    """The preparation of an encoder's pixels: the items of `how`, then `(item * rescale - mean) / std`."""
 
     how: ImagePreparation
     mean: tuple[float, ...]  # red, green, blue
@@ -58,7 +58,7 @@ class ImageProcessing(NamedTuple):
 
 
 def read_image_processing(folder: Path) -> ImageProcessing:
-    """How a checkpoint's images are prepared. UserError, naming the file and the field, for what is not known here."""
+    """Read how a checkpoint's images are prepared. Raises UserError, naming file and field, for what is unknown."""
     config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
     if config.get("model_type") == "internvl_chat":
         return _internvl_chat(_Fields(folder / "config.json", "", config, {}))
@@ -93,7 +93,7 @@ def image_processor_file(folder: Path) -> Path:
 
 
 def read_audio_processing(folder: Path) -> WhisperMel:
-    """How a checkpoint's clips are prepared. UserError, naming the file and the field, for what is not known here."""
+    """Read how a checkpoint's clips are prepared. Raises UserError, naming file and field, for what is unknown."""
     fields, _ = _fields(folder, "feature_extractor", "audio_processor")
     kind = fields.value("feature_extractor_type")
     if kind != "WhisperFeatureExtractor":

@@ -23,7 +23,7 @@ VISION_FIRST = ("model.visual.", "visual.")  # what the tensors of a vision towe
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one of them apart, and its documented defaults."""
+    """A family of checkpoints, with its documented defaults."""
 
     decoder: str  # the text decoder that its LLM is, but for the defaults
     text: Mapping[str, Any]  # defaults
@@ -212,7 +212,7 @@ FAMILIES = {
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where the tensors lie. "llm" may be another's; an encoder that takes its weights from here may have any name."""
+    """Locate the tensors. "llm" may be another's; an encoder that takes its weights from here may have any name."""
     inner, output = find_decoder(folder)
     first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
     if first is None:

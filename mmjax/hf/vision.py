@@ -77,7 +77,7 @@ def find_tower(folder: HfFolder, kind: str) -> str:
 
 
 def vision_parts(config: VisionConfig, kind: str, prefix: str) -> Parts:
-    """Where a tower's parameters lie below a prefix."""
+    """Locate a tower's parameters below a prefix."""
     return TOWERS_BY_KIND[kind].parts(config, prefix)
 
 
@@ -168,7 +168,7 @@ def _intern(fields: Fields) -> VisionConfig:
 
 
 def _intern_vit(fields: Fields, sizes: tuple[int, ...], norm_type: str, biased: bool, normed: bool) -> VisionConfig:
-    """What both layouts say alike. sizes: defaults of layers, width, heads, the MLP's width and an image's side."""
+    """Read the fields that both layouts share. sizes: defaults of layers, width, heads, MLP width and image side."""
     layers, width, heads, mlp_width, side = sizes
     patch, grid = _patches(fields, side, 14)
     return VisionConfig(
@@ -318,7 +318,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
 
 
 def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Where the tower of a checkpoint lies; all else there, such as CLIP's text tower, is left alone."""
+    """Locate the tower of a checkpoint; all else there, such as CLIP's text tower, is left alone."""
     fields = Fields(folder.config, str(folder.path / "config.json"))
     kind = fields.get("model_type", str)
     tower = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)

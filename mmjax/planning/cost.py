@@ -1,4 +1,4 @@
-"""What a microbatch costs in floating-point operations: what it needs, and what is executed for it.
+"""Count the floating-point operations of a microbatch: those needed, and those executed.
 
 `needed` is what the mathematics asks for: matrix products on useful positions, attention on allowed pairs, and backward
 only what some trainable parameter wants. Divided by time and peak it is MFU. `executed` is what the backend runs: full
@@ -141,7 +141,7 @@ def frozen_modules(model: ModelConfig) -> frozenset[str]:
 
 
 def wanted_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
-    """Which gradients the backward pass of a tower's layers computes: of "weights", "adapters" and "inputs"."""
+    """Return the gradients that a tower's layers compute in a backward pass: of "weights", "adapters" and "inputs"."""
     trainable, upstream, adapted = _gradients(tower, model, frozenset(model.encoders), frozen)
     some = trainable or upstream or adapted
     parts = {"weights": trainable, "adapters": adapted, "inputs": some}
@@ -154,7 +154,7 @@ def _running(work: Mapping[str, Work]) -> Set[str]:
 
 
 def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[str]) -> tuple[bool, bool, bool]:
-    """Whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
+    """Return whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
     adapters = adapted_modules(model)
     tower = module.removesuffix(".connector")
     before = set() if module == tower else {tower}
@@ -271,7 +271,7 @@ def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> in
 
 
 def _first_alone(config: DecoderConfig | Encoder) -> bool:
-    """Whether the first layer is in no scan with others."""
+    """Return whether the first layer is in no scan with others."""
     policies = policies_of(config)
     return len(policies) < 2 or policies[0] != policies[1]
 

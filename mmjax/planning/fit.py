@@ -1,4 +1,4 @@
-"""Whether a run fits the memory of its devices, and which layers must compute again what for it."""
+"""Fit a run into the memory of its devices by choosing the remat policy of each layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Policies = Mapping[str, tuple[Remat, ...]]  # of every layer of each tower
 
 @dataclass(frozen=True)
 class Room:
-    """What there is for a run: bytes of a device, and of its host for what it offloads."""
+    """The memory for a run: bytes of a device, and of its host for what it offloads."""
 
     device: float
     host: float = 0.0
@@ -31,7 +31,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a run fills a device. policies: of every layer of each tower, the ones that were given included."""
+    """The memory that a run takes of a device. policies: of every layer of each tower, given ones too."""
 
     policies: dict[str, tuple[Remat, ...]]
     loss_chunks: int
@@ -58,7 +58,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for it. Where there is not, every layer that may choose keeps least."""
+        """Return whether there is room for it. Where there is not, every layer that may choose keeps least."""
         return self.device <= self.room.device
 
     def applied(self, model: ModelConfig) -> ModelConfig:
@@ -147,7 +147,7 @@ def _cut(
     activation: int,
     spread: Spread,
 ) -> dict[str, dict[Remat, Kept]]:
-    """What layers keep of one shape, of which tensor parallelism leaves each device its part."""
+    """Return the activations of one shape that layers keep, of which tensor parallelism leaves each device its part."""
     return {
         name: {p: cut(k, towers[name], work[name].positions, activation, spread.parts(name)) for p, k in own.items()}
         for name, own in kept.items()
@@ -162,7 +162,7 @@ def _options(
     measured: Sequence[Mapping[str, float] | None],
     parts: int,
 ) -> dict[Remat, Option]:
-    """What a layer of a tower may do, on one device: bytes of every shape, mean seconds longer than with `none`."""
+    """Return the policies open to a layer, on one device: bytes of every shape, mean seconds more than with `none`."""
     again = [_again(config, w, k, rates, m or {}, parts) for w, k, m in zip(works, kept, measured, strict=True)]
     return {
         policy: Option(
@@ -207,7 +207,7 @@ def _seconds(policies: Mapping[str, Sequence[Remat]], options: Mapping[str, Opti
 
 
 def _leanest(options: Options) -> Remat:
-    """What keeps least without a host."""
+    """Return the policy that keeps least without a host."""
     return min((p for p in options if not np.any(options[p].host)), key=lambda p: np.sum(options[p].device))
 
 

@@ -41,7 +41,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels."""
+    """Map values to pixels."""
 
     low: float
     high: float
@@ -146,7 +146,7 @@ def histogram(
     width: int = HALF,
     height: int = 150,
 ) -> str:
-    """How many of the values `[n]` are about as large; between `bounds`, where given. The median is marked."""
+    """Count the values `[n]` in bins of equal width; between `bounds`, where given. The median is marked."""
     low, high = bounds or (float(values.min()), float(values.max()))
     whole = bounds is None and np.array_equal(values, np.round(values))
     if whole:
@@ -261,7 +261,7 @@ def _bounds(values: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def _value_bounds(curves: Mapping[str, Curve], logarithmic: bool, from_zero: bool) -> tuple[float, float]:
-    """What the axis spans; outliers may lie beyond."""
+    """Return the bounds of the axis; outliers may lie beyond."""
     joined = np.concatenate([curve.mean for curve in curves.values()])
     if logarithmic:
         above = joined[joined > 0]

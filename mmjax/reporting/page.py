@@ -56,7 +56,7 @@ class RunPart:
 
     @property
     def left_out(self) -> bool:
-        """Whether there are samples that were left out."""
+        """Return whether there are samples that were left out."""
         return any(found is not None and found.total for found in (self.quarantine, self.oversize))
 
 
@@ -94,7 +94,7 @@ def sections_of(parts: Sequence[RunPart]) -> dict[str, str]:
 
 
 def part_of(run: Run, media: int) -> RunPart:
-    """What is shown of one run alone."""
+    """Render the part of the page on one run alone."""
     part = RunPart(
         run,
         balance=list(balance_figures(run)),
@@ -122,7 +122,7 @@ def part_of(run: Run, media: int) -> RunPart:
 
 
 def _or_reason(make: Callable[[], T]) -> tuple[T | None, str]:
-    """What is made, or why it cannot be: files may be gone since the run was under way."""
+    """Return what `make` returns, or why it cannot: files may be gone since the run was under way."""
     try:
         return make(), ""
     except (UserError, OSError, ValueError) as error:

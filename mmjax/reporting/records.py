@@ -52,7 +52,7 @@ LIFE_HEADINGS = ("from step", "began", "mmjax", "processes", "devices", "samples
 
 
 def facts_of(runs: Sequence[Run]) -> Rows:
-    """What a person asks first, one run a line, a heading first."""
+    """Summarize the runs in a table: one run a line, a heading first."""
     rows: Rows = [("run", "steps", "loss", "tokens/s", "MFU", "a step", "data wait", "began", "scores")]
     for run in runs:
         curves = run.metrics.curves
@@ -116,7 +116,7 @@ def _life_facts(life: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _mixture(life: dict[str, Any]) -> str:
-    """How often each source is drawn from."""
+    """Return how often each source is drawn from."""
     files, weights = life.get("files"), life.get("weights")
     if not isinstance(files, dict) or not isinstance(weights, list) or not sum(weights) > 0:
         return ""
@@ -137,7 +137,7 @@ def _changed(before: dict[str, Any] | None, life: dict[str, Any]) -> list[str]:
 
 
 def left_out(path: Path) -> LeftOut:
-    """What a quarantine.jsonl or an oversize.jsonl lists, read line by line; cut off lines are left out."""
+    """List the samples of a quarantine.jsonl or an oversize.jsonl, read line by line; cut off lines are left out."""
     reasons: Counter[str] = Counter()
     rows: Rows = []
     for told in whole_lines(path):

@@ -85,7 +85,7 @@ class Room:
         self.left = left
 
     def take(self, content: str) -> bool:
-        """Whether there is room for this, which then is taken."""
+        """Take room for this, and return whether there was any."""
         if len(content) > self.left:
             return False
         self.left -= len(content)
@@ -233,7 +233,7 @@ class Shower:
         return held
 
     def _strip(self, text: TextBatch, row: PackedRow) -> str:
-        """What a row's positions hold, from left to right, with a line where a sample ends."""
+        """Draw the contents of a row's positions, from left to right, with a line where a sample ends."""
         scale = WIDE / row.length
         parts = []
         for a, b, colour in _runs(self._held(text)):
@@ -249,7 +249,7 @@ class Shower:
         return f'<svg class="strip" viewBox="0 0 {WIDE} {STRIP + 20}" role="img">{"".join(parts)}</svg>'
 
     def _mask(self, text: TextBatch) -> str:
-        """Who sees whom: queries downwards, keys to the right, and along both what they are."""
+        """Draw the attention mask: queries downwards, keys to the right, and along both what they are."""
         mask, held = seen_by_layers(text, self._llm), self._held(text)
         length, bar = len(held), max(4, len(held) // 60)
         every = -(-length // MASK)

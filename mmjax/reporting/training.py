@@ -24,7 +24,7 @@ def percent(share: float, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """What one chart shows: a key of the metrics, or all keys that begin with it where it ends in / or _."""
+    """The contents of one chart: a key of the metrics, or all keys that begin with it where it ends in / or _."""
 
     key: str
     title: Callable[[str, Mapping[str, Curve]], str]
@@ -43,7 +43,7 @@ class Chart:
 
 
 def _change(what: str, spell: Spell = count) -> Callable[[str, Mapping[str, Curve]], str]:
-    """From where to where it went."""
+    """Describe the change from the first value to the last."""
 
     def title(of: str, curves: Mapping[str, Curve]) -> str:
         if len(curves) > 1:
@@ -120,7 +120,7 @@ def training_figures(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _worth_showing(chart: Chart, curves: dict[str, Curve]) -> dict[str, Curve]:
-    """Of scores, those by family and not by task; of rates that are the same, one."""
+    """Keep scores by family and not by task, and one of rates that are the same."""
     if chart.key.startswith("validation/"):
         families = {name: curve for name, curve in curves.items() if "." not in name}
         return families or curves
@@ -137,13 +137,13 @@ def _same_as_one(curves: dict[str, Curve]) -> dict[str, Curve]:
 
 
 def series_colours(names: Sequence[str]) -> dict[str, int]:
-    """Of curves of one run: a module and its modality have the same colour in all charts."""
+    """Colour the curves of one run: a module and its modality have the same colour in all charts."""
     others = [name for name in names if name not in KNOWN]
     return {name: KNOWN[name] if name in KNOWN else 3 + others.index(name) % 4 for name in names}
 
 
 def run_colour(run: Run) -> int:
-    """Of a run's curves."""
+    """Return the colour of a run's curves."""
     return RUN_COLOURS[run.colour % len(RUN_COLOURS)]
 
 
@@ -196,7 +196,7 @@ def _milliseconds(value: float, digits: int = 3) -> str:
 
 
 def time_figures(run: Run) -> Iterator[Figure]:
-    """What a step's time goes to, and how fast the workers were beside it."""
+    """Chart where a step's time goes, and how fast the workers were beside it."""
     curves = run.metrics.curves
     whole, waited = curves.get("seconds/step"), curves.get("seconds/data_wait")
     if whole is None or waited is None or len(whole) != len(waited):
@@ -242,7 +242,7 @@ def time_table(run: Run) -> list[tuple[str, ...]]:
 
 
 def slowest_table(run: Run) -> list[tuple[str, ...]]:
-    """How often each process was the last to be ready, a heading first; nothing where there is one process."""
+    """Count how often each process was the last to be ready, a heading first; nothing where there is one process."""
     slowest = run.metrics.slowest
     steps = sum(n for n, _ in slowest.values())
     rows = [(name, f"{n:,}", percent(n / steps), duration(s / n)) for name, (n, s) in slowest.items()]

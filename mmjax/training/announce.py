@@ -121,7 +121,7 @@ def how_it_fits(fitted: Fit) -> list[str]:
 
 
 def lying_whole(fitted: Fit) -> str:
-    """That parameters lie whole on devices which do not divide their widths; empty where it is little."""
+    """Warn of parameters that lie whole on devices which do not divide their widths; empty where they are few."""
     spread = fitted.spread
     whole = [module for module in spread.held if spread.part_of(module) > WHOLE / spread.shards]
     if not whole:

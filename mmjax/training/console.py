@@ -1,4 +1,4 @@
-"""What a person sees: what will run, how it goes, where it is."""
+"""Print a run's lines, tables and progress."""
 
 from __future__ import annotations
 

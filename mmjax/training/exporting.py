@@ -1,4 +1,4 @@
-"""From a run's checkpoint back to the tensors of Hugging Face folders, a few at a time: the inverse of `pretrained`."""
+"""Convert a run's checkpoint to tensors of Hugging Face folders, a few at a time: the inverse of `pretrained`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Exporter:
         return found
 
     def _by_turns(self, folder: HfFolder, file: Path, pieces: Mapping[str, Sequence[Piece]]) -> Changed:
-        """What gives a file's new tensors, in their order; parameters come from the checkpoint in groups."""
+        """Return a function that gives a file's new tensors in order, read from the checkpoint in groups."""
         keys = sorted((k for k in pieces if folder.stored(k).file == file), key=lambda k: folder.stored(k).begin)
         groups = _groups(keys, pieces)
 
@@ -145,7 +145,7 @@ EMBEDDING, OUTPUT = ("llm", "embed", "weight"), ("llm", "head", "table", "weight
 
 
 def linear_name(name: Name) -> str:
-    """What the linear layer of a parameter is called in patterns."""
+    """Return the name of a parameter's linear layer in patterns."""
     return ".".join([module_of(name), *("*" if part.isdigit() else part for part in _inside(name)[:-1])])
 
 

@@ -1,4 +1,4 @@
-"""How a run will fill its devices, before anything is compiled: what layers keep, traced, for `planning.fit`."""
+"""Predict the memory of a run before anything is compiled: trace what layers keep, for `planning.fit`."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ Layouts = Callable[[Config], RankLayout]  # of a config with other microbatches
 
 @dataclass
 class Tracer:
-    """What a model keeps on devices, traced once: activations of its layers, and its parameters."""
+    """Trace what a model keeps on devices, once: activations of its layers, and its parameters."""
 
     config: Config
     _traced: dict[tuple[str, int, int], Mapping[Remat, Kept]] = field(default_factory=dict)
     _model: Model | None = None
 
     def kept(self, tower: str, rows: int, lengths: Sequence[int]) -> list[Mapping[Remat, Kept]]:
-        """What a layer keeps by policy, for rows of each of these lengths.
+        """Return the activations that a layer keeps by policy, for rows of each of these lengths.
 
         That of a row is linear in its length, but for the scores of dense attention, which are quadratic: lengths
         between the shortest and the longest are not traced, and with blockwise attention one is enough.
@@ -164,7 +164,7 @@ def planned(config: Config, policies: Policies, loss_chunks: int) -> Config:
 
 
 def speed_of(config: Config, layouts: Sequence[RankLayout], device: jax.Device, profile: bool) -> Speed:
-    """How fast a device like this one is with the shapes of these layouts; the same in every process.
+    """Return the speed of a device like this one with the shapes of these layouts; the same in every process.
 
     Process 0 reads what was measured, or measures it now.
     """
@@ -212,7 +212,7 @@ def on_device(config: Config, layout: RankLayout, shape: Shape) -> OnDevice:
 
 
 def spread_of(config: MeshConfig, mesh: Mapping[str, int]) -> Spread:
-    """How a model's arrays are spread over a mesh whose axes have these sizes."""
+    """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
     return Spread(mesh["fsdp"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
 
@@ -226,7 +226,7 @@ def room_of(config: MeshConfig, device: jax.Device) -> float | None:
 
 
 def too_large(fitted: Fit) -> str:
-    """That a run does not fit, in numbers."""
+    """Say in numbers that a run does not fit."""
     kinds = sorted((fitted.fixed | {f"activations of {t}": n for t, n in fitted.activations.items()}).items())
     largest = sorted(kinds, key=lambda pair: -pair[1])[:4]
     spelled = ", ".join(f"{kind} {size(n)}" for kind, n in largest)

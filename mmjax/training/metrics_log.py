@@ -1,4 +1,4 @@
-"""Where a run's numbers are kept: JSON lines, TensorBoard scalars and, where asked for, Weights & Biases.
+"""Log a run's numbers: JSON lines, TensorBoard scalars and, where asked for, Weights & Biases.
 
 A disk that is full stops no run: what could not be written waits, and is written when there is room.
 """

@@ -140,7 +140,7 @@ def _look(sources: Mapping[str, Source], config: Config, folder: RunFolder) -> s
 
 
 def _grouped(config: Config) -> tuple[object, ...]:
-    """What samples of the same data have in common with those of the same step, whatever the devices."""
+    """Return the settings that decide which samples form a step, whatever the devices."""
     batch = config.batch
     return batch.size, dict(batch.rows), batch.microbatches, batch.grouping, batch.alignment, config.seed
 

@@ -23,18 +23,18 @@ Mode = Literal["new", "resume", "auto", "overwrite"]
 
 @dataclass(frozen=True)
 class Permitted:
-    """What may differ from the run that is gone on with. keys: of the config, or beginnings of such."""
+    """The differences allowed from the run that is resumed. keys: of the config, or beginnings of such."""
 
     new_data: bool = False
     keys: tuple[str, ...] = ()
 
     def allows(self, key: str) -> bool:
-        """Whether this key of the config may have another value."""
+        """Return whether this key of the config may have another value."""
         named = any(key == own or key.startswith((f"{own}.", f"{own}[")) for own in self.keys)
         return named or (self.new_data and key.startswith("data.sources"))
 
     def allows_other_samples(self) -> bool:
-        """Whether the samples may be others, or other ones may form a step."""
+        """Return whether the samples may be others, or other ones may form a step."""
         parts = ("data", "batch", "seed", "model")
         return self.new_data or any(key.split(".")[0] in parts for key in self.keys)
 
@@ -84,12 +84,12 @@ class RunFolder:
 
     @property
     def history(self) -> Path:
-        """What every start of the run was made of, a JSON object each."""
+        """The config, data and devices of every start of the run, a JSON object each."""
         return self.path / "history.jsonl"
 
     @property
     def due(self) -> Path:
-        """What epochs owed where other data was gone on with."""
+        """The samples that were still due where other data was taken."""
         return self.path / "due"
 
     @property
@@ -99,7 +99,7 @@ class RunFolder:
 
     @property
     def fit(self) -> Path:
-        """What the run decided of its memory."""
+        """The remat policies that the run has chosen."""
         return self.path / "fit.json"
 
     @property
@@ -138,12 +138,12 @@ class RunFolder:
 
     @property
     def stacks(self) -> Path:
-        """Where each process stood when the run was found stuck."""
+        """The stack of each process when the run was found stuck."""
         return self.path / "stacks"
 
     @property
     def replaced(self) -> Path:
-        """Where the run before this one stays until this one has started."""
+        """The folder to which a run is moved until the one that replaces it has started."""
         return self.path.with_name(f".{self.path.name}.replaced")
 
     def read_config(self) -> Config:
@@ -202,12 +202,12 @@ def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHI
 
 
 def run_folder(config: Config) -> RunFolder:
-    """Where a run of this config lies."""
+    """Return the folder of a run of this config."""
     return RunFolder(Path(config.run or f"runs/{config.name}").resolve())
 
 
 def _check_claim(folder: RunFolder, config: Config, mode: Mode) -> bool:
-    """Whether there is a run. Raises UserError where `mode` does not go with what is there."""
+    """Return whether there is a run. Raises UserError where `mode` does not go with what is there."""
     there = folder.config.is_file()
     if there and mode == "new":
         raise UserError(
@@ -265,7 +265,7 @@ MAY_CHANGE = (
 
 
 def changes_of(folder: RunFolder, config: Config, permitted: Permitted = NOTHING) -> Sequence[str]:
-    """What differs from the run in the folder, as lines. Raises UserError where that is more than is permitted."""
+    """List the differences from the run in the folder. Raises UserError where that is more than is permitted."""
     lines = differences(folder.read_config(), config)
     others = {key: line for line in lines if not _may_change(key := line.partition(":")[0])}
     if kept := [key for key in others if not permitted.allows(key)]:

@@ -47,7 +47,7 @@ _CAST = {"weight", "a", "b"}  # of the LLM: cast to the activations' dtype where
 
 @dataclass(frozen=True)
 class Served:
-    """What a folder says, before any weight is read. `config` is the run's, or one made for the checkpoint."""
+    """A run or a checkpoint, before any weight is read. `config` is the run's, or one made for the checkpoint."""
 
     path: Path
     config: Config
@@ -70,7 +70,7 @@ class Served:
         return cls(path, edit(_config_of(path.absolute()), overrides), None)
 
     def chat(self) -> Chat:
-        """How questions become tokens, by a template that need not be fit for training.
+        """Return the chat format of questions, by a template that need not be fit for training.
 
         Raises UserError where nothing says so.
         """
@@ -82,7 +82,7 @@ class Served:
         return chat_for(self.config.data.chat, self.config.model, load_prompt_chat)
 
     def prompt_format(self) -> PromptFormat:
-        """How a person's questions become tokens; of a run without a chat format, by its data set's alphabet."""
+        """Return the format of a user's questions; of a run without a chat format, its data set's alphabet."""
         data = self.config.data
         if data.chat is not None or not data.alphabet or self.run is None:
             return self.chat()
@@ -106,7 +106,7 @@ class Served:
         return found if isinstance(found, int) else None
 
     def programs(self) -> Path:
-        """Where compiled programs are kept."""
+        """Return the folder of compiled programs."""
         own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "programs"
         return own if self.run is None else self.run.programs
 

@@ -1,4 +1,4 @@
-"""What is logged of a step: its loss, how full and equal the ranks were, how fast it was and where its time went."""
+"""Compute the logged numbers of a step: loss, how full and equal the ranks were, speed, and where its time went."""
 
 from __future__ import annotations
 
