@@ -16,6 +16,7 @@ def rows(capsys, *words: str) -> dict[str, dict]:
     return {row["balance"]: row for row in json.loads(ended.out)}
 
 
+@pytest.mark.exhaustive
 def test_balanced_ranks_compute_less_again_and_every_mix_is_the_best_that_fits(capsys):
     found = rows(capsys, "--memory=40")
     for row in found.values():

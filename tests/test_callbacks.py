@@ -80,6 +80,7 @@ def loaded(config, folder):
     return model, load_pretrained(model, parameter_shardings(model, mesh, ShardingRules()))
 
 
+@pytest.mark.exhaustive
 def test_any_res_written_as_callbacks_gives_the_items_places_and_logits_of_our_own(place):
     small = [*SMALL, "batch.size.count=10", "batch.grouping=none"]
     theirs = load(place / "any_res.py", [*words(place), *small])

@@ -41,6 +41,7 @@ def test_the_scores_are_those_that_training_ended_with(trained, capsys):
     assert scores == json.loads((trained / "test.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_answers_to_some_questions_are_those_that_the_scores_count(trained, capsys):
     answered = evaluate.ask(trained, range(24))
     scores = json.loads((trained / "test.json").read_text())

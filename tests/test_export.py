@@ -132,6 +132,7 @@ def test_what_was_not_trained_comes_back_to_the_byte(dtype, precision, tmp_path)
             assert filecmp.cmp(path, tmp_path / f"{name} out" / path.name, shallow=False), path.name
 
 
+@pytest.mark.exhaustive
 def test_a_bfloat16_checkpoint_stays_one_and_a_frozen_module_unchanged(tmp_path):
     save_checkpoint(tmp_path / "source", dtype=BF16)
     run = moved(tmp_path / "source", tmp_path / "run", precision="bfloat16", lora=LORA)
@@ -240,7 +241,7 @@ def test_adapters_of_a_vision_language_model_compute_in_peft_what_the_merged_fol
     np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=1e-4)
 
 
-@pytest.mark.default_cases("llava_lora")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["llava_lora", "bfloat16"])
 def test_the_shipped_recipe_is_an_adapter_with_its_connector_saved_whole(recipe, tmp_path):
     """The model, tower and all, computes in PEFT what the merged folder computes; PEFT saves the same tensors again."""

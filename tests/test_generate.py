@@ -111,6 +111,7 @@ def test_a_terminal_sees_the_answer_grow_to_what_a_pipe_gets(place, capsys, monk
     assert "stopped after 10 tokens" in shown.err
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_the_embedded_data_answers_what_its_evaluation_has_it_say(runs, capsys, tmp_path):
     """The README's first run, smaller: no chat format, but an alphabet, and the embedded data's positions."""
     folder, _ = media_run(runs)

@@ -198,12 +198,14 @@ def test_a_picture_shows_memory_time_and_work_by_balance(capsys, tmp_path):
     assert all(f"MFU {way['mfu']:.1%}" in said for way in found["ways"].values())
 
 
+@pytest.mark.exhaustive
 def test_a_picture_is_drawn_as_png_too_and_of_a_run_that_does_not_fit(capsys, tmp_path):
     path = tmp_path / "plan.png"
     assert "DOES NOT FIT" in told(capsys, TINY, "cluster=a100x8", "mesh.memory=0.0001", "--picture", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.exhaustive
 def test_matplotlib_is_imported_for_a_picture_alone():
     code = "import sys, mmjax.plan, mmjax.bench; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

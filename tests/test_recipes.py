@@ -67,7 +67,7 @@ def sounds(tmp_path_factory):
     return place
 
 
-@pytest.mark.default_cases("speech.py")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["speech.py", "llava_style", "llava_lora"])
 def test_an_audio_checkpoint_is_trained_by_the_documented_config_and_the_recipes(recipe, sounds, tmp_path):
     if recipe == "speech.py":

@@ -255,6 +255,7 @@ def test_a_run_of_eight_devices_goes_on_with_four(runs):
         assert narrow.loader.plan(step).samples().tolist() == wide.loader.plan(step).samples().tolist()
 
 
+@pytest.mark.exhaustive
 def test_auto_starts_and_then_resumes_and_a_finished_run_stays_as_it_is(trained, capsys):
     folder = trained[0].with_name("auto")
     words = ("--resume=auto", f"run={folder}", "training.steps=2", "training.evaluate_every=0", TINY)
@@ -334,6 +335,7 @@ def test_a_finished_run_goes_on_where_more_steps_are_wanted(runs, capsys):
     assert newest(runs / "longer" / "checkpoints") == 3
 
 
+@pytest.mark.exhaustive
 def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
     source = trained[0]
     monkeypatch.chdir(source.parent)

@@ -101,6 +101,7 @@ def test_algorithm_5_fills_batches_up_to_the_largest_sum_and_deals_out_what_rema
     assert rank[4:].tolist() == [1, 1]
 
 
+@pytest.mark.exhaustive
 def test_the_better_twins_are_never_worse():
     rng = np.random.default_rng(0)
     best = {

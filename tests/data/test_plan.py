@@ -45,6 +45,7 @@ def test_a_digest_changes_with_every_place():
     assert 0 <= plan.digest() < 2**63
 
 
+@pytest.mark.default_cases("none")
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
 def test_digests_of_two_balances_are_equal_exactly_where_their_plans_are(grouping):
     differ = 0

@@ -58,6 +58,7 @@ def blocks_held_open() -> int:
     return held
 
 
+@pytest.mark.exhaustive
 def test_a_step_waits_in_one_block_of_shared_memory_whatever_the_number_of_its_arrays(tmp_path, steps):
     """Each block takes two open files, and a process often may have but 1,024."""
     loader, workers, prefetch = run_folder(tmp_path), 2, 4

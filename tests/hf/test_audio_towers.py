@@ -149,6 +149,7 @@ def test_qwen2_audio_is_what_transformers_makes_of_it_clips_of_all_lengths_in_on
     check_samples(model, tmp_path, samples, theirs(from_hf(tmp_path).encoders["audio"]))
 
 
+@pytest.mark.exhaustive
 def test_a_clip_of_any_number_of_frames_gives_the_tokens_that_it_gives_alone(tmp_path):
     model = qwen2_audio(tmp_path, {"encoder_layers": 1})
     ours, params, config = loaded(tmp_path)

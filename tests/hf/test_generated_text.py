@@ -148,6 +148,7 @@ def test_qwen2_audio_writes_what_it_writes_there_after_clips_of_several_lengths(
     check(model, tmp_path, prompts, inputs)
 
 
+@pytest.mark.exhaustive
 def test_shapes_are_few(tmp_path):
     kind, own = FAMILIES["qwen2"]
     random_model(kind(**COMMON | own)).save_pretrained(tmp_path)

@@ -34,7 +34,7 @@ def held(
     return fixed_bytes(config.model, batch, NONE, frozen, spread, activation, config.optimizer, chunks)
 
 
-@pytest.mark.default_cases("muon-tiny_frozen")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tiny_omni", "tiny_frozen"])
 @pytest.mark.parametrize("optimizer", [AdamW(), Muon()], ids=["adamw", "muon"])
 def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name, optimizer):

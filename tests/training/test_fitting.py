@@ -92,6 +92,7 @@ def test_a_loss_in_chunks_needs_less(layouts):
     assert chunked.fixed["transient"] < 0.3 * whole.fixed["transient"]
 
 
+@pytest.mark.exhaustive
 def test_a_memory_between_is_filled_with_a_mix_of_policies(layouts):
     most = fitted(layouts, np.inf)
     least = fitted(layouts, 1e-9)
@@ -155,6 +156,7 @@ def test_the_room_is_what_the_config_says_or_what_the_device_may_give_out():
     assert room_of(MeshConfig(), Device(None)) is None
 
 
+@pytest.mark.exhaustive
 def test_a_cpu_has_its_ram_for_room_where_a_run_would_take_most_of_it(layouts, monkeypatch):
     mesh, nearly = make_mesh(MeshConfig(4), jax.devices()[:4]), "THAT IS NEARLY ALL THE RAM"
     most, least = fitted(layouts, np.inf), fitted(layouts, 1e-9)
@@ -178,6 +180,7 @@ def test_a_cpu_has_its_ram_for_room_where_a_run_would_take_most_of_it(layouts, m
     assert in_ram(0.7 * least.device, replace(tiny_config(), mesh=MeshConfig(memory=1.0))).fits
 
 
+@pytest.mark.exhaustive
 def test_where_nothing_else_makes_long_rows_fit_attention_by_blocks_does(layouts):
     def long_rows(config: Config) -> RankLayout:
         layout = layouts(config)

@@ -59,7 +59,7 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
     return Generator(model, made, ShardingRules.of(mesh), (END,), lambda t: decoded(source, t), **{"most": MOST} | own)
 
 
-@pytest.mark.default_cases("windows and caps", "adapters")
+@pytest.mark.default_cases("windows and caps")
 @pytest.mark.parametrize("change", ["plain", "windows and caps", "adapters", "blockwise, scanned with a border"])
 def test_the_loop_writes_the_fixed_point_of_parallel_passes(few, change):
     config, source = few
@@ -88,7 +88,7 @@ def changed(config: Config, how: str):
     return replace(config.model, llm=llm)
 
 
-@pytest.mark.default_cases("data x fsdp x tensor")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", MESHES)
 def test_a_mesh_writes_what_one_device_writes(few, where):
     (mesh, sampling), (config, source) = MESHES[where], few
@@ -142,6 +142,7 @@ def test_what_is_drawn_does_not_depend_on_what_else_is_asked(few):
     assert other != together
 
 
+@pytest.mark.exhaustive
 def test_an_answer_stops_at_an_end_or_at_the_limit_and_can_be_watched(few):
     config, source = few
     model = Model.build(config.model, jnp.float32)

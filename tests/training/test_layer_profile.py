@@ -90,6 +90,7 @@ def test_a_damaged_profile_counts_as_none(home):
     assert layer_times(tiny_config(), SHAPES, jax.devices()[0], False) == home
 
 
+@pytest.mark.exhaustive
 def test_where_nothing_can_be_written_the_run_goes_on(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(measuring, "ENOUGH", 0.0)
     (tmp_path / "file").write_text("")
