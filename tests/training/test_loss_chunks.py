@@ -102,7 +102,7 @@ def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
     (found, gradient), (wanted, whole) = (first(chunks, precision="bfloat16") for chunks in (4, 1))
     exact = first(1)[1]
     assert found == pytest.approx(wanted, rel=1e-5)
-    assert worst_leaf(gradient, exact)[0] < 1.25 * worst_leaf(whole, exact)[0] < 0.1
+    assert worst_leaf(gradient, exact)[0] < 1.25 * worst_leaf(whole, exact)[0] < 0.2
 
 
 @pytest.mark.exhaustive
