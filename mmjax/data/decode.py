@@ -17,7 +17,7 @@ import struct
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
@@ -162,9 +162,11 @@ def _pixels(reads: _Reads, kind: str) -> np.ndarray:
         if kind == "JPEG":
             return _jpeg_pixels(reads, image)
         image.load()
-        # Rows that a PNG lacks stay as Pillow has made them, without a word: black ones are counted in its data.
-        if kind == "PNG" and (image.info.get("interlace") or not np.asarray(_last_row(image)).any()):
-            _check_rows(reads, image.size)
+        if kind == "PNG":
+            chunks = list(_png_chunks(reads))  # Pillow passes over damaged pixels that can be inflated
+            # Rows that a PNG lacks stay as Pillow has made them, without a word: black ones are counted in its data.
+            if image.info.get("interlace") or not np.asarray(_last_row(image)).any():
+                _check_rows(chunks, image.size)
         ImageOps.exif_transpose(image, in_place=True)
         return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
@@ -185,17 +187,27 @@ def _last_row(image: Image.Image) -> Image.Image:
     return image.crop((0, image.height - 1, image.width, image.height))
 
 
-def _check_rows(reads: _Reads, size: tuple[int, int]) -> None:
-    """BadMedia for a PNG whose data is shorter than its (width, height) need."""
+def _png_chunks(reads: _Reads) -> Iterator[tuple[bytes, bytes]]:
+    """Yield name and content of every chunk of a PNG up to its end. Raises BadMedia where a checksum is wrong."""
     reads.seek(0)
-    data, at, inflate, found = reads.read(), 8, zlib.decompressobj(), 0
-    bits, color, interlaced = data[24], data[25], data[28]
+    data, at, name = reads.read(), 8, b""
+    while name != b"IEND":
+        length, name = int.from_bytes(data[at : at + 4]), data[at + 4 : at + 8]
+        end = at + 8 + length
+        if len(data) < end + 4:
+            raise BadMedia("truncated PNG: it ends without an end")
+        if zlib.crc32(data[at + 4 : end]) != int.from_bytes(data[end : end + 4]):
+            raise BadMedia(f"damaged PNG: the checksum of its {name.decode('latin-1')} chunk at byte {at} is wrong")
+        yield name, data[at + 8 : end]
+        at = end + 4
+
+
+def _check_rows(chunks: Sequence[tuple[bytes, bytes]], size: tuple[int, int]) -> None:
+    """BadMedia for a PNG whose data is shorter than its (width, height) need."""
+    header, inflate = chunks[0][1], zlib.decompressobj()
+    bits, color, interlaced = header[8], header[9], header[12]
     pixel = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
-    while data[at + 4 : at + 8] not in (b"IEND", b""):
-        length = int.from_bytes(data[at : at + 4])
-        if data[at + 4 : at + 8] == b"IDAT":
-            found += len(inflate.decompress(data[at + 8 : at + 8 + length]))
-        at += 12 + length
+    found = sum(len(inflate.decompress(content)) for name, content in chunks if name == b"IDAT")
     passes = ADAM7 if interlaced else ((0, 0, 1, 1),)
     extents = [(math.ceil((size[0] - x) / dx), math.ceil((size[1] - y) / dy)) for x, y, dx, dy in passes]
     wanted = sum(rows * (1 + math.ceil(columns * pixel / 8)) for columns, rows in extents if columns > 0 and rows > 0)

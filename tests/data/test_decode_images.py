@@ -202,6 +202,23 @@ def test_a_png_that_lacks_rows_is_refused_and_a_black_one_is_not(mode, interlace
             decode_image(with_rows(count))
 
 
+def test_a_png_whose_checksums_are_wrong_is_refused_though_all_its_rows_can_be_inflated():
+    """Pillow stops where it has its rows: the checksum behind them goes unread."""
+    rows = b"".join(b"\0" + bytes([200] * 12) for _ in range(4))
+    stream, kept = zlib.compress(rows, 0), io.BytesIO()
+    Image.fromarray(np.full((4, 4, 3), 200, np.uint8)).save(kept, "PNG")
+    header = kept.getvalue()[: 8 + 25]
+
+    pixels, end = png_chunk(b"IDAT", stream), png_chunk(b"IEND", b"")
+    assert (decode_image(header + pixels + end) == 200).all()
+    damaged = header + pixels[:-4] + bytes(4) + end
+    assert np.asarray(Image.open(io.BytesIO(damaged))).all()
+    with pytest.raises(BadMedia, match="damaged PNG: the checksum of its IDAT chunk at byte 33 is wrong"):
+        decode_image(damaged)
+    with pytest.raises(BadMedia, match="truncated PNG"):
+        decode_image(header + pixels)
+
+
 def tag(number: int, kind: int, count: int, value: int) -> bytes:
     return struct.pack("<HHII", number, kind, count, value)
 
