@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from compilation import optimized
 from llava_folder import save_checkpoint, save_parts
 from nbclient import NotebookClient
 from started import ROOT
@@ -21,7 +22,9 @@ def executed(name: str, folder: Path, **given: object) -> nbformat.NotebookNode:
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     said = {name: str(value) for name, value in given.items()} | {"PLACE": str(folder / "place")}
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | said
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
+    with optimized():
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | said
+        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
     return notebook
 
 
