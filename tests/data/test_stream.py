@@ -34,7 +34,9 @@ def test_chunks_end_where_epochs_do_and_every_epoch_holds_every_sample_once(samp
         epoch: list[int] = []
         while len(epoch) < samples:
             assert len(epoch) % multiple == 0
-            epoch += next(chunks).tolist()
+            chunk = next(chunks).tolist()
+            assert chunk
+            epoch += chunk
         assert sorted(epoch) == list(range(samples))
 
 
