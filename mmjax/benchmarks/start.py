@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mmjax.errors import UserError
+from mmjax.errors import UserError, leave, run_command
+from mmjax.startup import begin, loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +34,24 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _start(folder: Path, run: str, config: str, changes: list[str]) -> dict[str, float]:
     short = "training.steps=1", "schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0"
-    command = [sys.executable, "-m", "mmjax.benchmarks.start_worker", config, f"run={folder / run}", *short, *changes]
+    command = [sys.executable, "-m", "mmjax.benchmarks.start", config, f"run={folder / run}", *short, *changes]
     variables = os.environ | {"NUMBA_CACHE_DIR": str(folder / "numba")}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True)
     if ended.returncode:
         raise UserError(f"the run did not start: {ended.stderr.strip().splitlines()[-1]}")
     return json.loads(ended.stdout.splitlines()[-1])
+
+
+def _train() -> None:
+    """Train as `CONFIG [a.b=value ...]` says and print the seconds of the start's activities as JSON."""
+    from mmjax.config_files import find, load
+    from mmjax.train import train
+
+    loaded()
+    path = find(sys.argv[1])
+    print(json.dumps(train(load(path, sys.argv[2:]), path).start_seconds))
+
+
+if __name__ == "__main__":  # a start in a process of its own; its imports are part of what is timed
+    begin("train")
+    leave(run_command(_train))

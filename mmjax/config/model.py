@@ -260,7 +260,7 @@ class AudioConfig:
 
     @property
     def sample_rate(self) -> int:
-        """Of the clips, in Hz."""
+        """Sampling rate of the clips, in Hz."""
         return self.clips.sample_rate
 
 

@@ -181,9 +181,10 @@ def _any_res(fields: _Fields, several: str) -> AnyRes:
 
 
 def _internvl_chat(fields: _Fields) -> ImageProcessing:
-    """As `InternVLChatConfig` has its defaults; the `preprocessor_config.json` beside it is used by none of their code.
+    """Read image processing from the config, with the defaults of `InternVLChatConfig`.
 
-    Their fine-tuning gives each of a sample's several images its share of `max_dynamic_patch`; this is one image's.
+    Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives each of a sample's several
+    images its share of `max_dynamic_patch`; this is one image's.
     """
     if fields.flag("pad2square"):
         raise fields.refused("pad2square", "only false is known")

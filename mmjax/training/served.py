@@ -111,7 +111,7 @@ class Served:
         return own if self.run is None else self.run.programs
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Those that the encoders' callbacks name."""
+        """Load the functions that the encoders' callbacks name."""
         return callbacks_of(self.config.model, self.path)
 
     def load(self, mesh: Mesh, rules: ShardingRules) -> tuple[Model, Params]:

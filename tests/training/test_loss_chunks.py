@@ -100,9 +100,8 @@ def test_loss_and_every_gradient_are_those_of_the_whole_logits_to_their_own_roun
 @pytest.mark.exhaustive
 def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
     (found, gradient), (wanted, whole) = (first(chunks, precision="bfloat16") for chunks in (4, 1))
-    exact = first(1)[1]
     assert found == pytest.approx(wanted, rel=1e-5)
-    assert worst_leaf(gradient, exact)[0] < 1.25 * worst_leaf(whole, exact)[0] < 0.2
+    assert worst_leaf(gradient, whole) < (0.02, "")
 
 
 @pytest.mark.exhaustive
