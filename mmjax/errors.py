@@ -86,7 +86,8 @@ def heed_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.unraisablehook = hook
+        if sys.unraisablehook is unraisable:  # else another was put before it meanwhile, and stays
+            sys.unraisablehook = hook
         signal.signal(signal.SIGINT, before)
 
 
