@@ -77,10 +77,16 @@ def test_a_run_with_adapters_goes_on_where_it_stopped_under_other_runs_of_layers
 
 
 @pytest.mark.exhaustive
-def test_adapters_train_the_same_on_four_devices(source, tuned, tmp_path):
-    config = replace(tuning(source, tmp_path / "run", lora=LORA), mesh=MeshConfig(1, fsdp=2, tensor=2))
-    train(config, Path(TINY), devices=jax.devices()[:4])
-    assert losses(tmp_path / "run")[3] == pytest.approx(losses(tuned)[3], rel=1e-4)
+def test_adapters_train_the_same_on_four_devices(source, tmp_path):
+    runs = {"one": (1, MeshConfig()), "four": (4, MeshConfig(1, fsdp=2, tensor=2))}
+    for name, (devices, mesh) in runs.items():
+        config = replace(tuning(source, tmp_path / name, lora=LORA), mesh=mesh)
+        # Adam divides a gradient that is but rounding by itself, so it would make of that a step of full size.
+        config = replace(config, optimizer=replace(config.optimizer, eps=1e-3))
+        train(config, Path(TINY), devices=jax.devices()[:devices])
+    one, four = (losses(tmp_path / name) for name in runs)
+    assert one[3] < one[1] - 0.3
+    assert list(four.values()) == pytest.approx(list(one.values()), rel=2e-6)
 
 
 @pytest.mark.exhaustive
