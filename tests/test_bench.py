@@ -66,7 +66,7 @@ def made_lengths(folder: Path, samples: int = 4000) -> Path:
     return folder / "made.npz"
 
 
-def test_fill_of_lengths_from_a_file_is_full_in_every_phase_with_post_alone(capsys, tmp_path, a_short_dry_run):
+def test_fill_of_lengths_from_a_file_is_full_in_every_phase_with_pack_or_post(capsys, tmp_path, a_short_dry_run):
     options = ["--ranks=8", "--per-rank=16", "--scale=4", "--steps=12", f"--lengths={made_lengths(tmp_path)}"]
     found = {(r["grouping"], r["balance"]): r for r in rows(capsys, "fill", *options)}
     assert list(found) == [(g, b) for g in ("pack", "none") for b in ("none", "llm", "post")]
@@ -76,8 +76,10 @@ def test_fill_of_lengths_from_a_file_is_full_in_every_phase_with_post_alone(caps
         assert 0.95 < post[f"aligned_{module}"] <= 1
         assert post[f"fill_{module}"] <= post[f"aligned_{module}"]
         assert found["none", "post"][f"aligned_{module}"] > 0.85
+        assert found["pack", "none"][f"dist_ratio_{module}"] == post[f"dist_ratio_{module}"]  # in columns all are equal
+    assert post["width_vision"] == post["width_audio"] == 0
+    assert found["none", "none"]["aligned_audio"] < 0.8 * found["none", "post"]["aligned_audio"]
     for grouping in ("pack", "none"):
-        assert found[grouping, "none"]["aligned_audio"] < 0.8 * found[grouping, "post"]["aligned_audio"]
         assert found[grouping, "none"]["width_vision"] == found[grouping, "llm"]["width_vision"] == 0
 
 

@@ -51,22 +51,24 @@ def fit_budgets(
     if samples_per_step <= 0 or microbatches < 1 or alignment < 1 or np.any(asked < 1):
         raise ValueError("samples per step, rows, microbatches and alignment must be at least 1")
     modules = len(asked)
-    totals = parts.totals(modules)
+    totals, unit = parts.totals(modules), units(parts, modules)
     per_sample = totals.mean(0) * (1 + headroom) / microbatches  # positions of a microbatch, for each sample of a step
     item, sample = parts.largest(modules), totals.max(0)
     used = item > 0
 
-    least = _aligned(sample, alignment)[used] / per_sample[used]
+    least = _aligned(sample, unit, alignment)[used] / per_sample[used]
     count = max(float(samples_per_step), least.max())
     fitted = asked.copy()
     for k in np.flatnonzero(used):
-        while fitted[k] > 1 and fitted[k] * _shortest(item[k], sample[k], fitted[k], alignment) > count * per_sample[k]:
+        while fitted[k] > 1 and fitted[k] * _shortest(item[k], sample[k], fitted[k], unit[k], alignment) > (
+            count * per_sample[k]
+        ):
             fitted[k] -= 1
-    shortest = np.maximum(_shortest(item, sample, fitted, alignment), alignment)
-    length = _in_proportion(count * per_sample, fitted, shortest, used, alignment)
-    reached = float((fitted * length / np.where(used, per_sample, np.inf))[used].min())
+    shortest = np.maximum(_shortest(item, sample, fitted, unit, alignment), alignment)
+    length = _in_proportion(count * per_sample, fitted, shortest, used, unit, alignment)
+    reached = float((fitted * (length // unit * unit) / np.where(used, per_sample, np.inf))[used].min())
 
-    held = _shortest(item, sample, fitted, 1)
+    held = _shortest(item, sample, fitted, unit, 1)
     named = list(names) or [f"module {k}" for k in range(modules)]
     notes = [
         f"{named[k]}: {fitted[k]} rows instead of {asked[k]}, since a row must hold {held[k]}"
@@ -81,24 +83,31 @@ def fit_budgets(
     return Budgets(fitted, length, reached, tuple(notes))
 
 
-def _aligned(length: np.ndarray, alignment: int) -> np.ndarray:
-    return -(-length // alignment) * alignment
+def units(parts: Parts, modules: int) -> np.ndarray:
+    """What all parts of a module are multiples of, int64 `[modules]`: the positions of a tile, where all are tiles."""
+    unit = [np.gcd.reduce(parts.length[parts.module == k]) for k in range(modules)]
+    return np.maximum(np.array(unit, np.int64), 1)
 
 
-def _shortest(item: np.ndarray, sample: np.ndarray, rows: np.ndarray, alignment: int) -> np.ndarray:
+def _aligned(length: np.ndarray, unit: np.ndarray, alignment: int) -> np.ndarray:
+    """Raise lengths to whole units, and what that takes to the alignment."""
+    return -(-(-(-length // unit) * unit) // alignment) * alignment
+
+
+def _shortest(item: np.ndarray, sample: np.ndarray, rows: np.ndarray, unit: np.ndarray, alignment: int) -> np.ndarray:
     """The shortest rows that hold the largest item and, together, the largest sample."""
-    return _aligned(np.maximum(item, -(-sample // rows)), alignment)
+    return _aligned(np.maximum(item, -(-sample // rows)), unit, alignment)
 
 
 def _in_proportion(
-    need: np.ndarray, rows: np.ndarray, shortest: np.ndarray, used: np.ndarray, alignment: int
+    need: np.ndarray, rows: np.ndarray, shortest: np.ndarray, used: np.ndarray, unit: np.ndarray, alignment: int
 ) -> np.ndarray:
     """Aligned row lengths near need / rows: rounding each up on its own would leave the roomiest module unfilled."""
     best, least = shortest, np.inf
     for scale in 1 + np.linspace(0, _GIVE, 41)[:, None] * np.array([1, -1]):
         for s in scale:
-            length = np.maximum(_aligned(np.ceil(s * need / rows - 1e-9).astype(np.int64), alignment), shortest)
-            steps = (rows * length)[used] / need[used]  # how many steps' mean need each module holds
+            length = np.maximum(_aligned(np.ceil(s * need / rows - 1e-9).astype(np.int64), unit, alignment), shortest)
+            steps = (rows * (length // unit * unit))[used] / need[used]  # how many steps' mean need each module holds
             loss = 1 - steps.min() / steps.max() + abs(steps.min() - 1) / 2
             if loss < least - 1e-12:
                 best, least = length, loss

@@ -1,22 +1,57 @@
 """Grouping `pack`: steps whose rows are full in every module at once, all of one shape.
 
-A window of waiting samples slides over the shuffled order. A step takes its oldest samples first, so that it stays
-random and none waits long, then those that bring all modules closest to full together, then exchanges samples while
-that fills it further (`step_filling`). A module that has room to spare is filled to its share of the data only: else
-early steps would take what later ones need. A chunk is drained, so a step is found again by replaying its chunk alone.
+A chunk is packed microbatch by microbatch, from a queue in the order of the shuffle, in four moves. (1) Samples are
+chosen by their totals alone: the oldest first, then, of a short window, those that bring every module to its goal.
+(2) Their parts are laid in rows, longest first and with exchanges. (3) Samples of rows that stay too full go back.
+(4) What is still missing is added, or exchanged for, within bounds. Each move is near linear in the samples.
+
+All parts of a sample lie in one column where rows allow it: `columns` equal groups of rows of every module. Where the
+ranks divide the columns, a rank takes its columns, and nothing has to be placed or sent.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.balance.budgets import Budgets
-from mmjax.balance.parts import Parts
+from mmjax.balance.budgets import Budgets, units
+from mmjax.balance.lpt import longest_first, lpt, polish
+from mmjax.balance.node_deal import by_leading_encoder, deal_evenly, node_means
+from mmjax.balance.pack_kernels import (
+    Load,
+    Room,
+    Rows,
+    admit,
+    choose,
+    close,
+    eject,
+    fit_alone,
+    improve,
+    measure,
+    parts_in,
+    place,
+)
+from mmjax.balance.parts import LLM, Parts
+from mmjax.balance.place import to_rows
 from mmjax.balance.row_maximum import choose_maximum
-from mmjax.balance.step_filling import Load, Room, fill_steps, find_oversize
+from mmjax.balance.vector_lpt import balance, balance_nodes
+
+LONGEST_WAIT = 10  # steps
+_SOON = 2  # steps before it must, a sample goes before all others
+_LEAST_IN_COLUMN = 12  # samples, with which a column can be full in all modules
+_FEW = 512  # samples of a microbatch, below which a chunk that needed one step more is packed again, evenly
+_SO_FEW = 8  # microbatches of a chunk, below which the first try leaves nothing empty
+_MANY = 128  # microbatches of a chunk, above which all but its end are as full as can be
+_SPARE = 0.03  # what rows leave empty, times the root of the samples of a microbatch
+_SPARE_IN_COLUMNS = 0.2
+_TAIL = 8  # steps that are packed again where a chunk needs more of them
+_SURELY_MISSING = 0.8  # of the room for what is left over
+_EASE = 0.01, 0.04  # more than an even share is taken while there is a choice: the last step has none
+_BLOCK = 1024, 64  # about so many samples, of at most so many columns, are exchanged among themselves
+_BLOCKS_ALIKE = 0.002
+_ENCODER_WEIGHTS = 1.0, 0.5, 0.25, 0.1
+_CEILING = 0.9  # of a column's spare room, up to which columns may differ
 
 
 @dataclass(frozen=True)
@@ -25,7 +60,7 @@ class Packing:
 
     step: int32 `[n]`, -1 for samples that were not in the order given.
     row: int32 `[p]`, microbatch * rows of the part's module + row within the microbatch; -1 likewise.
-    waited: int32 `[n]`, steps between the one at which the sample entered the window and its own; -1 likewise.
+    waited: int32 `[n]`, steps between the one at which the sample joined the queue and its own; -1 likewise.
     """
 
     step: np.ndarray
@@ -40,30 +75,240 @@ def pack(
     budgets: Budgets,
     microbatches: int = 1,
     pool_steps: float = 4,
-    oldest_first: float = 0.6,
-    urgent_after: int = 8,
+    columns: int = 1,
+    longest_wait: int = LONGEST_WAIT,
 ) -> Packing:
-    """Pack the samples `order` into steps: each gets exactly one, and all its parts rows of one microbatch.
+    """Pack the samples `order` into steps: each gets exactly one, and all its parts rows of one column.
 
-    Deterministic. The last steps share what is left evenly.
-    pool_steps: the window holds this many steps' worth of waiting samples, in the module that has most of them.
-    oldest_first: the oldest samples that fit are taken until the rows of some module are this full.
-    urgent_after: samples that have waited this many steps go before all others and are not exchanged for others.
-    Raises ValueError for a sample that fits no step; `oversize` finds these beforehand.
+    Deterministic. No sample waits for more than `longest_wait` steps.
+    pool_steps: so many steps' worth of samples wait in the queue.
+    columns: a divisor of every module's rows; 1 lets the parts of a sample lie in any rows of its microbatch.
+    Raises ValueError for a sample that fits no column; `oversize` finds these beforehand.
     """
     order = np.asarray(order, np.int64)
-    chunk = parts.take(order)
-    if np.any(too_large := oversize(chunk, budgets)):
-        raise ValueError(f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty microbatch")
-    policy = _Policy(float(pool_steps), float(oldest_first), urgent_after)
-    cap = budgets.rows * budgets.length
-    packed = _steps(chunk, budgets, microbatches, cap, policy, np.full(len(order), -1, np.int64), 0)
-    packed = _share_tail(chunk, budgets, microbatches, packed, policy)
+    chunk = _Chunk.of(parts.take(order), budgets, microbatches, columns, pool_steps, longest_wait)
+    if np.any(too_large := ~fit_alone(chunk.load, chunk.rows)):
+        where = "microbatch" if columns == 1 else "column"
+        raise ValueError(f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty {where}")
+    chunk.pack()
 
+    of = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
+    at = chunk.microbatch[of] % microbatches * budgets.rows[chunk.load.module]
     step, waited = np.full(len(parts), -1, np.int32), np.full(len(parts), -1, np.int32)
     row = np.full(len(parts.module), -1, np.int32)
-    step[order], waited[order], row[parts.of_samples(order)] = packed.step, packed.waited, packed.row
-    return Packing(step, row, waited, packed.n_steps)
+    step[order] = chunk.microbatch // microbatches
+    waited[order] = step[order] - (chunk.latest // microbatches - longest_wait)
+    row[parts.of_samples(order)] = at + chunk.row - chunk.rows.start[chunk.load.module]
+    return Packing(step, row, waited, int(step.max(initial=-1)) + 1)
+
+
+def columns_for(parts: Parts, budgets: Budgets) -> int:
+    """Return how many columns the rows of a microbatch make for such samples; 1 where columns would stay too empty.
+
+    parts: those of all samples that fill more than a row of a module; the others fit every column.
+    """
+    columns = int(np.gcd.reduce(budgets.rows))
+    if columns == 1 or budgets.samples_per_step < _LEAST_IN_COLUMN * columns:
+        return 1
+    load, rows = _prepare(parts, budgets, columns)
+    return columns if fit_alone(load, rows).all() else 1
+
+
+def oversize(parts: Parts, budgets: Budgets) -> np.ndarray:
+    """Which samples do not fit the rows of one empty microbatch, bool `[n]`."""
+    return ~fit_alone(*_prepare(parts, budgets, 1))
+
+
+def _prepare(parts: Parts, budgets: Budgets, columns: int) -> tuple[Load, Rows]:
+    modules = len(budgets.rows)
+    total = parts.totals(modules)
+    usable = np.maximum(budgets.length // units(parts, modules) * units(parts, modules), 1)
+    rows = Rows(np.concatenate([[0], np.cumsum(budgets.rows)]), budgets.rows // columns, usable)
+    return Load(parts.sample_start, parts.module, parts.length, total, total / (budgets.rows * usable)), rows
+
+
+@dataclass
+class _Chunk:
+    """The samples of a chunk while they are packed. Samples are numbered in the order of the shuffle."""
+
+    load: Load
+    rows: Rows
+    unit: np.ndarray
+    microbatches: int  # of a step
+    columns: int
+    most: int  # samples that may wait
+    longest_wait: int  # steps
+    need: np.ndarray  # float64 [M], microbatches that all samples fill
+    queue: np.ndarray  # int64 [n]: whose first `waiting` are waiting, the oldest first
+    latest: np.ndarray  # int64 [n]: the last microbatch that a sample may wait for
+    microbatch: np.ndarray  # int64 [n]: of each that has one
+    row: np.ndarray  # int64 [p]
+    turn: np.ndarray  # int64 [p]: rows of the queue's head, if nothing better is found
+    inside: np.ndarray  # bool [n]: of the microbatch that is being filled
+    used: np.ndarray  # float64 [M], microbatches filled so far
+    waiting: int = 0
+    following: int = 0  # the first that has not joined the queue
+    now: int = 0  # microbatch
+
+    @classmethod
+    def of(
+        cls, parts: Parts, budgets: Budgets, microbatches: int, columns: int, pool_steps: float, longest_wait: int
+    ) -> _Chunk:
+        load, rows = _prepare(parts, budgets, columns)
+        n, p, need = len(parts), len(parts.module), load.share.sum(0)
+        most = int(min(pool_steps * microbatches * n / max(need.max(initial=0), 1e-9), n)) + 1
+        whole = lambda size, value=-1: np.full(size, value, np.int64)  # noqa: E731
+        state = whole(n), whole(n), whole(n), whole(p), whole(p), np.zeros(n, bool), np.zeros(len(need))
+        unit = units(parts, len(need))
+        return cls(load, rows, unit, microbatches, columns, most, longest_wait, need, *state)
+
+    @property
+    def per_microbatch(self) -> float:
+        """Samples that fill a microbatch."""
+        return len(self.inside) / max(float(self.need.max()), 1e-9)
+
+    def pack(self) -> None:
+        """Pack everything into as few steps as can be, all about equally full."""
+        if len(self.inside) == 0:
+            return
+        columns = self.columns > 1 and self.per_microbatch >= _FEW
+        spare = (_SPARE_IN_COLUMNS if columns else _SPARE) / self.per_microbatch**0.5
+        need = float(self.need.max())
+        many = need > _MANY
+        if many or need < _SO_FEW:
+            spare = 0.0
+        end = self._whole_steps(need / (1 - min(spare, 0.5)))
+        from_start = self.per_microbatch < _FEW and not many
+        while True:
+            start = self._saved()
+            self._fill_until(end, 0 if from_start else end - _TAIL * self.microbatches)
+            start = start if from_start else self._saved()
+            for ease in _EASE:
+                self._restore(start)
+                self._fill_until(end, end, ease)
+                if not self._left():
+                    return
+            if self.now > 4 * end:
+                raise AssertionError("samples that fit a microbatch alone are left over")
+            left = float((self.need - self.used).max())
+            self._restore(start)
+            end += max(self.microbatches, self._whole_steps(_SURELY_MISSING * left - self.microbatches))
+
+    def _left(self) -> bool:
+        return self.waiting > 0 or self.following < len(self.inside)
+
+    def _whole_steps(self, microbatches: float) -> int:
+        return int(-(-np.ceil(microbatches - 1e-9) // self.microbatches) * self.microbatches)
+
+    def _fill_until(self, end: int, until: int, ease: float = 0.0) -> None:
+        """Fill microbatches up to `until`, of `end` that share what is left evenly."""
+        while self.now < until and self._left():
+            even = np.maximum(self.need - self.used, 0) / (end - self.now)
+            self._fill(np.minimum(even * (1 + ease), 1.0), last=end - self.now == 1)
+
+    def _saved(self) -> tuple:
+        arrays = self.queue, self.latest, self.microbatch, self.row, self.used
+        return tuple(array.copy() for array in arrays), (self.waiting, self.following, self.now)
+
+    def _restore(self, saved: tuple) -> None:
+        self.queue, self.latest, self.microbatch, self.row, self.used = (array.copy() for array in saved[0])
+        self.waiting, self.following, self.now = saved[1]
+
+    def _fill(self, goal: np.ndarray, last: bool) -> None:
+        """Fill one microbatch to about `goal` `[M]`, shares of it; the last takes whatever it can."""
+        n, step = len(self.inside), self.now // self.microbatches
+        deadline = (step + self.longest_wait + 1) * self.microbatches - 1
+        most = n if last else self.most
+        self.waiting, self.following, head = admit(
+            self.load, self.rows, self.columns, self.queue, self.waiting, self.following, most, self.now,
+            self.latest, deadline, self.turn,
+        )  # fmt: skip
+        queue = self.queue[: self.waiting]
+        room = Room(
+            np.zeros(self.rows.start[-1], np.int64),
+            np.zeros((self.columns, len(goal)), np.int64),
+            np.ones(len(goal)),
+            goal.copy(),
+            self.row,
+            self.inside,
+        )
+        since = self.latest[queue] // self.microbatches - self.longest_wait
+        old = int(np.searchsorted(since, step - self.longest_wait + _SOON, side="right"))
+        oldest_first = 1 - min(0.8, 4.5 / self.per_microbatch**0.5)
+        chosen = choose(queue, head, old, self.load, room, oldest_first, last)
+        if not self._lay_out(chosen, room) and not eject(chosen, head, self.load, self.rows, room):
+            self._take_head(chosen, head, room, goal)
+        if not last:
+            improve(queue, head, old, self.load, self.rows, room)
+        self.waiting = close(queue, self.now, self.load, room, self.microbatch, self.used)
+        self.now += 1
+
+    def _take_head(self, chosen: np.ndarray, head: int, room: Room, goal: np.ndarray) -> None:
+        """Put the head of the queue in the rows that next-fit has found, then what else was chosen where it fits."""
+        room.slack[:], room.aim[:], room.inside[chosen] = 1, goal, False
+        part, _ = parts_in(chosen[:head], self.load, -1)
+        room.row[part] = self.turn[part]
+        room.inside[chosen[:head]] = True
+        for amount in (room.slack, room.aim):
+            amount -= self.load.share[chosen[:head]].sum(0)
+        measure(chosen[:head], self.load, self.rows, room)
+        for sample in chosen[head:]:
+            place(sample, self.load, self.rows, room)
+
+    def _lay_out(self, chosen: np.ndarray, room: Room) -> bool:
+        """Lay the parts of these samples in rows as evenly as exchanges make it; whether no row is too full."""
+        if self.columns > 1:
+            self._lay_out_columns(chosen, room)
+        else:
+            for k, length in enumerate(self.rows.length):
+                part, _ = parts_in(chosen, self.load, k)
+                size = self.load.length[part]
+                order = longest_first(size)
+                row, full = np.zeros(len(part), np.int32), np.zeros(self.rows.each[k], np.int64)
+                lpt(size, order, row, full)
+                if full.max() > length:
+                    polish(size, order, row, full, length)
+                room.row[part] = self.rows.start[k] + row
+        return measure(chosen, self.load, self.rows, room)
+
+    def _lay_out_columns(self, chosen: np.ndarray, room: Room) -> None:
+        """Samples to blocks of columns, then to columns, by all modules at once; longest first to the rows of each."""
+        cost, most = self.load.total[chosen].astype(np.float64), self.rows.length * self.rows.each
+        block = int(np.clip(_BLOCK[0] * self.columns // max(len(chosen), 1), 8, _BLOCK[1]))
+        begin = np.arange(0, self.columns, block)
+        size = np.diff(begin, append=self.columns)
+        node = deal_evenly(cost, size, _BLOCKS_ALIKE)
+        mean = node_means(cost, node, size)
+        order = by_leading_encoder(cost, node, mean)
+        start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
+        # Up to somewhat below what a column holds: the mean cannot always be reached, nor need it.
+        spare = ((1 - _CEILING) * np.maximum(most - mean, 0)).astype(np.int64) // self.unit * self.unit
+        ceiling = np.maximum((most - spare) / mean, 1.0)
+        column = np.zeros(len(chosen), np.int32)
+        reached = balance_nodes(cost, order, start, size, mean, ceiling, 0.0, column)
+        for b in np.flatnonzero(~reached):
+            of = order[start[b] : start[b + 1]]
+            column[of] = self._less_even(cost[of] / mean[b], int(size[b]), ceiling[b], most / mean[b])
+        part, owner = parts_in(chosen, self.load, -1)
+        module = self.load.module[part]
+        row = group = (column + begin[node])[owner]
+        if self.rows.each.max() > 1:
+            row, _ = to_rows(module, self.load.length[part], group, self.rows.each)
+        room.row[part] = self.rows.start[module] + row
+
+    def _less_even(self, relative: np.ndarray, columns: int, ceiling: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """The column of each sample where encoders may be less equal: a long text leaves them no room."""
+        cost, every, least = np.ascontiguousarray(relative.T), np.arange(len(relative)), np.inf
+        weight = np.ones(len(cost))
+        for encoders in _ENCODER_WEIGHTS:
+            weight[LLM + 1 :] = encoders
+            at, load = balance(cost, every, np.ones(columns), weight, ceiling, ceiling)
+            excess = float(np.maximum(load - np.maximum(most, 1.0)[:, None], 0).sum())
+            if excess < least:
+                least, column = excess, at
+            if excess == 0:
+                break
+        return column
 
 
 def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_rows: float = 120) -> np.ndarray:
@@ -71,7 +316,7 @@ def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_
 
     The same as `pack` with one row of each module in a step: OmniBal's groups. Rows are numbered as they were filled;
     -1 for samples that are not in `order`. lengths: int `[n, D]`, the first column at least 1 (tokens of the LLM).
-    pool_rows: the window of waiting samples; about 600 of them find partners that fit to 1%.
+    pool_rows: the queue of waiting samples; about 600 of them find partners that fit to 1%.
     Raises ValueError for a sample above the maximum.
     """
     lengths, maximum = np.asarray(lengths, np.int64), np.asarray(maximum, np.int64)
@@ -79,7 +324,7 @@ def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_
     start = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=len(lengths)))]).astype(np.int64)
     parts = Parts(start, module.astype(np.int32), lengths[sample, module])
     budgets = Budgets(np.ones_like(maximum), maximum, 0.0)
-    return pack(parts, order, budgets, pool_steps=pool_rows, oldest_first=0.9, urgent_after=int(2 * pool_rows)).step
+    return pack(parts, order, budgets, pool_steps=pool_rows, longest_wait=int(3 * pool_rows)).step
 
 
 def choose_row_maximum(
@@ -91,67 +336,3 @@ def choose_row_maximum(
         return float(pack_rows(trial, maximum, np.arange(len(trial)), pool_rows=40).max() + 1)
 
     return choose_maximum(lengths, samples_per_row, rows_needed, given=given)
-
-
-def oversize(parts: Parts, budgets: Budgets) -> np.ndarray:
-    """Which samples do not fit the rows of one empty microbatch, bool `[n]`."""
-    return find_oversize(*_prepare(parts, budgets, 1, budgets.rows * budgets.length))
-
-
-def _share_tail(chunk: Parts, budgets: Budgets, microbatches: int, packed: Packing, policy: _Policy) -> Packing:
-    """Repack the steps after the last sample has entered into as few as possible, equally full.
-
-    Otherwise the last update of a chunk may rest on a single sample.
-    """
-    if len(chunk) == 0:
-        return packed
-    entered = packed.step - packed.waited
-    first = int(entered.max())
-    tail = np.flatnonzero(packed.step >= first)
-    rest = chunk.take(tail)
-    totals = rest.totals(len(budgets.rows))
-    capacity = budgets.rows * budgets.length
-    in_steps = totals.sum(0) / (capacity * microbatches)
-    anything = _Policy(float("inf"), 0.0, policy.urgent_after)
-    for steps in range(max(1, int(np.ceil(in_steps.max()))), packed.n_steps - first + 1):
-        for allowance in (0.02, 0.05, 0.1, 0.2, 0.4):
-            even = np.ceil(in_steps / steps * capacity * (1 + allowance)).astype(np.int64) + 1  # never 0
-            cap = np.minimum(capacity, np.maximum(even, totals.max(0)))
-            again = _steps(rest, budgets, microbatches, cap, anything, entered[tail].astype(np.int64), first)
-            if again.n_steps <= first + steps:
-                step, row, waited = packed.step.copy(), packed.row.copy(), packed.waited.copy()
-                step[tail], waited[tail], row[chunk.of_samples(tail)] = again.step, again.waited, again.row
-                return Packing(step, row, waited, again.n_steps)
-    return packed
-
-
-class _Policy(NamedTuple):
-    pool_steps: float
-    oldest_first: float
-    urgent_after: int
-
-
-def _prepare(parts: Parts, budgets: Budgets, microbatches: int, cap: np.ndarray) -> tuple[Load, Room]:
-    totals = parts.totals(len(cap))
-    load = Load(parts.sample_start, parts.module, parts.length, parts.by_size(), totals, totals / cap)
-    row_start = np.concatenate([[0], np.cumsum(budgets.rows)])
-    left = np.zeros((microbatches, row_start[-1]), np.int64)
-    free = np.zeros((microbatches, len(cap)), np.int64)
-    slack, aim = np.zeros(len(cap)), np.zeros(len(cap))
-    row, microbatch = np.full(len(parts.module), -1), np.full(len(parts), -1)
-    refused = np.zeros(len(parts), np.bool_)
-    return load, Room(row_start, budgets.length, cap, left, free, slack, aim, row, microbatch, refused)
-
-
-def _steps(
-    parts: Parts, budgets: Budgets, microbatches: int, cap: np.ndarray, policy: _Policy, entered: np.ndarray, first: int
-) -> Packing:
-    """Pack all samples, oldest first in line, into steps from `first` on, at most `cap` `[M]` in a microbatch.
-
-    entered: the step at which each sample entered the window, -1 where it still has to.
-    """
-    load, room = _prepare(parts, budgets, microbatches, cap)
-    step, entered = np.full(len(parts), -1, np.int32), entered.copy()
-    end = fill_steps(load, room, policy.pool_steps, policy.oldest_first, policy.urgent_after, first, entered, step)
-    row = room.microbatch[parts.sample()] * budgets.rows[parts.module] + room.place - room.row_start[parts.module]
-    return Packing(step, row.astype(np.int32), (step - entered).astype(np.int32), end)

@@ -74,8 +74,11 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
 def stream_of(
     batch: BatchConfig, samples_per_step: float, pools: Sequence[Pool], weights: Sequence[float], seed: int
 ) -> Stream:
-    """Make the stream of a run, whose chunks have about `chunk_steps` steps."""
-    size = max(1, round(batch.grouping.chunk_steps * samples_per_step))
+    """Make the stream of a run, whose chunks have about `chunk_steps` steps; `pack` has fewer where steps are large."""
+    steps = batch.grouping.chunk_steps
+    if isinstance(batch.grouping, PackGrouping):
+        steps = min(steps, max(2, round(128 * (128 / samples_per_step) ** 0.5)))
+    size = max(1, round(steps * samples_per_step))
     multiple = round(samples_per_step) if isinstance(batch.grouping, NoGrouping) else 1
     return Stream(pools, weights, size, seed, multiple)
 

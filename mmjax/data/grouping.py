@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.balance.pack import oversize, pack
+from mmjax.balance.pack import columns_for, oversize, pack
 from mmjax.balance.parts import Parts
 from mmjax.balance.place import split
 from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping
@@ -60,7 +60,9 @@ class StepGrouper:
     epochs_before: float = 0.0  # that were done before it
 
     def __post_init__(self) -> None:
-        self.oversize = _oversize(self.index, self.batch, self.budget)
+        wide = np.flatnonzero(np.any(self.index.totals > np.array(self.budget.lengths), axis=1))
+        self.oversize = _oversize(self.index, wide, self.batch, self.budget)
+        self.columns = _columns(self.index, np.setdiff1d(wide, self.oversize), self.batch, self.budget)
         self.pools: list[Pool] = pools_of(self.index, self.weights, self.oversize, self.due)
         self._stream = stream_of(self.batch, self.budget.samples_per_step, self.pools, self.weights, self.seed)
         self._chunk = lru_cache(maxsize=2)(self._group_chunk)
@@ -172,7 +174,8 @@ class StepGrouper:
 
     def _packed(self, order: np.ndarray, pool_steps: int) -> _Chunk:
         parts = self.index.parts(order)
-        packing = pack(parts, np.arange(len(order)), self.budget.room(), self.batch.microbatches, pool_steps)
+        count, columns = self.batch.microbatches, self.columns
+        packing = pack(parts, np.arange(len(order)), self.budget.room(), count, pool_steps, columns)
         return _chunk_of(order, parts, packing.step, packing.row)
 
     def _isf(self, order: np.ndarray, iterations: int, rng: np.random.Generator) -> _Chunk:
@@ -187,13 +190,19 @@ class StepGrouper:
         return _chunk_of(order, parts, step, np.repeat(position - first[step], np.diff(parts.sample_start)))
 
 
-def _oversize(index: LengthIndex, batch: BatchConfig, budget: Budget) -> np.ndarray:
-    """Ids of the samples that fit no budget, int64, sorted."""
-    wide = np.flatnonzero(np.any(index.totals > np.array(budget.lengths), axis=1))
+def _oversize(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: Budget) -> np.ndarray:
+    """Ids of the samples that fit no budget, int64, sorted. wide: those that fill more than a row of a module."""
     too_wide = wide
     if not isinstance(batch.grouping, IsfGrouping):  # whose groups fill one row of each module
         too_wide = wide[oversize(index.parts(wide), budget.room())]
     return np.union1d(np.flatnonzero(index.llm_tokens > budget.longest), too_wide)
+
+
+def _columns(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: Budget) -> int:
+    """How many columns the budget's rows make: equal groups of rows, in one of which all parts of a sample lie."""
+    if not isinstance(batch.grouping, PackGrouping):
+        return 1
+    return columns_for(index.parts(wide), budget.room())
 
 
 def _chunk_of(samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray) -> _Chunk:

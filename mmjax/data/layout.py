@@ -65,7 +65,16 @@ def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Pla
     """What places the grouper's microbatches by this layout."""
     flops = relative_cost(config.model, frozen=frozen_modules(config.model))
     price = _price(grouper, flops, layout)
-    return Placer(grouper.index, config.batch.balance, layout.topology, layout.rows, flops, price, layout.shapes)
+    return Placer(
+        grouper.index,
+        config.batch.balance,
+        layout.topology,
+        layout.rows,
+        flops,
+        price,
+        layout.shapes,
+        grouper.columns,
+    )
 
 
 def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.ndarray:
@@ -88,7 +97,7 @@ def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], mos
     """For the microbatches of the first steps, placed by each of these; all of them fit the last one."""
     budget, placer, fixed = grouper.budget, placers[0], not isinstance(config.batch.grouping, NoGrouping)
     modules, lengths = len(placer.rows), np.array(budget.lengths)
-    if fixed and placer.topology.ranks == 1:
+    if (fixed and placer.topology.ranks == 1) or placer.in_columns:
         return (Shape(budget.lengths, (0,) * (modules - 1)),)
     filled = np.array(placer.rows) * placer.topology.ranks == budget.rows
     least = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter

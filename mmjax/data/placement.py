@@ -121,6 +121,13 @@ class Placer:
     flops: np.ndarray
     price: np.ndarray
     shapes: tuple[Shape, ...] = ()
+    columns: int = 1  # of the rows of grouping: all parts of a sample lie in one
+
+    @property
+    def in_columns(self) -> bool:
+        """Whether every rank takes whole columns of the rows that grouping has filled: nothing is placed or sent."""
+        whole = self.columns > 1 and self.columns % self.topology.ranks == 0
+        return whole and self.topology.encoders_per_rank == 1
 
     def place(self, group: Group) -> list[MicrobatchPlan]:
         """Where the group's parts lie. Where it fits no shape, it becomes several microbatches."""
@@ -171,7 +178,8 @@ class Placer:
     def _balanced(self, asked: _Asked, widths: Sequence[Sequence[int]]) -> list[Placed]:
         ranks, peers = self.topology.ranks, self.topology.peers
         in_order = self._sample_ranks(asked)
-        if ranks == 1 or len(asked.parts) == 0 or isinstance(self.balance, NoBalance):
+        columns = self.in_columns and asked.row is not None
+        if ranks == 1 or len(asked.parts) == 0 or isinstance(self.balance, NoBalance) or columns:
             return [self._in_order(asked, in_order)]
         costs = self._costs(asked)
         if isinstance(self.balance, LlmBalance):

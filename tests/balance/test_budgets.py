@@ -31,7 +31,7 @@ def test_rows_hold_the_largest_item_and_sample(microbatches):
 def test_a_long_item_means_fewer_rows_of_the_same_positions():
     parts = parts_of([[(0, 100), (1, 10)]] * 99 + [[(0, 100), (1, 70)]])
     budgets = fit_budgets(parts, 24, (6, 8), names=("llm", "vision"))
-    assert budgets.length[1] == 88
+    assert budgets.length[1] == 96  # 88 hold the same eight items of 10 as 80
     assert budgets.rows.tolist() == [6, 3]  # 24 x 10.6 x 1.02 positions in three rows of 88
     assert budgets.notes == ("vision: 3 rows instead of 8, since a row must hold 70",)
 
@@ -41,7 +41,7 @@ def test_an_item_beyond_the_whole_budget_raises_the_samples_per_step():
     budgets = fit_budgets(parts, 24, (8, 2), names=("llm", "vision"))
     assert budgets.rows[1] == 1
     assert budgets.length[1] >= 700
-    assert 40 < budgets.samples_per_step < 43  # 700 / (16.9 x 1.02)
+    assert 39 < budgets.samples_per_step < 43  # 700 / (16.9 x 1.02), less what is no whole text of 100
     assert "one sample takes up to 700 positions of vision" in budgets.notes[-1]
     lasts = (budgets.rows * budgets.length) / parts.totals(2).mean(0)
     assert lasts.min() / lasts.max() > 0.95

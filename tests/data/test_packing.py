@@ -148,7 +148,7 @@ def test_slots_lead_every_item_token_to_its_patches_or_frames(tmp_path):
             expected = [(s, n) for s in plan.samples for n, (e, _) in enumerate(source.facts(s).items) if e == encoder]
             together = sum(len(set(row[row >= 0])) for row in got.item)
             assert together == len(expected), "two items of a row have one number, or one is missing"
-    assert items > 100
+    assert items > 90
 
 
 def test_a_microbatch_without_samples_is_all_padding(tmp_path):

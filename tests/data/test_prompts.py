@@ -99,7 +99,7 @@ def test_a_prompt_is_packed_as_its_sample_is_in_training_up_to_the_answer():
 
 
 class Pictures:
-    """Questions about so many images of 16 x 16 pixels each, followed by two words, or by none where asked for."""
+    """Questions about one image of 16 x 16 pixels or several of 24 x 16, then two words, or none where asked for."""
 
     def __init__(self, *images: int, words: bool = True) -> None:
         self.images, self.words = images, words
@@ -111,7 +111,7 @@ class Pictures:
         return "pictures"
 
     def facts(self, index: int) -> Facts:
-        return Facts(2, (("vision", (16, 16)),) * self.images[index])
+        return Facts(2, (("vision", (24 if self.images[index] > 1 else 16, 16)),) * self.images[index])
 
     def question(self, index: int) -> Question:
         items = [Item("vision", n) for n in range(self.images[index])]
@@ -122,7 +122,7 @@ class Pictures:
         return self.question(index).prompt
 
     def item(self, index: int, number: int) -> np.ndarray:
-        return image(np.random.default_rng(number), 16, 16)
+        return image(np.random.default_rng(number), 24 if self.images[index] > 1 else 16, 16)
 
 
 def test_a_prompt_that_ends_with_an_item_is_refused():

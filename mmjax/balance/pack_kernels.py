@@ -1,0 +1,440 @@
+"""Fill one microbatch from a queue of waiting samples: the inner loops of grouping `pack`.
+
+All of it is in one file: Numba's cache of a function does not see that a callee in another file has changed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+_WINDOW = 256  # waiting samples that are compared for one place
+_CANDIDATES = 512  # waiting samples that exchanges may use
+_MOVABLE = 160  # samples of the microbatch that may be exchanged
+_TRIALS = 24  # waiting samples, best first, that rows are sought for in the place of one
+_ROUNDS = 2
+_CLOSE = 1e-4  # squared distance from the goal, in microbatches, below which nothing is exchanged
+_ROUNDING = 1e-12
+
+
+class Load(NamedTuple):
+    """What the samples of a chunk need: `Parts`, and what that makes in each module."""
+
+    start: np.ndarray  # [n + 1]
+    module: np.ndarray  # [p]
+    length: np.ndarray  # [p]
+    total: np.ndarray  # [n, M] positions
+    share: np.ndarray  # [n, M] of a microbatch's capacity
+
+
+class Rows(NamedTuple):
+    """The rows of a microbatch, those of all modules numbered in one go. A column has `each` rows of every module."""
+
+    start: np.ndarray  # [M + 1]
+    each: np.ndarray  # [M]
+    length: np.ndarray  # [M] positions
+
+
+class Room(NamedTuple):
+    """What is free in the microbatch that is being filled, and what is in it."""
+
+    left: np.ndarray  # [rows] positions
+    free: np.ndarray  # [columns, M] positions
+    slack: np.ndarray  # [M] as shares of the microbatch
+    aim: np.ndarray  # [M] the same up to the goal, below 0 beyond it
+    row: np.ndarray  # [p]
+    inside: np.ndarray  # bool [n]
+
+
+@njit(cache=True)
+def admit(load, rows, columns, queue, waiting, following, most, now, latest, last, turn):
+    """Let samples into the queue while all of it could be packed in time; how many wait then, and the head's length.
+
+    Next-fit lays the queue out, in order: sample i would come in the v-th microbatch from now. Next-fit is monotone:
+    whatever is taken out, nobody comes later. So nobody waits for longer than allowed as long as now + v is at most
+    its `latest` [n] microbatch, and the microbatch at whose head somebody has no time to spare takes its head as laid
+    out here. That head is returned; 0 where everybody has time.
+
+    last: the latest microbatch of those who enter now. most: samples that may wait. Writes queue, latest and, for the
+    head, its rows to turn [p].
+    """
+    modules = len(rows.each)
+    row, left = np.zeros(modules, np.int64), rows.length.copy()
+    row_before, left_before = row.copy(), left.copy()
+    column, turns, head, urgent, i = 0, 0, -1, False, 0
+    empty = True  # the column
+    n = len(latest)
+    while i < waiting or (following < n and waiting < most):
+        s = queue[i] if i < waiting else following
+        row_before[:], left_before[:] = row, left
+        fits = _next_fit(s, load, rows, column, row, left, turn, turns == 0)
+        if not fits:
+            if not empty:
+                column += 1
+                if column == columns:
+                    column, turns = 0, turns + 1
+                    if head < 0:
+                        head = i
+                row[:], left[:] = 0, rows.length
+                fits = _next_fit(s, load, rows, column, row, left, turn, turns == 0)
+            if not fits:  # alone in its column, in rows that `fits_alone` has found
+                _alone(s, load, rows, column, turn, turns == 0)
+                left[:] = -1
+                row[:] = rows.each
+        empty = False
+        if i >= waiting:
+            if now + turns > last:
+                break
+            latest[s] = last
+            queue[waiting] = s
+            waiting += 1
+            following += 1
+        urgent |= now + turns >= latest[s]
+        i += 1
+    if not urgent:
+        head = 0
+    elif head < 0:
+        head = waiting
+    return waiting, following, min(head, waiting)
+
+
+@njit(cache=True)
+def _next_fit(s, load, rows, column, row, left, turn, write):
+    """Put the parts of a sample behind those before it in the rows of a column; whether they fit."""
+    before_row, before_left = row.copy(), left.copy()
+    for j in range(load.start[s], load.start[s + 1]):
+        k, length = load.module[j], load.length[j]
+        if left[k] < length:
+            if row[k] + 1 >= rows.each[k] or rows.length[k] < length:
+                row[:], left[:] = before_row, before_left
+                return False
+            row[k] += 1
+            left[k] = rows.length[k]
+        left[k] -= length
+        if write:
+            turn[j] = rows.start[k] + column * rows.each[k] + row[k]
+    return True
+
+
+@njit(cache=True)
+def _alone(s, load, rows, column, turn, write):
+    """Put the parts of a sample in an empty column, longest first, each in the fullest row that holds it: bool."""
+    begin, end = load.start[s], load.start[s + 1]
+    order = np.argsort(-load.length[begin:end], kind="mergesort")
+    left = np.zeros((len(rows.each), rows.each.max()), np.int64)
+    for k in range(len(rows.each)):
+        left[k, : rows.each[k]] = rows.length[k]
+    for i in order:
+        j = begin + i
+        k, best = load.module[j], -1
+        for r in range(rows.each[k]):
+            if left[k, r] >= load.length[j] and (best < 0 or left[k, r] < left[k, best]):
+                best = r
+        if best < 0:
+            return False
+        left[k, best] -= load.length[j]
+        if write:
+            turn[j] = rows.start[k] + column * rows.each[k] + best
+    return True
+
+
+@njit(cache=True)
+def fit_alone(load, rows):
+    """Whether each sample fits an empty column: bool [n]."""
+    fits = np.zeros(len(load.total), np.bool_)
+    nowhere = np.zeros(0, np.int64)
+    for s in range(len(fits)):
+        fits[s] = _alone(s, load, rows, 0, nowhere, False)
+    return fits
+
+
+@njit(cache=True)
+def choose(queue, head, old, load, room, share, everything):
+    """Choose samples by their totals alone, and mark them as inside: their ids in the order chosen.
+
+    First the `head` of the queue, then the oldest, of which the first `old` may go beyond the goal, until a module has
+    `share` of its goal; then, of a window of waiting samples, always the one that brings the use nearest to the goal.
+    """
+    n, modules = len(queue), len(room.aim)
+    chosen, count, i = np.empty(n, np.int64), 0, 0
+    goal = np.maximum(room.aim, 1e-30)
+    while i < n:
+        s = queue[i]
+        if i >= head and not everything:
+            fits = True
+            for k in range(modules):
+                fits &= load.share[s, k] <= (room.slack[k] if i < old else room.aim[k]) + _ROUNDING
+            if i >= old and 1 - np.min(room.aim / goal) >= share:
+                break
+        else:
+            fits = True
+        i += 1
+        if fits:
+            _count(s, load, room, 1)
+            chosen[count] = s
+            count += 1
+    window, size, at = np.empty(_WINDOW, np.int64), 0, 0
+    while not everything:
+        while size < _WINDOW and at < n:
+            if not room.inside[queue[at]]:
+                window[size] = queue[at]
+                size += 1
+            at += 1
+        best, most = -1, 0.0
+        for j in range(size):
+            gain = _gain(window[j], load, room)
+            if gain > most:
+                best, most = j, gain
+        if best < 0:
+            break
+        _count(window[best], load, room, 1)
+        chosen[count] = window[best]
+        count += 1
+        size -= 1
+        window[best] = window[size]
+    return chosen[:count]
+
+
+@njit(cache=True)
+def _gain(s, load, room):
+    """By how much a sample brings the squared distance from the goal down; negative where it does not fit."""
+    gain = 0.0
+    for k in range(len(room.aim)):
+        x = load.share[s, k]
+        if x > room.slack[k] + _ROUNDING:
+            return -1.0
+        gain += x * (2 * room.aim[k] - x)
+    return gain
+
+
+@njit(cache=True)
+def _count(s, load, room, sign):
+    """Enter a sample's totals, or take them out."""
+    for k in range(len(room.aim)):
+        room.slack[k] -= sign * load.share[s, k]
+        room.aim[k] -= sign * load.share[s, k]
+    room.inside[s] = sign > 0
+
+
+@njit(cache=True)
+def parts_in(samples, load, module):
+    """The parts of these samples in a module, or in all (-1), and whose they are: int64 [q], indices into samples."""
+    most = 0
+    for s in samples:
+        most += load.start[s + 1] - load.start[s]
+    part, owner, count = np.empty(most, np.int64), np.empty(most, np.int64), 0
+    for i in range(len(samples)):
+        for j in range(load.start[samples[i]], load.start[samples[i] + 1]):
+            if module < 0 or load.module[j] == module:
+                part[count], owner[count] = j, i
+                count += 1
+    return part[:count], owner[:count]
+
+
+@njit(cache=True)
+def measure(chosen, load, rows, room):
+    """Count what is left of rows and columns after these samples; whether no row is too full."""
+    modules, columns = len(rows.each), len(room.free)
+    for k in range(modules):
+        room.left[rows.start[k] : rows.start[k + 1]] = rows.length[k]
+        room.free[:, k] = rows.length[k] * rows.each[k]
+    for s in chosen:
+        for j in range(load.start[s], load.start[s + 1]):
+            room.left[room.row[j]] -= load.length[j]
+    fits = True
+    for k in range(modules):
+        for c in range(columns):
+            free = 0
+            for r in range(rows.start[k] + c * rows.each[k], rows.start[k] + (c + 1) * rows.each[k]):
+                free += room.left[r]
+                fits &= room.left[r] >= 0
+            room.free[c, k] = free
+    return fits
+
+
+@njit(cache=True)
+def eject(chosen, head, load, rows, room):
+    """Take samples out until no row is too full, none of the first `head`; whether that was enough.
+
+    Of a row that is too full goes the sample with the shortest part that is enough, else with the longest.
+    """
+    n_rows = len(room.left)
+    begin = np.zeros(n_rows + 1, np.int64)
+    for s in chosen:
+        for j in range(load.start[s], load.start[s + 1]):
+            begin[room.row[j] + 1] += 1
+    begin = np.cumsum(begin)
+    part, owner, free = np.empty(begin[n_rows], np.int64), np.empty(begin[n_rows], np.int64), begin.copy()
+    for i in range(len(chosen)):
+        for j in range(load.start[chosen[i]], load.start[chosen[i] + 1]):
+            r = room.row[j]
+            part[free[r]], owner[free[r]] = j, i
+            free[r] += 1
+    for r in range(n_rows):
+        while room.left[r] < 0:
+            best = -1
+            for x in range(begin[r], begin[r + 1]):
+                if owner[x] < head or not room.inside[chosen[owner[x]]]:
+                    continue
+                length, enough = load.length[part[x]], load.length[part[x]] >= -room.left[r]
+                if best >= 0:
+                    best_length = load.length[part[best]]
+                    best_enough = best_length >= -room.left[r]
+                    if best_enough and (not enough or length >= best_length):
+                        continue
+                    if not best_enough and not enough and length <= best_length:
+                        continue
+                best = x
+            if best < 0:
+                return False
+            remove(chosen[owner[best]], load, rows, room)
+    return True
+
+
+@njit(cache=True)
+def remove(s, load, rows, room):
+    """Take a sample out; its parts' `row` still says where they were."""
+    c = (room.row[load.start[s]] - rows.start[0]) // rows.each[0]
+    for k in range(len(rows.each)):
+        room.free[c, k] += load.total[s, k]
+    for j in range(load.start[s], load.start[s + 1]):
+        room.left[room.row[j]] += load.length[j]
+    _count(s, load, room, -1)
+
+
+@njit(cache=True)
+def put(s, load, rows, room):
+    """Put a sample in the rows that its parts have: undo `remove`."""
+    c = (room.row[load.start[s]] - rows.start[0]) // rows.each[0]
+    for k in range(len(rows.each)):
+        room.free[c, k] -= load.total[s, k]
+    for j in range(load.start[s], load.start[s + 1]):
+        room.left[room.row[j]] -= load.length[j]
+    _count(s, load, room, 1)
+
+
+@njit(cache=True)
+def place(s, load, rows, room):
+    """Put a sample in the fullest column that holds it, each part in the fullest row that does; whether one does."""
+    best, least = -1, np.inf
+    for c in range(len(room.free)):
+        left = 0.0
+        for k in range(len(rows.each)):
+            if room.free[c, k] < load.total[s, k]:
+                left = np.inf
+                break
+            if load.total[s, k] > 0:
+                left += room.free[c, k] / load.total[s, k]
+        if left < least:
+            best, least = c, left
+    if best < 0:
+        return False
+    begin, end = load.start[s], load.start[s + 1]
+    for j in range(begin, end):
+        k, chosen = load.module[j], -1
+        for r in range(rows.start[k] + best * rows.each[k], rows.start[k] + (best + 1) * rows.each[k]):
+            if room.left[r] >= load.length[j] and (chosen < 0 or room.left[r] < room.left[chosen]):
+                chosen = r
+        if chosen < 0:
+            for i in range(begin, j):
+                room.left[room.row[i]] += load.length[i]
+            return False
+        room.left[chosen] -= load.length[j]
+        room.row[j] = chosen
+    for k in range(len(rows.each)):
+        room.free[best, k] -= load.total[s, k]
+    _count(s, load, room, 1)
+    return True
+
+
+@njit(cache=True)
+def improve(queue, head, old, load, rows, room):
+    """Add waiting samples, and exchange others but the `old` for them, while that brings use nearer to the goal."""
+    waiting, w = np.empty(_CANDIDATES, np.int64), 0
+    for s in queue:
+        if w == _CANDIDATES:
+            break
+        if not room.inside[s]:
+            waiting[w] = s
+            w += 1
+    waiting = waiting[:w]
+    _fill_up(waiting, load, rows, room)
+    movable, m = np.empty(_MOVABLE, np.int64), 0
+    for i in range(len(queue) - 1, max(head, old) - 1, -1):
+        if m == _MOVABLE:
+            break
+        if room.inside[queue[i]]:
+            movable[m] = queue[i]
+            m += 1
+    gain = np.empty(w)
+    for _ in range(_ROUNDS):
+        changed = False
+        for i in range(m):
+            if np.sum(room.aim**2) <= _CLOSE:
+                return
+            changed |= _exchange(movable, i, waiting, gain, load, rows, room)
+        if not changed:
+            return
+        _fill_up(waiting, load, rows, room)
+
+
+@njit(cache=True)
+def _exchange(movable, i, waiting, gain, load, rows, room):
+    """Exchange a sample for the waiting one that brings use nearest to the goal and finds rows; whether one did."""
+    old = movable[i]
+    for j in range(len(waiting)):
+        gain[j] = 0.0
+        if room.inside[waiting[j]]:
+            continue
+        for k in range(len(room.aim)):
+            more = load.share[waiting[j], k] - load.share[old, k]
+            if more > room.slack[k] + _ROUNDING:
+                gain[j] = -1.0
+                break
+            gain[j] += more * (2 * room.aim[k] - more)
+    for _ in range(min(_TRIALS, len(waiting))):
+        best = np.argmax(gain)
+        if gain[best] <= 1e-9:
+            return False
+        gain[best] = -1.0
+        remove(old, load, rows, room)
+        if place(waiting[best], load, rows, room):
+            movable[i], waiting[best] = waiting[best], old
+            return True
+        put(old, load, rows, room)
+    return False
+
+
+@njit(cache=True)
+def _fill_up(waiting, load, rows, room):
+    """Add the waiting sample that brings use nearest to the goal until none helps or finds rows."""
+    refused = room.inside[waiting]
+    while True:
+        best, most = -1, 0.0
+        for j in range(len(waiting)):
+            if not refused[j]:
+                gain = _gain(waiting[j], load, room)
+                refused[j] = gain <= 0  # and will stay so
+                if gain > most:
+                    best, most = j, gain
+        if best < 0:
+            return
+        refused[best] = True
+        place(waiting[best], load, rows, room)
+
+
+@njit(cache=True)
+def close(queue, now, load, room, microbatch, used):
+    """Number the samples of this microbatch and drop them from the queue: how many still wait."""
+    kept = 0
+    for s in queue:
+        if room.inside[s]:
+            microbatch[s] = now
+            room.inside[s] = False
+            used += load.share[s]
+        else:
+            queue[kept] = s
+            kept += 1
+    return kept
