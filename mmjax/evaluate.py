@@ -22,6 +22,7 @@ from mmjax.data.chat_source import ChatSource
 from mmjax.data.embedded import EmbeddedDataset, SwappedItems
 from mmjax.data.file_kinds import source_of
 from mmjax.data.file_sources import Split, cache_folder
+from mmjax.data.prompt_rows import AtOnce
 from mmjax.data.prompts import QuestionSource
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError, leave, run_command
@@ -31,68 +32,96 @@ from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.announce import score_table
 from mmjax.training.answer_scores import MEASURES
-from mmjax.training.answering import Replies, ask_all, lines
-from mmjax.training.checkpoint import newest, restore_parameters
+from mmjax.training.checkpoint import checkpoint_step, restore_parameters
 from mmjax.training.console import ProgressLine, mute, say, table
-from mmjax.training.devices import choose_devices, topology_of
-from mmjax.training.evaluation import Answered, Evaluator, Scores, chance, exact_match, question_sources
-from mmjax.training.generation import MOST, Generator
+from mmjax.training.devices import choose_devices
+from mmjax.training.evaluation import (
+    Answered,
+    Evaluator,
+    Replies,
+    Scores,
+    chance,
+    evaluation_sources,
+    exact_match,
+)
+from mmjax.training.generation import MOST
 from mmjax.training.programs import keep_programs
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.served import Served
 from mmjax.training.state import parameter_shardings
 
 ASKED = "asked"  # the source of --data
+AT_ONCE = AtOnce(tokens=4096)  # small enough for the logits of all of them
 WRITTEN, HEARD = ("exact_match", "anls", "vqa_accuracy"), ("exact_match", "wer")  # measures, where none are named
 
 
-def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence[str] = ()) -> Scores:
-    """Scores of the newest checkpoint of a run without conversations, from its folder alone: greedy, packed.
+def evaluate(
+    run: Path, split: str = "test", swap: str = "", overrides: Sequence[str] = (), step: int | None = None
+) -> Scores:
+    """Score a checkpoint of a run without conversations, by default the newest, from its folder alone: greedily.
 
     Beside `exact_match_*` and `samples`, `step` is the number of updates that the checkpoint has seen. `swap` names an
     encoder whose items come from another sample: of the questions that need them, what is still answered right was
     guessed, and should be no more than `chance_*`.
     """
-    evaluator, params, step = _evaluator(run, split, swap, overrides)
-    answered = evaluator.ask_all(params, split)
+    evaluator, params, step = _evaluator(run, split, swap, overrides, step=step)
+    answered = [a for replies in evaluator.answer(params).values() for a in replies.answered]
     about = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
     if not swap:
-        return about | exact_match(answered)
+        return about | exact_match(answered) | evaluator.loss(params)
     blind = [a for a in answered if swap in a.needs]
     return about | exact_match(blind) | chance(blind)
 
 
 def ask(run: Path, samples: Sequence[int], source: str = "", split: Split = "test") -> list[Answered]:
-    """Answer the questions of these samples of a run's split with its newest checkpoint: greedy, packed.
+    """Answer the questions of these samples of a run's split with its newest checkpoint, greedily.
 
     source: a name of the config's `data.sources`; by default the first one that has questions. Those that cannot be
     read are left out. Raises UserError where the run has no such source.
     """
-    evaluator, params, _ = _evaluator(run, split)
-    named = f"{split}/{source}" if source else next(iter(evaluator.sources))
-    if named not in evaluator.sources:
-        raise UserError(f"{run}: {named} has no questions; those that have: {', '.join(evaluator.sources)}")
-    return evaluator.ask(params, named, samples)
+    evaluator, params, _ = _evaluator(run, split, name=source, samples=samples)
+    (replies,) = evaluator.answer(params).values()
+    return list(replies.answered)
 
 
 def _evaluator(
-    run: Path, split: str, swap: str = "", overrides: Sequence[str] = ()
+    run: Path,
+    split: str,
+    swap: str = "",
+    overrides: Sequence[str] = (),
+    name: str = "",
+    samples: Sequence[int] | None = None,
+    step: int | None = None,
 ) -> tuple[Evaluator, dict[str, Any], int]:
-    """The evaluator of a run's questions, its newest parameters, and the number of their updates."""
+    """Make the evaluator of a run's questions; return it with a checkpoint's parameters and step.
+
+    samples: of one source, the first with questions unless it is named.
+    """
     folder = RunFolder(run)
     config = edit(folder.read_config(), overrides)
-    sources = question_sources(config, (split,), folder.path)
+    opened = evaluation_sources(config, (split,), folder.path)
+    sources = opened
+    if swap or samples is not None:
+        sources = {name: source for name, source in opened.items() if hasattr(source, "question")}
     if not sources:
-        raise UserError(f"{run}: none of its sources has questions to score")
+        raise UserError(f"{run}: none of its sources has a {split} split to score")
+    if samples is not None:
+        named = f"{split}/{name}" if name else next(iter(sources))
+        if named not in sources:
+            raise UserError(f"{run}: {named} has no questions; those that have: {', '.join(sources)}")
+        sources = {named: sources[named]}
     if swap:
         sources = {name: _swapped(name, source, swap, config) for name, source in sources.items()}
-    step = newest(folder.checkpoints)
+    step = checkpoint_step(folder.checkpoints, step)
     mesh = make_mesh(MeshConfig(), choose_devices(config.device))
     keep_programs(folder.programs)
     functions, rules = callbacks_of(config.model, folder.path), ShardingRules()
     model = Model.build(config.model, jnp.dtype(config.training.precision), functions=functions)
     params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
-    return Evaluator(model, mesh, rules, sources, config, topology_of(mesh, MeshConfig())), params, step
+    chosen = None if samples is None else dict.fromkeys(sources, samples)
+    loss_chunks = max(1, config.training.loss_chunks) if sources is opened else None
+    evaluator = Evaluator(model, mesh, rules, sources, config, samples=chosen, at_once=AT_ONCE, loss_chunks=loss_chunks)
+    return evaluator, params, step
 
 
 def answer(
@@ -102,20 +131,18 @@ def answer(
 
     show: say how far it is.
     """
-    config, chat = served.config, served.chat()
+    config = served.config
     mesh, rules = make_mesh(config.mesh, choose_devices(config.device)), ShardingRules.of(config.mesh)
     keep_programs(served.programs())
     model, params = served.load(mesh, rules)
-    generator = Generator(model, mesh, rules, chat.ends, chat.said, most=most)
-    found = {}
-    for name, source in sources.items():
-        asked = partial(ask_all, generator, params, source, limit)
-        if not show:
-            found[name] = asked()
-            continue
-        with ProgressLine(0, min(len(source), limit or len(source)), "question") as line:
-            found[name] = asked(lambda done, line=line, told=name: line.show(done, lambda: told))
-    return found
+    config = replace(config, data=replace(config.data, on_bad_sample="skip"))  # they are listed beside the answers
+    evaluate = partial(Evaluator, model, mesh, rules, sources, config, dict.fromkeys(sources, limit), max_tokens=most)
+    if not show:
+        return evaluate().answer(params)
+    with ProgressLine(
+        0, sum(min(len(source), limit or len(source)) for source in sources.values()), "question"
+    ) as line:
+        return evaluate(progress=lambda done: line.show(done, str)).answer(params)
 
 
 def _sources(served: Served, data: str, split: Split, folders: Mapping[str, str], more: Sequence[str]) -> Config:
@@ -145,7 +172,7 @@ def _swapped(name: str, source: QuestionSource, swap: str, config: Config) -> Qu
 def score(args: argparse.Namespace) -> None:
     """Ask conversations, and say how right the answers are."""
     own = [word for word in args.overrides if word.startswith(f"data.sources.{ASKED}.")]
-    served = Served.open(args.model, [word for word in args.overrides if word not in own])
+    served = Served.open(args.model, [word for word in args.overrides if word not in own], args.step)
     config = _sources(served, args.data, args.split, {"images": args.images, "audio": args.audio}, own)
     split: Split = "train" if args.data else args.split
     opened = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
@@ -161,8 +188,8 @@ def score(args: argparse.Namespace) -> None:
     chosen = {name: args.measures or (HEARD if name in spoken else WRITTEN) for name in replies}
     scores = {name: found.scores(chosen[name]) for name, found in replies.items()}
     if args.out:
-        told = (json.dumps(line, ensure_ascii=False) + "\n" for n, found in replies.items() for line in lines(found, n))
-        args.out.write_text("".join(told))
+        lines = (line for name, of_source in replies.items() for line in of_source.json_lines(name))
+        args.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     if args.json:
         say(json.dumps({name: _counts(found) | scores[name] for name, found in replies.items()}))
         return
@@ -178,7 +205,7 @@ def score(args: argparse.Namespace) -> None:
 
 
 def _counts(replies: Replies) -> dict[str, Any]:
-    return {"asked": len(replies.replies), "left_out": len(replies.left_out)}
+    return {"asked": len(replies.answered), "left_out": len(replies.left_out)}
 
 
 def _measures(text: str) -> tuple[str, ...]:
@@ -195,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="of the run's own sources")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest")
     parser.add_argument("--swap", default="", metavar="ENCODER", help="show another sample's images or clips")
     parser.add_argument("--data", default="", metavar="FILE", help="questions to ask; docs/data.md has the formats")
     parser.add_argument("--images", default="", metavar="FOLDER", help="that their images are relative to")
@@ -215,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise UserError("--swap goes with a run's embedded questions alone; leave it away")
             score(args)
             return
-        scores = evaluate(args.model, args.split, args.swap, args.overrides)
+        scores = evaluate(args.model, args.split, args.swap, args.overrides, args.step)
     if args.json:
         say(json.dumps(scores))
         return

@@ -24,8 +24,7 @@ from mmjax.hf.parts import TRANSPOSED
 from mmjax.hf.writing import NewTensor, copy_beside, write_tensors
 from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
-from mmjax.training.checkpoint import SavedParameters, newest
-from mmjax.training.checkpoint_commit import steps_in
+from mmjax.training.checkpoint import SavedParameters, checkpoint_step
 from mmjax.training.console import say, table
 from mmjax.training.exporting import Exporter, Piece
 from mmjax.training.pretrained import by_folder
@@ -50,7 +49,7 @@ def export(
     folder = RunFolder(run)
     config = folder.read_config()
     model = _with_sources(config.model, sources)
-    step = _step(folder, step)
+    step = checkpoint_step(folder.checkpoints, step)
     opened = {path: (_opened(path, names), names) for path, names in by_folder(model).items()}
     _check_out(out, [folder.path, *opened], again)
     cuts = {name: tuple(range(1, c.layers)) for name, c in {"llm": model.llm, **model.encoders}.items()}
@@ -65,14 +64,6 @@ def export(
         else:
             told = _composed(exporter, list(opened.values()), partial)
     return [f"{run} after {step} steps: {out}", *told]
-
-
-def _step(folder: RunFolder, step: int | None) -> int:
-    if step is None:
-        return newest(folder.checkpoints)
-    if step not in (there := steps_in(folder.checkpoints)):
-        raise UserError(f"--step {step}: {folder.path} has checkpoints of {', '.join(map(str, there)) or 'no step'}")
-    return step
 
 
 # ------------------------------------------------------------------------------------------------------ where from

@@ -127,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
     parser.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message before the question")
     parser.add_argument("--max-tokens", type=int, default=MOST, metavar="N", help=f"of the answer ({MOST})")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is the most likely answer")
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.max_tokens < 1:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    served = Served.open(args.model, args.overrides)
+    served = Served.open(args.model, args.overrides, args.step)
     asked = ask(args.question, read_media(args.image, args.audio, served.config.model.encoders), args.system)
     show = sys.stdout.isatty() and not args.json
     answer, seconds = generate(served, asked, sampling, args.max_tokens, show)

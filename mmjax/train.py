@@ -18,8 +18,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from mmjax.balance.parts import LLM
 from mmjax.config import Config
 from mmjax.config_files import callbacks_of, default_config, describe_with_meanings, edit, find, load, shipped
+from mmjax.data.prompt_rows import AtOnce
 from mmjax.data.workers import refuse_in_worker
 from mmjax.errors import UserError, heed_interrupts, leave, run_command
 from mmjax.models.model import Model
@@ -31,8 +33,8 @@ from mmjax.startup import activity, loaded
 from mmjax.training.checkpoint import Checkpoints, TornCheckpoint
 from mmjax.training.checkpoint_commit import Retention, set_aside, steps_in
 from mmjax.training.console import ProgressLine, mute, say
-from mmjax.training.devices import choose_devices, topology_of, use_most_memory
-from mmjax.training.evaluation import Evaluator, question_sources
+from mmjax.training.devices import choose_devices, use_most_memory
+from mmjax.training.evaluation import Evaluator, evaluation_sources
 from mmjax.training.fitting import fit_on_mesh
 from mmjax.training.kept_fit import Decision, asked_of, read_fit
 from mmjax.training.left_out import LeftOut
@@ -80,10 +82,21 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
     executor = Executor(model, optimizer, mesh, rules, data.sources, config.mesh.exchange, fitted.loss_chunks)
     retention = Retention(config.training.keep, config.training.keep_every)
     checkpoints = Checkpoints(folder.checkpoints, executor, retention)
-    topology = topology_of(mesh, config.mesh)
-    with activity("opening the questions"):
-        questions = question_sources(config, ("validation", "test"), folder.path)
-        evaluator = Evaluator(model, mesh, rules, questions, config, topology, start.watchdog.beat)
+    layout = data.loader.layout
+    with activity("opening the validation and test splits"):
+        evaluator = Evaluator(
+            model,
+            mesh,
+            rules,
+            evaluation_sources(config, ("validation", "test"), folder.path),
+            config,
+            limits={"validation": config.training.evaluate_samples},
+            # No more tokens at once than a training step has, whose activations took more memory.
+            at_once=AtOnce(tokens=layout.rows[LLM] * max(shape.lengths[LLM] for shape in layout.shapes)),
+            one_shape=True,
+            loss_chunks=fitted.loss_chunks,
+            progress=lambda done: start.watchdog.beat(),
+        )
     peak = peak_of(start.devices, config.training.precision)
     left_out = LeftOut(data.quarantine, data.index.name)
     parts = mesh, executor, data.loader, left_out, checkpoints, evaluator, programs, peak, fitted
@@ -155,6 +168,9 @@ def train(
                         return session
                     if session.due(step + 1, training.evaluate_every):
                         session.evaluate(step + 1, state, progress)
+                        if session.best.exhausted:
+                            session.save(step + 1, state, progress)
+                            break
                     if session.due(step + 1, training.checkpoint_every):
                         session.save(step + 1, state, progress)
                 session.settle(state, progress)

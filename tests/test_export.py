@@ -34,7 +34,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training import exporting
-from mmjax.training.checkpoint import SavedParameters, newest, restore_parameters
+from mmjax.training.checkpoint import SavedParameters, checkpoint_step, restore_parameters
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import parameter_shardings
 
@@ -61,7 +61,7 @@ def ours(folder: Path) -> np.ndarray:
     run = RunFolder(folder)
     model = Model.build(run.read_config().model, jnp.float32)
     shardings = parameter_shardings(model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
-    params = restore_parameters(run.checkpoints, newest(run.checkpoints), model, shardings)
+    params = restore_parameters(run.checkpoints, checkpoint_step(run.checkpoints), model, shardings)
     full = lambda value: np.full(TOKENS.shape, value, np.int32)  # noqa: E731
     at = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
     fields = dict.fromkeys(TextBatch._fields, full(0)) | {"slots": {}, "send": {}, "token": TOKENS}

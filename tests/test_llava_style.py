@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from commands import run
@@ -19,13 +18,11 @@ from mmjax import evaluate, export, train
 from mmjax.config import MeshConfig
 from mmjax.config_files import find, load
 from mmjax.data.asked import AskedPrompts, ask
-from mmjax.data.prompts import PromptLoader
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.checkpoint import newest, restore_parameters
-from mmjax.training.decoding import greedy
+from mmjax.training.checkpoint import checkpoint_step, restore_parameters
 from mmjax.training.generation import Generator
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.served import Served
@@ -102,7 +99,7 @@ def questions(trained) -> list[tuple[Path, str, str]]:
 def test_transformers_gives_the_same_answers_token_by_token(trained, transformers_tokens):
     config = RunFolder(trained / "run").read_config()
     end = open_sources(config, "test", trained)["chat"].chat.tokenizer.ends[0]
-    for i, tokens in greedy_tokens(trained).items():
+    for i, tokens in answer_tokens(trained).items():
         there = transformers_tokens[i]
         both = min(len(tokens), len(there))
         assert there[:both] == tokens[:both]
@@ -132,18 +129,13 @@ def test_as_many_training_questions_are_answered_right_by_evaluate_generate_and_
     assert right[0] > 0.9
 
 
-def greedy_tokens(trained) -> dict[int, list[int]]:
-    """What the run answers to each question, in tokens."""
+def answer_tokens(trained) -> dict[int, list[int]]:
+    """What the run answers to each question, in tokens, by a full forward pass for each."""
     folder = RunFolder(trained / "run")
     config = folder.read_config()
     source = open_sources(config, "test", trained)["chat"]
     model, mesh = Model.build(config.model, jnp.float32), make_mesh(MeshConfig(), jax.devices()[:1])
     shardings = parameter_shardings(model, mesh, ShardingRules())
-    params = restore_parameters(folder.checkpoints, newest(folder.checkpoints), model, shardings)
-    answer, found = jax.jit(lambda params, batch: greedy(model, params, batch)), {}
-    for lies, batch in PromptLoader({"test/chat": source}, config).batches("test/chat", range(COUNT)):
-        tokens = np.asarray(answer(params, jax.tree.map(jnp.asarray, batch)))
-        for row, slot in np.argwhere(lies >= 0):
-            at = np.flatnonzero((batch.text.sample[row] == slot) & (batch.text.weight[row] > 0)) + 1
-            found[int(lies[row, slot])] = tokens[row, at].tolist()
-    return found
+    params = restore_parameters(folder.checkpoints, checkpoint_step(folder.checkpoints), model, shardings)
+    room = max(source.answer_tokens(i) for i in range(COUNT))
+    return greedy_tokens(model, params, source, range(COUNT), room)

@@ -25,7 +25,7 @@ from started import begin, environment, finish, start, wait_until, without_activ
 from mmjax import train
 from mmjax.config_files import default_config, describe_with_meanings, load, shipped
 from mmjax.data.kept import sealed, unsealed
-from mmjax.training.checkpoint import newest, restore_parameters
+from mmjax.training.checkpoint import checkpoint_step, restore_parameters
 from mmjax.training.run_folder import RunFolder, claim
 from mmjax.training.signals import Asked
 from mmjax.training.state import all_parameters, parameter_shardings
@@ -332,7 +332,7 @@ def test_a_finished_run_goes_on_where_more_steps_are_wanted(runs, capsys):
     assert run(capsys, train.main, *words, "training.steps=2").code == 0
     assert run(capsys, train.main, "--resume", *words, "training.steps=3").code == 0
     assert sorted(losses(runs / "longer")) == [1, 2, 3]
-    assert newest(runs / "longer" / "checkpoints") == 3
+    assert checkpoint_step(runs / "longer" / "checkpoints") == 3
 
 
 @pytest.mark.exhaustive
@@ -386,7 +386,7 @@ def test_a_run_that_is_interrupted_or_killed_leaves_a_whole_checkpoint_and_no_wo
     assert ended.code == code
     assert not told or ended.err == told
     wait_until(lambda: living(process.pid) == [], seconds=10)
-    step = newest(folder / "checkpoints")
+    step = checkpoint_step(folder / "checkpoints")
     assert step >= 10
     words = (f"training.steps={step + 2}", "training.evaluate_every=0", "schedule.warmup=1")
     resumed = run(capsys, train.main, TINY, "--resume", f"run={folder}", *words)

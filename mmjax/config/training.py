@@ -90,6 +90,8 @@ class TrainingConfig:
     checkpoint_every: int = 0  # steps; 0 = only at the end
     keep: int = 2  # checkpoints, the newest
     keep_every: int = 0  # and those after a multiple of so many steps; 0 = none
+    keep_best: str = ""  # metric of an evaluation, such as validation/loss, whose best checkpoint is kept too
+    patience: int = 0  # evaluations without a better keep_best after which training stops; 0 = never
     bad_numbers: Literal["stop", "skip"] = "stop"  # what a step does whose loss or gradient is NaN or Inf
     spike: float = 10.0  # a gradient norm of so many times the usual is told, with the worst samples; 0 = never
     wandb: str = ""  # a project of Weights & Biases to send the metrics to; needs the extra `wandb`

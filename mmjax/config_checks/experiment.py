@@ -70,7 +70,15 @@ def _check_training(config: Config) -> None:
         0,
         "training",
         training,
-        ("steps", "epochs", "loss_chunks", "evaluate_every", "checkpoint_every", "keep_every", "spike"),
+        ("steps", "epochs", "loss_chunks", "evaluate_every", "checkpoint_every", "keep_every", "patience", "spike"),
+    )
+    check(
+        not training.keep_best or training.evaluate_every > 0,
+        f"training.keep_best={training.keep_best}: nothing is evaluated while training; set training.evaluate_every",
+    )
+    check(
+        not training.patience or bool(training.keep_best),
+        f"training.patience={training.patience}: name the metric by training.keep_best, such as validation/loss",
     )
     above_zero("training", training, ("clip",))
     at_least(0, "training.watch", training.watch, ("seconds", "times", "others"))

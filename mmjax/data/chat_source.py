@@ -138,6 +138,11 @@ class ChatSource:
         asked, answered = self.question(index).prompt, self.sample(index)
         return sum(_text_tokens(answered)) - sum(_text_tokens(asked))
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self.chat.ends
+
     def decode(self, tokens: Sequence[int]) -> str:
         """What tokens say, up to where the answer ends."""
         return self.chat.said(tokens)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.balance.parts import LLM
+from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
 from mmjax.config import AnyRes, DynamicTiles, FixedSize, ModelConfig, VisionConfig
 from mmjax.data.index import build_index
 from mmjax.data.packing import Reader, pack_microbatch
 from mmjax.data.placement import MicrobatchPlan, Shape, Topology
-from mmjax.data.sample import Facts, Sample, Source
+from mmjax.data.sample import Source
 from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError
 
@@ -29,14 +30,35 @@ class AtOnce:
     tokens: int = 16_384  # of their rows, answers included, at most; a longer prompt is alone
 
 
-class PromptRows:
-    """Batches of a source's prompts, each in a row of its own with its items on the same rank.
+class _Chunk(NamedTuple):
+    """Prompts of one batch, with the row on its rank and the offset in it of each of their parts."""
 
-    `prompts` are samples whose text ends where the answer begins. `room`: tokens that an answer may take.
+    prompts: np.ndarray  # int64 [n]
+    columns: int
+    parts: Parts
+    rank: np.ndarray  # int64 [parts]
+    row: np.ndarray  # int32 [parts]
+    offset: np.ndarray  # int64 [parts]
+    lengths: tuple[int, ...]  # of a row of every module
+    rows: tuple[int, ...]  # of every module on a rank
+
+
+class PromptRows:
+    """Batches of a source's samples, each in a row of its own with its items on the same rank.
+
+    prompts: samples whose text ends where the answer begins, or whole samples whose loss is wanted. room: tokens that
+    an answer may take. groups: sets of prompts that will be asked together; all batches then have one shape, that of
+    the largest, so that one program serves them all. Without groups prompts of similar length share a shape.
     """
 
     def __init__(
-        self, prompts: Source, model: ModelConfig, topology: Topology, room: int, at_once: AtOnce | None = None
+        self,
+        prompts: Source,
+        model: ModelConfig,
+        topology: Topology,
+        room: int,
+        at_once: AtOnce | None = None,
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
         self._index = build_index({"prompt": prompts}, model.encoders)
         self._arrays = Arrays.of(model)
@@ -46,6 +68,11 @@ class PromptRows:
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
         if len(self._index.bad):
             raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")
+        self.one_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = (
+            None  # row lengths and rows on a rank, by module
+        )
+        if groups:
+            self.one_shape = self._common_shape([np.asarray(group, np.int64) for group in groups])
 
     def __len__(self) -> int:
         return len(self._index)
@@ -55,81 +82,96 @@ class PromptRows:
         """Tokens of the longest prompt, its items' included."""
         return int(self._index.llm_tokens.max(initial=0))
 
-    def batches(self, spoiled: dict[int, str] | None = None) -> Iterator[tuple[np.ndarray, Microbatch]]:
-        """All prompts, those of like length together. With each batch int64 `[rows]`: the prompt in each row, or -1.
+    def batches(
+        self, numbers: Sequence[int] | None = None, spoiled: dict[int, str] | None = None
+    ) -> Iterator[tuple[np.ndarray, Microbatch]]:
+        """Yield all prompts, or these, with those of similar length together.
 
-        One that cannot be read goes into `spoiled` with the reason; without that it is a UserError that names it.
+        With each batch int64 `[rows]`: the prompt in each row, or -1. One that cannot be read goes into `spoiled` with
+        the reason; without that it is a UserError that names it.
         """
-        length = np.array([in_steps(int(n), UNIT) for n in self._index.llm_tokens], np.int64)
-        for columns in np.unique(length).tolist():
-            waiting = np.flatnonzero(length == columns)
-            most = self._topology.ranks * _rows(self._at_once, columns + self._room)
-            for first in range(0, len(waiting), most):
-                yield self._batch(waiting[first : first + most], columns, spoiled)
+        chosen = np.arange(len(self)) if numbers is None else np.asarray(numbers, np.int64)
+        for chunk in self._chunks(chosen):
+            plan = self._plan(chunk)
+            packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
+            present = {
+                name
+                for k, name in enumerate(self._arrays.encoders, start=1)
+                if np.any(plan.module == k) or (self.one_shape and self.one_shape[1][k])
+            }
+            prompt = np.full(len(packed.text.token), -1)
+            readable = ~np.isin(chunk.prompts, list(spoiled or ()))
+            prompt[plan.row[plan.part_start[:-1]]] = np.where(readable, chunk.prompts, -1)
+            yield prompt, packed._replace(items={n: batch for n, batch in packed.items.items() if n in present})
 
-    def _batch(
-        self, prompts: np.ndarray, columns: int, spoiled: dict[int, str] | None
-    ) -> tuple[np.ndarray, Microbatch]:
-        plan = self._plan(prompts, columns)
-        packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
-        there = {name for k, name in enumerate(self._arrays.encoders, start=1) if np.any(plan.module == k)}
-        lies = np.full(len(packed.text.token), -1)
-        lies[plan.row[plan.part_start[:-1]]] = np.where(np.isin(prompts, list(spoiled or ())), -1, prompts)
-        return lies, packed._replace(items={name: batch for name, batch in packed.items.items() if name in there})
+    def _chunks(self, prompts: np.ndarray) -> Iterator[_Chunk]:
+        """Divide prompts into batches, those of similar length together."""
+        columns = np.array([in_steps(int(n), UNIT) for n in self._index.llm_tokens[prompts]], np.int64)
+        if self.one_shape:
+            columns[:] = self.one_shape[0][LLM]
+        for length in np.unique(columns).tolist():
+            waiting = prompts[columns == length]
+            capacity = self._topology.ranks * self._capacity(length)
+            for first in range(0, len(waiting), capacity):
+                yield self._chunk(waiting[first : first + capacity], length)
 
-    def _plan(self, prompts: np.ndarray, columns: int) -> MicrobatchPlan:
-        """Prompts go round the ranks; a rank's items into the first rows that have room for them."""
-        index, ranks = self._index, self._topology.ranks
-        parts = index.parts(prompts)
+    def _capacity(self, columns: int) -> int:
+        """Return the number of prompts with rows of this length that a rank answers together: a power of two."""
+        rows = min(self._at_once.rows, max(1, self._at_once.tokens // (columns + self._room)))
+        return 1 << rows.bit_length() - 1
+
+    def _chunk(self, prompts: np.ndarray, columns: int) -> _Chunk:
+        """Deal prompts to the ranks in turn; each rank's items go into its first rows that have room for them."""
+        ranks, each = self._topology.ranks, self._topology.encoders_per_rank
+        parts = self._index.parts(prompts)
         number = np.arange(len(prompts))
-        home = (number % ranks)[parts.sample()]
-        rows, lengths = [_power_of_two(-(-len(prompts) // ranks))], [columns]
+        rank = (number % ranks)[parts.sample()]
         row, offset = np.zeros(len(parts.module), np.int32), np.zeros(len(parts.module), np.int64)
-        row[parts.module == LLM] = number % ranks * rows[0] + number // ranks
+        row[parts.module == LLM] = number // ranks
+        lengths, rows = [columns], [_power_of_two(-(-len(prompts) // ranks))]
         for k, name in enumerate(self._arrays.encoders, start=1):
-            of = np.flatnonzero(parts.module == k)
-            lengths.append(self._row_length(name, k, parts.length[of]))
-            on_rank, offset[of] = _first_fit(parts.length[of], home[of], lengths[-1])
-            each = self._topology.encoders_per_rank
-            rows.append(each * _power_of_two(-(-int(on_rank.max(initial=0) + 1) // each)))
-            row[of] = home[of] * rows[-1] + on_rank
-        nothing = np.zeros((len(rows), ranks * self._topology.encoders_per_rank), np.int64)
-        shape = Shape(tuple(lengths), (0,) * (len(rows) - 1))
-        place = (parts.sample_start, parts.module, row, offset, parts.length)
-        return MicrobatchPlan(prompts, *place, shape, tuple(rows), self._topology, nothing)
+            items = np.flatnonzero(parts.module == k)
+            length = self.one_shape[0][k] if self.one_shape else self._row_length(name, k, parts.length[items])
+            row[items], offset[items] = _first_fit(parts.length[items], rank[items], length)
+            lengths.append(length)
+            rows.append(each * _power_of_two(-(-int(row[items].max(initial=0) + 1) // each)))
+        if self.one_shape:
+            rows = [max(pair) for pair in zip(rows, self.one_shape[1], strict=True)]
+        return _Chunk(prompts, columns, parts, rank, row, offset, tuple(lengths), tuple(rows))
+
+    def _common_shape(self, groups: Sequence[np.ndarray]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the row lengths and rows of every module that hold any batch of these groups."""
+        parts = self._index.parts()
+        lengths = [in_steps(self.longest, UNIT)]
+        for k, name in enumerate(self._arrays.encoders, start=1):
+            lengths.append(self._row_length(name, k, parts.length[parts.module == k]))
+        self.one_shape = tuple(lengths), (0,) * len(lengths)
+        needed = np.array([chunk.rows for group in groups for chunk in self._chunks(group)])
+        needed[:, ~np.isin(np.arange(len(lengths)), parts.module)] = 0  # encoders that no prompt needs
+        return tuple(lengths), tuple(needed.max(0).tolist())
+
+    def _plan(self, chunk: _Chunk) -> MicrobatchPlan:
+        parts, rows = chunk.parts, np.array(chunk.rows)
+        encoder_ranks = self._topology.ranks * self._topology.encoders_per_rank
+        return MicrobatchPlan(
+            samples=chunk.prompts,
+            part_start=parts.sample_start,
+            module=parts.module,
+            row=(chunk.rank * rows[parts.module] + chunk.row).astype(np.int32),
+            offset=chunk.offset,
+            length=parts.length,
+            shape=Shape(chunk.lengths, (0,) * (len(rows) - 1)),
+            rows=chunk.rows,
+            topology=self._topology,
+            unbalanced=np.zeros((len(rows), encoder_ranks), np.int64),
+        )
 
     def _row_length(self, encoder: str, module: int, positions: np.ndarray) -> int:
-        """Of the longest of these items; where not all items of an encoder are of one length, in steps."""
+        """Return a row length that holds the longest of these items; in steps, where items differ in length."""
         unit = math.lcm(8, int(self._index.positions_per_token[module - 1]))
         config, longest = self._arrays.encoders[encoder], max(1, int(positions.max(initial=0)))
         alike = isinstance(config, VisionConfig) and isinstance(config.images, FixedSize | DynamicTiles | AnyRes)
         return -(-longest // unit) * unit if alike else in_steps(longest, unit)
-
-
-class Some:
-    """Some prompts of a source, in this order."""
-
-    def __init__(self, prompts: Source, numbers: Sequence[int]) -> None:
-        self._prompts, self._numbers = prompts, numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def fingerprint(self) -> str:
-        """That of the source, and which they are."""
-        return f"{self._prompts.fingerprint()}:{list(self._numbers)}"
-
-    def facts(self, index: int) -> Facts:
-        """Of that prompt."""
-        return self._prompts.facts(self._numbers[index])
-
-    def sample(self, index: int) -> Sample:
-        """That prompt."""
-        return self._prompts.sample(self._numbers[index])
-
-    def item(self, index: int, number: int) -> np.ndarray:
-        """An item of that prompt."""
-        return self._prompts.item(self._numbers[index], number)
 
 
 def in_steps(n: int, unit: int) -> int:
@@ -141,12 +183,6 @@ def in_steps(n: int, unit: int) -> int:
 
 def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
-
-
-def _rows(at_once: AtOnce, columns: int) -> int:
-    """Of prompts on a rank."""
-    most = min(at_once.rows, max(1, at_once.tokens // columns))
-    return 1 << most.bit_length() - 1
 
 
 def _first_fit(length: np.ndarray, rank: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:

@@ -174,9 +174,12 @@ def _resized(batch: Microbatch, shape: Shape) -> Microbatch:
 
 
 def brief(scores: dict[str, float]) -> str:
-    """The families' scores on one line."""
-    families = [(k, v) for k, v in scores.items() if k.startswith("exact_match_") and "." not in k]
-    return "  ".join(f"{k.removeprefix('exact_match_')} {v:.3f}" for k, v in families)
+    """Format the exact match of families and the loss on one line; names are those of metrics.jsonl."""
+    names = {name.partition("/")[2]: value for name, value in scores.items()}
+    families = {n.removeprefix("exact_match_"): v for n, v in names.items() if n.startswith("exact_match_")}
+    matches = "  ".join(f"{name} {value:.3f}" for name, value in families.items() if "." not in name)
+    parts = [f"exact match:  {matches}"] if matches else []
+    return "  ".join([*parts, f"loss {names['loss']:.4g}"] if "loss" in names else parts)
 
 
 def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
@@ -189,7 +192,10 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
             guessed = f"  (guessed blind {scores[f'chance_{name}']:.3f})" if f"chance_{name}" in scores else ""
             spelled = "  ".join(f"{task} {v:.2f}" for task, v in tasks.items())
             lines.append((name, f"{value:.3f}{guessed}", spelled))
-    return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines)]
+    loss = [f"loss {scores['loss']:.4g} of the {split} split"] if "loss" in scores else []
+    if not lines:
+        return loss
+    return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines), *loss]
 
 
 def what_next(run: Path, encoders: Sequence[str]) -> list[str]:

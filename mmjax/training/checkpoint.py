@@ -83,7 +83,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, executor: Executor, retention: Retention) -> None:
         self._folder, self._model, self._shardings = folder, executor.model, executor.shardings
-        self._retention, self._saves = retention, 0
+        self.retention, self._saves = retention, 0
         self._commit: Commit | None = None
         self._abstract = _with_sharding(executor.abstract, executor.shardings)
         self._wanted = layers_one_by_one(self._abstract, _layer_of_struct)
@@ -127,7 +127,7 @@ class Checkpoints:
                 raise OSError(error)
 
         self._saves += 1
-        self._commit = Commit(self._folder, data.step, self._saves, write, finish, self._retention)
+        self._commit = Commit(self._folder, data.step, self._saves, write, finish, self.retention)
 
     def wait(self) -> str:
         """Why what was saved last is not whole, once it could be; empty where it is. The same on every process."""
@@ -160,11 +160,13 @@ class Checkpoints:
         self.wait()
 
 
-def newest(folder: Path) -> int:
-    """The newest checkpoint's step. Raises UserError where there is none."""
+def checkpoint_step(folder: Path, step: int | None = None) -> int:
+    """Return a checkpoint's step, by default the newest's. Raises UserError where there is no such checkpoint."""
     if not (steps := steps_in(folder)):
         raise UserError(f"{folder} holds no checkpoint yet; train further, or start afresh with --overwrite")
-    return steps[-1]
+    if step is not None and step not in steps:
+        raise UserError(f"--step {step}: {folder.parent} has checkpoints of {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
 
 
 def read_saved(folder: Path, step: int) -> Saved:

@@ -27,14 +27,15 @@ PROGRESS = "MMJAX_PROGRESS"  # names a file for the number of steps that are sav
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `last`, and those after a multiple of `every` steps (0 = none)."""
+    """Which checkpoints stay: the newest `last`, those after a multiple of `every` steps (0 = none), and the best."""
 
     last: int
     every: int = 0
+    best: int = 0  # step of the best evaluation; 0 = none
 
     def superfluous(self, steps: Sequence[int]) -> list[int]:
         """Of checkpoints in ascending order, those that go."""
-        return [step for step in steps[: -self.last] if not (self.every and step % self.every == 0)]
+        return [s for s in steps[: -self.last] if s != self.best and not (self.every and s % self.every == 0)]
 
 
 class Commit:

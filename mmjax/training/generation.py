@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from mmjax.batch import Microbatch
 from mmjax.data.placement import Topology
-from mmjax.data.prompt_rows import AtOnce, PromptRows, Some
+from mmjax.data.prompt_rows import AtOnce, PromptRows
+from mmjax.data.prompts import Selection
 from mmjax.data.sample import Source
 from mmjax.models.cached import Cache
 from mmjax.models.model import Model
@@ -72,7 +73,7 @@ class Generator:
         self._ends, self._decode, self._most, self._at_once = tuple(ends), decode, most, at_once
         self._sampling = sampling or Sampling()
         each = row_ranks(mesh, rules.item_rows) // row_ranks(mesh, rules.rows)
-        self._topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=each)
+        self.topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=each)
         shown = (None, replicated(mesh))
         self._begin = jax.jit(self._on_mesh(self._begun), out_shardings=shown)
         self._go_on = jax.jit(self._on_mesh(self._written), out_shardings=shown, donate_argnums=1)
@@ -80,8 +81,8 @@ class Generator:
     def answers(self, params: Params, prompts: Source, numbers: Sequence[int] | None = None) -> list[Answer]:
         """The answers to these prompts of a source, or to all, in their order.
 
-        `prompts` are samples whose text ends where the answer begins, as of `AskedPrompts`, or `Prompts(source, 0)` of
-        a source with questions. Raises UserError for one that cannot be used, naming it.
+        `prompts` are samples whose text ends where the answer begins, as of `AskedPrompts`, or `Prompts(source)` of a
+        source with questions. Raises UserError for one that cannot be used, naming it.
         """
         found = dict(self.answered(params, prompts, numbers))
         return [found[n] for n in range(len(found))]
@@ -101,13 +102,32 @@ class Generator:
         depends on the seed and the prompt's number in its source, not on what else is asked.
         """
         numbers = range(len(prompts)) if numbers is None else numbers
-        rows = PromptRows(Some(prompts, numbers), self._model.config, self._topology, self._most, self._at_once)
-        for lies, batch in rows.batches(spoiled):
-            of = np.array([numbers[n] if n >= 0 else 0 for n in lies], np.int32)
-            for said, ended in self._tokens(params, batch, of, every or self._most):
-                for row in np.flatnonzero(lies >= 0):
-                    tokens = said[row][said[row] != NOTHING].tolist()
-                    yield int(lies[row]), Answer(self._decode(tokens), tuple(tokens), bool(ended[row]))
+        rows = self.rows(Selection([(prompts, n) for n in numbers]))
+        yield from self.answer_rows(params, rows, seeds=numbers, every=every, spoiled=spoiled)
+
+    def rows(self, prompts: Source, groups: Sequence[Sequence[int]] = ()) -> PromptRows:
+        """Lay out prompts in rows for this generator; `groups` as in `PromptRows`."""
+        return PromptRows(prompts, self._model.config, self.topology, self._most, self._at_once, groups)
+
+    def answer_rows(
+        self,
+        params: Params,
+        rows: PromptRows,
+        numbers: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
+        every: int = 0,
+        spoiled: dict[int, str] | None = None,
+    ) -> Iterator[tuple[int, Answer]]:
+        """Yield the answers to prompts laid out by `rows`, or to these of them, with each prompt's number.
+
+        seeds: by prompt, what distinguishes its random draws. every, spoiled: as in `answered`.
+        """
+        for prompt, batch in rows.batches(numbers, spoiled):
+            seed = np.array([seeds[n] if seeds is not None and n >= 0 else 0 for n in prompt], np.int32)
+            for tokens, ended in self._tokens(params, batch, seed, every or self._most):
+                for row in np.flatnonzero(prompt >= 0):
+                    answer = tokens[row][tokens[row] != NOTHING].tolist()
+                    yield int(prompt[row]), Answer(self._decode(answer), tuple(answer), bool(ended[row]))
 
     def _tokens(
         self, params: Params, batch: Microbatch, row: np.ndarray, every: int

@@ -34,7 +34,7 @@ from mmjax.hf.folder import read_json
 from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.checkpoint import newest, restore_parameters
+from mmjax.training.checkpoint import checkpoint_step, restore_parameters
 from mmjax.training.pretrained import load_pretrained
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import parameter_shardings
@@ -52,10 +52,13 @@ class Served:
     path: Path
     config: Config
     run: RunFolder | None  # None: the folder of a checkpoint
+    step: int | None = None  # of a run's checkpoint; None: the newest
 
     @classmethod
-    def open(cls, path: Path, overrides: Sequence[str] = ()) -> Served:
-        """The folder of a run (its newest checkpoint) or of a Hugging Face checkpoint; `overrides` are `a.b=value`.
+    def open(cls, path: Path, overrides: Sequence[str] = (), step: int | None = None) -> Served:
+        """Open the folder of a run or of a Hugging Face checkpoint; `overrides` are `a.b=value`.
+
+        step: of the run's checkpoint, by default the newest.
 
         A checkpoint may be named as on the Hub (`mmjax.hub`).
 
@@ -66,7 +69,11 @@ class Served:
         kind = _kind(path)
         if kind == "run":
             run = RunFolder(path)
-            return cls(path, edit(replace(run.read_config(), mesh=MeshConfig()), overrides), run)
+            return cls(path, edit(replace(run.read_config(), mesh=MeshConfig()), overrides), run, step)
+        if step is not None:
+            raise UserError(
+                f"--step {step}: {path} is a Hugging Face checkpoint, not a run with several; leave it away"
+            )
         return cls(path, edit(_config_of(path.absolute()), overrides), None)
 
     def chat(self) -> Chat:
@@ -122,7 +129,9 @@ class Served:
             return model, load_pretrained(model, parameter_shardings(model, mesh, rules))
         model = Model.build(self.config.model, dtype, functions=self.functions())
         shardings = parameter_shardings(model, mesh, rules)
-        params = restore_parameters(self.run.checkpoints, newest(self.run.checkpoints), model, shardings)
+        params = restore_parameters(
+            self.run.checkpoints, checkpoint_step(self.run.checkpoints, self.step), model, shardings
+        )
         return model, params | {"llm": _cast(params["llm"], dtype)}
 
 

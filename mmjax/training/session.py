@@ -30,10 +30,11 @@ from mmjax.planning.fit import Fit
 from mmjax.training import announce
 from mmjax.training.bad_gradients import samples_behind
 from mmjax.training.bad_numbers import BadNumbers
-from mmjax.training.checkpoint import Checkpoints, DataState, Saved, newest, restore_parameters
+from mmjax.training.best import BestMetric
+from mmjax.training.checkpoint import Checkpoints, DataState, Saved, checkpoint_step, restore_parameters
 from mmjax.training.checkpoint_commit import steps_in
 from mmjax.training.console import ProgressLine, say, size
-from mmjax.training.evaluation import Evaluator, exact_match
+from mmjax.training.evaluation import Answered, Evaluator, Scores, exact_match
 from mmjax.training.kept_fit import asked_of, write_fit
 from mmjax.training.left_out import LeftOut
 from mmjax.training.metrics_log import MetricsLog, Value
@@ -88,6 +89,9 @@ class Session:
         self.tracer = Tracer(self.folder.traces)
         self._bad_numbers = BadNumbers(self.config.training, self.loader.index.name)
         self.start_seconds: dict[str, float] = {}  # until the first step was done, by activity; of a command alone
+        self.best = BestMetric.resume(self.config.training, self.folder.metrics, self.life.first)
+        self.end = self.life.first if self.best.exhausted else self.config.training.steps
+        self._saved = self.life.first  # the step of the newest checkpoint, begun to be saved or restored
         self._told_save = 0  # the step of the last save that something was said of
         self._running: Running | None = None
         self._numbers = StepNumbers(self.config, self.executor, self.loader, self.programs, self.peak)
@@ -109,6 +113,13 @@ class Session:
 
     def _start(self) -> TrainState:
         executor, first = self.executor, self.life.first
+        metrics = self.evaluator.metrics("validation")
+        if self.best.metric and self.best.metric not in metrics:
+            raise UserError(
+                f"training.keep_best={self.best.metric}: evaluations of this run give "
+                f"{', '.join(metrics) or 'nothing, since no source has a validation split'}; name one of them",
+                everywhere=True,
+            )
         if first:
             state, saved = self.checkpoints.restore(first)
             self._check_goes_with(saved)
@@ -159,7 +170,7 @@ class Session:
                     "that run has adapters and this model has none: give it the same model.lora, or merge them with "
                     "python -m mmjax.export and start from that folder"
                 )
-            step = newest(source.checkpoints)
+            step = checkpoint_step(source.checkpoints)
             fresh: Params = {}
             if model.config.lora and not adapted:
                 adapters = self.executor.born(frozenset(modules_of(model.abstract)))
@@ -174,11 +185,20 @@ class Session:
 
     def complete(self, first: int) -> bool:
         """Return whether all steps are done, and say so."""
-        steps_done = self.config.training.steps
-        if first < steps_done or (self.evaluator.sources and self.folder.scored_step() != steps_done):
+        if first < self.end or (self.evaluator.metrics("test") and self.folder.scored_step() != self.end):
             return False
-        say(f"all {steps_done} steps are done; to go on, resume with a larger training.steps")
+        if self.end < self.config.training.steps:
+            say(f"{self._stopped_early()}; to go on, resume with a larger training.patience")
+        else:
+            say(f"all {self.end} steps are done; to go on, resume with a larger training.steps")
         return True
+
+    def _stopped_early(self) -> str:
+        best = self.best
+        return (
+            f"{best.metric} has not improved for {best.stale} evaluations, the last after step {self.end} "
+            f"(best {best.value:.4g} after step {best.step})"
+        )
 
     def data_state(self, step: int) -> DataState:
         """Return the position in the data before `step`."""
@@ -204,7 +224,7 @@ class Session:
             self.executor.compile(state, accumulated, shapes, self.hyperparameters(first))
         with startup.activity("compiling those of saving and answering"):
             self.checkpoints.prepare()
-            self.evaluator.prepare(all_parameters(state))
+            self.evaluator.compile(all_parameters(state))
         say(
             f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
             + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
@@ -223,7 +243,7 @@ class Session:
         if processes.leads():
             append_life(self.folder.history, self.life)
         data = self.config.data
-        self._batches = steps(self.loader, first, self.config.training.steps, data.workers, data.prefetch)
+        self._batches = steps(self.loader, first, self.end, data.workers, data.prefetch)
         return self._arrive(first)
 
     def _arrive(self, first: int) -> Iterator[Ready]:
@@ -319,24 +339,49 @@ class Session:
         return every > 0 and done % every == 0 and done < self.config.training.steps
 
     def evaluate(self, done: int, state: TrainState, progress: ProgressLine) -> None:
-        """Settle the last step, ask some validation questions, write the scores down and show one answer."""
+        """Settle the last step, evaluate on the validation split, log the scores and show one answer.
+
+        Where the scores are the best so far by `training.keep_best`, the state is saved.
+        """
         self.settle(state, progress)
         self.watchdog.at("evaluating")
-        answered = self.evaluator.ask_all(all_parameters(state), "validation", self.config.training.evaluate_samples)
-        self.left_out.say_questions(self.evaluator.left_out)
+        scores, answered = self._scores(done, state, "validation")
+        if scores:
+            say(f"step {done}  validation, {announce.brief(scores)}")
         if answered:
-            scores = exact_match(answered)
-            self._write(done, {f"validation/{k}": v for k, v in scores.items()})
-            say(
-                f"step {done}  validation, exact match:  {announce.brief(scores)}",
-                f"  {answered[done % len(answered)]}",
-            )
+            say(f"  {answered[done % len(answered)]}")
+        if self.best.update(done, scores):
+            say(f"  best {self.best.metric} so far; its checkpoint is kept")
+            self.save(done, state, progress)
+        elif self.best.exhausted:
+            self.end = done
+            say(self._stopped_early())
         self._numbers.go_on()
+
+    def _scores(self, done: int, state: TrainState, split: str) -> tuple[Scores, list[Answered]]:
+        """Evaluate on a split after `done` steps and log the scores, named as in metrics.jsonl; with the answers."""
+        params = all_parameters(state)
+        replies = self.evaluator.answer(params, split)
+        answered = [a for of_source in replies.values() for a in of_source.answered]
+        scores = exact_match(answered) | self.evaluator.loss(params, split)
+        self.left_out.say_questions(self.evaluator.left_out)
+        scores = {f"{split}/{name}": value for name, value in scores.items()}
+        if scores:
+            self._write(done, scores)
+        return scores, answered
 
     def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
         """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
         self.settle(state, progress)
+        self._save(done, state)
+
+    def _save(self, done: int, state: TrainState) -> None:
+        """Begin to save the state after `done` steps, unless that was begun already."""
+        if done == self._saved:
+            return
         self.watchdog.at("saving")
+        self._saved = done
+        self.checkpoints.retention = replace(self.checkpoints.retention, best=self.best.step)
         self.checkpoints.save(state, to_json(self.config), self.data_state(done))
 
     def stop(self, done: int, state: TrainState, progress: ProgressLine) -> None:
@@ -349,24 +394,25 @@ class Session:
 
     def finish(self, first: int, state: TrainState) -> None:
         """Save, evaluate on the test split, and say where everything is and what to try next."""
-        steps_done = self.config.training.steps
-        self.watchdog.at("saving", steps_done - 1)
-        if first < steps_done:
-            self.checkpoints.save(state, to_json(self.config), self.data_state(steps_done))
+        self._save(self.end, state)
         self.watchdog.at("evaluating")
-        scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
-        self.left_out.say_questions(self.evaluator.left_out)
+        scores, _ = self._scores(self.end, state, "test")
         self.watchdog.at("saving")
         self._check_saved()
         if scores:
+            scores = {name.removeprefix("test/"): value for name, value in scores.items()}
             if processes.leads():
-                self._write_scores({"step": steps_done} | scores)
-            self._write(steps_done, {f"test/{k}": v for k, v in scores.items()})
+                self._write_scores({"step": self.end} | scores)
             say(*announce.score_table(scores))
+        if self.best.step:
+            say(
+                f"best   {self.best.metric} {self.best.value:.4g} after step {self.best.step}; its checkpoint is kept "
+                f"(--step {self.best.step} of evaluate, generate and export)"
+            )
         times = self._numbers.times
         total = times.total or 1.0
         say(
-            f"{steps_done - first} steps in {total:.0f} s, {times.waited / total:.1%} of it waiting for data; "
+            f"{self.end - first} steps in {total:.0f} s, {times.waited / total:.1%} of it waiting for data; "
             f"{time.monotonic() - self.began:.0f} s in all; {self._numbers.compiled} programs compiled after the start",
             f"run    {self.folder.path}",
             *announce.what_next(self.folder.path, tuple(self.config.model.encoders)),

@@ -7,7 +7,8 @@ import pytest
 
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.data.placement import Topology
-from mmjax.data.prompt_rows import AtOnce, PromptRows, Some, in_steps
+from mmjax.data.prompt_rows import AtOnce, PromptRows, in_steps
+from mmjax.data.prompts import Selection
 from mmjax.data.sample import Facts, Item, Sample, Text
 
 MODEL = ModelConfig(
@@ -75,7 +76,7 @@ def test_rows_are_few_where_prompts_are_long():
 
 
 def test_some_prompts_are_asked_in_the_order_given():
-    rows = PromptRows(Some(Pictures(), [31, 2]), MODEL, Topology(), 4)
+    rows = PromptRows(Selection([(Pictures(), 31), (Pictures(), 2)]), MODEL, Topology(), 4)
     found = {int(n): int(batch.text.token[row].max()) for lies, batch in rows.batches() for row, n in enumerate(lies)}
     assert found == {0: 31, 1: 2}
 
@@ -94,3 +95,15 @@ def test_lengths_come_in_few_steps():
         256,
     ]
     assert all(n <= in_steps(n, 8) < 1.6 * n + 16 for n in range(1, 3000))
+
+
+def test_prompts_that_are_asked_together_have_one_shape_whatever_their_lengths():
+    groups = [range(25), range(25, 40)]
+    rows = PromptRows(Pictures(), MODEL, Topology(2), 7, AtOnce(rows=4), groups)
+    shapes, seen = set(), []
+    for numbers in (*groups, [39], range(3)):
+        for prompts, batch in rows.batches(numbers):
+            shapes.add((batch.text.token.shape, batch.items["vision"].values.shape))
+            seen += prompts[prompts >= 0].tolist()
+    assert len(shapes) == 1
+    assert sorted(seen) == sorted([*range(40), 39, *range(3)])

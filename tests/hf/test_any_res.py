@@ -37,7 +37,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.cost import parameters
-from mmjax.training.checkpoint import newest, restore_parameters
+from mmjax.training.checkpoint import checkpoint_step, restore_parameters
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.state import parameter_shardings
 
@@ -183,7 +183,7 @@ def test_a_run_is_exported_as_it_was_read_and_transformers_computes_with_it(name
     folder = RunFolder(run)
     model = Model.build(folder.read_config().model, jnp.float32)
     shardings = parameter_shardings(model, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
-    trained = restore_parameters(folder.checkpoints, newest(folder.checkpoints), model, shardings)
+    trained = restore_parameters(folder.checkpoints, checkpoint_step(folder.checkpoints), model, shardings)
     jax.tree.map(np.testing.assert_array_equal, written, trained)
 
 

@@ -22,7 +22,7 @@ from mmjax.training.checkpoint import (
     Checkpoints,
     DataState,
     TornCheckpoint,
-    newest,
+    checkpoint_step,
     read_saved,
     restore_parameters,
 )
@@ -100,7 +100,7 @@ def restored(folder: Path, on: Executor, step=4) -> TrainState:
 def test_the_step_config_and_data_position_come_back(saved):
     said = read_saved(saved, 4)
     assert (said.step, said.config, said.data) == (4, "{}", DATA)
-    assert newest(saved) == 4
+    assert checkpoint_step(saved) == 4
 
 
 def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_once(one, tmp_path):
@@ -158,7 +158,7 @@ def test_only_the_newest_stay(one, state, tmp_path):
 def test_a_save_that_was_cut_off_is_no_checkpoint(saved, one, state, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path / "4", tmp_path / "8.orbax-checkpoint-tmp-0")
-    assert newest(tmp_path) == 4
+    assert checkpoint_step(tmp_path) == 4
     assert_equal(restored(tmp_path, one), state)
 
 
@@ -288,4 +288,4 @@ def test_another_model_is_refused_with_the_parameter(saved, one):
 
 def test_no_checkpoint_at_all_says_so(tmp_path):
     with pytest.raises(UserError, match="holds no checkpoint yet"):
-        newest(tmp_path / "checkpoints")
+        checkpoint_step(tmp_path / "checkpoints")

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import TINY_MEDIA
+from decoding_reference import greedy_tokens
 
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import Config, LoraConfig, MeshConfig
 from mmjax.config_files import keep, load
 from mmjax.data.prompt_rows import AtOnce
-from mmjax.data.prompts import PromptLoader, Prompts, answer_tokens, decoded, read_answers
+from mmjax.data.prompts import Prompts, answer_tokens, decoded
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules, activations_on
-from mmjax.training.decoding import greedy
-from mmjax.training.evaluation import question_sources
+from mmjax.training.evaluation import evaluation_sources
 from mmjax.training.generation import Generator
 from mmjax.training.sampling import Sampling
 from mmjax.training.state import parameter_shardings
@@ -42,7 +42,7 @@ def few(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("few")
     config = load(TINY_MEDIA)
     keep(TINY_MEDIA, folder)
-    (source,) = question_sources(config, ("test",), folder).values()
+    (source,) = evaluation_sources(config, ("test",), folder).values()
     return config, source
 
 
@@ -61,18 +61,15 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
 
 @pytest.mark.default_cases("windows and caps")
 @pytest.mark.parametrize("change", ["plain", "windows and caps", "adapters", "blockwise, scanned with a border"])
-def test_the_loop_writes_the_fixed_point_of_parallel_passes(few, change):
+def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, change):
     config, source = few
     config = replace(config, model=changed(config, change))
     model = Model.build(config.model, jnp.float32)
     params = random_params(model)
-    wanted = {}
-    for lies, batch in PromptLoader({"test/few": source}, config).batches("test/few", range(12)):
-        written = np.asarray(jax.jit(lambda p, b: greedy(model, p, b))(params, batch))
-        wanted |= read_answers(written, batch, lies, source)
     room = max(answer_tokens(source, i) for i in range(len(source)))
-    here = generator(model, source, most=room).answers(params, Prompts(source, 0), range(12))
-    assert [a.text for a in here] == [wanted[i] for i in range(12)]
+    wanted = greedy_tokens(model, params, source, range(12), room)
+    here = generator(model, source, most=room).answers(params, Prompts(source), range(12))
+    assert [a.text for a in here] == [decoded(source, wanted[i]) for i in range(12)]
     assert len({a.text for a in here}) > 4
 
 
@@ -95,11 +92,11 @@ def test_a_mesh_writes_what_one_device_writes(few, where):
     model = Model.build(config.model, jnp.float32)
     params = random_params(model)
     numbers = [3, 17, 0, 9, 22, 5, 1]
-    alone = generator(model, source, sampling=sampling).answers(params, Prompts(source, 0), numbers)
+    alone = generator(model, source, sampling=sampling).answers(params, Prompts(source), numbers)
     spread = generator(model, source, mesh, sampling=sampling, at_once=AtOnce(rows=2))
     made = make_mesh(mesh, jax.devices()[: 4 if mesh.encoders == "data" else 8])
     held = jax.device_put(params, parameter_shardings(model, made, ShardingRules.of(mesh)))
-    assert spread.answers(held, Prompts(source, 0), numbers) == alone
+    assert spread.answers(held, Prompts(source), numbers) == alone
     assert len({a.tokens for a in alone}) > 3
 
 
@@ -135,10 +132,10 @@ def test_what_is_drawn_does_not_depend_on_what_else_is_asked(few):
     model = Model.build(config.model, jnp.float32)
     params = random_params(model)
     sampling = Sampling(1.0, seed=2)
-    together = generator(model, source, sampling=sampling).answers(params, Prompts(source, 0), range(8))
+    together = generator(model, source, sampling=sampling).answers(params, Prompts(source), range(8))
     apart = generator(model, source, sampling=sampling, at_once=AtOnce(rows=1))
-    assert apart.answers(params, Prompts(source, 0), [6, 2]) == [together[6], together[2]]
-    other = generator(model, source, sampling=Sampling(1.0, seed=3)).answers(params, Prompts(source, 0), range(8))
+    assert apart.answers(params, Prompts(source), [6, 2]) == [together[6], together[2]]
+    other = generator(model, source, sampling=Sampling(1.0, seed=3)).answers(params, Prompts(source), range(8))
     assert other != together
 
 
@@ -148,13 +145,13 @@ def test_an_answer_stops_at_an_end_or_at_the_limit_and_can_be_watched(few):
     model = Model.build(config.model, jnp.float32)
     params = random_params(model, 1)
     writes = generator(model, source, most=20)
-    answers = writes.answers(params, Prompts(source, 0), range(16))
+    answers = writes.answers(params, Prompts(source), range(16))
     for answer in answers:
         assert answer.ended == (answer.tokens[-1] == END)
         assert END not in answer.tokens[:-1]
         assert answer.ended or len(answer.tokens) == 20
     assert {a.ended for a in answers} == {True, False}
     long = next(i for i, a in enumerate(answers) if not a.ended)
-    grown = [a for _, a in writes.answered(params, Prompts(source, 0), [long], every=6)]
+    grown = [a for _, a in writes.answered(params, Prompts(source), [long], every=6)]
     assert [len(a.tokens) for a in grown] == [6, 12, 18, 20]
     assert all(a.tokens == answers[long].tokens[: len(a.tokens)] for a in grown)
