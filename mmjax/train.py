@@ -35,7 +35,7 @@ from mmjax.training.checkpoint_commit import Retention, set_aside, steps_in
 from mmjax.training.console import ProgressLine, mute, say
 from mmjax.training.devices import choose_devices, use_most_memory
 from mmjax.training.evaluation import Evaluator, evaluation_sources
-from mmjax.training.fitting import fit_on_mesh
+from mmjax.training.fitting import ACTIVATION, fit_on_mesh
 from mmjax.training.kept_fit import Decision, asked_of, read_fit
 from mmjax.training.left_out import LeftOut
 from mmjax.training.optimizer import make_optimizer
@@ -83,6 +83,8 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
     retention = Retention(config.training.keep, config.training.keep_every)
     checkpoints = Checkpoints(folder.checkpoints, executor, retention)
     layout = data.loader.layout
+    positions = layout.rows[LLM] * max(shape.lengths[LLM] for shape in layout.shapes)
+    activation = ACTIVATION[config.training.precision]
     with activity("opening the validation and test splits"):
         evaluator = Evaluator(
             model,
@@ -91,8 +93,7 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
             evaluation_sources(config, ("validation", "test"), folder.path),
             config,
             limits={"validation": config.training.evaluate_samples},
-            # No more tokens at once than a training step has, whose activations took more memory.
-            at_once=AtOnce(tokens=layout.rows[LLM] * max(shape.lengths[LLM] for shape in layout.shapes)),
+            at_once=AtOnce(tokens=fitted.evaluation_positions(config.model.llm, positions, activation)),
             one_shape=True,
             loss_chunks=fitted.loss_chunks,
             progress=lambda done: start.watchdog.beat(),

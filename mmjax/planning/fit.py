@@ -12,7 +12,7 @@ from mmjax.planning.activations import Kept, cut
 from mmjax.planning.clusters import Rates
 from mmjax.planning.cost import executed_logits, frozen_modules, policies_of, recomputed
 from mmjax.planning.layer_times import Speed
-from mmjax.planning.memory import OnDevice, Spread, fixed_bytes
+from mmjax.planning.memory import OnDevice, Spread, fixed_bytes, kv_cache_bytes
 from mmjax.planning.remat import Option, Options, choose, least_seconds
 from mmjax.planning.work import Encoder, Work, row_work
 
@@ -60,6 +60,16 @@ class Fit:
     def fits(self) -> bool:
         """Return whether there is room for it. Where there is not, every layer that may choose keeps least."""
         return self.device <= self.room.device
+
+    def evaluation_positions(self, llm: DecoderConfig, positions: int, activation: int) -> int:
+        """Return how many positions of the LLM a rank may answer at once so that this takes no more than a step does.
+
+        The KV cache then has the place of the activations that layers keep for backward, and a pass forward needs no
+        more temporary memory per position than a step. positions: of the LLM in a step's microbatch on a rank.
+        """
+        transient = self.fixed["transient"]
+        per_position = kv_cache_bytes(llm, self.spread, activation) + transient / positions
+        return min(positions, int((sum(self.activations.values()) + transient) / per_position))
 
     def applied(self, model: ModelConfig) -> ModelConfig:
         """The model with these policies."""

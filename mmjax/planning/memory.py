@@ -114,6 +114,11 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) ->
     return held + MASTER * sum(moments(model, frozen, optimizer).values())
 
 
+def kv_cache_bytes(llm: DecoderConfig, spread: Spread, activation: int) -> float:
+    """Bytes on one device that each position of a generated row takes: keys and values of all layers."""
+    return 2 * llm.layers * llm.kv_heads * llm.head_width * activation / spread.llm
+
+
 def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
     rows, length = batch.shape["llm"]
     axes = max(len(model.llm.rope_sections), 1)  # of a position

@@ -89,6 +89,7 @@ CHARTS = (
         wide=True,
     ),
     Chart("loss/", _change("Loss by source"), noisy=True),
+    Chart("validation/loss", _change("Validation loss")),
     Chart("validation/exact_match_", _last("Validation, exact match", percent), spell=percent, from_zero=True),
     Chart("gradient_norm", _typical("Gradient norm", count), "On a logarithmic scale.", logarithmic=True, noisy=True),
     Chart("learning_rate/", _most("Learning rate", count), spell=count, from_zero=True),
