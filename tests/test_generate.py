@@ -28,7 +28,7 @@ from mmjax.data.prompts import Prompts
 from mmjax.data.tones import Clip
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.evaluation import question_sources
+from mmjax.training.evaluation import evaluation_sources
 from mmjax.training.generation import Generator
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.served import Served
@@ -116,7 +116,7 @@ def test_a_run_of_the_embedded_data_answers_what_its_evaluation_has_it_say(runs,
     """The README's first run, smaller: no chat format, but an alphabet, and the embedded data's positions."""
     folder, _ = media_run(runs)
     served = Served.open(folder)
-    (source,) = question_sources(served.config, ("test",), folder).values()
+    (source,) = evaluation_sources(served.config, ("test",), folder).values()
     chosen: dict[tuple[type, ...], int] = {}  # of each combination of media, a sample with words between them
     for number in range(len(source)):
         recipe = source.recipe(number)
