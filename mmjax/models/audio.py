@@ -22,22 +22,18 @@ STRIDE = 2  # frames per position after the second convolution
 MAX_TIMESCALE = 10_000.0
 
 
-def shifted(x: Array, by: int) -> Array:
-    """Shift along time, `y[:, t] = x[:, t + by]` for by in -1, 0, 1; frames at the border repeat."""
-    if by == 0:
-        return x
-    return jnp.concatenate([x[:, :1], x[:, :-1]] if by < 0 else [x[:, 1:], x[:, -1:]], axis=1)
-
-
 def taps(x: Float[Array, "r l f"], item: Int[Array, "r l"], stride: int) -> Float[Array, "r m 3*f"]:
     """Concatenate frames t-1, t and t+1 of every `stride`-th frame t; zero where not of the same item as t."""
+    length = item.shape[1]
     centre = item[:, ::stride]
-    padded = jnp.pad(item, ((0, 0), (1, 1)), constant_values=-1)  # padded[:, t + 1] is item[:, t]
+    # padded[:, t + 1] is frame t, so that slices from 0, 1 and 2 are the frames before, at and after t.
+    padded_item = jnp.pad(item, ((0, 0), (1, 1)), constant_values=-1)
+    padded_x = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
     members = []
-    for by in (-1, 0, 1):
-        neighbour = padded[:, 1 + by : 1 + by + item.shape[1] : stride]
+    for first in range(3):
+        neighbour = padded_item[:, first : first + length : stride]
         same = (neighbour == centre) & (centre >= 0)
-        members.append(jnp.where(same[..., None], shifted(x, by)[:, ::stride], 0))
+        members.append(jnp.where(same[..., None], padded_x[:, first : first + length : stride], 0))
     return jnp.concatenate(members, axis=-1)
 
 

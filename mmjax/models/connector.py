@@ -55,7 +55,7 @@ class Connector(nnx.Module):
         self.deepstack = deepstack
         inner = replace(c, norm="merged_layer", position_grid=0, newline=False)
         self.deeper = nnx.Dict(
-            {str(n): Connector(inner, inputs, outputs, axes, eps, rngs) for n in range(len(deepstack))}
+            {str(n): Connector(inner, inputs, outputs, axes, eps, rngs=rngs) for n in range(len(deepstack))}
         )
 
     def __call__(

@@ -8,7 +8,6 @@ threefry key, made on its own device from the ids that travel with it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -52,7 +51,7 @@ def tower_dropout(
     def position_key(owner: Array, offset: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
 
-    keys = constrain(_vmap_positions(position_key)(owner, offset), "rows", "length")
+    keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset), "rows", "length")
     return Dropout(keys, np.uint32(rate * 2**32), np.float32(1 / (1 - rate)), np.int32(0))
 
 
@@ -65,12 +64,7 @@ def drop(x: Float[Array, "r l d"], dropout: Dropout | None, site: int) -> Float[
     def words(key: Array) -> Array:
         return jax.random.bits(jax.random.fold_in(key, number), x.shape[-1:])
 
-    stays = _vmap_positions(words)(dropout.key) >= dropout.limit
+    stays = jax.vmap(jax.vmap(words))(dropout.key) >= dropout.limit
     # Rounded once, after the product: 1 / (1 - rate) itself rounded to bfloat16 would shift the mean.
     scaled = (x.astype(jnp.float32) * dropout.scale).astype(x.dtype)
     return jnp.where(stays, scaled, 0)
-
-
-def _vmap_positions(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Map over rows and positions."""
-    return jax.vmap(jax.vmap(function))

@@ -213,7 +213,8 @@ def _apply(
         if inputs.windowed is not None:
             mask = jax.tree.map(partial(jnp.where, inputs.windowed), context.window_mask, context.mask)
             context = context._replace(mask=mask, window_mask=None)
-        module, key_value = nnx.merge(graph, params), None
+        module = nnx.merge(graph, params)
+        key_value = None
         if with_kv:
             x, key_value = module.forward_with_kv(x, context, past and past._replace(cache=inputs.cache))
         else:
@@ -266,16 +267,15 @@ def layers_one_by_one(params: Any, take: Callable[[Any, int], Any] = lambda leaf
     return layers
 
 
-def into_runs(
-    params: Any,
-    runs: Mapping[str, tuple[Run, ...]],
-    stack: Callable[[list[Any]], Any] | None = None,
-) -> Any:
+def _stack(leaves: list[Any]) -> Any:
+    return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else jnp.stack(leaves)
+
+
+def into_runs(params: Any, runs: Mapping[str, tuple[Run, ...]], stack: Callable[[list[Any]], Any] = _stack) -> Any:
     """Stack the numbered layers of each tower in `runs` (by the tower's name): the inverse of `layers_one_by_one`.
 
     `stack(leaves)` joins the same leaf of a stack's layers; give another to translate shapes or shardings.
     """
-    stack = _stack if stack is None else stack
     if not isinstance(params, dict):
         return _map_members(params, lambda x: into_runs(x, runs, stack))
 
@@ -290,10 +290,6 @@ def into_runs(
         else:
             out[key] = into_runs(value, runs, stack)
     return out
-
-
-def _stack(leaves: list[Any]) -> Any:
-    return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else jnp.stack(leaves)
 
 
 def _map_members(tree: Any, function: Callable[[Any], Any]) -> Any:

@@ -37,7 +37,8 @@ class MultimodalModel(nnx.Module):
         functions: Functions,
     ):
         self.llm = Decoder(config.llm, plans["llm"], dtype, rngs)
-        encoders, connectors = {}, {}
+        encoders = {}
+        connectors = {}
         for name, c in config.encoders.items():
             vision = isinstance(c, VisionConfig)
             encoders[name] = (VisionEncoder if vision else AudioEncoder)(c, plans[name], dtype, rngs)

@@ -48,7 +48,7 @@ def text_rotation(config: DecoderConfig, position: Int[Array, "b t *n"], sample:
     scaling = config.rope_scaling
     if isinstance(scaling, DynamicRope | LongRope):
         longest = position.max(-1) if position.ndim == 3 else position
-        frequencies = _frequencies_by_length(config, _sample_length(longest, sample)[..., None])
+        frequencies = _frequencies_by_length(config, 1 + max_in_item(longest, sample)[..., None])
     else:
         frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, config.head_width // 2))
     # HF's `attention_scaling`: it multiplies cosines and sines, so scores get its square.
@@ -108,14 +108,15 @@ def _yarn(unscaled: np.ndarray, scaling: YarnRope, theta: float) -> np.ndarray:
     return (unscaled / scaling.factor * ramp + unscaled * (1 - ramp)).astype(np.float32)
 
 
-def _sample_length(position: Int[Array, "b t"], sample: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """Count, for every token, the positions of its sample."""
+def max_in_item(x: Int[Array, "b t *n"], item: Int[Array, "b t"]) -> Int[Array, "b t *n"]:
+    """Find, for every position, the maximum of `x` (not negative) over its item or sample; -1 = padding."""
 
-    def row_lengths(position: Array, sample: Array) -> Array:
-        slot = jnp.maximum(sample, 0)
-        return jax.ops.segment_max(position, slot, len(position))[slot] + 1
+    def row_max(x: Array, item: Array) -> Array:
+        slot = jnp.maximum(item, 0)
+        masked = jnp.where((item >= 0).reshape(-1, *(1,) * (x.ndim - 1)), x, 0)  # padding would count as item 0
+        return jax.ops.segment_max(masked, slot, len(item))[slot]
 
-    return jax.vmap(row_lengths)(position, sample)
+    return jax.vmap(row_max)(x, item)
 
 
 def _frequencies_by_length(config: DecoderConfig, length: Int[Array, "b t 1"]) -> Float[Array, "b t p"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -14,7 +13,7 @@ from mmjax.models.attention import MaskSpec, items_mask
 from mmjax.models.encoder_block import NORMS, encoder_block
 from mmjax.models.layer_runs import LayerRuns, Run
 from mmjax.models.layers import Context, Linear, PositionTable, TransformerLayer
-from mmjax.models.rope import rotation_2d
+from mmjax.models.rope import max_in_item, rotation_2d
 from mmjax.parallel.sharding import constrain
 
 MAX_WINDOWS = 2**15  # more windows than an image has side by side
@@ -69,7 +68,7 @@ def stretched(table: PositionTable, side: int, items: ItemBatch) -> Float[Array,
     With side 4, patch column 3 of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5: half of column 1 and half of column 2.
     """
     patch = jnp.maximum(items.coordinates[..., 1:], 0)
-    point = patch.astype(jnp.float32) * (side - 1) / jnp.maximum(_image_sizes(patch, items.item) - 1, 1)
+    point = patch.astype(jnp.float32) * (side - 1) / jnp.maximum(max_in_item(patch, items.item), 1)
     vectors = jnp.zeros((), jnp.float32)
     for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
         corner = jnp.floor(point) + jnp.array(step, jnp.float32)
@@ -78,17 +77,6 @@ def stretched(table: PositionTable, side: int, items: ItemBatch) -> Float[Array,
         row, column = jnp.moveaxis(jnp.minimum(corner.astype(jnp.int32), side - 1), -1, 0)
         vectors = vectors + weight * table(row * side + column, jnp.dtype(jnp.float32))
     return vectors
-
-
-def _image_sizes(patch: Int[Array, "r l 2"], item: Int[Array, "r l"]) -> Int[Array, "r l 2"]:
-    """Count, for every patch, the rows and columns of its image."""
-
-    def row_sizes(patch: Array, item: Array) -> Array:
-        slot = jnp.maximum(item, 0)
-        last = jax.ops.segment_max(jnp.where((item >= 0)[:, None], patch, 0), slot, len(item))
-        return last[slot] + 1
-
-    return jax.vmap(row_sizes)(patch, item)
 
 
 class VisionEncoder(nnx.Module):

@@ -67,8 +67,8 @@ class Lookout:
 
     def __init__(self, client: Any, address: str, index: int, count: int) -> None:
         """address: of process 0, host:port."""
-        now = time.monotonic()
-        self.place = Place(-1, "starting", now, now)  # the watchdog updates it
+        start = time.monotonic()
+        self.place = Place(-1, "starting", start, start)  # the watchdog updates it
         self.stuck: Stuck | None = None
         self.index = index
         self.count = count
@@ -114,13 +114,13 @@ class Lookout:
 
         return within(_REPLY_SECONDS, report) or stuck
 
-    def await_leavers(self, others: Collection[int]) -> None:
+    def await_leavers(self, peers: Collection[int]) -> None:
         """Announce that this process exits. Process 0 waits for the others, which would else blame it for their end."""
         if self.index:
             within(_REPLY_SECONDS, lambda: self._client.key_value_set(f"mmjax/leaving/{self.index}", ""))
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
-        for process in set(others) - {0}:
+        for process in set(peers) - {0}:
             with suppress(Exception):  # it ends for another reason
                 seconds = max(0.1, deadline - time.monotonic())
                 self._client.blocking_key_value_get(f"mmjax/leaving/{process}", _milliseconds(seconds))
@@ -171,7 +171,11 @@ class Lookout:
                 if not self._finished.is_set():
                     claim_the_end()
                     self.await_leavers(alive)
-                    self._end_without(dead)
+                    peers = [str(p) for p in dead if p != self.index]
+                    if not peers:
+                        self._end("the others took this process for gone, so long was it stopped or out of reach")
+                    noun = "process" if len(peers) == 1 else "processes"
+                    self._end(f"{noun} {', '.join(peers)} of this run's {self.count} ended or cannot be reached")
                 return
 
     def _watch_first(self) -> None:
@@ -188,13 +192,6 @@ class Lookout:
         if not self._finished.is_set():
             claim_the_end()
             self._end(f"process 0 of this run's {self.count}, which coordinates them, ended or cannot be reached")
-
-    def _end_without(self, dead: list[int]) -> None:
-        peers = [str(p) for p in dead if p != self.index]
-        if not peers:
-            self._end("the others took this process for gone, so long was it stopped or out of reach")
-        noun = "process" if len(peers) == 1 else "processes"
-        self._end(f"{noun} {', '.join(peers)} of this run's {self.count} ended or cannot be reached")
 
     def _end(self, why: str) -> None:
         """Print why and exit at once: an orderly exit would wait for processes that are dead."""
