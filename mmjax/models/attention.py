@@ -102,12 +102,14 @@ def dense_attention(
     """Compute attention with all scores at once: the reference, and the fastest for short rows."""
     b, t, n, h = q.shape
     m = k.shape[2]
+    # b = row, t and s = query and key token, m = key-value head, g = query head of its group, h = channel.
     grouped = q.reshape(b, t, m, n // m, h)
     products = jnp.einsum("btmgh,bsmh->bmgts", grouped, k, preferred_element_type=jnp.float32)
     scores = _masked(scoring.scores(products, h), q_mask, k_mask)
     # The softmax does not change with what is subtracted, so its gradient need not go through the maximum.
     row_max = jax.lax.stop_gradient(_finite(jnp.max(scores, axis=-1, keepdims=True)))
     weights = jnp.exp(scores - row_max)
+    # A query that attends nothing has weights and total 0: dividing by 1 instead makes its output 0, not NaN.
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = jnp.einsum("bmgts,bsmh->bmgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     out = jnp.einsum("bmgth->btmgh", out / jnp.where(total == 0, 1, total)).reshape(b, t, n, h)
@@ -135,6 +137,7 @@ def blockwise_attention(
     q_masks = _mask_blocks(q_mask, q_block)
     k_masks = _mask_blocks(k_mask, k_block)
     count = q_masks.pos.shape[0]
+    # c = block; the other letters as in `dense_attention`, with q for the query tokens of a block.
     q_blocks = _blocks(q, q_block).reshape(count, b, q_block, m, n // m, h)
     q_blocks = jnp.einsum("c b q m g h -> c b m g q h", q_blocks)
     k_blocks, v_blocks = (jnp.einsum("c b s m h -> c b m s h", _blocks(x, k_block)) for x in (k, v))
@@ -181,6 +184,7 @@ def _live_blocks(q: MaskSpec, k: MaskSpec) -> Bool[Array, "q k"]:
     k_valid = k.sample >= 0
     same_sample = overlap(q.sample, q_valid, k.sample, k_valid)
     same_span = overlap(q.span, q_valid & (q.span != 0), k.span, k_valid & (k.span != 0))
+    # Causal pairs need a key that is not behind the last query, and a query that sees the kind of some key.
     causal = ranges(k.pos, k_valid)[0] <= ranges(q.pos, q_valid)[1][:, None]
     causal &= (jnp.bitwise_or.reduce(q.sees, axis=-1)[:, None] & jnp.bitwise_or.reduce(k.kind, axis=-1)) != 0
     if q.reach is not None:
@@ -232,6 +236,7 @@ def _forward(
         out = out / jnp.where(total == 0, 1, total)[..., None]
         return out.astype(q.dtype), _finite(row_max) + jnp.log(total)
 
+    # One block of queries after the other, so that only the scores of one pair of blocks exist at a time.
     return jax.lax.map(lambda xs: one_block(*xs), (q, q_masks, order, count))
 
 
@@ -266,6 +271,7 @@ def _backward(
         d_q, d_k, d_v = jax.lax.fori_loop(0, count_j, visit, (d_q, zero, zero))
         return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
 
+    # Scanned over blocks of keys: each adds to the gradient of all queries, and yields that of its own keys and values.
     d_q, (d_k, d_v) = jax.lax.scan(one_block, jnp.zeros(q.shape, jnp.float32), (k, v, k_masks, order, count))
     return d_q.astype(q.dtype), d_k, d_v, None, None
 

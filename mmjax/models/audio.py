@@ -62,6 +62,7 @@ class AudioStem(nnx.Module):
     ) -> Float[Array, "r m d"]:
         activation = ACTIVATIONS[self.activation]
         x = activation(self.first(taps(x, item, 1)))
+        # Clips start at multiples of the stride, so packing does not change which frames the outputs are centred on.
         x = activation(self.second(taps(x, item, STRIDE)))
         if self.positions is None:
             return x + sinusoids(time, x.shape[-1]).astype(x.dtype)

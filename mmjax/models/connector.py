@@ -65,11 +65,13 @@ class Connector(nnx.Module):
         coordinates: Int[Array, "r l 3"],
         deeper: Sequence[Float[Array, "r l d"]] = (),
     ) -> Float[Array, "r m e"]:
+        # Positions are in merge order: the members of a group follow each other.
         rows, length, width = x.shape
         if length % self.group:
             raise ValueError(f"{length} positions do not divide into groups of {self.group} to merge")
         if self.norm is not None and not self.norm_merged:
             x = self.norm(x)
+        # After the norm, whose bias would make padding nonzero.
         x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group * width)
         x = self.norm(x) if self.norm_merged else x
         x = self.linear(x) if self.mlp is None else self.mlp(x)

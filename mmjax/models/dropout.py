@@ -59,6 +59,7 @@ def drop(x: Float[Array, "r l d"], dropout: Dropout | None, site: int) -> Float[
     """Drop values of `x` at one site of a layer and scale up the others, in its own dtype; None drops nothing."""
     if dropout is None:
         return x
+    # A number for every site of every layer: layer 3's MLP is 3 * 2 + 1 = 7.
     number = dropout.layer * SITES + site
 
     def words(key: Array) -> Array:

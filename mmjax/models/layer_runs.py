@@ -184,6 +184,7 @@ def _init_stack(make: Callable[[nnx.Rngs], nnx.Module], run: Run, key: Array) ->
 
     if run.stop - run.start == 1:
         return layer(run.start)
+    # vmap over the indices initialises the layers stacked; their common structure comes from any one of them.
     graph = nnx.graphdef(nnx.eval_shape(lambda: layer(run.start)))
     stacked = jax.vmap(lambda i: nnx.state(layer(i)))(jnp.arange(run.start, run.stop))
     return nnx.merge(graph, stacked)
@@ -213,6 +214,7 @@ def _apply(
         if inputs.windowed is not None:
             mask = jax.tree.map(partial(jnp.where, inputs.windowed), context.window_mask, context.mask)
             context = context._replace(mask=mask, window_mask=None)
+        # Merged inside, because a scan and `jax.checkpoint` pass only arrays.
         module = nnx.merge(graph, params)
         key_value = None
         if with_kv:
@@ -241,6 +243,7 @@ def _policy(remat: Remat) -> Callable[..., Any]:
         return jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=(),
             names_which_can_be_offloaded=SAVED[remat],
+            # All named values go to pinned host memory; nothing but the layer's input stays on the device.
             offload_src="device",
             offload_dst="pinned_host",
         )

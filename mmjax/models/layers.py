@@ -142,6 +142,7 @@ class MLP(nnx.Module):
         gated: bool = False,
         biases: tuple[Biased, ...] = (),
     ):
+        # Column parallel up and gate, row parallel down (Megatron): one all-reduce per MLP.
         self.gate = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="gate" in biases) if gated else None
         self.up = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="up" in biases)
         self.down = Linear(hidden, outputs, ("mlp", "embed"), rngs, bias="down" in biases)
@@ -186,6 +187,7 @@ class SelfAttention(nnx.Module):
         self.key = Linear(b.width, kv_width, ("embed", "kv_heads"), rngs, bias="key" in b.biases)
         self.value = Linear(b.width, kv_width, ("embed", "kv_heads"), rngs, bias="value" in b.biases)
         self.output = Linear(q_width, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
+        # Queries and keys are normalised per head after the split (Qwen3), or over all heads before it (InternViT).
         self.norm_heads = b.head_norm is not None
         norm = b.head_norm or b.width_norm
         self.query_norm = norm and norm(b.head_width if self.norm_heads else q_width)
@@ -263,6 +265,7 @@ class TransformerLayer(nnx.Module):
         if self.attention_after is not None:
             attn_out = self.attention_after(attn_out)
         x = x + drop(attn_out, context.dropout, ATTENTION)
+        # The name that the remat policy `attention_mlp` saves (`layer_runs.SAVED`).
         x = checkpoint_name(x, "mlp_input")
         mlp_out = self.mlp(self.mlp_norm(x))
         if self.mlp_after is not None:

@@ -64,6 +64,7 @@ def _init_adapter(linear: Linear, lora: LoraConfig, run: Run | None, key: Array)
     def uniform(i: int | Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, i), (inputs, lora.rank), jnp.float32, -limit, limit)
 
+    # Keys count from the stack's first layer in the tower, not from 0: other stacks draw the same values.
     start = 0 if run is None else run.start
     a = jax.vmap(uniform)(jnp.arange(start, run.stop)) if stack else uniform(start)
     return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, scale(lora))

@@ -68,6 +68,7 @@ class Model:
             runs[name] = plan_runs(c.layers, remat, (*(cuts or {}).get(name, ()), *borders))
         dtype = jnp.dtype(dtype)
         functions = functions or {}
+        # Shapes only: nothing is allocated.
         init = partial(_init_params, config, runs, dtype, functions)
         graph, state = nnx.split(nnx.eval_shape(init, jax.random.key(0)))
         axes: Params = {}
@@ -180,6 +181,7 @@ class Stage:
         tower = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
         tied = self.tower == "llm" and self.model.config.llm.tied
         runs = {r.name for r in self.model.runs[self.tower] if self.start <= r.start < self.stop}
+        # The same nesting as the full parameters, so that `Model.module` can merge it.
         part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
         if self.first or (self.last and tied):
             part["embed"] = tower["embed"]
@@ -249,6 +251,7 @@ def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
             if isinstance(value, dict):
                 if inner := select(value, where, want_frozen):
                     selected[key] = inner
+            # Adapters are trainable even in a frozen module.
             elif (module_of(where) in frozen and ADAPTER not in where[2:]) == want_frozen:
                 selected[key] = value
         return selected

@@ -76,6 +76,7 @@ class MultimodalModel(nnx.Module):
         features = {}
         for name, batch in items.items():
             encoder = self.encoders[name]
+            # Encoders may be sharded over other axes than the LLM (`mesh.encoders`).
             with encoding():
                 x = encoder.embedded(batch)
                 context = self.context(name, batch, noise)
@@ -113,6 +114,7 @@ class MultimodalModel(nnx.Module):
         x = self.llm.embedded(text.token)
         add = []
         for name, feature in features.items():
+            # A batch without rows of this encoder has features of size 0.
             if feature.size and name in text.slots:
                 tokens = _place_tokens(feature, text, name).astype(x.dtype)
                 # [B, T, D * (1 + deepstack)]: the embedding, then one addition per deepstack layer.
@@ -130,6 +132,7 @@ def _callback(functions: Functions, name: str) -> Callable[[Array, ItemBatch], A
     def call(x: Array, batch: ItemBatch) -> Array:
         if not name:
             return x
+        # Checked on call, not when built: planning builds models without their callbacks.
         if name not in functions:
             raise ValueError(f"the config names {name}, but Model.build was not given it")
         y = functions[name](x, batch)

@@ -47,6 +47,7 @@ def text_rotation(config: DecoderConfig, position: Int[Array, "b t *n"], sample:
         pair_position = pair_position[..., None]
     scaling = config.rope_scaling
     if isinstance(scaling, DynamicRope | LongRope):
+        # Of (t, y, x) positions, the largest says how far a token is into its sample.
         longest = position.max(-1) if position.ndim == 3 else position
         frequencies = _frequencies_by_length(config, 1 + max_in_item(longest, sample)[..., None])
     else:
@@ -135,6 +136,7 @@ def _frequencies_by_length(config: DecoderConfig, length: Int[Array, "b t 1"]) -
 
 def rotate(x: Float[Array, "b t n h"], rotation: Rotation) -> Float[Array, "b t n h"]:
     """Turn channel pairs (i, i + H/2) of every head; float32 inside."""
+    # HF's layout, halves of a head; the paper pairs neighbouring channels.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos = rotation.cos[:, :, None]
     sin = rotation.sin[:, :, None]

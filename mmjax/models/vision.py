@@ -36,10 +36,12 @@ class PatchEmbedding(nnx.Module):
         _, row, column = jnp.moveaxis(items.coordinates, -1, 0)
         pixels = items.values.reshape(*items.values.shape[:2], c.patch**2, c.channels)
         # (pixel / 255 - mean) / std, in float32 whatever the precision: bfloat16 cannot tell 256 levels apart.
+        # values * scale - shift, one multiply-add per pixel.
         scale = 1 / (255 * np.array(c.std))
         shift = np.array(c.mean) / np.array(c.std)
         pixels = pixels.astype(jnp.float32) * scale.astype(np.float32) - shift.astype(np.float32)
         pixels = jnp.where((items.item >= 0)[..., None], pixels.reshape(items.values.shape), 0).astype(dtype)
+        # A still image is repeated over the frames of a temporal patch (Qwen2-VL).
         x = self.patches(jnp.tile(pixels, c.frames))
         if self.class_token is not None:
             x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)

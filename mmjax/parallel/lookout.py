@@ -73,6 +73,7 @@ class Lookout:
         self.index = index
         self.count = count
         self._client = client
+        # An IPv6 address comes in brackets: [::1]:1234.
         host, _, port = address.rpartition(":")
         self._address = host.strip("[]"), int(port)
         self._finished = threading.Event()
@@ -100,6 +101,7 @@ class Lookout:
         phases = {p: Seen(-1, "starting", 0.0, "", silent=True) for p in range(self.count)}
         for process, heartbeat in latest.items():
             beat = heartbeat.pop("beat")
+            # Two readings with the same counter: no heartbeat came between them. This process clearly runs.
             silent = process in earlier and earlier[process]["beat"] == beat
             phases[process] = Seen(**heartbeat, silent=silent and process != self.index)
         return phases

@@ -119,6 +119,7 @@ def held_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
 
 def own_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> tuple[int, ...]:
     """Return the ranks of `held_ranks` that this process owns: a rank on several processes belongs to the first."""
+    # With tensor parallelism across processes, several hold the rows of a rank.
     owner: dict[int, int] = {}
     for device, (rows,) in rows_sharding(mesh, axes).devices_indices_map((row_ranks(mesh, axes),)).items():
         rank = rows.start or 0

@@ -106,6 +106,7 @@ def led(work: Callable[[], Any]) -> Any:
             raise UserError(message["error"], everywhere=True)
         return message["result"]
     try:
+        # The others wait for an answer: they must get it in the case of an error, too.
         result = work()
     except UserError as error:
         client.key_value_set(key, json.dumps({"error": str(error)}))
@@ -122,6 +123,7 @@ def gather(key: str, text: str) -> list[str]:
     milliseconds = _WAIT_SECONDS * 1000
     client.key_value_set(f"mmjax/gather/{key}/{index()}", text)
     if leads():
+        # Process 0 collects and publishes all texts under one key: 2 n requests for n processes instead of n^2.
         texts = [client.blocking_key_value_get(f"mmjax/gather/{key}/{p}", milliseconds) for p in range(count())]
         client.key_value_delete(f"mmjax/gather/{key}/")
         client.key_value_set(f"mmjax/gathered/{key}", json.dumps(texts))

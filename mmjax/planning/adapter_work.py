@@ -45,6 +45,7 @@ def adapter_work(
     if not spares or not forward:
         return AdapterWork(forward, 2 * forward, stem)
     live, attention = _live(set(adapters), connector, sizes)
+    # With nothing trainable before it, an adapter's input needs no gradient: rank * in multiply-adds less.
     unread = sum(lora.rank * sizes[name][0] for name, lora in adapters.items() if name not in live) * positions
     dead = sum(sizes[name][0] * sizes[name][1] for name in sizes if name not in live) * positions
     unneeded = 0 if connector else (4 - attention) * layer_of(config).queries * work.pairs

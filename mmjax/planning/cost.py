@@ -65,6 +65,7 @@ class Products(NamedTuple):
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
     llm = model.llm
+    # Layers, final norm, and a table of embeddings that a tied output table shares.
     counts = {"llm": llm.layers * layer_of(llm).parameters + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
     for name, encoder in model.encoders.items():
         c = encoder.connector
@@ -73,6 +74,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
         counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_of(encoder).parameters + head
         merged = merged_positions(encoder) * width
+        # A norm has a scale, and with "layer" a bias too; each further MLP of a deepstack norms what it merges.
         norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
         mlp = connector_weights(encoder, llm.width) + biases
@@ -111,6 +113,7 @@ def needed(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> di
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=True)
         backward = trainable * (p.data + p.weights) + lora.backward
         if trainable or upstream or has_adapters:
+            # With any trainable parameter here or before, gradients flow through the activations.
             backward += p.weights - lora.spared_weights + 2 * p.attention - lora.spared_attention
         flops[module] = Flops(2 * (p.data + p.weights + p.attention + lora.forward), 2 * backward)
     return flops

@@ -110,6 +110,7 @@ def fit(
     configured = {name: policies_of(config) for name, config in towers.items() if config.remat != "auto"}
     auto = {name: config.layers for name, config in towers.items() if name not in configured}
     auto_options = {name: options[name] for name in auto}
+    # Bytes left on the host, by shape.
     host_room = [room.host - _bytes(configured, options, s, "host") for s in range(len(shapes))]
     logits = [executed_logits(model, work["llm"]) / spread.llm / speed.rates.flops for work in works]
 
@@ -118,6 +119,7 @@ def fit(
             fixed_bytes(model, shape, layers, frozen, spread, activation, optimizer, chunks)
             for shape, layers in zip(shapes, without_remat, strict=True)
         ]
+        # Bytes left on the device, by shape, for the layers whose policy is to be chosen.
         device_room = [
             room.device - sum(f.values()) - _bytes(configured, options, s, "device") for s, f in enumerate(fixed)
         ]
@@ -143,6 +145,7 @@ def fit(
             room=room,
         )
 
+    # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
     return min(
         map(with_chunks, loss_choices), key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks)
     )

@@ -75,6 +75,7 @@ def fixed_bytes(
     trainable = sum(n for module, n in on_device.items() if module not in frozen)
     fixed = sum(n for module, n in on_device.items() if module in frozen)
     optimizer_numbers = moments(model, frozen, optimizer)
+    # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
     layer_peaks = [_layer(model, tower, saved, spread, activation) for tower, saved in layers.items()]
     # One table of the vocabulary, gathered for the logits or where the gradient of looked-up tokens is added up.
@@ -119,6 +120,7 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) ->
 
 def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
     """Count the bytes of a microbatch's arrays."""
+    # One of the text's fields, the position, has an entry for each axis.
     rows, length = batch.shape["llm"]
     axes = max(len(model.llm.rope_sections), 1)  # of a position
     total = 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))

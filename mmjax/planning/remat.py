@@ -75,6 +75,7 @@ def _solve(
     unit = np.maximum(np.abs(costs).max(0), 1e-300)  # the solver's tolerances are absolute
     in_tower = np.array([[tower == name for tower, _ in choices] for name in layers], float)
     counts = np.array(list(layers.values()), float)
+    # Every layer gets one policy, and the bytes of every shape stay below its limits.
     solution = milp(
         costs[:, -1] / unit[-1],
         integrality=np.full(len(choices), int(integral)),

@@ -97,7 +97,9 @@ def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float
         for name, c in towers.items()
         if name not in profiled
     )
+    # Bytes that one rank sends, in forward; the gradients return in backward.
     sent = sum(batch.peers * n for n in batch.widths.values()) * model.llm.width * machine.activation
+    # Ranks that exchange tokens are `tensor` devices apart.
     in_node = batch.peers * machine.mesh["tensor"] <= machine.cluster.per_node
     return StepTime(
         compute=compute + PASSES * activations / rates.memory,
