@@ -17,6 +17,7 @@ from mmjax.batch import PADDING, TextBatch
 from mmjax.models.attention import MaskSpec
 from mmjax.models.decoder import scores
 from mmjax.models.layer_runs import KVCache
+from mmjax.models.layers import KVCacheView
 from mmjax.models.multimodal import MultimodalModel
 
 TEXT_KIND = 1  # generated tokens are text
@@ -60,7 +61,8 @@ def step(model: MultimodalModel, token: Int[Array, " b"], cache: Cache) -> tuple
         position = jnp.broadcast_to(position[..., None], (*position.shape, len(sections)))
     x = model.llm.embedded(token[:, None])
     context = model.llm.context_of(query_mask, position)
-    x, layers = model.llm.layers.decode(x, context, cache.layers, cache.mask, cache.column)
+    past = KVCacheView(cache.layers, cache.mask, cache.column)
+    x, layers = model.llm.layers.forward_with_kv(x, context, past=past)
     return _logits(model, x), Cache(layers, cache.mask, cache.position + 1, cache.column + 1)
 
 

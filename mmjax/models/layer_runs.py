@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mmjax.config import Remat
-from mmjax.models.attention import MaskSpec
 from mmjax.models.layers import Context, KeyValue, KVCacheView
 from mmjax.parallel.sharding import constrain
 
@@ -116,23 +115,19 @@ class LayerRuns(nnx.Module):
         return self._forward(x, context, start, stop, add)[0]
 
     def forward_with_kv(
-        self, x: Float[Array, "b t d"], context: Context, add: Sequence[Float[Array, "b t d"]] = ()
+        self,
+        x: Float[Array, "b t d"],
+        context: Context,
+        add: Sequence[Float[Array, "b t d"]] = (),
+        past: KVCacheView | None = None,
     ) -> tuple[Float[Array, "b t d"], KVCache]:
-        """Apply all layers and return their keys and values as well (prefill)."""
-        x, cache = self._forward(x, context, add=add, with_kv=True)
-        return x, jax.tree.map(_shard_cache, cache)
-
-    def decode(
-        self, x: Float[Array, "b t d"], context: Context, cache: KVCache, mask: MaskSpec, column: Int[Array, ""]
-    ) -> tuple[Float[Array, "b t d"], KVCache]:
-        """Apply all layers to new tokens that attend a cache; return it with their keys and values written.
-
-        mask: of the cache's columns `[B, C]`. column: that of the first new token; the others follow.
-        """
-        x, new = self._forward(x, context, with_kv=True, past=KVCacheView(cache, mask, column))
-        # The third last axis is that of columns, with and without a leading layer axis.
-        written = jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, column, axis=-3), cache, new)
-        return x, jax.tree.map(_shard_cache, written)
+        """Apply all layers; return their keys and values too, written into the cache of `past` if given (decode)."""
+        x, cache = self._forward(x, context, add=add, with_kv=True, past=past)
+        if past is not None:
+            # The third last axis is that of columns, with and without a leading layer axis.
+            write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=past.column, axis=-3)
+            cache = jax.tree.map(write, past.cache, cache)
+        return x, jax.tree.map(lambda kv: constrain(kv, "rows", None, "kv_heads", None), cache)
 
     def _forward(
         self,
@@ -231,10 +226,6 @@ def _apply(
         return layer(params, x, context, LayerInputs(None if numbers is None else numbers[0], None, cache))
     inputs = LayerInputs(numbers, jnp.asarray(windowed) if mixed else None, cache)
     return jax.lax.scan(lambda x, xs: layer(xs[0], x, context, xs[1]), x, (params, inputs))
-
-
-def _shard_cache(cache: Float[Array, "*l b c m h"]) -> Float[Array, "*l b c m h"]:
-    return constrain(cache, "rows", None, "kv_heads", None)
 
 
 def _policy(remat: Remat) -> Callable[..., Any]:
