@@ -36,15 +36,15 @@ FAULTS = (
     Fault(
         "a mask that leaks between the samples of a row",
         "models/attention.py",
-        "return (q.sample == k.sample) & (q.sample >= 0) & (together | causally)",
-        "return (q.sample >= 0) & (k.sample >= 0) & (together | causally)",
+        "return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)",
+        "return (q.sample >= 0) & (k.sample >= 0) & (same_span | causal)",
         ("models/test_multimodal.py::test_a_packed_row_gives_each_sample_what_it_gets_alone",),
     ),
     Fault(
         "answers about one image that see each other",
         "models/attention.py",
-        "causally = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)",
-        "causally = k.pos <= q.pos",
+        "causal = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)",
+        "causal = k.pos <= q.pos",
         ("models/test_attention.py::test_mask_spec_allows_what_a_loop_over_its_definition_allows",),
     ),
     Fault(
@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "a convolution that reads into the next clip",
         "models/audio.py",
-        "same = (other == centre) & (centre >= 0)",
-        "same = (other >= 0) & (centre >= 0)",
+        "same = (neighbour == centre) & (centre >= 0)",
+        "same = (neighbour >= 0) & (centre >= 0)",
         ("models/test_audio.py::test_taps_of_packed_clips_are_each_clips_own_convolution",),
     ),
     Fault(
@@ -92,15 +92,15 @@ FAULTS = (
     Fault(
         "a recomputed layer that is not the layer itself",
         "models/layer_runs.py",
-        'if run.remat != "none" and not keep:',
-        'if run.remat == "full":\n        x = x * 1.001\n    if run.remat != "none" and not keep:',
+        'if run.remat != "none" and not with_kv:',
+        'if run.remat == "full":\n        x = x * 1.001\n    if run.remat != "none" and not with_kv:',
         ("models/test_layer_runs.py::test_every_mix_of_remat_policies_gives_equal_gradients",),
     ),
     Fault(
         "dropout keyed by the row instead of the sample",
         "models/dropout.py",
-        "keys = constrain(_everywhere(of_position)(owner, offset)",
-        "keys = constrain(_everywhere(of_position)(owner * 0 + jnp.arange(len(owner))[:, None], offset)",
+        "keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset)",
+        "keys = constrain(jax.vmap(jax.vmap(position_key))(owner * 0 + jnp.arange(len(owner))[:, None], offset)",
         ("models/test_dropout.py::test_a_sample_drops_the_same_wherever_and_with_whomever_it_is_packed",),
     ),
     Fault(
@@ -208,8 +208,8 @@ FAULTS = (
     Fault(
         "a decoder of another rotary base than transformers'",
         "models/rope.py",
-        "frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, pairs))",
-        "frequencies = jnp.asarray(frequencies_of(scaling, 10_001.0, pairs))",
+        "frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, config.head_width // 2))",
+        "frequencies = jnp.asarray(frequencies_of(scaling, 10_001.0, config.head_width // 2))",
         ("hf/test_decoders.py::test_a_decoder_is_what_transformers_makes_of_it",),
     ),
 )

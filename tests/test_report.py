@@ -226,7 +226,7 @@ def test_masks_are_drawn_as_attention_computes_them_and_show_which_layers_have_a
     def shades(row: PackedRow) -> np.ndarray:
         text = jax.tree.map(lambda field: jax.numpy.asarray(field)[None], replayed.text_of(row))
         context = model.module(model.abstract).context("llm", text, None)
-        near, whole = (np.asarray(allowed(mask, mask))[0] for mask in (context.near, context.mask))
+        near, whole = (np.asarray(allowed(mask, mask))[0] for mask in (context.window_mask, context.mask))
         return near.astype(int) + (near | whole if len(windowed) < 2 else near)
 
     page = report([folder], tmp_path / "report.html")

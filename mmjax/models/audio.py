@@ -22,28 +22,23 @@ STRIDE = 2  # frames per position after the second convolution
 MAX_TIMESCALE = 10_000.0
 
 
-def shifted(x: Array, by: int) -> Array:
-    """`y[:, t] = x[:, t + by]` for by in -1, 0, 1; what enters at the border repeats and is masked by its item."""
-    if by == 0:
-        return x
-    return jnp.concatenate([x[:, :1], x[:, :-1]] if by < 0 else [x[:, 1:], x[:, -1:]], axis=1)
-
-
 def taps(x: Float[Array, "r l f"], item: Int[Array, "r l"], stride: int) -> Float[Array, "r m 3*f"]:
-    """Frame t-1, t and t+1 of every `stride`-th frame t, side by side; zero where not of the same item as t."""
+    """Concatenate frames t-1, t and t+1 of every `stride`-th frame t; zero where not of the same item as t."""
+    length = item.shape[1]
     centre = item[:, ::stride]
-    border = jnp.full_like(item[:, :1], -1)
-    before = jnp.concatenate([border, item[:, :-1]], axis=1)[:, ::stride]
-    after = jnp.concatenate([item[:, 1:], border], axis=1)[:, ::stride]
+    # padded[:, t + 1] is frame t, so that slices from 0, 1 and 2 are the frames before, at and after t.
+    padded_item = jnp.pad(item, ((0, 0), (1, 1)), constant_values=-1)
+    padded_x = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
     members = []
-    for by, other in ((-1, before), (0, centre), (1, after)):
-        same = (other == centre) & (centre >= 0)
-        members.append(jnp.where(same[..., None], shifted(x, by)[:, ::stride], 0))
+    for first in range(3):
+        neighbour = padded_item[:, first : first + length : stride]
+        same = (neighbour == centre) & (centre >= 0)
+        members.append(jnp.where(same[..., None], padded_x[:, first : first + length : stride], 0))
     return jnp.concatenate(members, axis=-1)
 
 
 def sinusoids(time: Int[Array, "r l"], width: int) -> Float[Array, "r l d"]:
-    """Whisper's position embedding: sines, then cosines, of `width / 2` timescales from 1 to 10000."""
+    """Compute Whisper's position embedding: sines, then cosines, of `width / 2` timescales from 1 to 10000."""
     pairs = width // 2
     scales = jnp.exp(-jnp.log(MAX_TIMESCALE) / (pairs - 1) * jnp.arange(pairs, dtype=jnp.float32))
     angles = time.astype(jnp.float32)[..., None] * scales
@@ -55,6 +50,7 @@ class AudioStem(nnx.Module):
 
     def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
         c = config
+        # A convolution of kernel 3 as one matrix over the three concatenated taps.
         self.first = Linear(3 * c.mels, c.width, (None, "embed"), rngs, bias=True)
         self.second = Linear(3 * c.width, c.width, ("embed", None), rngs, bias=True)
         stored = c.positions.positions if isinstance(c.positions, StoredTable) else 0
@@ -64,18 +60,20 @@ class AudioStem(nnx.Module):
     def __call__(
         self, x: Float[Array, "r l f"], item: Int[Array, "r l"], time: Int[Array, "r m"]
     ) -> Float[Array, "r m d"]:
-        f = ACTIVATIONS[self.activation]
-        x = f(self.first(taps(x, item, 1)))
-        x = f(self.second(taps(x, item, STRIDE)))
-        table = self.positions
-        return x + (sinusoids(time, x.shape[-1]).astype(x.dtype) if table is None else table(time, x.dtype))
+        activation = ACTIVATIONS[self.activation]
+        x = activation(self.first(taps(x, item, 1)))
+        # Clips start at multiples of the stride, so packing does not change which frames the outputs are centred on.
+        x = activation(self.second(taps(x, item, STRIDE)))
+        if self.positions is None:
+            return x + sinusoids(time, x.shape[-1]).astype(x.dtype)
+        return x + self.positions(time, x.dtype)
 
 
 class AudioEncoder(nnx.Module):
     """embed -> layers -> head over frames in time order; every clip starts at a multiple of the stride.
 
-    The convolutions see all frames of a clip, the layers those up to its end (`ItemBatch.coordinates`): the frames
-    after it are what the last positions of a clip that is padded with silence are made of.
+    The convolutions read all frames of a clip, its padding of silence included; the layers attend those up to the end
+    of the recording (`ItemBatch.coordinates`).
     """
 
     def __init__(self, config: AudioConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -97,27 +95,28 @@ class AudioEncoder(nnx.Module):
         return constrain(x, "rows", "length", "width")
 
     def context(self, items: ItemBatch) -> Context:
-        """The mask of a batch; positions are in the activations already."""
-        return Context(items_mask(self._seen(items)))
+        """Build the attention mask of a batch; the stem has added positions already."""
+        return Context(items_mask(self._layer_items(items)))
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
-        """The mean of every `pool` positions, and the head, on the output of the last layer."""
+        """Pool the last layer's output over every `pool` positions and apply the final norm."""
         if self.pool > 1:
             x = x.reshape(len(x), x.shape[1] // self.pool, self.pool, x.shape[2]).mean(2)
         return self.head(x)
 
     def origin(self, items: ItemBatch) -> tuple[Int[Array, "r m"], Int[Array, "r m"]]:
-        """The sample of every position and the index of its first frame among those of the sample's clips."""
+        """Return every position's sample id, and the index of its first frame among those of the sample's clips."""
         return items.owner[:, ::STRIDE], items.offset[:, ::STRIDE]
 
     def places(self, items: ItemBatch) -> tuple[Int[Array, "r n"], Int[Array, "r n 3"]]:
-        """Item and coordinates of every output position, time in units of the whole stride.
+        """Return item and coordinates of every output position, time in units of stride times pool.
 
         Positions at a clip's end that are too few to be pooled are padding.
         """
-        whole = STRIDE * self.pool
-        return self._seen(items)[:, self.pool - 1 :: self.pool], items.coordinates[:, ::whole] // whole
+        stride = STRIDE * self.pool
+        # The last position of each pool decides: where it is padding, the pool is incomplete.
+        return self._layer_items(items)[:, self.pool - 1 :: self.pool], items.coordinates[:, ::stride] // stride
 
-    def _seen(self, items: ItemBatch) -> Int[Array, "r m"]:
-        """Item of every position of the layers."""
+    def _layer_items(self, items: ItemBatch) -> Int[Array, "r m"]:
+        """Return the item of every position after the stem, -1 for padding and for silence behind a recording."""
         return jnp.where(items.coordinates[..., 1] < 0, -1, items.item)[:, ::STRIDE]

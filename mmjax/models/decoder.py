@@ -17,31 +17,31 @@ from mmjax.models.layers import Block, Context, RMSNorm, TransformerLayer
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.sharding import constrain
 
-ALL = 2**30  # tokens back: more than any row has
+UNLIMITED = 2**30  # a window of more tokens than any row has
 
 
 class TokenTable(nnx.Module):
-    """One vector per token of the vocabulary: embeds tokens, and by `scores` rates them as the next one."""
+    """One vector per token of the vocabulary: the embedding, or the output projection that `scores` applies."""
 
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
         table = jax.random.normal(rngs.params(), (vocab, width), jnp.float32) * width**-0.5
         self.weight = nnx.Param(table, axes=("vocab", "embed"))
 
     def embed(self, token: Int[Array, "r t"], dtype: jnp.dtype) -> Float[Array, "r t d"]:
-        # Said before the lookup, or XLA replicates the looked-up rows of all ("Involuntary full rematerialization").
+        # Constrained before the lookup, or XLA replicates the gathered rows ("Involuntary full rematerialization").
         table = constrain(self.weight[...].astype(dtype), "vocab", None)
         return constrain(table[token], "rows", "length", "width")
 
 
 def scores(x: Float[Array, "r t d"], table: Float[Array, "v d"], cap: float = 0.0) -> Float[Array, "r t v"]:
-    """Float32 logits of all tokens of an output table, or of the part of one; bent by tanh to stay below a cap."""
+    """Compute float32 logits over an output table or a slice of one, soft-capped by tanh where `cap` is not 0."""
     logits = jnp.einsum("rtd,vd->rtv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
     logits = constrain(logits, "rows", "length", "vocab")
     return jnp.tanh(logits / cap) * cap if cap else logits
 
 
 def decoder_block(config: DecoderConfig) -> Block:
-    """What a decoder's layers are made of."""
+    """Describe a decoder's layers."""
     c = config
     return Block(
         width=c.width,
@@ -81,30 +81,29 @@ class Decoder(nnx.Module):
         self.dtype = dtype
 
     def embedded(self, token: Int[Array, "r t"]) -> Float[Array, "r t d"]:
-        x, scale = self.embed.embed(token, self.dtype), self.config.embedding_scale
+        x = self.embed.embed(token, self.dtype)
+        scale = self.config.embedding_scale
         return x if scale == 1 else x * jnp.asarray(scale, self.dtype)
 
     def context(self, text: TextBatch) -> Context:
-        """The masks and the rotary angles of a batch."""
+        """Build the masks and the rotary angles of a batch."""
         return self.context_of(MaskSpec(text.sample, text.pos, text.span, text.kind, text.sees), text.position)
 
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:
-        """The masks and the rotary angles of tokens with this mask, at these RoPE positions."""
+        """Build the masks and the rotary angles of tokens with this mask, at these RoPE positions."""
         rotation = text_rotation(self.config, position, mask.sample)
         if not self.config.windowed:
             return Context(mask, rotation)
-        near = mask._replace(reach=jnp.full_like(mask.pos, self.config.window))
-        return Context(mask._replace(reach=jnp.full_like(mask.pos, ALL)), rotation, near=near)
+        # Both masks need a window, so that a scan over layers of both kinds can select one of two equal pytrees.
+        window_mask = mask._replace(reach=jnp.full_like(mask.pos, self.config.window))
+        full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
+        return Context(full_mask, rotation, window_mask=window_mask)
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:
-        """The sample of every position and its index there."""
+        """Return every position's sample id and its index in the sample."""
         return text.owner, text.offset
 
     def hidden_and_table(self, x: Float[Array, "r t d"]) -> tuple[Float[Array, "r t d"], Float[Array, "v d"]]:
-        """What logits are the scores of: activations after the final norm, and the output table as it is stored."""
+        """Return the operands of `scores`: activations after the final norm, and the output table as it is stored."""
         table = self.embed if self.head.table is None else self.head.table
         return self.head.norm(x), table.weight[...]
-
-    def logits(self, x: Float[Array, "r t d"]) -> Float[Array, "r t v"]:
-        """Scores of the next token, float32."""
-        return scores(*self.hidden_and_table(x), self.config.logit_cap)

@@ -1,4 +1,4 @@
-"""What the layers of an encoder are made of."""
+"""The transformer layer of the image and audio encoders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 
 
 def encoder_block(config: VisionConfig | AudioConfig) -> Block:
-    """A pre-norm layer with full attention, as the config says. ValueError where heads do not divide the width."""
+    """Describe a pre-norm layer with full attention. Raises ValueError where heads do not divide the width."""
     c = config
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")

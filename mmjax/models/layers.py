@@ -1,7 +1,7 @@
-"""The parts every tower is made of: matrices, norms, MLPs, self-attention, and the layer that they make.
+"""Building blocks of every tower: linear layers, norms, MLPs, self-attention and the transformer layer.
 
-Every matrix is 2-D (`[in, out]`, heads flattened into one axis) and says by `axes` what its dimensions mean to
-`mmjax.parallel.sharding`. Weights are cast to the activations' dtype where they are used; norms compute in float32.
+Every matrix is 2-D (`[in, out]`, heads flattened into one axis) and names its dimensions by `axes`, which
+`mmjax.parallel.sharding` maps to the mesh. Weights are cast to the activations' dtype on use; norms compute in float32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,40 +24,40 @@ from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
 
 
-class KeysValues(NamedTuple):
-    """Rotated keys, and values, of a layer's tokens `[B, C, M, H]`; of a run of layers, with these in front."""
+class KeyValue(NamedTuple):
+    """Rotated keys, and values, of a layer's tokens `[B, C, M, H]`; of a stack, with a leading layer axis."""
 
     key: Array
     value: Array
 
 
-class Past(NamedTuple):
-    """What tokens attend that come one after the other: a column for each, those of later ones among them."""
+class KVCacheView(NamedTuple):
+    """The KV cache that new tokens attend, columns to be written included, and where they go in it."""
 
-    kept: KeysValues  # of the layer at hand
-    mask: MaskSpec  # who stands in each column, [B, C]
-    at: Array  # int32 []: the column of the first of the tokens at hand
+    cache: Any  # KeyValue of one layer or stack; where a tower's layers begin, of all by stack
+    mask: MaskSpec  # of every column, [B, C]
+    column: Array  # int32 []: of the first new token
 
 
 class Context(NamedTuple):
-    """What every layer of a tower reads beside its activations."""
+    """Inputs of every layer of a tower beside its activations."""
 
     mask: MaskSpec
     rotation: Rotation | None = None
     dropout: Dropout | None = None  # None: nothing is dropped
-    near: MaskSpec | None = None  # the mask of those layers that see only what is near
+    window_mask: MaskSpec | None = None  # of the layers with sliding-window or window attention
 
 
 class Linear(nnx.Module):
-    """`x @ weight + bias`, born normal with variance 1 / fan-in."""
+    """`x @ weight + bias`, initialised normal with variance 1 / fan-in."""
 
     def __init__(self, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs, *, bias: bool = False):
         weight = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
         self.weight = nnx.Param(weight, axes=axes)
-        # A bias along the width stays whole: it is small, and activations are whole there.
+        # A bias along the width is replicated: it is small, and activations are not sharded there.
         bias_axis = None if axes[1] == "embed" else axes[1]
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
-        self.lora: nnx.Module | None = nnx.data(None)  # what is added to it (`models.lora`)
+        self.lora: nnx.Module | None = nnx.data(None)  # set by `models.lora.attach`
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         y = x @ self.weight[...].astype(x.dtype)
@@ -80,7 +80,7 @@ class PositionTable(nnx.Module):
 
 
 class FixedTable(nnx.Module):
-    """A vector per position that comes with the weights: it gets no gradient, and no weight decay."""
+    """A stored vector per position, a buffer in PyTorch's terms: it gets no gradient and no weight decay."""
 
     def __init__(self, table: Float[Array, "n d"]):
         self.weight = nnx.Param(table, axes=("fixed", "embed"))
@@ -95,12 +95,13 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, eps: float, offset: float = 0.0):
         self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32), axes=(None,))
-        self.eps, self.offset = eps, offset
+        self.eps = eps
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -112,10 +113,10 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
@@ -141,19 +142,22 @@ class MLP(nnx.Module):
         gated: bool = False,
         biases: tuple[Biased, ...] = (),
     ):
+        # Column parallel up and gate, row parallel down (Megatron): one all-reduce per MLP.
         self.gate = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="gate" in biases) if gated else None
         self.up = Linear(inputs, hidden, ("embed", "mlp"), rngs, bias="up" in biases)
         self.down = Linear(hidden, outputs, ("mlp", "embed"), rngs, bias="down" in biases)
         self.activation: Activation = activation
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        f = ACTIVATIONS[self.activation]
-        return self.down(f(self.up(x)) if self.gate is None else f(self.gate(x)) * self.up(x))
+        activation = ACTIVATIONS[self.activation]
+        if self.gate is None:
+            return self.down(activation(self.up(x)))
+        return self.down(activation(self.gate(x)) * self.up(x))
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a layer of a tower is made of."""
+    """Sizes and variants of a transformer layer."""
 
     width: int
     heads: int
@@ -161,14 +165,14 @@ class Block:
     head_width: int
     mlp_width: int
     backend: Backend
-    norm: Callable[[int], nnx.Module]  # of a width
+    norm: Callable[[int], nnx.Module]  # makes a norm of this width
     activation: Activation
     gated: bool
     biases: tuple[Biased, ...]
     head_norm: Callable[[int], nnx.Module] | None = None  # of the queries and keys of each head
-    width_norm: Callable[[int], nnx.Module] | None = None  # of the queries and keys of all heads together
-    post_norms: bool = False  # of what attention and the MLP give
-    layer_scale: bool = False  # learned scales of it
+    width_norm: Callable[[int], nnx.Module] | None = None  # of the concatenated queries, or keys, of all heads
+    post_norms: bool = False  # of the outputs of attention and MLP
+    layer_scale: bool = False  # learned per-channel scales of the same outputs
     scoring: Scoring = PLAIN
 
 
@@ -176,44 +180,53 @@ class SelfAttention(nnx.Module):
     """Grouped-query self-attention under a mask spec, with rotary positions where the context has them."""
 
     def __init__(self, block: Block, rngs: nnx.Rngs):
-        b, queries, keys = block, block.heads * block.head_width, block.kv_heads * block.head_width
-        self.query = Linear(b.width, queries, ("embed", "heads"), rngs, bias="query" in b.biases)
-        self.key = Linear(b.width, keys, ("embed", "kv_heads"), rngs, bias="key" in b.biases)
-        self.value = Linear(b.width, keys, ("embed", "kv_heads"), rngs, bias="value" in b.biases)
-        self.output = Linear(queries, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
-        norms = [(b.head_norm, b.head_width, b.head_width), (b.width_norm, queries, keys)]
-        norm, of_query, of_key = next((n for n in norms if n[0] is not None), (None, 0, 0))
-        self.query_norm, self.key_norm = (None, None) if norm is None else (norm(of_query), norm(of_key))
+        b = block
+        q_width = b.heads * b.head_width
+        kv_width = b.kv_heads * b.head_width
+        self.query = Linear(b.width, q_width, ("embed", "heads"), rngs, bias="query" in b.biases)
+        self.key = Linear(b.width, kv_width, ("embed", "kv_heads"), rngs, bias="key" in b.biases)
+        self.value = Linear(b.width, kv_width, ("embed", "kv_heads"), rngs, bias="value" in b.biases)
+        self.output = Linear(q_width, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
+        # Queries and keys are normalised per head after the split (Qwen3), or over all heads before it (InternViT).
         self.norm_heads = b.head_norm is not None
-        self.heads, self.kv_heads, self.head_width = b.heads, b.kv_heads, b.head_width
+        norm = b.head_norm or b.width_norm
+        self.query_norm = norm and norm(b.head_width if self.norm_heads else q_width)
+        self.key_norm = norm and norm(b.head_width if self.norm_heads else kv_width)
+        self.heads = b.heads
+        self.kv_heads = b.kv_heads
+        self.head_width = b.head_width
         self.backend: Backend = b.backend
         self.scoring = b.scoring
 
     def __call__(
-        self, x: Float[Array, "b t d"], context: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "b t d"], KeysValues]:
-        """What the tokens see of each other, or of what `past` keeps and of themselves; and their keys and values."""
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
+    ) -> tuple[Float[Array, "b t d"], KeyValue]:
+        """Attend among the tokens, or the cache of `past` with them written in; return their keys and values too."""
+        q = self.query(x)
+        k = self.key(x)
         if self.query_norm is not None and not self.norm_heads:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q = self.query_norm(q)
+            k = self.key_norm(k)
         q = q.reshape(*x.shape[:2], self.heads, self.head_width)
-        k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (k, v))
+        k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (k, self.value(x)))
         if self.query_norm is not None and self.norm_heads:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q = self.query_norm(q)
+            k = self.key_norm(k)
         if context.rotation is not None:
-            q, k = rotate(q, context.rotation), rotate(k, context.rotation)
+            q = rotate(q, context.rotation)
+            k = rotate(k, context.rotation)
         if past is None:
-            seen = attention(q, k, v, context.mask, self.backend, self.scoring)
+            attn_out = attention(q, k, v, context.mask, self.backend, self.scoring)
         else:
-            # Of one token there is no block of queries: all scores at once.
-            keys = jax.lax.dynamic_update_slice_in_dim(past.kept.key, k, past.at, axis=1)
-            values = jax.lax.dynamic_update_slice_in_dim(past.kept.value, v, past.at, axis=1)
-            seen = dense_attention(q, keys, values, context.mask, past.mask, self.scoring)
-        return self.output(seen.reshape(*x.shape[:2], self.heads * self.head_width)), KeysValues(k, v)
+            # One token is no block of queries, so the backend does not matter: all scores at once.
+            keys = jax.lax.dynamic_update_slice_in_dim(past.cache.key, k, past.column, axis=1)
+            values = jax.lax.dynamic_update_slice_in_dim(past.cache.value, v, past.column, axis=1)
+            attn_out = dense_attention(q, keys, values, context.mask, past.mask, self.scoring)
+        return self.output(attn_out.reshape(*x.shape[:2], self.heads * self.head_width)), KeyValue(k, v)
 
 
 class LayerScale(nnx.Module):
-    """A learned scale of every channel."""
+    """A learned scale per channel (LayerScale, Touvron et al. 2021)."""
 
     def __init__(self, width: int):
         self.scale = nnx.Param(jnp.full(width, 0.1, jnp.float32), axes=(None,))
@@ -222,8 +235,8 @@ class LayerScale(nnx.Module):
         return x * self.scale[...].astype(x.dtype)
 
 
-def _after(block: Block) -> nnx.Module | None:
-    """What is done to what attention or the MLP give, before it is added."""
+def _post_module(block: Block) -> nnx.Module | None:
+    """Build the module between attention or MLP and the residual sum, if the layer has one."""
     if block.post_norms:
         return block.norm(block.width)
     return LayerScale(block.width) if block.layer_scale else None
@@ -236,24 +249,25 @@ class TransformerLayer(nnx.Module):
         b = block
         self.attention_norm = b.norm(b.width)
         self.attention = SelfAttention(b, rngs)
-        self.attention_after = _after(b)
+        self.attention_after = _post_module(b)
         self.mlp_norm = b.norm(b.width)
         self.mlp = MLP(b.width, b.mlp_width, b.width, b.activation, rngs, gated=b.gated, biases=b.biases)
-        self.mlp_after = _after(b)
+        self.mlp_after = _post_module(b)
 
     def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
-        return self.kept(x, context)[0]
+        return self.forward_with_kv(x, context)[0]
 
-    def kept(
-        self, x: Float[Array, "b t d"], context: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "b t d"], KeysValues]:
-        """As a call, after `past` if there is one; with the keys and values that later tokens attend."""
-        seen, kept = self.attention(self.attention_norm(x), context, past)
+    def forward_with_kv(
+        self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
+    ) -> tuple[Float[Array, "b t d"], KeyValue]:
+        """Apply the layer, on the cache of `past` if given; return the tokens' keys and values as well."""
+        attn_out, key_value = self.attention(self.attention_norm(x), context, past)
         if self.attention_after is not None:
-            seen = self.attention_after(seen)
-        x = x + drop(seen, context.dropout, ATTENTION)
+            attn_out = self.attention_after(attn_out)
+        x = x + drop(attn_out, context.dropout, ATTENTION)
+        # The name that the remat policy `attention_mlp` saves (`layer_runs.SAVED`).
         x = checkpoint_name(x, "mlp_input")
-        thought = self.mlp(self.mlp_norm(x))
+        mlp_out = self.mlp(self.mlp_norm(x))
         if self.mlp_after is not None:
-            thought = self.mlp_after(thought)
-        return x + drop(thought, context.dropout, MLP_SITE), kept
+            mlp_out = self.mlp_after(mlp_out)
+        return x + drop(mlp_out, context.dropout, MLP_SITE), key_value

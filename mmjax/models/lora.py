@@ -1,12 +1,13 @@
 """Low-rank adapters beside linear layers (LoRA, Hu et al. 2021), attached to a model that is built without them.
 
-The layers themselves are born as ever, so a model with adapters is the same model at the start: `b` is zero.
+The layers themselves are initialised as without adapters, and `b` is zero: the model computes the same at the start.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from mmjax.models.multimodal import MultimodalModel
 
 
 class LowRank(nnx.Module):
-    """`scale * (x @ a) @ b`, `a` `[in, rank]` and `b` `[rank, out]`; of a stack, both with its layers in front."""
+    """`scale * (x @ a) @ b`, `a` `[in, rank]` and `b` `[rank, out]`; of a stack, with a leading layer axis."""
 
     def __init__(self, a: Array, b: Array, linear: Linear, scale: float):
         inputs, outputs = linear.weight.get_metadata("axes")
@@ -34,37 +35,36 @@ class LowRank(nnx.Module):
 
 
 def attach(model: MultimodalModel, config: ModelConfig, key: Array) -> None:
-    """Give a model that was just born its adapters. Layer i's values depend on its name and on i alone, not on runs."""
+    """Attach adapters to a new model. Layer i's values depend on the linear layer's name and on i, not on stacks."""
     for name, lora in adapted(config).items():
-        of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        for linear, run in _linear(model, name):
-            linear.lora = _born(linear, lora, run, of_name)
+        name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        for linear, run in _linear_layers(model, name):
+            linear.lora = _init_adapter(linear, lora, run, name_key)
 
 
-def _linear(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, Run | None]]:
-    """The linear layers of this name: one for each run of a tower, stacked where the run is."""
-    tower, place, *path = name.split(".")
-    if place == "connector":
-        yield _inside(model.connectors[tower], path), None
+def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, Run | None]]:
+    """Find the linear layers of this name: a connector's only one, or one per stack of a tower.
+
+    Names are as in `mmjax.adapters`: `vision.connector.mlp.up`, `llm.layers.*.attention.query`.
+    """
+    tower, part, *path = name.split(".")
+    if part == "connector":
+        yield reduce(getattr, path, model.connectors[tower]), None
         return
     layers = (model.llm if tower == "llm" else model.encoders[tower]).layers
     for run in layers.plan:
-        yield _inside(layers.runs[run.name], path[1:]), run
+        yield reduce(getattr, path[1:], layers.runs[run.name]), run
 
 
-def _inside(module: nnx.Module, path: list[str]) -> Linear:
-    for name in path:
-        module = getattr(module, name)
-    return module
-
-
-def _born(linear: Linear, lora: LoraConfig, run: Run | None, key: Array) -> LowRank:
-    *stacked, inputs, outputs = linear.weight.shape
+def _init_adapter(linear: Linear, lora: LoraConfig, run: Run | None, key: Array) -> LowRank:
+    """Draw `a` as PyTorch's default for linear layers (Kaiming uniform with a = sqrt(5)); `b` is zero."""
+    *stack, inputs, outputs = linear.weight.shape
     limit = inputs**-0.5
 
     def uniform(i: int | Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, i), (inputs, lora.rank), jnp.float32, -limit, limit)
 
+    # Keys count from the stack's first layer in the tower, not from 0: other stacks draw the same values.
     start = 0 if run is None else run.start
-    a = jax.vmap(uniform)(jnp.arange(start, run.stop)) if stacked else uniform(start)
-    return LowRank(a, jnp.zeros((*stacked, lora.rank, outputs), jnp.float32), linear, scale(lora))
+    a = jax.vmap(uniform)(jnp.arange(start, run.stop)) if stack else uniform(start)
+    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, scale(lora))

@@ -1,10 +1,10 @@
-"""The model as training sees it: pure functions on nested dicts of parameters, whole or by pipeline stage."""
+"""A multimodal model as pure functions on nested dicts of parameters, complete or by pipeline stage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.adapters import frozen_by_adapters
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import ModelConfig, Remat, TowerRemat, VisionConfig
+from mmjax.config import ModelConfig, VisionConfig
 from mmjax.models.cached import Cache, prefill, step
+from mmjax.models.decoder import scores
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_runs import Run, plan_runs
 from mmjax.models.lora import attach
@@ -24,7 +25,7 @@ from mmjax.models.multimodal import Functions, MultimodalModel
 from mmjax.parallel.sharding import encoding
 
 Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
-ADAPTER = "lora"  # a linear layer's attribute
+ADAPTER = "lora"  # attribute of `Linear`
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +33,12 @@ class Model:
     """A multimodal model as pure functions. Everything here may be called under `jax.jit` or a bare trace."""
 
     config: ModelConfig
-    dtype: Any  # of the activations; parameters are born float32
-    runs: dict[str, tuple[Run, ...]]  # of every tower: "llm" and the encoders by name
+    dtype: Any  # of the activations; parameters are initialised in float32
+    runs: dict[str, tuple[Run, ...]]  # layer stacks of every tower: "llm" and the encoders by name
     abstract: Params = field(repr=False)  # shapes and dtypes of the parameters
     axes: Params = field(repr=False)  # their logical axes, tuples; a stack's leading axis is not named
-    graph: Any = field(repr=False)
-    functions: Functions = field(repr=False, default_factory=dict)  # that the encoders' callbacks name
+    graph: Any = field(repr=False)  # NNX graph definition
+    functions: Functions = field(repr=False, default_factory=dict)  # the encoders' callbacks by name
 
     @classmethod
     def build(
@@ -47,9 +48,9 @@ class Model:
         cuts: Mapping[str, tuple[int, ...]] | None = None,
         functions: Functions | None = None,
     ) -> Model:
-        """The model of a config, its towers cut into runs at `cuts`. Holds no parameters, so it costs nothing.
+        """Build the model of a config, its towers cut into stacks at `cuts`. Holds no parameters, so it is cheap.
 
-        functions: those that the encoders' callbacks name (`config_files.callbacks_of`); what computes needs them.
+        functions: the callbacks that encoders name (`config_files.callbacks_of`), needed to compute anything.
         Raises ValueError for an encoder called "llm", impossible cuts or remat policies, and widths that do not divide.
         """
         if "llm" in config.encoders:
@@ -57,20 +58,28 @@ class Model:
         towers = {"llm": config.llm, **config.encoders}
         if unknown := set(cuts or {}) - set(towers):
             raise ValueError(f"cuts for {min(unknown)!r}, which is no tower; there are {', '.join(towers)}")
-        runs = {
-            name: plan_runs(c.layers, _decided(c.remat), (*(cuts or {}).get(name, ()), *_borders(config, name)))
-            for name, c in towers.items()
-        }
+        deepstacks = {name: c.deepstack for name, c in config.encoders.items() if isinstance(c, VisionConfig)}
+        runs = {}
+        for name, c in towers.items():
+            # Stacks end where a layer's output is needed: for a deepstack in an encoder, for an addition in the LLM.
+            layers = range(max(map(len, deepstacks.values()), default=0)) if name == "llm" else deepstacks.get(name, ())
+            borders = [i + 1 for i in layers if i + 1 < c.layers]
+            remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
+            runs[name] = plan_runs(c.layers, remat, (*(cuts or {}).get(name, ()), *borders))
         dtype = jnp.dtype(dtype)
         functions = functions or {}
-        born = partial(_born, config, runs, dtype, functions)
-        graph, state = nnx.split(nnx.eval_shape(born, jax.random.key(0)))
-        axes = {path: variable.get_metadata("axes") for path, variable in nnx.to_flat_state(state)}
-        return cls(config, dtype, runs, nnx.to_pure_dict(state), _nested(axes), graph, functions)
+        # Shapes only: nothing is allocated.
+        init = partial(_init_params, config, runs, dtype, functions)
+        graph, state = nnx.split(nnx.eval_shape(init, jax.random.key(0)))
+        axes: Params = {}
+        for path, variable in nnx.to_flat_state(state):
+            inner = reduce(lambda tree, key: tree.setdefault(key, {}), path[:-1], axes)
+            inner[path[-1]] = variable.get_metadata("axes")
+        return cls(config, dtype, runs, abstract=nnx.to_pure_dict(state), axes=axes, graph=graph, functions=functions)
 
     @property
     def frozen(self) -> set[str]:
-        """The modules that the config freezes, named as by `module_of`; their adapters are trained all the same."""
+        """Name the modules that the config freezes, as `module_of` does; adapters in them are trained all the same."""
         names = {"llm"} if self.config.llm.frozen else set()
         for name, encoder in self.config.encoders.items():
             names |= {name} if encoder.frozen else set()
@@ -79,75 +88,79 @@ class Model:
 
     @property
     def drops(self) -> bool:
-        """Whether training it drops anything, and so wants noise."""
+        """Return whether training uses dropout, and so needs noise."""
         return any(tower.dropout for tower in (self.config.llm, *self.config.encoders.values()))
 
     def init(self, key: Array) -> Params:
-        """Random parameters, float32; under jit with `out_shardings` born where they belong."""
-        return nnx.to_pure_dict(nnx.state(_born(self.config, self.runs, self.dtype, self.functions, key)))
+        """Initialise random float32 parameters; jit with `out_shardings` to create them sharded."""
+        return nnx.to_pure_dict(nnx.state(_init_params(self.config, self.runs, self.dtype, self.functions, key)))
 
     def logits(self, params: Params, microbatch: Microbatch, noise: Noise | None = None) -> Float[Array, "b t v"]:
-        """Float32 logits of a microbatch; training mode, with dropout, where there is `noise`: uint32 (seed, step)."""
+        """Compute float32 logits of a microbatch; with `noise`, uint32 (seed, step), in training mode with dropout."""
         module = self.module(params)
         return module.decode(microbatch.text, module.encode(microbatch.items, noise), noise)
 
     def hidden_and_table(
         self, params: Params, microbatch: Microbatch, noise: Noise | None = None
     ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
-        """What `logits` are the scores of: activations after the final norm, and the output table; `noise` as there."""
+        """Return the operands of the logits: activations after the final norm, and the output table."""
         module = self.module(params)
         return module.hidden_and_table(microbatch.text, module.encode(microbatch.items, noise), noise)
 
     def encode(
         self, params: Params, items: dict[str, ItemBatch], noise: Noise | None = None
     ) -> dict[str, Float[Array, "r m e"]]:
-        """Every encoder's tokens for the LLM; `params` need not hold the LLM's. `noise` as in `logits`."""
+        """Compute every encoder's tokens for the LLM; `params` may lack the LLM's. `noise` as in `logits`."""
         return self.module(params).encode(items, noise)
 
     def decode(
         self, params: Params, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
     ) -> Float[Array, "b t v"]:
-        """Float32 logits from encoder tokens; `params` need not hold the encoders'. `noise` as in `logits`."""
+        """Compute float32 logits from encoder tokens; `params` may lack the encoders'. `noise` as in `logits`."""
         return self.module(params).decode(text, features, noise)
 
     def prefill(self, params: Params, microbatch: Microbatch, room: int) -> tuple[Float[Array, "b v"], Cache]:
-        """Float32 logits after each row's prompt, one a row, and what is kept of it with room for so many tokens."""
+        """Run prompts, one per row; return float32 logits of the next token and a cache for `room` more tokens."""
         module = self.module(params)
         return prefill(module, microbatch.text, module.encode(microbatch.items), room)
 
     def step(self, params: Params, token: Int[Array, " b"], cache: Cache) -> tuple[Float[Array, "b v"], Cache]:
-        """Float32 logits after one more token of each row; `params` need not hold the encoders'."""
+        """Decode one token per row; return float32 logits of the next. `params` may lack the encoders'."""
         return step(self.module(params), token, cache)
 
     def module(self, params: Params) -> MultimodalModel:
-        """The NNX module with these parameters; where some are missing, their shapes stand in, which cannot compute."""
+        """Build the NNX module with these parameters; shapes stand in for missing ones, which cannot compute."""
         return nnx.merge(self.graph, nnx.State(merge(self.abstract, params)))
 
     def stages(self, tower: str, cuts: tuple[int, ...]) -> list[Stage]:
-        """A tower cut before the layers in `cuts`, which must be borders of its runs.
+        """Cut a tower before the layers in `cuts`, which must be borders of its stacks.
 
-        An encoder's `deepstack` must lie in its last stage, and the layers behind which it is added in the LLM's first:
-        between stages go activations alone.
+        Only activations pass between stages: an encoder's `deepstack` must lie in its last stage, and the layers to
+        whose outputs it is added in the LLM's first.
         """
         borders = {run.start for run in self.runs[tower]}
         if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
             raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
-        if wrong := [cut for cut in cuts if not _alone(self.config, tower, cut)]:
+        encoders = self.config.encoders.items()
+        deepstacks = {name: c.deepstack for name, c in encoders if isinstance(c, VisionConfig) and c.deepstack}
+        additions = max(map(len, deepstacks.values()), default=0)
+        crossing = [c for c in cuts if (c < additions if tower == "llm" else c > min(deepstacks.get(tower, (c,))))]
+        if crossing:
             raise ValueError(
-                f"{tower} cannot be cut before layer {min(wrong)}: an encoder's deepstack leads out of its last stage "
-                "and into the LLM's first"
+                f"{tower} cannot be cut before layer {min(crossing)}: an encoder's deepstack leads out of its last "
+                "stage and into the LLM's first"
             )
         ends = [0, *sorted(cuts), self.runs[tower][-1].stop]
-        return [Stage(self, tower, a, b) for a, b in pairwise(ends)]
+        return [Stage(self, tower, start, stop) for start, stop in pairwise(ends)]
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
     """Layers `start` to `stop` of one tower as a pure function: `stage(stage.select(params), inputs, batch)`.
 
-    An encoder's first stage takes `inputs=None` and its last, connector included, gives tokens for the LLM; the LLM's
-    first stage takes a dict of such tokens by encoder and its last gives float32 logits. Between stages go activations
-    `[R, L, D]`. `batch` is the tower's own: a TextBatch or an ItemBatch.
+    An encoder's first stage takes `inputs=None` and its last, connector included, returns tokens for the LLM; the LLM's
+    first stage takes a dict of such tokens by encoder and its last returns float32 logits. Activations `[R, L, D]` pass
+    between stages. `batch` is the tower's: a TextBatch or an ItemBatch.
     """
 
     model: Model
@@ -164,15 +177,16 @@ class Stage:
         return self.stop == self.model.runs[self.tower][-1].stop
 
     def select(self, params: Params) -> Params:
-        """The stage's own parameters. Tied embeddings belong to the LLM's first and last stage: add their gradients."""
-        whole = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
+        """Select the stage's parameters. Tied embeddings are in the LLM's first and last stage: add their gradients."""
+        tower = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
         tied = self.tower == "llm" and self.model.config.llm.tied
         runs = {r.name for r in self.model.runs[self.tower] if self.start <= r.start < self.stop}
-        part = {"layers": {"runs": {name: whole["layers"]["runs"][name] for name in sorted(runs)}}}
+        # The same nesting as the full parameters, so that `Model.module` can merge it.
+        part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
         if self.first or (self.last and tied):
-            part["embed"] = whole["embed"]
-        if self.last and "head" in whole:
-            part["head"] = whole["head"]
+            part["embed"] = tower["embed"]
+        if self.last and "head" in tower:
+            part["head"] = tower["head"]
         if self.tower == "llm":
             return {"llm": part}
         connector = {"connectors": {self.tower: params["connectors"][self.tower]}} if self.last else {}
@@ -185,12 +199,12 @@ class Stage:
         batch: TextBatch | ItemBatch,
         noise: Noise | None = None,
     ) -> Float[Array, "b l e"]:
-        """Activations, encoder tokens or logits: whatever this stage ends with. `noise` as in `Model.logits`."""
+        """Compute activations, encoder tokens or logits, whatever the stage ends with. `noise` as in `Model.logits`."""
         module = self.model.module(params)
         if self.tower == "llm":
             x, add = module.embedded(batch, inputs) if self.first else (inputs, ())
             x = module.llm.layers(x, module.context("llm", batch, noise), self.start, self.stop, add)
-            return module.llm.logits(x) if self.last else x
+            return scores(*module.llm.hidden_and_table(x), self.model.config.llm.logit_cap) if self.last else x
         tower = module.encoders[self.tower]
         with encoding():
             x = tower.embedded(batch) if self.first else inputs
@@ -201,7 +215,7 @@ class Stage:
 
 
 def module_of(path: tuple[str, ...]) -> str:
-    """The module that a parameter belongs to: "llm", an encoder's name, or "<encoder>.connector"."""
+    """Name the module that a parameter belongs to: "llm", an encoder's name, or "<encoder>.connector"."""
     kind = path[0]
     if kind == "llm":
         return "llm"
@@ -211,18 +225,18 @@ def module_of(path: tuple[str, ...]) -> str:
 
 
 def group_of(path: tuple[str, ...]) -> str:
-    """The module that a parameter belongs to, or "<module>.lora" for one of an adapter."""
+    """Name the module that a parameter belongs to, or "<module>.lora" for an adapter's."""
     return f"{module_of(path)}.lora" if ADAPTER in path[2:] else module_of(path)
 
 
 def modules_of(params: Params) -> set[str]:
-    """The modules that nested dicts of parameters hold, named as by `module_of`."""
+    """Name the modules in nested dicts of parameters, as `module_of` does."""
     connectors = {f"{name}.connector" for name in params.get("connectors", ())}
     return ({"llm"} & set(params)) | set(params.get("encoders", ())) | connectors
 
 
 def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
-    """(trainable, frozen) parameters, split by module; each a nested dict without the other's branches.
+    """Split parameters into (trainable, frozen), each a nested dict without the other's branches.
 
     Adapters are trainable in any module. Raises ValueError for a module that the model does not have.
     """
@@ -230,39 +244,23 @@ def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
     if unknown := frozen - known:
         raise ValueError(f"cannot freeze {min(unknown)!r}: the model has {', '.join(sorted(known))}")
 
-    def of_module(module: str, own: Params, keep: bool) -> Params:
-        if module in frozen:
-            return _adapters(own, not keep)
-        return {} if keep else own
+    def select(tree: Params, path: tuple[str, ...], want_frozen: bool) -> Params:
+        selected = {}
+        for key, value in tree.items():
+            where = (*path, key)
+            if isinstance(value, dict):
+                if inner := select(value, where, want_frozen):
+                    selected[key] = inner
+            # Adapters are trainable even in a frozen module.
+            elif (module_of(where) in frozen and ADAPTER not in where[2:]) == want_frozen:
+                selected[key] = value
+        return selected
 
-    def part(keep: bool) -> Params:
-        llm = of_module("llm", params.get("llm", {}), keep)
-        chosen = {"llm": llm} if llm else {}
-        for kind in ("encoders", "connectors"):
-            inside = {n: of_module(module_of((kind, n)), p, keep) for n, p in params.get(kind, {}).items()}
-            inside = {n: p for n, p in inside.items() if p}
-            chosen |= {kind: inside} if inside else {}
-        return chosen
-
-    return part(False), part(True)
-
-
-def _adapters(own: Params, keep: bool) -> Params:
-    """The adapters of a module's parameters alone, or all but these."""
-    chosen = {}
-    for key, value in own.items():
-        if key == ADAPTER:
-            chosen |= {key: value} if keep else {}
-        elif isinstance(value, dict):
-            inner = _adapters(value, keep)
-            chosen |= {key: inner} if inner else {}
-        elif not keep:
-            chosen[key] = value
-    return chosen
+    return select(params, (), False), select(params, (), True)
 
 
 def merge(first: Params, second: Params) -> Params:
-    """Nested dicts as one; where both have a leaf, the second's."""
+    """Merge nested dicts; where both have a leaf, take the second's."""
     merged = dict(first)
     for key, value in second.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -270,45 +268,9 @@ def merge(first: Params, second: Params) -> Params:
     return merged
 
 
-def _born(
+def _init_params(
     config: ModelConfig, runs: dict[str, tuple[Run, ...]], dtype: Any, functions: Functions, key: Array
 ) -> MultimodalModel:
     model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key), functions)
     attach(model, config, key)
     return model
-
-
-def _decided(remat: TowerRemat | tuple[Remat, ...]) -> Remat | tuple[Remat, ...]:
-    """What nobody has decided computes nothing again."""
-    return "none" if remat == "auto" else remat
-
-
-def _deepstacks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: c.deepstack for name, c in config.encoders.items() if isinstance(c, VisionConfig)}
-
-
-def _borders(config: ModelConfig, tower: str) -> tuple[int, ...]:
-    """Where a tower's runs must end: what layers give there is taken for a deepstack, or has one added."""
-    if tower == "llm":
-        added = max(map(len, _deepstacks(config).values()), default=0)
-        return tuple(range(1, min(added + 1, config.llm.layers)))
-    return tuple(i + 1 for i in _deepstacks(config).get(tower, ()) if i + 1 < config.encoders[tower].layers)
-
-
-def _alone(config: ModelConfig, tower: str, cut: int) -> bool:
-    """Whether activations are all that the layers from `cut` on need of those before it."""
-    deepstacks = _deepstacks(config)
-    if tower == "llm":
-        return cut >= max(map(len, deepstacks.values()), default=0)
-    return cut <= min(deepstacks.get(tower, ()), default=cut)
-
-
-def _nested(flat: dict[tuple[str, ...], Any]) -> Params:
-    """`{("a", "b"): x}` as `{"a": {"b": x}}`."""
-    tree: Params = {}
-    for path, leaf in flat.items():
-        inner = tree
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = leaf
-    return tree

@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of every scaling, and how queries and keys turn by them."""
+"""Rotary position embeddings (RoPE, Su et al. 2021): frequencies under every scaling, and the rotation itself."""
 
 from __future__ import annotations
 
@@ -20,21 +20,15 @@ class Rotation(NamedTuple):
     sin: Array
 
 
-def rotation_1d(position: Int[Array, "b t"], head_width: int, theta: float) -> Rotation:
-    """Rotary angles of positions on a line: channel pair i turns by position * theta^(-2i / head_width)."""
-    return _rotation(position[..., None], head_width, theta)
-
-
 def rotation_2d(coordinates: Int[Array, "b t 2"], head_width: int, theta: float) -> Rotation:
-    """Rotary angles of (y, x): the first half of the channel pairs turns with y, the other half with x."""
-    return _rotation(coordinates, head_width, theta)
+    """Compute rotary angles of (y, x): the first half of the channel pairs turns with y, the other half with x.
 
-
-def _rotation(coordinates: Int[Array, "b t n"], head_width: int, theta: float) -> Rotation:
-    dimensions = coordinates.shape[-1]
-    if head_width % (2 * dimensions):
-        raise ValueError(f"a head of {head_width} channels does not split into pairs for {dimensions} coordinate(s)")
-    pairs = head_width // (2 * dimensions)
+    Pair i of an axis turns by coordinate * theta^(-i / pairs), `pairs` being those of that axis. Raises ValueError for
+    a head that does not split into pairs.
+    """
+    if head_width % 4:
+        raise ValueError(f"a head of {head_width} channels does not split into pairs for 2 coordinate(s)")
+    pairs = head_width // 4
     frequencies = theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
     angles = coordinates.astype(jnp.float32)[..., None] * frequencies
     angles = angles.reshape(*coordinates.shape[:-1], head_width // 2)
@@ -42,30 +36,32 @@ def _rotation(coordinates: Int[Array, "b t n"], head_width: int, theta: float) -
 
 
 def text_rotation(config: DecoderConfig, position: Int[Array, "b t *n"], sample: Int[Array, "b t"]) -> Rotation:
-    """Rotary angles of a decoder's tokens. `position` is `[B, T]`, or `[B, T, 3]` where the config has sections.
+    """Compute rotary angles of a decoder's tokens; `position` is `[B, T]`, or `[B, T, 3]` with `rope_sections`.
 
-    sample: which of the row's samples; the scalings that depend on a sample's length ask for it.
+    sample: which of the row's samples, for the scalings that depend on a sample's length.
     """
-    along = position.astype(jnp.float32)
+    pair_position = position.astype(jnp.float32)
     if config.rope_sections:
-        along = along[..., axis_of_pair(config.rope_sections, config.rope_interleaved)]
+        pair_position = pair_position[..., axis_of_pair(config.rope_sections, config.rope_interleaved)]
     else:
-        along = along[..., None]
-    scaling, pairs = config.rope_scaling, config.head_width // 2
+        pair_position = pair_position[..., None]
+    scaling = config.rope_scaling
     if isinstance(scaling, DynamicRope | LongRope):
+        # Of (t, y, x) positions, the largest says how far a token is into its sample.
         longest = position.max(-1) if position.ndim == 3 else position
-        frequencies = _by_length(config, _sample_length(longest, sample)[..., None])
+        frequencies = _frequencies_by_length(config, 1 + max_in_item(longest, sample)[..., None])
     else:
-        frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, pairs))
+        frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, config.head_width // 2))
+    # HF's `attention_scaling`: it multiplies cosines and sines, so scores get its square.
     scale = scaling.attention if isinstance(scaling, YarnRope | LongRope) else 1.0
-    angles = along * frequencies
+    angles = pair_position * frequencies
     return Rotation(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
 
 
 def axis_of_pair(sections: tuple[int, ...], interleaved: bool) -> np.ndarray:
-    """Which of (t, y, x) turns each channel pair, int `[pairs]`.
+    """Assign each channel pair the axis of (t, y, x) = (0, 1, 2) that turns it, int `[pairs]`.
 
-    Sections one after the other (Qwen2-VL), or taking turns as far as those of y and x reach (Qwen3-VL).
+    Sections (3, 2, 2) give 0 0 0 1 1 2 2 (Qwen2-VL), and interleaved 0 1 2 0 1 2 0 (Qwen3-VL).
     """
     if not interleaved:
         return np.repeat(np.arange(len(sections)), sections)
@@ -76,66 +72,73 @@ def axis_of_pair(sections: tuple[int, ...], interleaved: bool) -> np.ndarray:
 
 
 def frequencies_of(scaling: RopeScaling, theta: float, pairs: int) -> np.ndarray:
-    """Radians per position of every channel pair, float32 `[pairs]`, by a scaling that no length changes."""
-    plain = _plain(theta, pairs)
+    """Compute radians per position of every channel pair, float32 `[pairs]`, for scalings that ignore length."""
+    unscaled = _unscaled(theta, pairs)
     match scaling:
         case LinearRope(factor=factor):
-            return plain / np.float32(factor)
+            return unscaled / np.float32(factor)
         case Llama3Rope():
-            return _llama3(plain, scaling)
+            # Pairs that turn often over the pretraining length stay, those that turn seldom are divided by the factor.
+            rotations = scaling.positions * unscaled / (2 * np.pi)
+            smooth = np.clip((rotations - scaling.low) / (scaling.high - scaling.low), 0, 1)
+            return ((1 - smooth) * unscaled / scaling.factor + smooth * unscaled).astype(np.float32)
         case YarnRope():
-            return _yarn(plain, scaling, theta)
-    return plain
+            return _yarn(unscaled, scaling, theta)
+    return unscaled
 
 
-def _plain(theta: float, pairs: int) -> np.ndarray:
+def _unscaled(theta: float, pairs: int) -> np.ndarray:
     return (1.0 / np.float32(theta) ** (np.arange(pairs, dtype=np.float32) / np.float32(pairs))).astype(np.float32)
 
 
-def _llama3(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
-    waves = scaling.positions * plain / (2 * np.pi)  # over the positions of the training before
-    smooth = np.clip((waves - scaling.low) / (scaling.high - scaling.low), 0, 1)
-    return ((1 - smooth) * plain / scaling.factor + smooth * plain).astype(np.float32)
+def _yarn(unscaled: np.ndarray, scaling: YarnRope, theta: float) -> np.ndarray:
+    """Interpolate slow pairs and keep fast ones, with a linear ramp between (YaRN, Peng et al. 2023)."""
 
+    def pair_of(rotations: float) -> float:
+        """Find the (fractional) pair that turns this many times over the pretraining length."""
+        return len(unscaled) * math.log(scaling.positions / (rotations * 2 * math.pi)) / math.log(theta)
 
-def _yarn(plain: np.ndarray, scaling: YarnRope, theta: float) -> np.ndarray:
-    def channel(rotations: float) -> float:
-        """The pair that turns so often over `positions`."""
-        return len(plain) * math.log(scaling.positions / (rotations * 2 * math.pi)) / math.log(theta)
-
-    low, high = channel(scaling.fast), channel(scaling.slow)
+    low = pair_of(scaling.fast)
+    high = pair_of(scaling.slow)
     if scaling.whole:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * len(plain) - 1)
-    ramp = np.clip((np.arange(len(plain)) - low) / (high - low or 0.001), 0, 1)
-    return (plain / scaling.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * len(unscaled) - 1)
+    ramp = np.clip((np.arange(len(unscaled)) - low) / (high - low or 0.001), 0, 1)
+    return (unscaled / scaling.factor * ramp + unscaled * (1 - ramp)).astype(np.float32)
 
 
-def _sample_length(position: Int[Array, "b t"], sample: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """For every token, positions of its sample."""
+def max_in_item(x: Int[Array, "b t *n"], item: Int[Array, "b t"]) -> Int[Array, "b t *n"]:
+    """Find, for every position, the maximum of `x` (not negative) over its item or sample; -1 = padding."""
 
-    def of_row(position: Array, sample: Array) -> Array:
-        slot = jnp.maximum(sample, 0)
-        return jax.ops.segment_max(position, slot, len(position))[slot] + 1
+    def row_max(x: Array, item: Array) -> Array:
+        slot = jnp.maximum(item, 0)
+        masked = jnp.where((item >= 0).reshape(-1, *(1,) * (x.ndim - 1)), x, 0)  # padding would count as item 0
+        return jax.ops.segment_max(masked, slot, len(item))[slot]
 
-    return jax.vmap(of_row)(position, sample)
+    return jax.vmap(row_max)(x, item)
 
 
-def _by_length(config: DecoderConfig, length: Int[Array, "b t 1"]) -> Float[Array, "b t p"]:
-    """Radians per position of every channel pair, for tokens of samples of these lengths."""
-    scaling, pairs = config.rope_scaling, config.head_width // 2
+def _frequencies_by_length(config: DecoderConfig, length: Int[Array, "b t 1"]) -> Float[Array, "b t p"]:
+    """Compute radians per position of every channel pair, for tokens of samples of these lengths."""
+    scaling = config.rope_scaling
+    pairs = config.head_width // 2
     if isinstance(scaling, LongRope):
-        plain = _plain(config.rope_theta, pairs)
-        short, long = (jnp.asarray(plain / np.array(f, np.float32)) for f in (scaling.short, scaling.long))
+        unscaled = _unscaled(config.rope_theta, pairs)
+        short, long = (jnp.asarray(unscaled / np.array(f, np.float32)) for f in (scaling.short, scaling.long))
         return jnp.where(length > scaling.positions, long, short)
-    grown = jnp.maximum(length / scaling.positions, 1.0) * scaling.factor - (scaling.factor - 1)
-    theta = config.rope_theta * grown ** (pairs / (pairs - 1))
+    # Dynamic NTK: the base grows with the length, so that the slowest pair is interpolated and the fastest is not.
+    growth = jnp.maximum(length / scaling.positions, 1.0) * scaling.factor - (scaling.factor - 1)
+    theta = config.rope_theta * growth ** (pairs / (pairs - 1))
     return theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
 
 
 def rotate(x: Float[Array, "b t n h"], rotation: Rotation) -> Float[Array, "b t n h"]:
     """Turn channel pairs (i, i + H/2) of every head; float32 inside."""
+    # HF's layout, halves of a head; the paper pairs neighbouring channels.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = rotation.cos[:, :, None], rotation.sin[:, :, None]
+    cos = rotation.cos[:, :, None]
+    sin = rotation.sin[:, :, None]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

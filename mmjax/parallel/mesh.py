@@ -13,11 +13,11 @@ from mmjax.config import MeshConfig, ModelConfig
 from mmjax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor", "context")
-RANKS = ("data", "fsdp")  # whose product is the ranks: the rows of a batch are spread over these
+RANKS = ("data", "fsdp")  # axes whose product is the ranks: the rows of a batch are sharded over them
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh over all of `devices`. Raises UserError where the axes' sizes do not multiply to their number."""
+    """Build a mesh over all of `devices`. Raises UserError where the axes' sizes do not multiply to their number."""
     if config.exchange == "ragged" and devices[0].platform == "cpu":
         raise UserError("mesh.exchange=ragged: a CPU has no such collective; use mesh.exchange=padded")
     shape = tuple(mesh_sizes(config, len(devices)).values())
@@ -25,7 +25,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-    """How many devices along each axis. Raises UserError where these do not multiply to their number."""
+    """Resolve the size of each axis, -1 included. Raises UserError where they do not multiply to `devices`."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
@@ -51,7 +51,7 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 
 def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig) -> None:
-    """Raises UserError where tensor parallelism would cut a head."""
+    """Check that tensor parallelism cuts no attention head. Raises UserError where it would."""
     tensor = sizes["tensor"]
     for key in ("heads", "kv_heads"):
         if (count := getattr(model.llm, key)) % tensor:
@@ -64,16 +64,17 @@ def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig
             )
 
 
-LOSS_PARTS = (1, 2, 4, 8, 16, 32)  # of the vocabulary, to choose from
+LOSS_PARTS = (1, 2, 4, 8, 16, 32)  # numbers of vocabulary chunks to choose from
 
 
 def loss_choices(sizes: Mapping[str, int], chunks: int, model: ModelConfig) -> tuple[int, ...]:
-    """The numbers of parts of the vocabulary that a loss may have: `chunks`, or where that is 0 powers of two.
+    """List the numbers of vocabulary chunks that the loss may be computed in: `chunks`, or powers of two if that is 0.
 
-    Raises UserError where the parts would be unequal, on any device.
+    Raises UserError where the chunks would be unequal, on any device.
     """
-    tensor, vocab = sizes["tensor"], model.llm.vocab
-    shard = vocab if vocab % tensor else vocab // tensor  # one that does not divide stays whole
+    tensor = sizes["tensor"]
+    vocab = model.llm.vocab
+    shard = vocab if vocab % tensor else vocab // tensor  # a vocabulary that does not divide is replicated
     if chunks == 0:
         return tuple(n for n in LOSS_PARTS if shard % n == 0)
     if shard % chunks:
@@ -91,22 +92,23 @@ def _spell(sizes: dict[str, int]) -> str:
 
 
 def row_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> int:
-    """How many ranks the rows of a batch are spread over, where they lie on these axes."""
+    """Count the ranks that the rows of a batch are sharded over, along these axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def encoder_axes(config: MeshConfig) -> tuple[str, ...]:
-    """The axes that the rows of encoders are spread over."""
+    """Return the axes that the rows of encoders are sharded over."""
     return (*RANKS, "tensor") if config.encoders == "data" else RANKS
 
 
 def held_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
-    """The ranks whose rows, spread over `axes`, this process's devices hold.
+    """Return the ranks whose rows, sharded over `axes`, are on this process's devices.
 
-    Raises UserError where these are not neighbours.
+    Raises UserError where these are not consecutive.
     """
-    held = rows_sharding(mesh, axes).addressable_devices_indices_map((row_ranks(mesh, axes),)).values()
-    ranks = sorted({at.start or 0 for (at,) in held})
+    # An array with one row per rank: the slice that a device gets of it starts at its rank.
+    slices = rows_sharding(mesh, axes).addressable_devices_indices_map((row_ranks(mesh, axes),)).values()
+    ranks = sorted({rows.start or 0 for (rows,) in slices})
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
         raise UserError(
             f"process {jax.process_index()} would hold the ranks {ranks} of the mesh {_spell(dict(mesh.shape))}; "
@@ -116,20 +118,20 @@ def held_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
 
 
 def own_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> tuple[int, ...]:
-    """Of `held_ranks` those that no process before this one holds: each rank is one process's own."""
-    devices = rows_sharding(mesh, axes).devices_indices_map((row_ranks(mesh, axes),))
-    first: dict[int, int] = {}
-    for device, (at,) in devices.items():
-        rank = at.start or 0
-        first[rank] = min(first.get(rank, device.process_index), device.process_index)
-    return tuple(rank for rank in held_ranks(mesh, axes) if first[rank] == jax.process_index())
+    """Return the ranks of `held_ranks` that this process owns: a rank on several processes belongs to the first."""
+    # With tensor parallelism across processes, several hold the rows of a rank.
+    owner: dict[int, int] = {}
+    for device, (rows,) in rows_sharding(mesh, axes).devices_indices_map((row_ranks(mesh, axes),)).items():
+        rank = rows.start or 0
+        owner[rank] = min(owner.get(rank, device.process_index), device.process_index)
+    return tuple(rank for rank in held_ranks(mesh, axes) if owner[rank] == jax.process_index())
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """Return the sharding that replicates on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def rows_sharding(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> NamedSharding:
-    """The leading dimension over the ranks, or over these axes."""
+    """Return the sharding of the leading dimension over the ranks, or over these axes."""
     return NamedSharding(mesh, PartitionSpec(axes))

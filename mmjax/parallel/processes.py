@@ -1,8 +1,7 @@
-"""Several processes as one run: how they meet, tell each other small things, and notice that one is gone.
+"""Several processes as one run: start and end together, and exchange small values beside the collectives.
 
-Everything here goes through the coordination service that process 0 runs, beside the collectives; with one process
-there is none and nothing waits. Which processes there are is in the environment, where `launch/` puts it:
-MMJAX_COORDINATOR (host:port), MMJAX_PROCESSES and MMJAX_PROCESS.
+Everything goes through JAX's coordination service on process 0; with one process there is none and nothing waits. The
+environment names the processes, as `launch/` sets it: MMJAX_COORDINATOR (host:port), MMJAX_PROCESSES, MMJAX_PROCESS.
 """
 
 from __future__ import annotations
@@ -25,46 +24,46 @@ from jax._src import distributed  # the service's client has no public name
 from mmjax.errors import UserError
 from mmjax.parallel.lookout import HEARTBEAT_SECONDS, Lookout
 
-_START_SECONDS = 300  # until all processes are there
-_PART_SECONDS = 1.0  # for the others to end when they have said goodbye
-_TELL_SECONDS = 3600  # the longest that process 0 may take for what others wait for: indexing a large dataset
+_START_SECONDS = 300  # until all processes have connected
+_EXIT_SECONDS = 1.0  # for the others to exit after their last message
+_WAIT_SECONDS = 3600  # the longest that the others wait for work of process 0: indexing a large dataset
 
 _lookout: Lookout | None = None
-_told = 0  # how many things process 0 has told so far; the same number on every process
+_broadcasts = 0  # of `led` so far; in step on all processes, which makes the keys unique
 
 
 def index() -> int:
-    """The number of this process."""
+    """Return the index of this process."""
     return int(os.environ.get("MMJAX_PROCESS", 0))
 
 
 def count() -> int:
-    """How many processes the run has."""
+    """Return the number of processes of the run."""
     return int(os.environ.get("MMJAX_PROCESSES", 1))
 
 
 def leads() -> bool:
-    """Whether this process writes the run's files and speaks for all."""
+    """Return whether this process is the leader, which writes the run's files and prints for all."""
     return index() == 0
 
 
 def lookout() -> Lookout | None:
-    """What this process knows of the others while it is one of several."""
+    """Return the monitor of the other processes; None when this process is alone."""
     return _lookout
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Run the body as one process of those that the environment names; leave together.
+    """Run the body as one process of the group that the environment names; all exit together.
 
-    Where one ends early, by an error or a signal, the others end too, within a minute, and say which one it was: exit
-    code 2 for a mistake of the user's, 1 otherwise. With one process the body just runs.
+    Where one ends early, by an error or a signal, the others end too, within a minute, and print which one it was: exit
+    code 2 for a user's mistake, 1 otherwise. With one process the body just runs.
     """
     if count() == 1:
         yield
         return
     global _lookout
-    _meet()
+    _connect()
     _lookout = Lookout(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
     _lookout.start()
     try:
@@ -80,29 +79,34 @@ def joined() -> Iterator[None]:
         print("interrupted", file=sys.stderr, flush=True)
         _leave(130)
     except BaseException:
-        # A collective that fails is mostly another process that is gone: the lookout says which, and ends this one.
+        # A failed collective mostly means that another process died: the lookout prints which and ends this one, within
+        # JAX's heartbeat timeout. Only where it has not is the traceback worth printing.
         time.sleep(HEARTBEAT_SECONDS + 6)
         print(f"process {index()} of {count()}:", file=sys.stderr)
         traceback.print_exc()
         _leave(1)
     _lookout.finish()
-    _part()
+    _disconnect()
 
 
 def led(work: Callable[[], Any]) -> Any:
-    """What `work` returns on process 0, where alone it runs; JSON can hold it. Its UserError is raised everywhere."""
-    global _told
+    """Run `work` on process 0 alone and return its result, which JSON can hold, on all; likewise raise its UserError.
+
+    All processes must call this in the same order.
+    """
+    global _broadcasts
     if count() == 1:
         return work()
-    key = f"mmjax/told/{_told}"
-    _told += 1
+    key = f"mmjax/told/{_broadcasts}"
+    _broadcasts += 1
     client = distributed.global_state.client
     if not leads():
-        said = json.loads(client.blocking_key_value_get(key, _TELL_SECONDS * 1000))
-        if "error" in said:
-            raise UserError(said["error"], everywhere=True)
-        return said["result"]
+        message = json.loads(client.blocking_key_value_get(key, _WAIT_SECONDS * 1000))
+        if "error" in message:
+            raise UserError(message["error"], everywhere=True)
+        return message["result"]
     try:
+        # The others wait for an answer: they must get it in the case of an error, too.
         result = work()
     except UserError as error:
         client.key_value_set(key, json.dumps({"error": str(error)}))
@@ -112,12 +116,14 @@ def led(work: Callable[[], Any]) -> Any:
 
 
 def gather(key: str, text: str) -> list[str]:
-    """What every process says under this key, which serves once; in their order, the same for all. From any thread."""
+    """Gather a text of every process on all of them, in process order. A key serves once; any thread may call this."""
     if count() == 1:
         return [text]
-    client, milliseconds = distributed.global_state.client, _TELL_SECONDS * 1000
+    client = distributed.global_state.client
+    milliseconds = _WAIT_SECONDS * 1000
     client.key_value_set(f"mmjax/gather/{key}/{index()}", text)
     if leads():
+        # Process 0 collects and publishes all texts under one key: 2 n requests for n processes instead of n^2.
         texts = [client.blocking_key_value_get(f"mmjax/gather/{key}/{p}", milliseconds) for p in range(count())]
         client.key_value_delete(f"mmjax/gather/{key}/")
         client.key_value_set(f"mmjax/gathered/{key}", json.dumps(texts))
@@ -126,43 +132,44 @@ def gather(key: str, text: str) -> list[str]:
 
 
 def tell(key: str, text: str) -> None:
-    """Leave a text for who asks `told` for it; nobody waits."""
+    """Store a text that any process may read with `told`; does not wait."""
     if count() > 1:
         distributed.global_state.client.key_value_set(f"mmjax/{key}", text, allow_overwrite=True)
 
 
 def told(key: str) -> str:
-    """The text that some process has left there with `tell`."""
+    """Read the text that some process has stored with `tell`, waiting for it."""
     return distributed.global_state.client.blocking_key_value_get(f"mmjax/{key}", HEARTBEAT_SECONDS * 1000)
 
 
 def wait_for_all(where: str) -> None:
-    """Return when every process has come here."""
+    """Wait until every process has reached this barrier."""
     if count() > 1:
-        distributed.global_state.client.wait_at_barrier(f"mmjax/{where}", _TELL_SECONDS * 1000)
+        distributed.global_state.client.wait_at_barrier(f"mmjax/{where}", _WAIT_SECONDS * 1000)
 
 
 @cache
 def hosts() -> list[str]:
-    """The name of each process's host."""
+    """Return the host name of each process."""
     return gather("hosts", socket.gethostname())
 
 
 def per_host() -> int:
-    """How many neighbouring processes share a host, where that is the same everywhere; else 1."""
-    together = [len(list(run)) for _, run in itertools.groupby(hosts())]
-    return together[0] if len(set(together)) == 1 else 1
+    """Count the consecutive processes that share a host, where that is the same everywhere; else 1."""
+    counts = [len(list(group)) for _, group in itertools.groupby(hosts())]
+    return counts[0] if len(set(counts)) == 1 else 1
 
 
-def _meet() -> None:
+def _connect() -> None:
+    """Join the coordination service."""
     try:
         coordinator = os.environ["MMJAX_COORDINATOR"]
     except KeyError:
         raise UserError(
             "MMJAX_PROCESSES is set and MMJAX_COORDINATOR is not; start with launch/local.sh or launch/slurm.sbatch"
         ) from None
-    jax.config.update("jax_enable_recoverability", True)  # else JAX aborts before it can be said who is gone
-    jax.config.update("jax_enable_preemption_service", False)  # else JAX takes TERM for itself
+    jax.config.update("jax_enable_recoverability", True)  # else JAX aborts before we can print who died
+    jax.config.update("jax_enable_preemption_service", False)  # else JAX handles SIGTERM itself
     try:
         jax.distributed.initialize(
             coordinator,
@@ -177,20 +184,20 @@ def _meet() -> None:
         raise UserError(f"process {index()} of {count()} cannot reach the others at {coordinator}: {reason}") from error
 
 
-def _part() -> None:
-    """Leave in order: process 0 last, since the others cannot be without its service, not even to say goodbye to it."""
+def _disconnect() -> None:
+    """Exit in order: process 0 last, because the others need its service even to announce that they exit."""
     client = distributed.global_state.client
     if not leads():
         client.key_value_set(f"mmjax/left/{index()}", "")
         _leave(0)
-    for other in range(1, count()):
-        client.blocking_key_value_get(f"mmjax/left/{other}", _TELL_SECONDS * 1000)
-    time.sleep(_PART_SECONDS)
+    for process in range(1, count()):
+        client.blocking_key_value_get(f"mmjax/left/{process}", _WAIT_SECONDS * 1000)
+    time.sleep(_EXIT_SECONDS)
     jax.distributed.shutdown()
 
 
 def _leave(code: int) -> None:
-    """End at once: an orderly end would wait for processes that are not there."""
+    """Exit at once: an orderly exit would wait for processes that are dead."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

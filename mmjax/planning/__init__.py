@@ -1,1 +1,1 @@
-"""What is decided before step 0: costs of a model on given lengths. NumPy, no JAX."""
+"""Planning before step 0: FLOPs, memory and step time of a model, in NumPy without JAX."""

@@ -1,4 +1,4 @@
-"""Bytes that a layer keeps between its forward and its backward pass, where its remat policy names what it keeps."""
+"""Bytes that a layer saves between its forward and backward pass under the remat policies that name what they save."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from typing import NamedTuple
 from mmjax.config import DecoderConfig, Remat
 from mmjax.planning.work import Encoder, layer_of
 
-LOGSUMEXP = 4  # bytes: blockwise attention keeps the sum of each query's softmax, in float32
+LOGSUMEXP = 4  # bytes: blockwise attention saves the log-sum-exp of each query and head, in float32
 
 
 class Kept(NamedTuple):
-    """Bytes between the passes of one microbatch."""
+    """Bytes saved between the passes of one microbatch."""
 
     device: float
     host: float = 0.0  # offloaded
 
 
 def named_saves(config: DecoderConfig | Encoder, policy: Remat, activation: int, trainable: bool = True) -> Kept:
-    """Of one position of one layer. `activation`: bytes of a number. Not for `none`, which keeps what no name has.
+    """Count the bytes saved per position of one layer; `activation` is bytes of a number. Not for the policy `none`.
 
-    Every policy keeps the layer's input. Of products, the last is never kept: no gradient needs its value. The output
-    of attention is only kept where something needs it: the gradient of trainable weights, or of blockwise attention.
+    Every policy saves the layer's input. Of the products, the last is never saved: no gradient needs its value. The
+    output of attention is only saved where it is needed: for gradients of trainable weights, or of blockwise attention.
     """
     layer = layer_of(config)
-    stream, output = layer.width * activation, layer.queries * activation
+    stream = layer.width * activation
+    output = layer.queries * activation
     blockwise = config.attention == "blockwise"
     logsumexp = LOGSUMEXP * layer.heads * blockwise
     attention = logsumexp + (trainable or blockwise) * output
+    # Outputs of the linear layers: query, key and value, attention's output, and up (and gate) of the MLP.
     mlp = (1 + layer.gated) * layer.mlp
     products = attention + (layer.queries + 2 * layer.keys + layer.width + mlp) * activation
     return {
@@ -39,10 +41,7 @@ def named_saves(config: DecoderConfig | Encoder, policy: Remat, activation: int,
     }[policy]
 
 
-def cut(kept: Kept, config: DecoderConfig | Encoder, positions: int, activation: int, parts: int) -> Kept:
-    """What is left of it on a device where tensor parallelism cuts heads and MLP in so many parts.
-
-    What lies between layers is whole on each. `positions`: that it was counted for.
-    """
-    whole = min(layer_of(config).width * activation * positions, kept.device)
-    return Kept(whole + (kept.device - whole) / parts, kept.host / parts)
+def cut(saved: Kept, config: DecoderConfig | Encoder, positions: int, activation: int, parts: int) -> Kept:
+    """Divide the bytes saved at `positions` by tensor parallelism into `parts`: all but the replicated layer inputs."""
+    replicated = min(layer_of(config).width * activation * positions, saved.device)
+    return Kept(replicated + (saved.device - replicated) / parts, saved.host / parts)

@@ -1,68 +1,73 @@
-"""What low-rank adapters add to a module's products, and what its frozen weights then spare in backward."""
+"""Multiply-adds of low-rank adapters, and those that frozen weights beside them save in the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from mmjax.adapters import Sizes, adapted, copies, linear_layers, module_with
 from mmjax.config import AudioConfig, ModelConfig
-from mmjax.planning.work import CONV_TAPS, Work
+from mmjax.planning.work import CONV_TAPS, Work, layer_of
 
 
 class AdapterWork(NamedTuple):
-    """Multiply-adds of a module, beside or less than those without adapters."""
+    """Multiply-adds of a module with adapters, relative to the module without them."""
 
     forward: int = 0  # of the adapters
-    backward: int = 0  # of the adapters: gradients of a, b and of what they read
-    spared_weights: int = 0  # gradients of activations through frozen weights that nothing trainable stands before
-    spared_attention: float = 0
+    backward: int = 0  # of the adapters: gradients of a, b and of their inputs
+    spared_weights: int = 0  # saved: activation gradients through frozen weights with nothing trainable before them
+    spared_attention: float = 0  # saved: gradients inside attention
 
 
 def adapter_work(
-    module: str, model: ModelConfig, work: Work, reached: bool, spares: bool, products: float
+    module: str, model: ModelConfig, works: Mapping[str, Work], reached: bool, spares: bool
 ) -> AdapterWork:
-    """Of one module. reached: whether what it reads wants a gradient, or all of its own weights do.
+    """Count the multiply-adds that a module's adapters add and save.
 
-    Where neither does, the gradient ends inside its first layer, at the first adapter there. spares: whether that
-    layer runs by itself; in a scan with others it computes what they compute. products: multiply-adds of one product
-    of attention in one layer.
+    reached: whether its input needs a gradient, or all its weights do. Otherwise the gradient ends at the first adapter
+    of its first layer. spares: whether that layer is compiled by itself; in a scan it computes what the others do.
     """
-    own = {name: lora for name, lora in adapted(model).items() if module_with(name) == module}
-    if not own:
+    adapters = {name: lora for name, lora in adapted(model).items() if module_with(name) == module}
+    if not adapters:
         return AdapterWork()
-    names = {name: size for name, size in linear_layers(model).items() if module_with(name) == module}
-    positions = work.tokens if module.endswith(".connector") else work.positions
-    forward = sum(lora.rank * sum(names[name]) * copies(model, name) for name, lora in own.items()) * positions
-    if reached or not spares or not forward:
-        return AdapterWork(forward, 2 * forward, _stem(module, model, work) if not reached else 0)
-    live, attention = _live(set(own), module, names)
-    unread = sum(lora.rank * names[name][0] for name, lora in own.items() if name not in live) * positions
-    dead = sum(names[name][0] * names[name][1] for name in names if name not in live) * positions
-    unneeded = 0 if module.endswith(".connector") else (4 - attention) * products
-    return AdapterWork(forward, 2 * forward - unread, dead + _stem(module, model, work), unneeded)
+    connector = module.endswith(".connector")
+    tower = module.removesuffix(".connector")
+    work = works[tower]
+    sizes = {name: size for name, size in linear_layers(model).items() if module_with(name) == module}
+    positions = work.tokens if connector else work.positions
+    # An adapter of an [in, out] matrix has rank * (in + out) elements.
+    forward = sum(lora.rank * sum(sizes[name]) * copies(model, name) for name, lora in adapters.items()) * positions
+    config = model.llm if tower == "llm" else model.encoders[tower]
+    # The second convolution of an audio encoder needs no gradient of its input: the first one stands before it.
+    stem = CONV_TAPS * config.width**2 * work.positions if isinstance(config, AudioConfig) and not connector else 0
+    if reached:
+        return AdapterWork(forward, 2 * forward)
+    if not spares or not forward:
+        return AdapterWork(forward, 2 * forward, stem)
+    live, attention = _live(set(adapters), connector, sizes)
+    # With nothing trainable before it, an adapter's input needs no gradient: rank * in multiply-adds less.
+    unread = sum(lora.rank * sizes[name][0] for name, lora in adapters.items() if name not in live) * positions
+    dead = sum(sizes[name][0] * sizes[name][1] for name in sizes if name not in live) * positions
+    unneeded = 0 if connector else (4 - attention) * layer_of(config).queries * work.pairs
+    return AdapterWork(forward, 2 * forward - unread, dead + stem, unneeded)
 
 
-def _stem(module: str, model: ModelConfig, work: Work) -> int:
-    """The second convolution of an audio encoder, before which stands its first."""
-    encoder = model.encoders.get(module)
-    return CONV_TAPS * encoder.width**2 * work.positions if isinstance(encoder, AudioConfig) else 0
-
-
-def _live(own: Set[str], module: str, names: Sizes) -> tuple[set[str], int]:
-    """Of a first layer: the linear layers whose input wants a gradient, and attention's products in backward."""
-    if module.endswith(".connector"):
-        first, *after = names
-        return (set(after) if first in own else set()), 0
-    at = {name.rsplit(".", 1)[1]: name for name in names}
-    has = {place: name in own for place, name in at.items()}
-    query, key, value = has["query"], has["key"], has["value"]
-    # With the scores: the gradient of the weights, then of what the scores are made of.
+def _live(adapters: Set[str], connector: bool, sizes: Sizes) -> tuple[set[str], int]:
+    """Find the first layer's linear layers whose input needs a gradient, and count attention's backward products."""
+    if connector:
+        first, *later = sizes
+        return (set(later) if first in adapters else set()), 0
+    names = {name.rsplit(".", 1)[1]: name for name in sizes}
+    query, key, value, output, up, gate = (
+        names.get(part) in adapters for part in ("query", "key", "value", "output", "up", "gate")
+    )
+    # Four products without any frozen weights: the gradients of the attention weights, queries, keys and values. The
+    # first is needed for queries and keys.
     attention = (query or key) * (1 + query + key) + value
-    live = {at["output"]} if query or key or value else set()
-    after = bool(live) or has["output"]
-    if after:
-        live |= {at[place] for place in ("gate", "up") if place in at}
-    if after or has["up"] or has.get("gate", False):
-        live.add(at["down"])
+    in_attention = query or key or value
+    live = {names["output"]} if in_attention else set()
+    if in_attention or output:
+        live |= {names[part] for part in ("gate", "up") if part in names}
+    if in_attention or output or up or gate:
+        live.add(names["down"])
     return live, attention

@@ -1,9 +1,9 @@
 """Count the floating-point operations of a microbatch: those needed, and those executed.
 
-`needed` is what the mathematics asks for: matrix products on useful positions, attention on allowed pairs, and backward
-only what some trainable parameter wants. Divided by time and peak it is MFU. `executed` is what the backend runs: full
-rows, every score of dense attention or every block that blockwise attention may visit, recomputation, and elementwise
-work as XLA counts it. Both come module by module: "llm", "<encoder>" and "<encoder>.connector".
+`needed` counts the model's FLOPs, the numerator of MFU: matrix products on useful positions, attention on allowed
+pairs, and in backward only what trainable parameters need. `executed` counts what the backend runs: padded rows, every
+score of dense attention or every block that blockwise attention may visit, recomputation, and elementwise work as XLA
+counts it. Both are by module: "llm", "<encoder>" and "<encoder>.connector".
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ import numpy as np
 
 from mmjax.adapters import adapted_modules, adapter_sizes, frozen_by_adapters
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import DecoderConfig, LearnedGrid, ModelConfig, Remat, StoredTable, StretchedGrid, VisionConfig
-from mmjax.planning.adapter_work import AdapterWork, adapter_work
+from mmjax.config import (
+    AudioConfig,
+    DecoderConfig,
+    LearnedGrid,
+    ModelConfig,
+    Remat,
+    StoredTable,
+    StretchedGrid,
+    VisionConfig,
+)
+from mmjax.planning.adapter_work import adapter_work
 from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
 from mmjax.planning.work import (
     CONV_STRIDE,
@@ -46,39 +55,41 @@ class Flops(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Multiply-adds of one module's forward pass. Their gradients differ, so they are kept apart."""
+    """Multiply-adds of one module's forward pass, by what gradients they have."""
 
-    data: int  # weights times data, which has no gradient
+    data: int  # weights times data, which needs no gradient
     weights: int  # weights times activations
     attention: int  # activations times activations
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """Parameters of every module, exactly; those of its adapters apart, as `<module>.lora`."""
+    """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
     llm = model.llm
+    # Layers, final norm, and a table of embeddings that a tied output table shares.
     counts = {"llm": llm.layers * layer_of(llm).parameters + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
     for name, encoder in model.encoders.items():
-        c, width = encoder.connector, encoder.width
-        if isinstance(encoder, VisionConfig):
-            embed, axes = _patch_embedding(encoder), 2
-            scale_alone = encoder.head_norm_kind == "rms"
-            norms = encoder.head_norm * (width if scale_alone else 2 * width)
-        else:
-            table = encoder.positions.positions if isinstance(encoder.positions, StoredTable) else 0
-            embed, axes = (CONV_TAPS * (encoder.mels + width) + 2 + table) * width, 1
-            norms = norm_parameters(encoder)
-        counts[name] = embed + encoder.layers * layer_of(encoder).parameters + norms
+        c = encoder.connector
+        width = encoder.width
+        vision = isinstance(encoder, VisionConfig)
+        head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
+        counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_of(encoder).parameters + head
         merged = merged_positions(encoder) * width
+        # A norm has a scale, and with "layer" a bias too; each further MLP of a deepstack norms what it merges.
         norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
         mlp = connector_weights(encoder, llm.width) + biases
         deeper = (streams(encoder) - 1) * (2 * merged + mlp)
-        counts[f"{name}.connector"] = norm + mlp + deeper + (axes * c.position_grid + c.newline) * llm.width
+        tables = (2 if vision else 1) * c.position_grid + c.newline
+        counts[f"{name}.connector"] = norm + mlp + deeper + tables * llm.width
     return counts | adapter_sizes(model)
 
 
-def _patch_embedding(c: VisionConfig) -> int:
-    """Parameters before the first layer."""
+def _embedding_parameters(c: Encoder) -> int:
+    """Count an encoder's parameters before its first layer."""
+    if isinstance(c, AudioConfig):
+        # Two convolutions with a bias each, and the table of positions where it is stored.
+        table = c.positions.positions if isinstance(c.positions, StoredTable) else 0
+        return (CONV_TAPS * (c.mels + c.width) + 2 + table) * c.width
     learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
     learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid) else 0
     vectors = c.embed_bias + c.class_token + learned
@@ -89,51 +100,38 @@ def _patch_embedding(c: VisionConfig) -> int:
 
 
 def needed(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Flops]:
-    """FLOPs that the mathematics of one microbatch needs, by module.
+    """Count the model FLOPs of one microbatch by module.
 
-    Matrix products alone, as everyone's MFU: the logits of every useful position, with or without a loss; a convolution
-    as a product with all its taps; the scores and the weighted sums of allowed pairs. Backward, a product of weights
-    and activations has two gradients of its own size: that of the weights where they are trainable, that of the
-    activations where something trainable stands before them. `frozen` names modules, whose adapters are trainable all
-    the same and count as their module's. Towers that are not in `work` do not run.
+    Matrix products only, as is usual for MFU: logits of every useful position, with or without a loss; a convolution as
+    a product with all its taps; scores and weighted sums of allowed pairs. In backward, a product of weights and
+    activations has two gradients of its size: the weights', if trainable, and the activations', if anything before them
+    is. `frozen` names modules; their adapters are trainable and count as theirs. Towers not in `work` do not run.
     """
     flops = {}
     for module, p in _products(model, work, frozen).items():
-        trainable, upstream, adapted = _gradients(module, model, _running(work), frozen)
-        own = _adapter_work(module, model, work, trainable or upstream, True)
-        backward = trainable * (p.data + p.weights) + own.backward
-        if trainable or upstream or adapted:
-            backward += p.weights - own.spared_weights + 2 * p.attention - own.spared_attention
-        flops[module] = Flops(2 * (p.data + p.weights + p.attention + own.forward), 2 * backward)
+        trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
+        lora = adapter_work(module, model, work, reached=trainable or upstream, spares=True)
+        backward = trainable * (p.data + p.weights) + lora.backward
+        if trainable or upstream or has_adapters:
+            # With any trainable parameter here or before, gradients flow through the activations.
+            backward += p.weights - lora.spared_weights + 2 * p.attention - lora.spared_attention
+        flops[module] = Flops(2 * (p.data + p.weights + p.attention + lora.forward), 2 * backward)
     return flops
-
-
-def _adapter_work(
-    module: str, model: ModelConfig, work: Mapping[str, Work], reached: bool, spares: bool
-) -> AdapterWork:
-    tower = module.removesuffix(".connector")
-    queries = layer_of(model.llm if tower == "llm" else model.encoders[tower]).queries
-    return adapter_work(module, model, work[tower], reached, spares, queries * work[tower].pairs)
 
 
 def step_needed(
     model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str], share: float = 1.0
 ) -> float:
-    """Needed FLOPs of a microbatch, forward and backward over all modules, from its (NumPy) arrays.
+    """Count the needed FLOPs of a microbatch, forward and backward over all modules, from its (NumPy) arrays.
 
-    share: of the text's items that `items` are; the others are taken to cost as much.
+    share: fraction of the text's items that `items` hold; the others are assumed to cost as much per item.
     """
-    found = needed(model, useful_work(model, text, items), frozen)
-    return float(sum(f.total / (1 if module == "llm" else share) for module, f in found.items()))
-
-
-def mfu(needed_flops: float, seconds: float, peak: float) -> float:
-    """Model FLOPs utilisation; `peak` is the FLOP/s of all devices together."""
-    return needed_flops / (seconds * peak)
+    flops = needed(model, useful_work(model, text, items), frozen)
+    return float(sum(f.total / (1 if module == "llm" else share) for module, f in flops.items()))
 
 
 def frozen_modules(model: ModelConfig) -> frozenset[str]:
-    """The modules that the config freezes; their adapters are trained all the same."""
+    """Name the modules that the config freezes; their adapters are trained all the same."""
     parts = {"llm": model.llm.frozen}
     for name, encoder in model.encoders.items():
         parts |= {name: encoder.frozen, f"{name}.connector": encoder.connector.frozen}
@@ -142,30 +140,29 @@ def frozen_modules(model: ModelConfig) -> frozenset[str]:
 
 def wanted_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
     """Return the gradients that a tower's layers compute in a backward pass: of "weights", "adapters" and "inputs"."""
-    trainable, upstream, adapted = _gradients(tower, model, frozenset(model.encoders), frozen)
-    some = trainable or upstream or adapted
-    parts = {"weights": trainable, "adapters": adapted, "inputs": some}
-    return frozenset(part for part, wanted in parts.items() if wanted)
+    trainable, upstream, has_adapters = _gradients(tower, model, frozenset(model.encoders), frozen)
+    gradients = {"weights": trainable, "adapters": has_adapters, "inputs": trainable or upstream or has_adapters}
+    return frozenset(part for part, needs_it in gradients.items() if needs_it)
 
 
 def _running(work: Mapping[str, Work]) -> Set[str]:
-    """The encoders that have items."""
+    """Return the encoders that have items."""
     return {name for name, w in work.items() if name != "llm" and w.inputs}
 
 
 def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[str]) -> tuple[bool, bool, bool]:
     """Return whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
-    adapters = adapted_modules(model)
+    adapters = set(adapted_modules(model))
     tower = module.removesuffix(".connector")
-    before = set() if module == tower else {tower}
+    feeding = set() if module == tower else {tower}
     if module == "llm":
         encoders = [name for name in model.encoders if name in running]
-        before = {*encoders, *(f"{name}.connector" for name in encoders)}
-    return module not in frozen, bool(before - (frozen - set(adapters))), module in adapters
+        feeding = {*encoders, *(f"{name}.connector" for name in encoders)}
+    return module not in frozen, bool(feeding - (frozen - adapters)), module in adapters
 
 
 def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Products]:
-    """Multiply-adds of every module's forward pass."""
+    """Count the multiply-adds of every module's forward pass."""
     products = {}
     for name, w in work.items():
         config = model.llm if name == "llm" else model.encoders[name]
@@ -181,10 +178,12 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
             data = CONV_TAPS * config.mels * config.width * w.inputs
             weights += CONV_TAPS * config.width**2 * w.positions
         products[name] = Products(data, weights, attention)
-        # Without a norm before it, the first matrix of a connector is the first thing that may want a gradient.
-        whole, after = connector_weights(config, model.llm.width), config.connector.mlp_width * model.llm.width
-        first = (whole - after) * (config.connector.norm == "none" and name in frozen)
-        products[f"{name}.connector"] = Products(first * w.tokens, (streams(config) * whole - first) * w.tokens, 0)
+        # Behind a frozen encoder, and without a norm, a connector's first matrix is the first trainable thing: its
+        # input is data.
+        matrices = connector_weights(config, model.llm.width)
+        second = config.connector.mlp_width * model.llm.width
+        first = (matrices - second) * (config.connector.norm == "none" and name in frozen)
+        products[f"{name}.connector"] = Products(first * w.tokens, (streams(config) * matrices - first) * w.tokens, 0)
     return products
 
 
@@ -194,48 +193,52 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
 def executed(
     model: ModelConfig, shape: Mapping[str, tuple[int, int]], frozen: Set[str], loss_chunks: int = 1
 ) -> dict[str, Flops]:
-    """FLOPs that the backend runs for one microbatch of this shape, by module; `shape` as in `row_work`.
+    """Count the FLOPs that the backend runs for one microbatch of this shape, by module; `shape` as in `row_work`.
 
-    With dense attention in float32, forward plus backward is what `cost_analysis()` of the compiled gradient says, to
-    2%, from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%. Of a loss
-    in chunks, which makes its logits again in backward, `cost_analysis()` counts one chunk.
+    With dense attention in float32, forward plus backward agrees with `cost_analysis()` of the compiled gradient to 2%
+    from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%. Of a loss in
+    chunks, which recomputes its logits in backward, `cost_analysis()` counts one chunk.
     """
     work = row_work(model, shape)
     flops = {}
     for module, p in _products(model, work, frozen).items():
-        trainable, upstream, adapted = _gradients(module, model, _running(work), frozen)
-        some, tower = trainable or upstream or adapted, module.removesuffix(".connector")
+        trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
+        has_backward = trainable or upstream or has_adapters
+        tower = module.removesuffix(".connector")
         config = model.llm if module == "llm" else model.encoders[tower]
-        # Blockwise attention keeps no scores: a fifth product in its backward pass computes them again.
+        # Two products forward, four backward; blockwise attention saves no scores and recomputes them with a fifth.
         attention = 5 * p.attention // 2 if config.attention == "blockwise" else 2 * p.attention
-        own = _adapter_work(module, model, work, trainable or upstream, module != tower or _first_alone(config))
-        attention -= own.spared_attention if config.attention == "dense" else 0
-        backward = trainable * (p.data + p.weights) + some * (p.weights - own.spared_weights + attention) + own.backward
+        policies = policies_of(config)
+        unscanned = module != tower or len(policies) < 2 or policies[0] != policies[1]  # the first layer
+        lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
+        attention -= lora.spared_attention if config.attention == "dense" else 0
+        backward = trainable * (p.data + p.weights) + lora.backward
+        backward += has_backward * (p.weights - lora.spared_weights + attention)
+        recompute = 0
         if module == tower:
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
-            again = sum(recomputed(config, work[tower], policy) for policy in policies_of(config))
+            recompute = sum(recomputed(config, work[tower], policy) for policy in policies)
             if module == "llm" and loss_chunks > 1:
-                again += executed_logits(model, work["llm"])
+                recompute += executed_logits(model, work["llm"])
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
-            again = 0
-        backward = 2 * backward + some * (backward_ops + again)
-        flops[module] = Flops(2 * (p.data + p.weights + p.attention + own.forward) + forward_ops, backward)
+        backward = 2 * backward + has_backward * (backward_ops + recompute)
+        flops[module] = Flops(2 * (p.data + p.weights + p.attention + lora.forward) + forward_ops, backward)
     return flops
 
 
 def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset()) -> np.ndarray:
-    """Executed FLOPs of one more row position of the LLM and of each encoder (with its connector), float64 `[modules]`.
+    """Count executed FLOPs per additional row position of the LLM and each encoder with its connector, `[modules]`.
 
-    Attention makes it grow with the row: this is the cost at rows of about `length` positions.
+    float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
     """
     steps = {name: CONV_STRIDE * layer_positions(encoder) for name, encoder in model.encoders.items()}
     short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
     costs = []
     for name, (_, step) in short.items():
         half = max(1, length // (2 * step)) * step
-        # A quadratic's slope at 2 * half is its rise from half to three halves, divided by the way. The other modules
-        # run, because they decide what needs a gradient, and cancel.
+        # The derivative of a quadratic f at 2h is (f(3h) - f(h)) / 2h, exactly. The other modules run as well, because
+        # they decide what needs a gradient, and cancel.
         low, high = (
             sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen).values()) for n in (half, 3 * half)
         )
@@ -244,40 +247,34 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
 
 
 def executed_logits(model: ModelConfig, work: Work) -> int:
-    """FLOPs of all logits, forward: what a loss in chunks makes again in backward."""
+    """Count the forward FLOPs of all logits, which a loss in chunks recomputes in backward."""
     return (2 * model.llm.width + LOGITS[0]) * model.llm.vocab * work.positions
 
 
 def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> int:
-    """FLOPs that backward spends on one layer's forward pass again, by its remat policy.
+    """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy.
 
-    The last product of a layer is never computed again: no gradient needs its value. The output of attention, where
-    it is kept, spares blockwise attention. Dense attention computes both of its products again, the second because
-    the gradient of the softmax's sum needs the output before division; blockwise keeps that sum.
+    The last product of a layer is never recomputed: no gradient needs its value. Blockwise attention is not recomputed
+    where its output is saved. Dense attention recomputes both of its products, the second because the gradient of the
+    softmax's sum needs the output before division; blockwise saves that sum.
     """
+    if policy == "none":
+        return 0
     layer = layer_of(config)
-    kept = {
+    saved_weights = {  # matrices whose outputs are saved or not needed
         "products": layer.weights,
         "offload": layer.weights,
         "attention_mlp": layer.width * (layer.queries + layer.mlp),
         "attention": layer.width * layer.mlp,
         "full": layer.width * layer.mlp,
-    }
-    if policy == "none":
-        return 0
-    spared = config.attention == "blockwise" and policy != "full"
-    attention = 0 if spared else 2 * 2 * layer.queries * work.pairs
-    return 2 * (layer.weights - kept[policy]) * work.positions + attention + layer_elementwise(config, work)[0]
-
-
-def _first_alone(config: DecoderConfig | Encoder) -> bool:
-    """Return whether the first layer is in no scan with others."""
-    policies = policies_of(config)
-    return len(policies) < 2 or policies[0] != policies[1]
+    }[policy]
+    attention_saved = config.attention == "blockwise" and policy != "full"
+    attention = 0 if attention_saved else 2 * 2 * layer.queries * work.pairs
+    return 2 * (layer.weights - saved_weights) * work.positions + attention + layer_elementwise(config, work)[0]
 
 
 def policies_of(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:
-    """The remat policy of each layer; where none is decided yet, none."""
+    """Return the remat policy of each layer; "none" for an `auto` that is not resolved yet."""
     if isinstance(config.remat, tuple):
         return config.remat
     return ("none" if config.remat == "auto" else config.remat,) * config.layers

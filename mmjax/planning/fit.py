@@ -1,9 +1,10 @@
-"""Fit a run into the memory of its devices by choosing the remat policy of each layer."""
+"""Plan the memory of a run: choose the remat policy of each layer so that the run fits its devices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -16,49 +17,49 @@ from mmjax.planning.memory import OnDevice, Spread, fixed_bytes, kv_cache_bytes
 from mmjax.planning.remat import Option, Options, choose, least_seconds
 from mmjax.planning.work import Encoder, Work, row_work
 
-KeptOfTowers = Mapping[str, Mapping[Remat, Kept]]  # what one layer of each tower keeps, by policy
-Policies = Mapping[str, tuple[Remat, ...]]  # of every layer of each tower
+KeptOfTowers = Mapping[str, Mapping[Remat, Kept]]  # bytes saved by one layer of each tower, by policy
+Policies = Mapping[str, Sequence[Remat]]  # of every layer of each tower
 
 
 @dataclass(frozen=True)
 class Room:
-    """The memory for a run: bytes of a device, and of its host for what it offloads."""
+    """Memory available to a run, in bytes per device, and on its host for offloading."""
 
     device: float
     host: float = 0.0
-    ram: bool = False  # the device is a CPU, and its bytes are a share of the RAM that other programs use too
+    ram: bool = False  # the device is a CPU, and its bytes are a share of RAM that other programs use too
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory that a run takes of a device. policies: of every layer of each tower, given ones too."""
+    """A memory plan: remat policies and the bytes per device that a run needs with them."""
 
-    policies: dict[str, tuple[Remat, ...]]
+    policies: dict[str, tuple[Remat, ...]]  # of every layer of each tower, configured ones too
     loss_chunks: int
-    fixed: dict[str, float]  # bytes by kind, of the fullest shape
-    activations: dict[str, float]  # bytes by tower, of the fullest shape
-    unsaved: dict[str, float]  # bytes by tower: of one position of one layer, uncut, without remat
-    seconds: float  # longer than with nothing computed again, of all shapes on average
-    least: float  # the same if layers could be divided: what no mix goes below
-    again: dict[str, dict[Remat, float]]  # seconds that one layer of each tower takes longer with a policy
-    fullest: int  # shape
+    fixed: dict[str, float]  # bytes by kind, of the largest shape
+    activations: dict[str, float]  # bytes by tower, of the largest shape
+    unsaved: dict[str, float]  # bytes by tower per position of one layer without remat or tensor parallelism
+    seconds: float  # recomputation time, averaged over the shapes
+    least: float  # lower bound on it: the optimum if layers were divisible
+    again: dict[str, dict[Remat, float]]  # recomputation seconds of one layer of each tower by policy
+    fullest: int  # index of the largest shape
     spread: Spread
     room: Room
-    measured: float | None = None  # bytes in all, where they were
+    measured: float | None = None  # bytes in total, where compiled or measured
 
     @property
     def device(self) -> float:
-        """Bytes in all."""
+        """Return the total bytes per device."""
         return self.predicted if self.measured is None else self.measured
 
     @property
     def predicted(self) -> float:
-        """Bytes in all by the model of memory."""
+        """Return the total bytes per device by the memory model."""
         return sum(self.fixed.values()) + sum(self.activations.values())
 
     @property
     def fits(self) -> bool:
-        """Return whether there is room for it. Where there is not, every layer that may choose keeps least."""
+        """Return whether the run fits; where it does not, every `auto` layer has the policy that saves least."""
         return self.device <= self.room.device
 
     def evaluation_positions(self, llm: DecoderConfig, positions: int, activation: int) -> int:
@@ -72,20 +73,22 @@ class Fit:
         return min(positions, int((sum(self.activations.values()) + transient) / per_position))
 
     def applied(self, model: ModelConfig) -> ModelConfig:
-        """The model with these policies."""
+        """Return the model with these policies."""
         return with_policies(model, self.policies)
 
 
 def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
-    """The model whose layers have these policies."""
-    encoders = {name: replace(e, remat=_short(policies[name])) for name, e in model.encoders.items()}
-    return replace(model, llm=replace(model.llm, remat=_short(policies["llm"])), encoders=encoders)
+    """Return the model with these remat policies of its layers."""
+    # One policy where all layers have the same.
+    remat = {tower: p[0] if len(set(p)) == 1 else tuple(p) for tower, p in policies.items()}
+    encoders = {name: replace(encoder, remat=remat[name]) for name, encoder in model.encoders.items()}
+    return replace(model, llm=replace(model.llm, remat=remat["llm"]), encoders=encoders)
 
 
 def fit(
     model: ModelConfig,
     shapes: Sequence[OnDevice],
-    kept: Sequence[KeptOfTowers],
+    saved: Sequence[KeptOfTowers],
     spread: Spread,
     activation: int,
     optimizer: AdamW | Muon,
@@ -93,134 +96,131 @@ def fit(
     room: Room,
     loss_choices: Sequence[int] = (1,),
 ) -> Fit:
-    """The policies that compute least again in this room; exact, over all compiled shapes at once.
+    """Find the policies with the least recomputation that fit in memory; exact, for all compiled shapes at once.
 
-    kept: of each shape, uncut. activation: bytes of an activation. Towers whose `remat` is not "auto" keep theirs.
-    loss_choices: numbers of parts in which the loss may be made; more leave more room, and make the logits again.
+    saved: for each shape, before tensor parallelism. activation: bytes of an activation. Towers whose `remat` is not
+    "auto" keep theirs. loss_choices: numbers of loss chunks; more need less memory, and any but 1 recomputes logits.
     """
     towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
-    works, frozen = [row_work(model, shape.shape) for shape in shapes], frozen_modules(model)
-    cuts = [_cut(towers, of, work, activation, spread) for of, work in zip(kept, works, strict=True)]
-    unsaved = [{t: own["none"].device for t, own in c.items()} for c in cuts]
+    works = [row_work(model, shape.shape) for shape in shapes]
+    frozen = frozen_modules(model)
     options = {
-        name: _options(
+        tower: _options(
             config,
-            [w[name] for w in works],
-            [c[name] for c in cuts],
+            [work[tower] for work in works],
+            [by_tower[tower] for by_tower in saved],
             speed.rates,
-            [speed.layer(name, shape.shape[name]) for shape in shapes],
-            spread.parts(name),
+            [speed.layer(tower, shape.shape[tower]) for shape in shapes],
+            spread.parts(tower),
+            activation,
         )
-        for name, config in towers.items()
+        for tower, config in towers.items()
     }
-    given = {name: policies_of(config) for name, config in towers.items() if config.remat != "auto"}
-    free = {name: config.layers for name, config in towers.items() if name not in given}
-    own = {name: options[name] for name in free}
-    hosts = [room.host - _bytes(given, options, s, "host") for s in range(len(shapes))]
-    logits = [executed_logits(model, w["llm"]) / spread.llm / speed.rates.flops for w in works]
+    without_remat = [{tower: options[tower]["none"].device[s] for tower in towers} for s in range(len(shapes))]
+    configured = {name: policies_of(config) for name, config in towers.items() if config.remat != "auto"}
+    auto = {name: config.layers for name, config in towers.items() if name not in configured}
+    auto_options = {name: options[name] for name in auto}
+    # Bytes left on the host, by shape.
+    host_room = [room.host - _bytes(configured, options, s, "host") for s in range(len(shapes))]
+    logits = [executed_logits(model, work["llm"]) / spread.llm / speed.rates.flops for work in works]
 
-    def in_chunks(chunks: int) -> Fit:
+    def with_chunks(chunks: int) -> Fit:
         fixed = [
-            fixed_bytes(model, s, layers, frozen, spread, activation, optimizer, chunks)
-            for s, layers in zip(shapes, unsaved, strict=True)
+            fixed_bytes(model, shape, layers, frozen, spread, activation, optimizer, chunks)
+            for shape, layers in zip(shapes, without_remat, strict=True)
         ]
-        rooms = [room.device - sum(f.values()) - _bytes(given, options, s, "device") for s, f in enumerate(fixed)]
-        chosen, least = choose(free, own, rooms, hosts), least_seconds(free, own, rooms, hosts)
+        # Bytes left on the device, by shape, for the layers whose policy is to be chosen.
+        device_room = [
+            room.device - sum(f.values()) - _bytes(configured, options, s, "device") for s, f in enumerate(fixed)
+        ]
+        chosen = choose(auto, auto_options, device_room, host_room)
+        bound = least_seconds(auto, auto_options, device_room, host_room)
         if chosen is None:
-            chosen = {name: (_leanest(options[name]),) * layers for name, layers in free.items()}
-        policies = {name: (given | chosen)[name] for name in towers}
-        of_shapes = [sum(f.values()) + _bytes(policies, options, s, "device") for s, f in enumerate(fixed)]
-        fullest = int(np.argmax(of_shapes))
-        again = float(np.mean(logits)) if chunks > 1 else 0.0
+            chosen = {name: (_smallest(options[name]),) * layers for name, layers in auto.items()}
+        policies = {name: (configured | chosen)[name] for name in towers}
+        totals = [sum(f.values()) + _bytes(policies, options, s, "device") for s, f in enumerate(fixed)]
+        largest = int(np.argmax(totals))
+        logits_again = float(np.mean(logits)) if chunks > 1 else 0.0
         return Fit(
-            policies,
-            chunks,
-            fixed[fullest],
-            {name: _bytes({name: policies[name]}, options, fullest, "device") for name in towers},
-            {name: kept[fullest][name]["none"].device / works[fullest][name].positions for name in towers},
-            again + _seconds(policies, options),
-            again + _seconds(given, options) + (np.inf if least is None else least),
-            {name: {policy: option.seconds for policy, option in of.items()} for name, of in options.items()},
-            fullest,
-            spread,
-            room,
+            policies=policies,
+            loss_chunks=chunks,
+            fixed=fixed[largest],
+            activations={name: _bytes({name: p}, options, largest, "device") for name, p in policies.items()},
+            unsaved={name: saved[largest][name]["none"].device / works[largest][name].positions for name in towers},
+            seconds=logits_again + _seconds(policies, options),
+            least=logits_again + _seconds(configured, options) + (np.inf if bound is None else bound),
+            again={name: {policy: o.seconds for policy, o in by_policy.items()} for name, by_policy in options.items()},
+            fullest=largest,
+            spread=spread,
+            room=room,
         )
 
-    found = map(in_chunks, loss_choices)
-    return min(found, key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks))
-
-
-def _cut(
-    towers: Mapping[str, DecoderConfig | Encoder],
-    kept: KeptOfTowers,
-    work: Mapping[str, Work],
-    activation: int,
-    spread: Spread,
-) -> dict[str, dict[Remat, Kept]]:
-    """Return the activations of one shape that layers keep, of which tensor parallelism leaves each device its part."""
-    return {
-        name: {p: cut(k, towers[name], work[name].positions, activation, spread.parts(name)) for p, k in own.items()}
-        for name, own in kept.items()
-    }
+    # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
+    return min(
+        map(with_chunks, loss_choices), key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks)
+    )
 
 
 def _options(
     config: DecoderConfig | Encoder,
     works: Sequence[Work],
-    kept: Sequence[Mapping[Remat, Kept]],
+    saved: Sequence[Mapping[Remat, Kept]],
     rates: Rates,
     measured: Sequence[Mapping[str, float] | None],
     parts: int,
+    activation: int,
 ) -> dict[Remat, Option]:
-    """Return the policies open to a layer, on one device: bytes of every shape, mean seconds more than with `none`."""
-    again = [_again(config, w, k, rates, m or {}, parts) for w, k, m in zip(works, kept, measured, strict=True)]
+    """Compute what each policy costs one layer on one device: bytes for every shape, and mean recomputation seconds."""
+    on_device = [
+        {policy: cut(full, config, work.positions, activation, parts) for policy, full in by_policy.items()}
+        for work, by_policy in zip(works, saved, strict=True)
+    ]
+    seconds = [
+        _recompute_seconds(config, work, by_policy, rates, times or {}, parts)
+        for work, by_policy, times in zip(works, on_device, measured, strict=True)
+    ]
     return {
         policy: Option(
-            tuple(of[policy].device for of in kept),
-            tuple(of[policy].host for of in kept),
-            float(np.mean([of[policy] for of in again])),
+            device=tuple(by_policy[policy].device for by_policy in on_device),
+            host=tuple(by_policy[policy].host for by_policy in on_device),
+            seconds=float(np.mean([by_policy[policy] for by_policy in seconds])),
         )
-        for policy in kept[0]
+        for policy in on_device[0]
     }
 
 
-def _again(
+def _recompute_seconds(
     config: DecoderConfig | Encoder,
     work: Work,
-    kept: Mapping[Remat, Kept],
+    saved: Mapping[Remat, Kept],
     rates: Rates,
     measured: Mapping[str, float],
     parts: int,
 ) -> dict[Remat, float]:
-    """Seconds that one layer takes longer on one device with a policy than with `none`.
+    """Estimate, by policy, how many seconds longer than with `none` one layer takes on one device.
 
-    Where it was not measured, what is not kept is computed, written and read once more. Measured, a policy may take
-    less time than `none`: saving costs time too.
+    Where it was not measured: what is not saved is recomputed, written and read once more. Measured, a policy may take
+    less time than `none`, because saving costs time too.
     """
 
     def seconds(policy: Remat) -> float:
         if policy in measured:
             return (measured[policy] - measured["none"]) / parts
-        moved = 2 * (kept["none"].device - kept[policy].device - kept[policy].host)
-        again = recomputed(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
-        return again + 2 * kept[policy].host / rates.host
+        moved = 2 * (saved["none"].device - saved[policy].device - saved[policy].host)
+        on_device = recomputed(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
+        return on_device + 2 * saved[policy].host / rates.host
 
-    return {policy: seconds(policy) for policy in kept}
-
-
-def _bytes(policies: Mapping[str, Sequence[Remat]], options: Mapping[str, Options], shape: int, where: str) -> float:
-    return float(sum(getattr(options[name][p], where)[shape] for name, own in policies.items() for p in own))
+    return {policy: seconds(policy) for policy in saved}
 
 
-def _seconds(policies: Mapping[str, Sequence[Remat]], options: Mapping[str, Options]) -> float:
-    return float(sum(options[name][policy].seconds for name, own in policies.items() for policy in own))
+def _bytes(policies: Policies, options: Mapping[str, Options], shape: int, memory: Literal["device", "host"]) -> float:
+    return float(sum(getattr(options[name][p], memory)[shape] for name, layers in policies.items() for p in layers))
 
 
-def _leanest(options: Options) -> Remat:
-    """Return the policy that keeps least without a host."""
+def _seconds(policies: Policies, options: Mapping[str, Options]) -> float:
+    return float(sum(options[name][policy].seconds for name, layers in policies.items() for policy in layers))
+
+
+def _smallest(options: Options) -> Remat:
+    """Return the policy that saves least on the device without offloading."""
     return min((p for p in options if not np.any(options[p].host)), key=lambda p: np.sum(options[p].device))
-
-
-def _short(policies: tuple[Remat, ...]) -> Remat | tuple[Remat, ...]:
-    """One policy where all layers have the same."""
-    return policies[0] if len(set(policies)) == 1 else policies

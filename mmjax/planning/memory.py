@@ -1,6 +1,6 @@
-"""What a device holds beside the activations that layers keep.
+"""Memory of a device beside the activations that layers save: parameters, optimizer, batches, peak temporaries.
 
-A model of what XLA's allocation comes to, to a few percent where it was compiled for a GPU (docs/planning.md).
+A model of XLA's allocation, accurate to a few percent where it was compiled for a GPU (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -8,45 +8,44 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from mmjax.config import AdamW, AudioConfig, DecoderConfig, ModelConfig, Muon, VisionConfig
+from mmjax.config import AdamW, ModelConfig, Muon, VisionConfig
 from mmjax.planning.cost import frozen_modules, parameters
-from mmjax.planning.work import Encoder, connector_weights, layer_of, merged_positions, row_work, streams
+from mmjax.planning.work import connector_weights, layer_of, merged_positions, row_work, streams
 
 MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's moments are float32
-LOADED = 2  # steps whose batches lie on the devices: the one that runs and the next
-TEXT_FIELDS, ITEM_FIELDS = 12, 6  # four-byte numbers of a position beside slots, and beside its values
-# Of what a layer without remat keeps: what lives at once while one layer's backward pass runs. Fitted to XLA.
+LOADED = 2  # steps whose batches are on the devices: the running one and the next
+TEXT_FIELDS = 12  # four-byte numbers per text position, beside slots
+ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
+# Fraction of a layer's activations (without remat) that is live at once during its backward pass. Fitted to XLA.
 ALIVE = 0.8
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Devices that share a model. shards: of its parameters (ZeRO-3 times tensor parallelism).
+    """Sharding of a model over devices."""
 
-    llm, encoders: parts into which tensor parallelism cuts a layer's heads and MLP. held: by module, the part of its
-    parameters that lies on each, where it is known; what a mesh axis does not divide lies whole on all.
-    """
-
-    shards: int = 1
-    llm: int = 1
-    encoders: int = 1
+    shards: int = 1  # of the parameters: ZeRO-3 times tensor parallelism
+    llm: int = 1  # tensor-parallel parts of the LLM's layers
+    encoders: int = 1  # tensor-parallel parts of the encoders' layers
+    # By module, the fraction of its parameters on each device, where known: what a mesh axis does not divide is
+    # replicated, so it may be more than 1 / shards.
     held: Mapping[str, float] = field(default_factory=dict)
 
     def part_of(self, module: str) -> float:
-        """Of a module's parameters, what lies on each device."""
+        """Return the fraction of a module's parameters on each device."""
         return self.held.get(module, 1 / self.shards)
 
     def parts(self, tower: str) -> int:
-        """Into which a tower's layers are cut."""
+        """Return the number of tensor-parallel parts of a tower's layers."""
         return self.llm if tower == "llm" else self.encoders
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """One microbatch on one device. shape: as in `row_work`; widths: of every encoder, to each of `peers`."""
+    """One microbatch on one device."""
 
-    shape: Mapping[str, tuple[int, int]]
-    widths: Mapping[str, int]
+    shape: Mapping[str, tuple[int, int]]  # (rows, row length) by tower
+    widths: Mapping[str, int]  # tokens exchanged with each peer, by encoder
     peers: int = 1
     microbatches: int = 1
 
@@ -61,57 +60,62 @@ def fixed_bytes(
     optimizer: AdamW | Muon,
     loss_chunks: int = 1,
 ) -> dict[str, float]:
-    """Bytes on one device by kind, whatever the layers' remat policies.
+    """Count the bytes on one device by kind, apart from saved activations.
 
-    layers: what one layer of each tower that has a backward pass keeps without remat, cut. activation: bytes of an
-    activation, and of a frozen parameter. `copies` are trainable weights in the precision of the computation and a
-    microbatch's own gradients, sharded like the parameters; `tokens` what encoders give, as it is made and as it
-    arrives, with what connectors keep. The largest of the moments that no other kind covers is `transient`: the loss,
-    whose logits and their gradient are float32, or the backward pass of a layer, with weights gathered for it; and,
-    where parameters are sharded, one whole table of the vocabulary. loss_chunks: as in the training config.
+    layers: bytes that one layer of each tower with a backward pass saves without remat, after tensor parallelism.
+    activation: bytes of an activation, and of a frozen parameter. loss_chunks: as in the training config.
+    `copies`: trainable weights cast for computation and one microbatch's gradients, sharded like the parameters.
+    `tokens`: encoder outputs before and after the exchange, with what connectors save.
+    `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
+    one layer's backward pass with its gathered weights; plus, if parameters are sharded, a gathered vocabulary table.
     """
-    counts, work = parameters(model), row_work(model, batch.shape)
-    trainable = sum(n * spread.part_of(module) for module, n in counts.items() if module not in frozen)
-    still = sum(n * spread.part_of(module) for module, n in counts.items() if module in frozen)
-    own = moments(model, frozen, optimizer)
+    counts = parameters(model)
+    work = row_work(model, batch.shape)
+    on_device = {module: n * spread.part_of(module) for module, n in counts.items()}
+    trainable = sum(n for module, n in on_device.items() if module not in frozen)
+    fixed = sum(n for module, n in on_device.items() if module in frozen)
+    optimizer_numbers = moments(model, frozen, optimizer)
+    # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
+    layer_peaks = [_layer(model, tower, saved, spread, activation) for tower, saved in layers.items()]
+    # One table of the vocabulary, gathered for the logits or where the gradient of looked-up tokens is added up.
+    table = activation * model.llm.width * model.llm.vocab / spread.llm if spread.shards > 1 else 0
+    tokens = 0
+    for name, encoder in model.encoders.items():
+        # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
+        numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
+        tokens += work[name].tokens * streams(encoder) * numbers * activation if name in work else 0
     return {
-        "parameters": MASTER * trainable + activation * still,
+        "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * trainable,
-        "optimizer": MASTER * sum(n * spread.part_of(module) for module, n in own.items()),
+        "optimizer": MASTER * sum(n * spread.part_of(module) for module, n in optimizer_numbers.items()),
         "copies": (MASTER + cast) * trainable,
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
-        "tokens": sum(
-            w.tokens * _per_token(model, model.encoders[name]) * activation for name, w in work.items() if name != "llm"
-        ),
+        "tokens": tokens,
         "exchange": sum(
             2 * batch.peers * n * streams(model.encoders[name]) * model.llm.width * activation
             for name, n in batch.widths.items()
         ),
-        "transient": max(
-            _loss(model, work["llm"].positions, spread, loss_chunks),
-            max((_layer(model, name, none, spread, activation) for name, none in layers.items()), default=0.0),
-        )
-        + _table(model, spread, activation),
+        "transient": max(_loss(model, work["llm"].positions, spread, loss_chunks), *layer_peaks, 0.0) + table,
     }
 
 
 def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> dict[str, int]:
-    """Numbers that the optimizer keeps, by module: two for each parameter; one of Muon's matrices (no adapters)."""
-    kept = {module: 2 * n for module, n in parameters(model).items() if module not in frozen}
+    """Count the optimizer's numbers by module: two per parameter, but one for Muon's matrices (no adapters)."""
+    numbers = {module: 2 * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, AdamW):
-        return kept
+        return numbers
     matrices = {name: c.layers * layer_of(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
     for name, encoder in model.encoders.items():
         matrices[f"{name}.connector"] = streams(encoder) * connector_weights(encoder, model.llm.width)
-    return {module: n - matrices.get(module, 0) for module, n in kept.items()}
+    return {module: n - matrices.get(module, 0) for module, n in numbers.items()}
 
 
 def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) -> int:
-    """Of a checkpoint: parameters, frozen ones in the precision of the computation, and the optimizer's moments."""
+    """Count the bytes of a checkpoint: parameters, frozen ones in the computation's precision, and moments."""
     frozen = frozen_modules(model)
-    held = sum(n * (activation if module in frozen else MASTER) for module, n in parameters(model).items())
-    return held + MASTER * sum(moments(model, frozen, optimizer).values())
+    weights = sum(n * (activation if module in frozen else MASTER) for module, n in parameters(model).items())
+    return weights + MASTER * sum(moments(model, frozen, optimizer).values())
 
 
 def kv_cache_bytes(llm: DecoderConfig, spread: Spread, activation: int) -> float:
@@ -120,6 +124,8 @@ def kv_cache_bytes(llm: DecoderConfig, spread: Spread, activation: int) -> float
 
 
 def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
+    """Count the bytes of a microbatch's arrays."""
+    # One of the text's fields, the position, has an entry for each axis.
     rows, length = batch.shape["llm"]
     axes = max(len(model.llm.rope_sections), 1)  # of a position
     total = 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
@@ -131,30 +137,20 @@ def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
     return total
 
 
-def _per_token(model: ModelConfig, encoder: Encoder) -> int:
-    """Numbers: an encoder token twice, the connector's input, and what is between its two products."""
-    each = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
-    return streams(encoder) * each
-
-
-def _table(model: ModelConfig, spread: Spread, activation: int) -> float:
-    """One table of the vocabulary, gathered for the logits or where the gradient of looked-up tokens is added up."""
-    return activation * model.llm.width * model.llm.vocab / spread.llm if spread.shards > 1 else 0
-
-
 def _loss(model: ModelConfig, positions: int, spread: Spread, chunks: int) -> float:
-    """float32 logits of one part of the vocabulary, whose gradient takes their place, beside the sums of its products.
+    """Count the peak bytes of the loss, all float32.
 
-    Those are the gradient of the activations, with the activations themselves, and that of this part of the table.
+    Logits of one vocabulary chunk (their gradient reuses the buffer), the activations and their gradient, and the
+    gradient of this chunk of the output table.
     """
-    vocab, width = model.llm.vocab / (spread.llm * chunks), model.llm.width
+    width = model.llm.width
+    vocab = model.llm.vocab / (spread.llm * chunks)
     table = width * vocab if spread.shards > 1 else 0
     return MASTER * (positions * (vocab + 2 * width) + table)
 
 
-def _layer(model: ModelConfig, tower: str, none: float, spread: Spread, activation: int) -> float:
-    """One layer's backward pass, its largest matrix gathered with a float32 gradient."""
-    config: DecoderConfig | VisionConfig | AudioConfig = model.llm if tower == "llm" else model.encoders[tower]
-    layer = layer_of(config)
+def _layer(model: ModelConfig, tower: str, saved: float, spread: Spread, activation: int) -> float:
+    """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient."""
+    layer = layer_of(model.llm if tower == "llm" else model.encoders[tower])
     largest = layer.width * max(layer.mlp, layer.queries) / spread.parts(tower)
-    return ALIVE * none + ((activation + MASTER) * largest if spread.shards > 1 else 0)
+    return ALIVE * saved + ((activation + MASTER) * largest if spread.shards > 1 else 0)

@@ -1,11 +1,11 @@
-"""Plans as files: settings that a person can read and edit, beside what they were expected to come to.
+"""Plan files: settings that a person can read and edit, beside the expected results.
 
     {"config": "omni_84b", "cluster": "h100x320x8",
      "settings": {"mesh.fsdp": 256, "model.llm.remat": [[11, "full"], [69, "products"]], ...},
      "expected": {"seconds": 3.76, ...}}
 
-Only `settings` is read again: as changes to the config, which may name `mesh.*`, `remat`, `batch.balance`,
-`batch.microbatches` and `training.loss_chunks`. A tower's remat is written as runs of layers.
+Only `settings` is read back, as changes to the config: `mesh.*`, `remat`, `batch.balance`, `batch.microbatches` and
+`training.loss_chunks`. A tower's remat is run-length encoded, [COUNT, POLICY] for consecutive layers.
 """
 
 from __future__ import annotations
@@ -36,40 +36,42 @@ def plan_text(
     loss_chunks: int,
     expected: Mapping[str, Any],
 ) -> str:
-    """The file of a plan for this mesh with these policies."""
+    """Format the plan file for this mesh with these policies."""
     settings: dict[str, Any] = {f"mesh.{axis}": mesh[axis] for axis in ("data", "fsdp", "tensor")}
     settings["batch.microbatches"] = config.batch.microbatches
     settings["batch.balance"] = config.batch.balance.kind
     if isinstance(config.batch.balance, PostBalance):
         settings["batch.balance.locality"] = config.batch.balance.locality
     settings["training.loss_chunks"] = loss_chunks
-    for tower, own in policies.items():
-        where = "llm" if tower == "llm" else f"encoders.{tower}"
-        settings[f"model.{where}.remat"] = [[len(list(run)), policy] for policy, run in groupby(own)]
+    for tower, layers in policies.items():
+        path = "llm" if tower == "llm" else f"encoders.{tower}"
+        settings[f"model.{path}.remat"] = [[len(list(run)), policy] for policy, run in groupby(layers)]
+    # One setting per line, for reading and for diffs.
     lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in settings.items()]
     head = f'{{"config": {json.dumps(config.name)}, "cluster": {json.dumps(cluster)},\n  "settings": {{\n'
     return head + ",\n".join(lines) + '\n  },\n  "expected": ' + json.dumps(dict(expected)) + "}\n"
 
 
 def plan_changes(path: Path) -> tuple[str, list[str]]:
-    """The config's name and the changes to it, `a.b=value`, of a plan's file.
+    """Read a plan file: the config's name, and its settings as changes `a.b=value`.
 
-    Raises UserError, naming the file and the place, for what is no plan.
+    Raises UserError, naming the file and the place, for a file that is no plan.
     """
     try:
-        found = json.loads(path.read_text())
+        plan = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"plan={path}: no readable plan ({error}); make one with python -m mmjax.plan --out") from None
-    if not isinstance(found, dict) or not isinstance(found.get("settings"), dict):
+    if not isinstance(plan, dict) or not isinstance(plan.get("settings"), dict):
         raise UserError(
             f'plan={path}: a plan is a JSON object with "settings"; make one with python -m mmjax.plan --out'
         )
-    if unknown := [key for key in found if key not in KEYS]:
+    if unknown := [key for key in plan if key not in KEYS]:
         raise UserError(f"plan={path}: {unknown[0]!r} is no part of a plan{did_you_mean(unknown[0], KEYS)}")
-    return str(found.get("config", "")), [_change(path, key, value) for key, value in found["settings"].items()]
+    return str(plan.get("config", "")), [_change(path, key, value) for key, value in plan["settings"].items()]
 
 
 def _change(path: Path, key: str, value: Any) -> str:
+    """Format a setting as a change to the config, after checking it."""
     if not re.fullmatch(SETTINGS, key):
         raise UserError(
             f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp and .tensor, a tower's remat, "
@@ -83,6 +85,7 @@ def _change(path: Path, key: str, value: Any) -> str:
 
 
 def _layers(path: Path, key: str, runs: list[Any]) -> list[str]:
+    """Expand run-length encoded policies: [[2, "full"], [1, "none"]] is full, full, none."""
     layers: list[str] = []
     for run in runs:
         well_formed = isinstance(run, list) and len(run) == 2 and isinstance(run[0], int) and run[1] in get_args(Remat)

@@ -1,4 +1,4 @@
-"""Which layers recompute what: the least time to compute again that the memory allows."""
+"""Choose each layer's remat policy: the least recomputation that the memory allows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mmjax.config import Remat
 
 
 class Option(NamedTuple):
-    """What a remat policy costs for one layer. With several compiled shapes, bytes are of each."""
+    """Cost of a remat policy for one layer. With several compiled shapes, bytes are tuples, one entry per shape."""
 
-    device: float | tuple[float, ...]  # bytes kept
+    device: float | tuple[float, ...]  # bytes saved
     host: float | tuple[float, ...]  # bytes offloaded
-    seconds: float  # to compute again, or to bring back, what is not kept; below 0 where that is faster
+    seconds: float  # to recompute, or to load from the host, what is not saved; below 0 where that is faster
 
 
 Options = Mapping[Remat, Option]
@@ -28,20 +28,20 @@ def choose(
     device: float | Sequence[float],
     host: float | Sequence[float] = np.inf,
 ) -> dict[str, tuple[Remat, ...]] | None:
-    """A policy for each layer of each tower, with the least sum of seconds that keeps to the bytes; None: nothing does.
+    """Find a policy for each layer that minimises the seconds within the memory; None where nothing fits.
 
     Exact: a multiple-choice knapsack over the kinds of layers, as an integer program (OmniBal 4.3 goes layer by layer).
-    layers: how many each tower has; the layers of a tower are alike. In a tower, policies that keep least come first:
-    where backward begins, at its end and with memory at its fullest, there is then nothing to compute again beside it.
+    layers: their number in each tower, where all layers cost the same. In a tower, policies that save least come first:
+    backward starts at the tower's end, with memory at its peak, where there should be no recomputation on top.
     """
-    choices, chosen = _solve(layers, options, device, host, whole=True)
-    if chosen is None:
+    choices, counts = _solve(layers, options, device, host, integral=True)
+    if counts is None:
         return None
     plan: dict[str, tuple[Remat, ...]] = {}
     for name in layers:
-        own = [i for i, (tower, _) in enumerate(choices) if tower == name]
-        least_first = sorted(own, key=lambda i: np.sum(options[name][choices[i][1]].device))
-        plan[name] = tuple(choices[i][1] for i in least_first for _ in range(round(chosen[i])))
+        chosen = [(policy, n) for (tower, policy), n in zip(choices, counts, strict=True) if tower == name]
+        chosen.sort(key=lambda pair: np.sum(options[name][pair[0]].device))
+        plan[name] = tuple(policy for policy, n in chosen for _ in range(round(n)))
     return plan
 
 
@@ -51,11 +51,11 @@ def least_seconds(
     device: float | Sequence[float],
     host: float | Sequence[float] = np.inf,
 ) -> float | None:
-    """What no mix goes below: the same if layers could be divided; None where nothing fits."""
-    choices, chosen = _solve(layers, options, device, host, whole=False)
-    if chosen is None:
+    """Compute a lower bound on the seconds, the optimum with divisible layers; None where nothing fits."""
+    choices, counts = _solve(layers, options, device, host, integral=False)
+    if counts is None:
         return None
-    return float(sum(n * options[tower][policy].seconds for (tower, policy), n in zip(choices, chosen, strict=True)))
+    return float(sum(n * options[tower][policy].seconds for (tower, policy), n in zip(choices, counts, strict=True)))
 
 
 def _solve(
@@ -63,25 +63,27 @@ def _solve(
     options: Mapping[str, Options],
     device: float | Sequence[float],
     host: float | Sequence[float],
-    whole: bool,
+    integral: bool,
 ) -> tuple[list[tuple[str, Remat]], np.ndarray | None]:
-    """(tower, policy), and how many layers get each; whole numbers or not."""
+    """Solve for the number of layers of each (tower, policy), integers or not; None where nothing fits."""
     choices = [(tower, policy) for tower in layers for policy in options[tower]]
     if not choices:
         return [], np.zeros(0)
+    # A row per choice: device bytes of every shape, host bytes of every shape, seconds.
     costs = np.array([np.hstack(options[tower][policy]) for tower, policy in choices], float)
     limits = np.hstack([device, host])
     unit = np.maximum(np.abs(costs).max(0), 1e-300)  # the solver's tolerances are absolute
-    of_tower = np.array([[tower == name for tower, _ in choices] for name in layers], float)
+    in_tower = np.array([[tower == name for tower, _ in choices] for name in layers], float)
     counts = np.array(list(layers.values()), float)
-    solved = milp(
+    # Every layer gets one policy, and the bytes of every shape stay below its limits.
+    solution = milp(
         costs[:, -1] / unit[-1],
-        integrality=np.full(len(choices), int(whole)),
-        bounds=Bounds(0, of_tower.T @ counts),
+        integrality=np.full(len(choices), int(integral)),
+        bounds=Bounds(0, in_tower.T @ counts),
         constraints=[
-            LinearConstraint(of_tower, counts, counts),
+            LinearConstraint(in_tower, counts, counts),
             LinearConstraint((costs[:, :-1] / unit[:-1]).T, -np.inf, limits / unit[:-1]),
         ],
         options={"mip_rel_gap": 0},
     )
-    return choices, solved.x
+    return choices, solution.x

@@ -1,4 +1,7 @@
-"""How long a step takes on a cluster: from operations, bytes and links, and layers' times where they were measured."""
+"""Estimate the time of a training step on a cluster: a roofline model of FLOPs, memory traffic and communication.
+
+Measured layer times replace the model of compute and recomputation where a device was profiled.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +16,34 @@ from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import MASTER, OnDevice, Spread, moments
 from mmjax.planning.work import Encoder, row_work
 
-PASSES = 3  # over what layers would keep: written forward, read backward, and as many gradients
+PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one update on every device, by what they go to."""
+    """Seconds of one optimizer step on every device, by cause."""
 
     compute: float  # forward and backward
-    recompute: float  # more than with everything kept
-    shards: float  # gathering parameters and scattering gradients, behind computing as far as that lasts
+    recompute: float  # additional time of the remat policies
+    shards: float  # all-gather of parameters and reduce-scatter of gradients, overlapped with computing
     tensor: float  # all-reduces of tensor parallelism
     exchange: float  # of encoder tokens
     update: float
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """Return the seconds of the step: the longer of computing and sharding, plus what is not overlapped."""
         return max(self.compute + self.recompute, self.shards) + self.tensor + self.exchange + self.update
 
     def over(self, steps: int) -> StepTime:
-        """Of one of so many steps, where this is of all; the update is that of one already."""
-        parts = {f.name: getattr(self, f.name) / steps for f in fields(self)}
-        return StepTime(**parts | {"update": self.update})
+        """Return the mean per step of a sum over `steps`; `update` is already per step."""
+        means = {f.name: getattr(self, f.name) / steps for f in fields(self)}
+        return StepTime(**means | {"update": self.update})
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster, the sizes of the mesh on it, and how it computes. activation: bytes of an activation."""
+    """A cluster, the mesh on it, and its speed. activation: bytes of an activation."""
 
     cluster: Cluster
     mesh: Mapping[str, int]
@@ -57,45 +60,50 @@ def step_time(
     machine: Machine,
     optimizer: AdamW | Muon,
 ) -> StepTime:
-    """All of these microbatches, and one update.
+    """Estimate the time of these microbatches and one optimizer update.
 
-    unsaved: bytes that one position of one layer of each tower would keep without remat. `recompute` is what the
-    layers' policies add to keeping everything; measured, it may be below 0.
+    unsaved: bytes that one position of one layer of each tower would save without remat. `recompute` is relative to
+    saving everything; measured, it may be below 0.
     """
     times = [_microbatch(model, batch, unsaved, machine) for batch in microbatches]
     summed = {f.name: sum(getattr(t, f.name) for t in times) for f in fields(StepTime)}
-    counts, frozen = parameters(model), frozen_modules(model)
-    own = moments(model, frozen, optimizer)
-    # Parameters, gradients and moments are read, and all but the gradients written; these are cleared.
-    held = MASTER * sum((2 * counts[module] + n) * machine.spread.part_of(module) for module, n in own.items())
-    return StepTime(**summed | {"update": 2 * held / machine.speed.rates.memory})
+    counts = parameters(model)
+    optimizer_numbers = moments(model, frozen_modules(model), optimizer)
+    # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared.
+    numbers = sum((2 * counts[module] + n) * machine.spread.part_of(module) for module, n in optimizer_numbers.items())
+    return StepTime(**summed | {"update": 2 * MASTER * numbers / machine.speed.rates.memory})
 
 
 def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float], machine: Machine) -> StepTime:
-    device, frozen = machine.cluster.device, frozen_modules(model)
-    towers, rates = {"llm": model.llm, **model.encoders}, machine.speed.rates
-    measured = {name: machine.speed.layer(name, batch.shape[name]) for name in towers}
-    known = {name: of for name, of in measured.items() if of is not None}
-    counted = _changed(model, {name: {"layers": 0, "remat": "none"} for name in known})
-    plain = _changed(counted, {name: {"remat": "none"} for name in towers})
-    runs = ((plain, 1), (counted, machine.loss_chunks))
-    once, all_of_it = (_flops(m, batch, frozen, machine, chunks) / rates.flops for m, chunks in runs)
+    """Estimate the time of one microbatch, without the update."""
+    device = machine.cluster.device
+    rates = machine.speed.rates
+    frozen = frozen_modules(model)
+    towers = {"llm": model.llm, **model.encoders}
+    profiled = {name: times for name in towers if (times := machine.speed.layer(name, batch.shape[name])) is not None}
+    # Layers of profiled towers are taken out of the FLOPs, and their measured times added below.
+    rest = _with_changes(model, {name: {"layers": 0, "remat": "none"} for name in profiled})
+    rest_without_remat = _with_changes(rest, {name: {"remat": "none"} for name in towers})
+    compute = _flops(rest_without_remat, batch, frozen, machine, 1) / rates.flops
+    recompute = _flops(rest, batch, frozen, machine, machine.loss_chunks) / rates.flops - compute
+    for name, times in profiled.items():
+        policies = policies_of(towers[name])
+        parts = machine.spread.parts(name)
+        compute += len(policies) * times["none"] / parts
+        recompute += sum(times[policy] - times["none"] for policy in policies) / parts
     work = row_work(model, batch.shape)
-    moved = sum(
+    activations = sum(
         c.layers * work[name].positions * unsaved[name] / machine.spread.parts(name)
         for name, c in towers.items()
-        if name not in known
+        if name not in profiled
     )
-    again = all_of_it - once
-    for name, of in known.items():
-        policies, parts = policies_of(towers[name]), machine.spread.parts(name)
-        once += len(policies) * of["none"] / parts
-        again += sum(of[policy] - of["none"] for policy in policies) / parts
+    # Bytes that one rank sends, in forward; the gradients return in backward.
     sent = sum(batch.peers * n for n in batch.widths.values()) * model.llm.width * machine.activation
+    # Ranks that exchange tokens are `tensor` devices apart.
     in_node = batch.peers * machine.mesh["tensor"] <= machine.cluster.per_node
     return StepTime(
-        compute=once + PASSES * moved / rates.memory,
-        recompute=again,
+        compute=compute + PASSES * activations / rates.memory,
+        recompute=recompute,
         shards=_shards(model, machine, frozen),
         tensor=sum(_tensor(c, work[name].positions, machine.spread.parts(name), machine) for name, c in towers.items()),
         exchange=2 * sent / (REACHED_MOVING * (device.link if in_node else device.network)),
@@ -103,48 +111,53 @@ def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float
     )
 
 
-def _changed(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
-    """The model with these changes to its towers."""
+def _with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
+    """Return the model with these changes to its towers' configs."""
     encoders = {name: replace(e, **towers.get(name, {})) for name, e in model.encoders.items()}
     return replace(model, llm=replace(model.llm, **towers.get("llm", {})), encoders=encoders)
 
 
 def _flops(model: ModelConfig, batch: OnDevice, frozen: Set[str], machine: Machine, loss_chunks: int) -> float:
+    """Count the executed FLOPs per device."""
     flops = executed(model, batch.shape, frozen, loss_chunks)
     return sum(f.total / machine.spread.parts(module.removesuffix(".connector")) for module, f in flops.items())
 
 
 def _shards(model: ModelConfig, machine: Machine, frozen: Set[str]) -> float:
-    """Parameters gathered forward and backward, gradients scattered, and summed over `data`."""
-    counts, mesh = parameters(model), machine.mesh
-    whole = sum(counts.values())
+    """Estimate the seconds to gather parameters in both passes, scatter gradients, and sum them over `data`."""
+    counts = parameters(model)
+    mesh = machine.mesh
     trainable = sum(n for module, n in counts.items() if module not in frozen)
     parts = mesh["tensor"]
-    gathered = _between(2 * machine.activation * whole / parts, mesh["fsdp"], parts, machine.cluster)
-    scattered = _between(MASTER * trainable / parts, mesh["fsdp"], parts, machine.cluster)
-    summed = 2 * MASTER * trainable / (parts * mesh["fsdp"])
-    return gathered + scattered + _between(summed, mesh["data"], parts * mesh["fsdp"], machine.cluster)
+    gather_bytes = 2 * machine.activation * sum(counts.values()) / parts
+    gathered = _collective(gather_bytes, mesh["fsdp"], parts, machine.cluster)
+    scattered = _collective(MASTER * trainable / parts, mesh["fsdp"], parts, machine.cluster)
+    # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
+    reduce_bytes = 2 * MASTER * trainable / (parts * mesh["fsdp"])
+    return gathered + scattered + _collective(reduce_bytes, mesh["data"], parts * mesh["fsdp"], machine.cluster)
 
 
-def _between(size: float, group: int, stride: int, cluster: Cluster) -> float:
-    """Seconds to gather or scatter `size` bytes among `group` devices of which neighbours are `stride` apart.
+def _collective(size: float, group: int, stride: int, cluster: Cluster) -> float:
+    """Estimate the seconds to gather or scatter `size` bytes among `group` devices that are `stride` apart.
 
-    Inside a node, over its links. Between nodes, all groups of a node share its adapters.
+    Inside a node, over its links. Between nodes, all groups of a node share its adapters. With stride 2 on nodes of 8,
+    a group of 16 has 4 devices on each of 4 nodes, and each node has 2 such groups.
     """
     if group == 1:
         return 0.0
-    device, together = cluster.device, max(1, min(group, cluster.per_node // stride))
-    nodes = -(-group // together)
+    device = cluster.device
+    nodes = -(-group // max(1, min(group, cluster.per_node // stride)))
     inside = size * (group - 1) / group / device.link
-    groups = min(stride, cluster.per_node)  # of this kind on a node
+    groups = min(stride, cluster.per_node)
     outside = size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network) if nodes > 1 else 0.0
     return max(inside, outside) / REACHED_MOVING
 
 
 def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine: Machine) -> float:
-    """Two all-reduces of activations in each layer forward, two backward, and again what is computed again."""
+    """Estimate the all-reduces of activations: per layer two forward, two backward, and two if recomputed."""
     if parts == 1:
         return 0.0
-    again = sum(policy in ("attention_mlp", "attention", "full") for policy in policies_of(config))
+    recomputed = sum(policy in ("attention_mlp", "attention", "full") for policy in policies_of(config))
+    # A ring all-reduce of n bytes among p devices sends 2 (p - 1) / p * n bytes from each.
     size = 2 * (parts - 1) / parts * positions * config.width * machine.activation
-    return (4 * config.layers + 2 * again) * size / (REACHED_MOVING * machine.cluster.device.link)
+    return (4 * config.layers + 2 * recomputed) * size / (REACHED_MOVING * machine.cluster.device.link)

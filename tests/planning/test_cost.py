@@ -33,7 +33,6 @@ from mmjax.planning import work
 from mmjax.planning.cost import (
     executed,
     frozen_modules,
-    mfu,
     needed,
     parameters,
     relative_cost,
@@ -425,7 +424,3 @@ def test_frozen_modules_are_those_that_the_model_freezes() -> None:
     vision = replace(model.encoders["vision"], connector=ConnectorConfig(frozen=True))
     model = replace(model, encoders={"vision": vision, "audio": replace(model.encoders["audio"], frozen=True)})
     assert frozen_modules(model) == {"llm", "vision.connector", "audio"} == Model.build(model, jnp.float32).frozen
-
-
-def test_mfu_is_needed_over_possible() -> None:
-    assert mfu(2e12, seconds=4.0, peak=1e12) == 0.5
