@@ -118,7 +118,7 @@ def fit_on_mesh(
     device = mesh.devices.flat[0]
     sizes = dict(mesh.shape)
     layout = layouts(config)
-    # Process 0 decides for all: allocators and containers may differ, but the compiled programs must not.
+    # Process 0's limits hold for all processes, which must compile the same programs.
     limit, ram = processes.led(lambda: [room_of(config.mesh, device), ram_of_device(device)])
     room = Room(np.inf if limit is None else limit, config.mesh.host_memory * GB)
     speed = speed_of(config, [layout], device, profile)
@@ -158,7 +158,7 @@ def _fit_by_compiler(config: Config, layout: RankLayout, fitted: Fit, devices: l
 
     def measure(policies: Policies) -> float | None:
         try:
-            # The compiler fails, too, where buffers of known size exceed the device: that is an answer, not an error.
+            # Running out of memory in the compiler is an answer, not an error.
             compiled = compiled_bytes(planned(config, policies, fitted.loss_chunks), batch, devices)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -248,7 +248,10 @@ def too_large(fitted: Fit) -> str:
     available = size(fitted.room.device)
     if fitted.room.ram:
         available += " of RAM for it (mesh.memory sets another limit)"
-    return f"the run needs {needs} of each device and there are {available}, with as much computed again as can be ({parts})"
+    return (
+        f"the run needs {needs} of each device and there are {available}, with as much computed again as can be "
+        f"({parts})"
+    )
 
 
 def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, room: Room, tracer: Tracer) -> str:
@@ -265,7 +268,7 @@ def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Sp
     if isinstance(config.batch.size, Samples):
         limit = max(current, config.batch.size.count // ranks)  # every rank needs a sample in each microbatch
     candidates = [n for n in (current * 2**k for k in range(MAX_HALVINGS + 1)) if n <= limit]
-    # Microbatches in the outer loop: more of them cost a little time on every step, another sharding mostly does not.
+    # Microbatches in the outer loop: every sharding is tried before their number changes.
     for microbatches in candidates:
         changed = replace(config, batch=replace(config.batch, microbatches=microbatches))
         layout = layouts(changed)

@@ -52,7 +52,6 @@ def _options(
 ) -> dict[Remat, Option]:
     """Measure the bytes that a layer saves beyond LEANEST under each policy; policies out of memory are left out."""
     layers = len(lean[tower])
-    # Half of the layers, since a single layer's difference can vanish in the allocator's padding and scheduling.
     half = max(1, layers // 2)
     options = {LEANEST: Option(0.0, 0.0, fitted.again[tower][LEANEST])}
     for policy, seconds in fitted.again[tower].items():
