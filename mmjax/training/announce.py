@@ -7,6 +7,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -148,25 +149,19 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
 
 def empty_like(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
     """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
-    return [_resized(first, shape) for shape in shapes]
-
-
-def _resized(batch: Microbatch, shape: Shape) -> Microbatch:
-    """Make an all-padding microbatch with other row lengths and exchange widths."""
 
     def resize(x: np.ndarray, length: int) -> np.ndarray:
         return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
 
-    text = jax.tree.map(lambda x: resize(x, shape.lengths[0]), batch.text._replace(send={}))
-    send = {
-        e: np.zeros((*s.shape[:2], width), s.dtype)
-        for (e, s), width in zip(batch.text.send.items(), shape.widths, strict=True)
-    }
-    items = {
-        e: jax.tree.map(lambda x, n=n: resize(x, n), b)
-        for (e, b), n in zip(batch.items.items(), shape.lengths[1:], strict=True)
-    }
-    return Microbatch(text._replace(send=send), items)
+    batches = []
+    for shape in shapes:
+        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}))
+        widths = zip(first.text.send.items(), shape.widths, strict=True)
+        lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
+        send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
+        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
+        batches.append(Microbatch(text._replace(send=send), items))
+    return batches
 
 
 def brief(scores: dict[str, float]) -> str:

@@ -96,12 +96,13 @@ class Checkpoints:
         self._unstack: Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]
         self._unstack = jax.jit(_unstack_with_sums, out_shardings=(shardings, executor.shardings.step))
         self._handler = _state_handler()
-        processes.led(self._open)
 
-    def _open(self) -> None:
-        with _user_error(f"cannot open {self._folder}"):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self._folder)
+        def open_folder() -> None:
+            with _user_error(f"cannot open {folder}"):
+                folder.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(folder)
+
+        processes.led(open_folder)
 
     def prepare(self) -> None:
         """Compile what saving needs, so that nothing is compiled in mid-run."""

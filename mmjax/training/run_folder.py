@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,15 +134,26 @@ def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHI
         changes = changes_of(folder, config, permitted)
         for line in first_few([f"changed {line}" for line in changes if not line.startswith(WHERE)]):
             say(line)
-        _write_or_user_error(folder, lambda: _check_writable(folder))
+        with _writing(folder):
+            _check_writable(folder)
         yield folder, True
-        _write_or_user_error(folder, lambda: folder.write_config(config))
+        with _writing(folder):
+            folder.write_config(config)
         return
     was_folder = folder.path.is_dir()
     if exists:
-        _write_or_user_error(folder, lambda: _set_aside(folder))
+        with _writing(folder):
+            if folder.replaced.exists():
+                # An overwriting start was killed: its folder is removed, and the run it was to replace stays set aside.
+                shutil.rmtree(folder.path)
+            else:
+                folder.path.rename(folder.replaced)
     try:
-        _write_or_user_error(folder, lambda: _begin(folder, config, source))
+        with _writing(folder):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            _check_writable(folder)
+            keep(source, folder.path)
+            folder.write_config(config)
         yield folder, False
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
@@ -178,29 +189,16 @@ def _check_claim(folder: RunFolder, config: Config, mode: Mode) -> bool:
     return exists
 
 
-def _set_aside(folder: RunFolder) -> None:
-    if folder.replaced.exists():
-        # An overwriting start was killed: its folder is removed, and the run it was to replace stays set aside.
-        shutil.rmtree(folder.path)
-    else:
-        folder.path.rename(folder.replaced)
-
-
-def _begin(folder: RunFolder, config: Config, source: Path) -> None:
-    folder.path.mkdir(parents=True, exist_ok=True)
-    _check_writable(folder)
-    keep(source, folder.path)
-    folder.write_config(config)
-
-
 def _check_writable(folder: RunFolder) -> None:
     if not os.access(folder.path, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, "no write permission")
 
 
-def _write_or_user_error(folder: RunFolder, write: Callable[[], None]) -> None:
+@contextmanager
+def _writing(folder: RunFolder) -> Iterator[None]:
+    """Turn an OSError of the body into a UserError."""
     try:
-        write()
+        yield
     except OSError as error:
         reason = error.strerror or error
         raise UserError(

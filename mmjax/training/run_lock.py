@@ -29,7 +29,7 @@ def locked(folder: Path) -> Iterator[None]:
             "stop it, or choose another folder with run=FOLDER"
         ) from None
     except OSError:
-        # No locks on this file system, or nothing can be written beside the folder; if not in it either, `claim` says so.
+        # The file system has no locks; or nothing can be written beside the folder; if not in it either, `claim` fails.
         yield
         return
     try:
@@ -43,7 +43,7 @@ def _hold(path: Path) -> int:
     """Open and lock the file, and write into it who holds it. Raises BlockingIOError where another process does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by child processes
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # closed in programs that this process executes
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):
