@@ -81,6 +81,7 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
         if any(widths):
             lines[0] += f"; {encoder} sends at most {'/'.join(map(str, widths))} tokens from a rank to another"
     for k, module in enumerate(("llm", *config.model.encoders)):
+        # Encoders' rows are divided among encoder ranks, the LLM's among ranks.
         ranks = topology.ranks * (1 if k == LLM else topology.encoders_per_rank)
         if config.batch.rows[module] % ranks:
             lines.append(
@@ -93,6 +94,7 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
 def how_it_fits(fitted: Fit) -> list[str]:
     """Describe the predicted memory of a device and its remat policies."""
     kinds = {**fitted.fixed, "activations": sum(fitted.activations.values())}
+    # Kinds below 1 % are left out.
     parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.predicted)
     limit = "" if math.isinf(fitted.room.device) else f" of {size(fitted.room.device)}"
     predicted = "" if fitted.measured is None else " predicted"

@@ -74,6 +74,7 @@ class BadNumbers:
         return f"Every loss is finite, and no rows alone give it; its samples are {self._names(samples, len(samples))}"
 
     def _report_spike(self, step: int, norm: float, worst: Worst) -> None:
+        # The median before this step's norm joins: a spike is not compared with itself.
         usual = float(np.median(self._norms)) if len(self._norms) >= ENOUGH else np.inf
         self._norms.append(norm)
         if (limit := self._training.spike) and norm > limit * usual:

@@ -126,6 +126,7 @@ class Checkpoints:
             (partial / META).parent.mkdir()
             (partial / META).write_text(json.dumps(sealed(meta)))
 
+        # Errors travel as text to `write`, so that every process starts the same save and all learn why it failed.
         refused = processes.led(lambda: reason_of(lambda: begin_partial(self._folder, data.step)))
         refused = refused or reason_of(begin)
 
@@ -206,6 +207,7 @@ def restore_parameters(folder: Path, step: int, model: Model, shardings: Params)
         single = handler.restore(path, args=_restore_as(stored, partial=True))
         if (wrong := _not_as_saved(_state_of(single), saved.sums)) is not None:
             raise UserError(f"{wrong} is not what was saved")
+    # Checksums are of the stored precision, so the cast comes after them.
     params = jax.tree.map(lambda x, w: x.astype(w.dtype), all_parameters(_state_of(single)), target)
     return jax.device_put(into_runs(params, model.runs), shardings)
 
@@ -243,6 +245,7 @@ class SavedParameters:
             restored = _state_handler().restore(self._path, args=_restore_as(stored, partial=True))
             host = {part: jax.tree.map(np.asarray, restored[part]) for part in stored}
             for name, x in _named(_state_of({"trainable": {}, "frozen": {}} | host)).items():
+                # On the host, what `_bit_sums` computes on devices.
                 bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
                 if self._sums.get(name) != int(bits.sum(dtype=np.uint64)) % 2**32:
                     raise UserError(f"{name} is not what was saved")

@@ -78,6 +78,7 @@ class Commit:
 
     def _run(self) -> None:
         try:
+            # Nothing gets its final name before all processes have reported that their part is written.
             written = processes.gather(f"{self._key}/written", reason_of(self._write))
             error = next(filter(None, written), "")
             if processes.leads():
@@ -109,6 +110,7 @@ class Commit:
             remove(self._folder / str(step))
         remove_leftovers(self._folder)
         for torn in self._folder.glob(f"*{TORN}"):
+            # Kept for a person to look at until a checkpoint of its step, or of a later one, is complete.
             if int(torn.name.removesuffix(TORN)) <= self.step:
                 shutil.rmtree(torn)
 

@@ -75,6 +75,7 @@ def _microbatch(executor: Executor, batch: OnDevice, model: ModelConfig) -> Micr
         if interpolates(encoder):
             corners = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32, sharding=token.sharding)
             slots[name] = Mixed(corners, corners.update(dtype=np.float32))
+        # Slots that each rank sends to each of its peers.
         shape = ranks, batch.peers, batch.widths[name]
         send[name] = jax.ShapeDtypeStruct(shape, np.int32, sharding=token.sharding)
     return Microbatch(text._replace(slots=slots, send=send), {e: tower(e, rules.item_rows) for e in model.encoders})

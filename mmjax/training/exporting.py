@@ -69,6 +69,7 @@ class Exporter:
         """
         value = self._loaded[name]
         lora = self.lora_of(name)
+        # By bits: NaN equals itself, and 0.0 is not -0.0.
         same = source is not None and source.astype(value.dtype).tobytes() == value.tobytes()
         if lora is None:
             return None if same else value
@@ -133,6 +134,7 @@ class Exporter:
         for piece in pieces:
             rows = slice(None) if piece.part.rows is None else slice(*piece.part.rows)
             source = tensor[rows] if tensor.shape else tensor
+            # A scalar tensor cannot be sliced, only assigned as a whole.
             value = self.merged(piece.name, piece.part.ours(source, piece.shape))
             if value is not None:
                 tensor[rows if tensor.shape else ...] = piece.part.theirs(value, source.shape)

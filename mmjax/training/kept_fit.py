@@ -39,6 +39,7 @@ def asked_of(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Return the cache key of a memory plan, as JSON: the devices, and what the config fixes or leaves open."""
     towers = {"llm": config.model.llm, **config.model.encoders}
     key = {
+        # Whatever the plan depends on and a resumed run may change.
         "device": mesh.devices.flat[0].device_kind,
         "mesh": dict(mesh.shape),
         "memory": config.mesh.memory,

@@ -23,6 +23,7 @@ def drop_late_ends() -> None:
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         error = unraisable.exc_value
+        # Writes that finish after Orbax has closed its event loop.
         closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
         if not (closed or (isinstance(error, Exception) and _from_storage(error))):
             previous_hook(unraisable)

@@ -57,6 +57,7 @@ def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: boo
             continue
         for n in missing:
             note(f"profile: timing layers of {tower} on {rows} row(s) of {n:,} positions")
+            # Written after every length: timing takes minutes, and a killed run keeps what it has.
             profile["seconds"][f"{rows}x{n}"] = time_layer(config, tower, (rows, n), device)
             _write(path, profile)
         seconds = {n: profile["seconds"][f"{rows}x{n}"] for n in grid}

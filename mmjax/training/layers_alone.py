@@ -62,6 +62,7 @@ def backward_of(
     gradients: any of "weights", "adapters" and "inputs".
     """
     module = model.module({})
+    # The structure of the layers without their weights, which are arguments of the differentiated function.
     graph = nnx.split((module.llm if tower == "llm" else module.encoders[tower]).layers)[0]
     adapters, rest = nnx.split_state(weights, nnx.PathContains(ADAPTER), ...)
     values = {"weights": rest, "adapters": adapters, "inputs": x}

@@ -34,6 +34,7 @@ class MetricsLog:
             raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
         if path.exists():
             _drop_after(path, done)
+        # Unbuffered, so that a failed write says how much of it was written.
         self._lines = path.open("ab", buffering=0)
         self._waiting = b""  # encoded lines, the first perhaps written in part
         self._warned = False
@@ -45,6 +46,7 @@ class MetricsLog:
         record = {"step": step, "time": round(time.time(), 3)}
         record |= {k: _plain(v) for k, v in scalars.items()}
         self._waiting += json.dumps(record).encode() + b"\n"
+        # TensorBoard and Weights & Biases take numbers only; NaN and Inf are fine there.
         numbers = {k: float(v) for k, v in scalars.items() if isinstance(v, int | float)}
         try:
             self._flush()

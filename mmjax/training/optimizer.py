@@ -59,6 +59,7 @@ class Optimizer:
         def apply(key_path: Any, p: jax.Array, d: jax.Array) -> jax.Array:
             path = key_names(key_path)
             rate, decay = hyper.rates[self.group_of(path)]
+            # Decoupled decay (AdamW): it does not pass through the moments, nor is it clipped.
             return p - rate * (d + decay * p) if path in self.matrices else p - rate * d
 
         return jax.tree_util.tree_map_with_path(apply, params, directions), state, norm
@@ -77,7 +78,7 @@ def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
     adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     leaves = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
     by_path: dict[Path, Axes] = {key_names(path): names for path, names in leaves}
-    # The leading axis of a stack of layers has no logical axis, so a stack of biases has one.
+    # Logical axes leave out the leading axis of a stack of layers: stacked biases still have one.
     matrices = frozenset(path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names)
     if isinstance(config, AdamW):
         return Optimizer(adam, group_of, matrices)
@@ -113,6 +114,7 @@ def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
     """Return the share of the peak learning rate at a step: linear warm-up, then cosine to `final` at the last step."""
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
+    # The last of `steps` updates is number steps - 1, at which progress reaches 1.
     progress = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
     return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
@@ -121,6 +123,7 @@ def hyperparameters(config: Config, modules: tuple[str, ...], step: int) -> Hype
     """Return the arguments of update `step`, NumPy scalars. Adapters without rates of their own have their module's."""
     o = config.optimizer
     factor = schedule_factor(config.schedule, step, config.training.steps)
+    # NumPy scalars of a fixed dtype: other values are other arguments, not another program.
     rates: dict[str, tuple[np.float32, np.float32]] = {}
     for module in modules:
         override = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))

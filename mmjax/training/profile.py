@@ -49,6 +49,7 @@ CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit
 def ram() -> float:
     """Return the bytes of RAM of this machine, or of this process's container where that may use less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    # A container sees the machine's RAM; its own limit stands in its cgroup.
     for path in CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # the file is missing, or says "max"
             limits.append(int(Path(path).read_text()))

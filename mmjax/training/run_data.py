@@ -54,6 +54,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted
     that epochs under way still owe. Raises UserError where such a change is not permitted.
     """
     sources = open_sources(config, "train", folder.path)
+    # Process 0 builds the index once; the call below only opens it, on every process.
     processes.led(lambda: _index_sources(sources, config, folder))
     index, index_folder = cached_index(sources, config.model.encoders, folder.index)
     weights = [source.weight for source in config.data.sources.values()]
@@ -85,6 +86,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted
         own=(own_ranks(mesh), own_ranks(mesh, axes)),
         segment=segment,
     )
+    # The number of steps per epoch is known only now that the planner is built.
     if epochs := config.training.epochs:
         # From here on the length of the run is fixed in steps, so that the learning rate schedule knows its end.
         steps = processes.led(lambda: max(1, loader.steps_for_epochs(epochs)))

@@ -183,6 +183,7 @@ def _check_claim(folder: RunFolder, config: Config, mode: Mode) -> bool:
         raise UserError(f"{folder.path} holds no run to resume; leave --resume away, or use --resume=auto for either")
     if not exists and folder.path.is_dir() and any(folder.path.iterdir()):
         raise UserError(f"{folder.path} is not empty and not a run; choose another folder with run=FOLDER")
+    # A new run in the folder that it starts from would set its own checkpoints aside.
     starts_from = config.init_from and Path(config.init_from).resolve()
     if starts_from == folder.path and not (exists and mode in ("resume", "auto")):
         raise UserError(f"init_from={config.init_from} is this run's own folder; choose another one with run=FOLDER")
@@ -226,6 +227,7 @@ def changes_of(folder: RunFolder, config: Config, permitted: Permitted = NOTHING
         data = [key for key in fixed if key.startswith("data.sources")]
         keys = [key for key in fixed if key not in data]
         if len(keys) > FEW:
+            # Many differences are named by their top-level keys, which --change accepts as prefixes.
             keys = list(dict.fromkeys(key.partition(".")[0] for key in keys))
         options = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in keys])
         raise UserError(

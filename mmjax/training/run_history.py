@@ -87,6 +87,7 @@ def life_of(path: Path, step: int, due: Path) -> Life | None:
             record = unsealed(json.loads(line))
         except ValueError:
             raise UserError(f"{path}:{number}: is not what was written; restore that file") from None
+        # Later lines win: a resumed run may repeat steps that an earlier start had run.
         if record["first"] <= step:
             match = number, line
     if match is None:

@@ -142,6 +142,7 @@ def _config_of(path: Path) -> Config:
     """Make a config for a checkpoint, as a run has one: its model, precision and chat format."""
     model = from_hf(path)
     config = read_json(path / "config.json")
+    # transformers 4 writes `torch_dtype`, 5 writes `dtype`; either may stand inside the LLM's part.
     keys = ("dtype", "torch_dtype")
     stored = str(next((c[key] for c in (config, _text_config(config)) for key in keys if c.get(key)), ""))
     precision = "bfloat16" if stored.endswith("16") else "float32"

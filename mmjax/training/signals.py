@@ -27,6 +27,7 @@ class Asked:
             self.trace = True
             note(f"{name}: the next steps are recorded")
         else:
+            # The first signal is reported as the reason; later ones change nothing.
             self.stop = self.stop or name
             note(f"{name}: saving after this step, then ending")
 

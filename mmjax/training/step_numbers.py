@@ -107,6 +107,7 @@ class StepNumbers:
             **balance_scalars(loaded, modules, layout, self._loader.planner.placer.flops),
             **exchange_scalars(loaded, modules[1:], layout.topology, token_bytes),
             "epoch": float(loaded.epoch),
+            # Without those that could not be read.
             "samples": len(loaded.samples) - int(report.spoiled.count),
             "samples/s": len(loaded.samples) / seconds,
             "tokens/s": sum(tokens.values()) / seconds,
@@ -128,6 +129,7 @@ class StepNumbers:
         """Name the process that was ready last."""
         if len(self._processes) == 1:
             return {}
+        # `busy` has an entry per device; all of a process have the same.
         device = int(np.argmax(busy))
         process = self._executor.mesh.devices.flat[device].process_index
         return {"slowest": self._processes[process], "seconds/slowest": float(busy[device])}

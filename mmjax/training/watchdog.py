@@ -135,6 +135,7 @@ class Watchdog:
         )
 
     def _end(self, peers: Lookout | None, stuck: Stuck) -> None:
+        # Only one thread of the process goes on from here: another may be ending it already.
         claim_the_end()
         within(_REPORT_SECONDS, self._write_stacks)
         _write(f"error: {stuck.line}\n")
@@ -154,6 +155,7 @@ class Watchdog:
         if workers:
             _write(f"\ndata workers {', '.join(str(w.pid) for w in workers)} of {title}:\n")
             for worker in workers:
+                # Workers print their own stacks on this signal.
                 os.kill(worker.pid, signal.SIGQUIT)
             time.sleep(_WORKERS_SECONDS)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -165,6 +167,7 @@ class Watchdog:
 
 def not_arrived(status: Mapping[int, Seen]) -> list[int]:
     """Return the processes that the others wait for: those without a heartbeat, else those behind the first."""
+    # A process without a heartbeat may have stopped anywhere; the phase it last reported says nothing.
     if silent := [p for p, peer in status.items() if peer.silent]:
         return silent
     reached = {p: (peer.step, _ORDER[peer.doing]) for p, peer in status.items()}
