@@ -37,9 +37,8 @@ def kept_per_layer(
     positions = rows * (length // CONV_STRIDE if isinstance(part, AudioConfig) else length)
     saved: dict[Remat, Kept] = {"none": _traced(config, tower, shape, dtype, gradients) if gradients else Kept(0)}
     for policy in [p for p in get_args(Remat) if p != "none"]:
-        device = host = 0
-        if gradients:
-            device, host = named_saves(part, policy, jnp.dtype(dtype).itemsize, bool(gradients & TRAINED))
+        trained = bool(gradients & TRAINED)
+        device, host = named_saves(part, policy, jnp.dtype(dtype).itemsize, trained) if gradients else Kept(0)
         saved[policy] = Kept(positions * device, positions * host)
     return saved
 
