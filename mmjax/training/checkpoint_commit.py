@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmjax.parallel import processes
@@ -40,30 +40,24 @@ class Retention:
         return [step for step in steps[: -self.last] if not (self.every and step % self.every == 0)]
 
 
+@dataclass(eq=False)
 class Commit:
-    """A save in its background thread. All processes start the same saves, and get the same result of each."""
+    """A save in its background thread. All processes start the same saves, and get the same result of each.
 
-    def __init__(
-        self,
-        folder: Path,
-        step: int,
-        number: int,
-        write: Callable[[], None],
-        finish: Callable[[Path], None],
-        retention: Retention,
-    ) -> None:
-        """Start the save. write: writes this process's part. finish: completes the partial folder, on process 0.
+    number: unique to this save, the same on all processes. write: writes this process's part. finish: completes the
+    partial folder, on process 0, once all parts are written.
+    """
 
-        number: unique to this save, the same on all processes.
-        """
-        self.step = step
-        self.error = ""  # why the save failed, once it has ended
-        self._folder = folder
-        self._key = f"save/{number}"
-        self._retention = retention
-        self._write = write
-        self._finish = finish
-        self._thread = threading.Thread(target=self._run, name=f"saving step {step}")
+    folder: Path
+    step: int
+    number: int
+    write: Callable[[], None]
+    finish: Callable[[Path], None]
+    retention: Retention
+    error: str = field(default="", init=False)  # why the save failed, once it has ended
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"saving step {self.step}")
         self._thread.start()
 
     @property
@@ -79,21 +73,21 @@ class Commit:
     def _run(self) -> None:
         try:
             # Nothing gets its final name before all processes have reported that their part is written.
-            written = processes.gather(f"{self._key}/written", reason_of(self._write))
+            written = processes.gather(f"save/{self.number}/written", reason_of(self.write))
             error = next(filter(None, written), "")
             if processes.leads():
                 error = error or reason_of(self._publish)
                 if error:
-                    shutil.rmtree(partial_of(self._folder, self.step), ignore_errors=True)
-            self.error = processes.gather(f"{self._key}/whole", error)[0]
+                    shutil.rmtree(partial_of(self.folder, self.step), ignore_errors=True)
+            self.error = processes.gather(f"save/{self.number}/whole", error)[0]
         except Exception as error:  # another process has died: this one ends soon
             self.error = reason(error)
 
     def _publish(self) -> None:
         """Give the checkpoint its final name, then remove what it replaces."""
-        partial = partial_of(self._folder, self.step)
-        self._finish(partial)
-        partial.rename(self._folder / str(self.step))
+        partial = partial_of(self.folder, self.step)
+        self.finish(partial)
+        partial.rename(self.folder / str(self.step))
         # The checkpoint is complete whatever fails from here on; the next save tries these again.
         reason_of(self._report_progress)
         reason_of(self._remove_superfluous)
@@ -106,10 +100,10 @@ class Commit:
             partial.rename(path)
 
     def _remove_superfluous(self) -> None:
-        for step in self._retention.superfluous(steps_in(self._folder)):
-            remove(self._folder / str(step))
-        remove_leftovers(self._folder)
-        for torn in self._folder.glob(f"*{TORN}"):
+        for step in self.retention.superfluous(steps_in(self.folder)):
+            remove(self.folder / str(step))
+        remove_leftovers(self.folder)
+        for torn in self.folder.glob(f"*{TORN}"):
             # Kept for a person to look at until a checkpoint of its step, or of a later one, is complete.
             if int(torn.name.removesuffix(TORN)) <= self.step:
                 shutil.rmtree(torn)

@@ -53,15 +53,15 @@ def topology_of(mesh: Mesh, config: MeshConfig) -> Topology:
 
     Raises UserError where `mesh.ranks_per_node` does not divide the ranks.
     """
-    ranks = row_ranks(mesh)
+    return make_topology(config, row_ranks(mesh), len(held_ranks(mesh)) * processes.per_host(), mesh.shape["tensor"])
+
+
+def make_topology(config: MeshConfig, ranks: int, ranks_on_host: int, tensor: int) -> Topology:
+    """Return the topology of so many ranks. Raises UserError where `mesh.ranks_per_node` does not divide them."""
     peers = config.ranks_per_node
     if peers < 0 or (peers and ranks % peers):
         raise UserError(f"mesh.ranks_per_node={peers}: choose a divisor of the {ranks} ranks, or 0 for those of a host")
-    # The gcd, since groups of ranks must be equal even where the ranks on this host do not divide all of them.
-    per_node = math.gcd(ranks, len(held_ranks(mesh)) * processes.per_host())
-    return Topology(
-        ranks=ranks,
-        peers=peers or per_node,
-        ranks_per_node=per_node,
-        encoders_per_rank=mesh.shape["tensor"] if config.encoders == "data" else 1,
-    )
+    # The gcd, since groups of ranks must be equal even where the ranks of a host do not divide all of them.
+    per_node = math.gcd(ranks, ranks_on_host)
+    encoders_per_rank = tensor if config.encoders == "data" else 1
+    return Topology(ranks, peers or per_node, per_node, encoders_per_rank)

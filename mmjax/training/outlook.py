@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from mmjax.balance.metrics import dist_ratio
-from mmjax.config import Config, LlmBalance, MeshConfig, NoBalance, PostBalance
+from mmjax.config import Config, LlmBalance, NoBalance, PostBalance
 from mmjax.data.budget import make_budget
 from mmjax.data.index import LengthIndex
 from mmjax.data.layout import RankLayout
-from mmjax.data.placement import Balance, Topology
+from mmjax.data.placement import Balance
 from mmjax.data.plan import StepPlan, make_planner
-from mmjax.errors import UserError
 from mmjax.parallel.mesh import check_heads, mesh_sizes
 from mmjax.planning.clusters import USABLE, Cluster
 from mmjax.planning.cost import frozen_modules, needed
@@ -25,6 +24,7 @@ from mmjax.planning.layer_times import Speed
 from mmjax.planning.times import Machine, StepTime, step_time
 from mmjax.planning.work import length_work
 from mmjax.training.compiled_memory import compiled_bytes
+from mmjax.training.devices import make_topology
 from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, nearest, on_device, planned
 
 SAMPLES = 50_000  # about so many, in 2 to 32 steps, are planned to see what a step is like
@@ -97,7 +97,8 @@ def look_ahead(
     """
     mesh = mesh_sizes(config.mesh, cluster.devices)
     check_heads(mesh, config.mesh, config.model)
-    topology = topology_on(cluster, config.mesh, mesh)
+    ranks_on_node = max(1, cluster.per_node // mesh["tensor"])
+    topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh["tensor"])
     tracer = Tracer(config)
     budget = make_budget(index, config, weights)
     # The config's own balance comes last, so that it replaces the default settings of its kind.
@@ -142,23 +143,6 @@ def compiled_way(outlook: Outlook, devices: Sequence[jax.Device]) -> int:
     batch = on_device(outlook.config, way.layout, way.layout.shapes[way.fitted.fullest])
     config = planned(outlook.config, way.fitted.policies, way.fitted.loss_chunks)
     return compiled_bytes(config, batch, list(devices))
-
-
-def topology_on(cluster: Cluster, config: MeshConfig, mesh: Mapping[str, int]) -> Topology:
-    """Return the ranks of a mesh on a cluster, and how many of them are on one node.
-
-    Raises UserError where `mesh.ranks_per_node` does not divide the ranks.
-    """
-    ranks = mesh["data"] * mesh["fsdp"]
-    if config.ranks_per_node and ranks % config.ranks_per_node:
-        raise UserError(f"mesh.ranks_per_node={config.ranks_per_node}: choose a divisor of the {ranks} ranks, or 0")
-    per_node = math.gcd(ranks, max(1, cluster.per_node // mesh["tensor"]))
-    return Topology(
-        ranks=ranks,
-        peers=config.ranks_per_node or per_node,
-        ranks_per_node=per_node,
-        encoders_per_rank=mesh["tensor"] if config.encoders == "data" else 1,
-    )
 
 
 def _forecast(

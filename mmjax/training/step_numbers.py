@@ -52,25 +52,24 @@ class Times:
         return float(np.median(self._last))
 
 
+@dataclass(eq=False)
 class StepNumbers:
-    """Times a run's steps, and computes the numbers to log for each."""
+    """Times a run's steps, and computes the numbers to log for each. peak: FLOP/s of all devices together."""
 
-    def __init__(
-        self, config: Config, executor: Executor, loader: StepLoader, programs: ProgramCounter, peak: float
-    ) -> None:
-        """Start the timer. peak: FLOP/s of all devices together."""
-        self._config = config
-        self._executor = executor
-        self._loader = loader
-        self._programs = programs
-        self._peak = peak
+    config: Config
+    executor: Executor
+    loader: StepLoader
+    programs: ProgramCounter
+    peak: float
+    times: Times = field(default_factory=Times)
+
+    def __post_init__(self) -> None:
         self._processes = [f"process {p} ({host})" for p, host in enumerate(processes.hosts())]
-        self.times = Times()
         self.begin()
 
     def begin(self) -> None:
         """Mark the end of compiling: programs compiled from here on count as compiled after the start."""
-        self._compiled_at_start = self._programs.requested
+        self._compiled_at_start = self.programs.requested
         self.go_on()
 
     def go_on(self) -> None:
@@ -80,7 +79,7 @@ class StepNumbers:
     @property
     def compiled(self) -> int:
         """Return the number of programs that were compiled after the start."""
-        return self._programs.requested - self._compiled_at_start
+        return self.programs.requested - self._compiled_at_start
 
     def of(self, ready: Ready, report: StepReport, hyper: Hyperparameters) -> dict[str, Value]:
         """Return the numbers of the step that has just ended. report: on the host."""
@@ -93,18 +92,18 @@ class StepNumbers:
         loss = report.report.loss
         weight = report.report.weight
         loaded = ready.loaded
-        modules = ("llm", *self._config.model.encoders)
-        layout = self._loader.layout
-        token_bytes = self._config.model.llm.width * self._executor.model.dtype.itemsize
+        modules = ("llm", *self.config.model.encoders)
+        layout = self.loader.layout
+        token_bytes = self.config.model.llm.width * self.executor.model.dtype.itemsize
         tokens = dict(zip(("text", *modules[1:]), loaded.tokens.tolist(), strict=True))
-        names = self._config.data.sources
-        memory = memory_used(self._executor.mesh)
+        names = self.config.data.sources
+        memory = memory_used(self.executor.mesh)
         return {
             "loss": float(loss.sum() / weight.sum()),
             **{f"loss/{n}": float(x / w) for n, x, w in zip(names, loss, weight, strict=True) if w > 0},
             "gradient_norm": float(report.gradient_norm),
             **{f"learning_rate/{group}": float(rate) for group, (rate, _) in hyper.rates.items()},
-            **balance_scalars(loaded, modules, layout, self._loader.planner.placer.flops),
+            **balance_scalars(loaded, modules, layout, self.loader.planner.placer.flops),
             **exchange_scalars(loaded, modules[1:], layout.topology, token_bytes),
             "epoch": float(loaded.epoch),
             # Without those that could not be read.
@@ -112,7 +111,7 @@ class StepNumbers:
             "samples/s": len(loaded.samples) / seconds,
             "tokens/s": sum(tokens.values()) / seconds,
             **{f"tokens/s/{modality}": n / seconds for modality, n in tokens.items()},
-            "mfu": float(report.needed_flops) / seconds / self._peak,
+            "mfu": float(report.needed_flops) / seconds / self.peak,
             "programs_compiled": self.compiled,
             "seconds/step": seconds,
             "seconds/data_wait": waited,
@@ -131,5 +130,5 @@ class StepNumbers:
             return {}
         # `busy` has an entry per device; all of a process have the same.
         device = int(np.argmax(busy))
-        process = self._executor.mesh.devices.flat[device].process_index
+        process = self.executor.mesh.devices.flat[device].process_index
         return {"slowest": self._processes[process], "seconds/slowest": float(busy[device])}
