@@ -185,8 +185,8 @@ FAULTS = (
     Fault(
         "a stopped process that the others never name",
         "training/watchdog.py",
-        "behind = min(reached.values())",
-        "behind = max(reached.values())",
+        "last = min(reached.values())",
+        "last = max(reached.values())",
         ("training/test_watchdog.py::test_who_is_behind_or_gives_no_sign_of_life_has_not_arrived",),
     ),
     Fault(

@@ -176,7 +176,7 @@ def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatc
         held.append(sum(x.nbytes for path, x in found.items() if "lora" not in path))
         return found
 
-    monkeypatch.setattr(exporting, "TOGETHER", 12_000)
+    monkeypatch.setattr(exporting, "GROUP_BYTES", 12_000)
     monkeypatch.setattr(SavedParameters, "read", counted)
     export.export(tuned, tmp_path / "in turns")
     assert len(held) > 8

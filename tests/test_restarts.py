@@ -42,14 +42,14 @@ import os, signal, sys
 from mmjax import train
 from mmjax.training import checkpoint_commit
 
-make_whole = checkpoint_commit.Commit._make_whole
+make_whole = checkpoint_commit.Commit._publish
 
 def make_whole_until_step_4(commit):
     if commit.step == 4:  # everything is written, and nothing has its final name yet
         os.kill(os.getpid(), signal.SIGKILL)
     make_whole(commit)
 
-checkpoint_commit.Commit._make_whole = make_whole_until_step_4
+checkpoint_commit.Commit._publish = make_whole_until_step_4
 train.main(sys.argv[1:])
 """
 

@@ -1,6 +1,6 @@
-"""GPUs that are not there, to compile the real train step for.
+"""Devices to compile the real train step for ahead of time, on a machine without GPUs.
 
-Wants JAX's CUDA wheels (the extra `aot`), but no GPU and no driver.
+This needs JAX's CUDA wheels (the extra `aot`), but no GPU and no driver.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ runtime_version { major: 13 }
 
 
 def absent_h100(per_node: int, nodes: int = 1) -> list[jax.Device]:
-    """Nodes of so many H100, to compile for. Raises UserError where JAX's CUDA wheels are not installed."""
+    """Return H100s to compile for, `per_node` on each node. Raises UserError where JAX's CUDA wheels are missing."""
     if importlib.util.find_spec(WHEELS) is None:
         raise UserError(f"compiling for GPUs needs JAX's CUDA wheels, not a GPU; install them with: {INSTALL}")
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # they would look for a driver
-    return list(
-        topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x{nodes}x{per_node}").devices
-    )
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the wheels would look for a driver
+    topology = f"1x{nodes}x{per_node}"
+    return list(topologies.get_topology_desc(platform="cuda", target_config=H100, topology=topology).devices)

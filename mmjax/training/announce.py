@@ -7,6 +7,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,39 +25,32 @@ from mmjax.training.console import count, say, size, table
 from mmjax.training.metrics import balance_scalars
 from mmjax.training.optimizer import key_names
 
-WHOLE = 1.5  # times its share of parameters that a device may hold before it is told
-
-
-def parameters_per_module(model: Model) -> dict[str, int]:
-    """Number of parameters of each module, and of its adapters as `<module>.lora`."""
-    sizes: dict[str, int] = {}
-    for path, leaf in jax.tree.leaves_with_path(model.abstract):
-        module = group_of(key_names(path))
-        sizes[module] = sizes.get(module, 0) + math.prod(leaf.shape)
-    return sizes
+REPLICATED = 1.5  # warn where a device stores more than so many times its share of a module's parameters
 
 
 def what_will_run(config: Config, model: Model, mesh: jax.sharding.Mesh, loader: StepLoader, first: LoadedStep) -> None:
     """Print parameters, mesh, budgets, shapes, tokens per step, steps per epoch and the first batch."""
-    index, budget, layout = loader.index, loader.budget, loader.layout
+    layout = loader.layout
     modules = ("llm", *config.model.encoders)
-    sizes = parameters_per_module(model)
-    frozen = model.frozen
-    say(f"mmjax  {config.name}: {count(sum(sizes.values()))} parameters, {config.training.precision}")
-    say(*table([(m, count(n), "frozen" if m in frozen else "") for m, n in sizes.items()]))
+    sizes: Counter[str] = Counter()  # parameters of each module, and of its adapters as `<module>.lora`
+    for path, leaf in jax.tree.leaves_with_path(model.abstract):
+        sizes[group_of(key_names(path))] += math.prod(leaf.shape)
+    say(f"mmjax  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
+    say(*table([(m, count(n), "frozen" if m in model.frozen else "") for m, n in sizes.items()]))
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
     say(f"on     {mesh.size} x {device.device_kind} ({axes})")
-    per_step, grouper = budget.samples_per_step, loader.planner.grouper
-    tokens = per_step * float(np.mean(index.llm_tokens))
+    grouper = loader.planner.grouper
+    per_step = loader.budget.samples_per_step
+    tokens = per_step * float(np.mean(loader.index.llm_tokens))
     epoch_steps = math.ceil(grouper.epoch_samples / per_step)
     say(
-        f"data   {len(index):,} samples; a step has about {per_step:.4g} samples with {count(tokens)} LLM tokens, an "
-        f"epoch {epoch_steps:,} steps; the run has {config.training.steps:,} steps"
+        f"data   {len(loader.index):,} samples; a step has about {per_step:.4g} samples with {count(tokens)} LLM "
+        f"tokens, an epoch {epoch_steps:,} steps; the run has {config.training.steps:,} steps"
     )
     if oversize := len(grouper.oversize):
         say(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
-    for note in (*budget.notes, *grouper.epoch_notes()):
+    for note in (*loader.budget.notes, *grouper.epoch_notes()):
         say(f"       {note}")
     say(
         f"rows   of each module, grouping {config.batch.grouping.kind}, {config.batch.microbatches} microbatch(es), "
@@ -66,7 +60,8 @@ def what_will_run(config: Config, model: Model, mesh: jax.sharding.Mesh, loader:
     lines = [("module", "rows", "lengths", "first batch", "fill")]
     for k, module in enumerate(modules):
         lengths = sorted({shape.lengths[k] for shape in layout.shapes})
-        array = _main_array(first.microbatches[0], module)
+        batch = first.microbatches[0]
+        array = batch.text.token if module == "llm" else batch.items[module].values
         shape = "x".join(map(str, array.shape))
         rows = layout.topology.ranks * layout.rows[k]
         lines.append((module, str(rows), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}"))
@@ -76,8 +71,8 @@ def what_will_run(config: Config, model: Model, mesh: jax.sharding.Mesh, loader:
 
 
 def _ranks(config: Config, layout: RankLayout) -> list[str]:
-    """Describe how rows are spread over ranks, and what may travel between them."""
-    topology, budget_rows = layout.topology, config.batch.rows
+    """Describe how rows are spread over ranks, and what ranks may send to each other."""
+    topology = layout.topology
     lines = [f"ranks  {topology.ranks} in nodes of {topology.ranks_per_node}, balance {config.batch.balance.kind}"]
     if topology.encoders_per_rank > 1:
         lines[0] += f"; {topology.encoders_per_rank} encoder ranks each"
@@ -86,10 +81,11 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
         if any(widths):
             lines[0] += f"; {encoder} sends at most {'/'.join(map(str, widths))} tokens from a rank to another"
     for k, module in enumerate(("llm", *config.model.encoders)):
+        # Encoders' rows are divided among encoder ranks, the LLM's among ranks.
         ranks = topology.ranks * (1 if k == LLM else topology.encoders_per_rank)
-        if budget_rows[module] % ranks:
+        if config.batch.rows[module] % ranks:
             lines.append(
-                f"       batch.rows.{module}={budget_rows[module]} does not divide by {ranks} ranks: "
+                f"       batch.rows.{module}={config.batch.rows[module]} does not divide by {ranks} ranks: "
                 f"{topology.ranks * layout.rows[k]} rows are computed; a multiple of {ranks} fills them better"
             )
     return lines
@@ -98,10 +94,11 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
 def how_it_fits(fitted: Fit) -> list[str]:
     """Describe the predicted memory of a device and its remat policies."""
     kinds = {**fitted.fixed, "activations": sum(fitted.activations.values())}
-    spelled = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.predicted)
-    of = "" if math.isinf(fitted.room.device) else f" of {size(fitted.room.device)}"
-    told = size(fitted.predicted) if fitted.measured is None else f"{size(fitted.predicted)} predicted"
-    lines = [f"memory {told}{of} a device: {spelled}"]
+    # Kinds below 1 % are left out.
+    parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.predicted)
+    limit = "" if math.isinf(fitted.room.device) else f" of {size(fitted.room.device)}"
+    predicted = "" if fitted.measured is None else " predicted"
+    lines = [f"memory {size(fitted.predicted)}{predicted}{limit} a device: {parts}"]
     if fitted.measured is not None:
         lines.append(f"       {size(fitted.measured)} by the compiler, which decided what is computed again")
     if fitted.room.ram:
@@ -111,33 +108,32 @@ def how_it_fits(fitted: Fit) -> list[str]:
         )
     if fitted.loss_chunks > 1:
         lines.append(f"       loss in {fitted.loss_chunks} parts of the vocabulary")
-    if whole := lying_whole(fitted):
-        lines.append(f"       {whole}")
-    for tower, own in fitted.policies.items():
-        if set(own) != {"none"}:
-            mix = ", ".join(f"{n} {policy}" for policy, n in Counter(own).items())
+    if warning := lying_whole(fitted):
+        lines.append(f"       {warning}")
+    for tower, policies in fitted.policies.items():
+        if set(policies) != {"none"}:
+            mix = ", ".join(f"{n} {policy}" for policy, n in Counter(policies).items())
             lines.append(f"       remat of {tower}: {mix}")
     return lines
 
 
 def lying_whole(fitted: Fit) -> str:
-    """Warn of parameters that lie whole on devices which do not divide their widths; empty where they are few."""
+    """Warn of modules whose widths the mesh does not divide, so that each device stores all of them; else return ""."""
     spread = fitted.spread
-    whole = [module for module in spread.held if spread.part_of(module) > WHOLE / spread.shards]
-    if not whole:
+    replicated = [module for module in spread.held if spread.part_of(module) > REPLICATED / spread.shards]
+    if not replicated:
         return ""
     return (
         f"the mesh (fsdp {spread.shards // spread.llm}, tensor {spread.llm}) does not divide the widths of "
-        f"{', '.join(whole)}: their parameters lie whole on its devices; choose mesh.fsdp and mesh.tensor that do"
+        f"{', '.join(replicated)}: their parameters lie whole on its devices; choose mesh.fsdp and mesh.tensor that do"
     )
 
 
-def _main_array(batch: Microbatch, module: str) -> np.ndarray:
-    return batch.text.token if module == "llm" else batch.items[module].values
-
-
 def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> str:
-    """One line on whether the workers can keep up: `load_seconds` for one step on one core, one step's own time."""
+    """Say in one line whether the workers can keep up.
+
+    load_seconds: to load one step on one core. step_seconds: to run one, without waiting for data.
+    """
     per_step = load_seconds / max(workers, 1)
     line = (
         f"data   loading a step takes {load_seconds * 1e3:.0f} ms of one core, {workers} workers; "
@@ -145,6 +141,7 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
     )
     if per_step <= step_seconds:
         return line
+    # Rounded up and one to spare, since `load_seconds` is a mean.
     needed = math.ceil(load_seconds / step_seconds) + 1
     waiting = 1 - step_seconds / per_step
     return (
@@ -153,24 +150,20 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
 
 
 def empty_like(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
-    """An all-padding microbatch of every shape, for compiling ahead; `first` gives dtypes and rows."""
-    return [_resized(first, shape) for shape in shapes]
+    """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
 
-
-def _resized(batch: Microbatch, shape: Shape) -> Microbatch:
     def resize(x: np.ndarray, length: int) -> np.ndarray:
         return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
 
-    text = jax.tree.map(lambda x: resize(x, shape.lengths[0]), batch.text._replace(send={}))
-    send = {
-        e: np.zeros((*s.shape[:2], width), s.dtype)
-        for (e, s), width in zip(batch.text.send.items(), shape.widths, strict=True)
-    }
-    items = {
-        e: jax.tree.map(lambda x, n=n: resize(x, n), b)
-        for (e, b), n in zip(batch.items.items(), shape.lengths[1:], strict=True)
-    }
-    return Microbatch(text._replace(send=send), items)
+    batches = []
+    for shape in shapes:
+        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}))
+        widths = zip(first.text.send.items(), shape.widths, strict=True)
+        lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
+        send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
+        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
+        batches.append(Microbatch(text._replace(send=send), items))
+    return batches
 
 
 def brief(scores: dict[str, float]) -> str:
@@ -183,15 +176,15 @@ def brief(scores: dict[str, float]) -> str:
 
 
 def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
-    """All scores, a family and its tasks to a line."""
+    """Format all scores, one family with its tasks per line."""
     lines = []
     for key, value in scores.items():
         name = key.removeprefix("exact_match_")
         if key.startswith("exact_match_") and "." not in name:
             tasks = {k.split(".")[1]: v for k, v in scores.items() if k.startswith(f"{key}.")}
             guessed = f"  (guessed blind {scores[f'chance_{name}']:.3f})" if f"chance_{name}" in scores else ""
-            spelled = "  ".join(f"{task} {v:.2f}" for task, v in tasks.items())
-            lines.append((name, f"{value:.3f}{guessed}", spelled))
+            by_task = "  ".join(f"{task} {v:.2f}" for task, v in tasks.items())
+            lines.append((name, f"{value:.3f}{guessed}", by_task))
     loss = [f"loss {scores['loss']:.4g} of the {split} split"] if "loss" in scores else []
     if not lines:
         return loss
@@ -200,14 +193,14 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
 
 def what_next(run: Path, encoders: Sequence[str]) -> list[str]:
     """Suggest commands for a finished run."""
-    where = shlex.quote(min(os.path.relpath(run), str(run), key=len))
+    path = shlex.quote(min(os.path.relpath(run), str(run), key=len))
     blind = f", or with --swap={next(iter(encoders))}: with another sample's items" if encoders else ""
     return [
         "try next",
         *table(
             [
-                (f"python -m mmjax.evaluate {where}", f"score it again{blind}"),
-                (f"tensorboard --logdir {where}", "every metric of every step (pip install tensorboard)"),
+                (f"python -m mmjax.evaluate {path}", f"score it again{blind}"),
+                (f"tensorboard --logdir {path}", "every metric of every step (pip install tensorboard)"),
                 ("python -m mmjax.train tiny_vlm training.steps=300", "another config, and a change to it"),
                 ("python -m mmjax.train --show", "everything that can be changed"),
             ]

@@ -1,6 +1,6 @@
-"""Which rows a gradient that is not a finite number comes from, where every loss is one: found by trying parts of them.
+"""Find the rows of a step whose gradient is not finite although every loss is, by bisection.
 
-It takes a few gradients, two for each halving, and a second array of them; it is done only when a step was lost.
+It takes two gradients for each halving and memory for a second array of them, and only runs when a step was lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmjax.parallel.mesh import replicated
 from mmjax.training.state import TrainState
 from mmjax.training.step import Executor
 
-MOST_TRIALS = 64
+MAX_TRIALS = 64
 
 
 def samples_behind(
@@ -25,58 +25,71 @@ def samples_behind(
     state: TrainState,
     batches: Sequence[Microbatch],
     noise: np.ndarray | None,
-    spoiled: Sequence[int],
+    unreadable: Sequence[int],
 ) -> list[int]:
-    """Ids of the samples in the rows whose own gradient is not finite; empty where no rows alone have such."""
-    weight, batches, _ = executor.weighed(batches, spoiled)
-    whole = replicated(executor.mesh)
-    finite = jax.jit(lambda gradients: jnp.isfinite(optax.tree.norm(gradients)), out_shardings=whole)
-    alone = jax.jit(_alone)
-    here = jax.jit(lambda x: x, out_shardings=whole)
-    found: list[int] = []
+    """Return the ids of the samples in rows whose gradient is not finite; empty where no rows have such by themselves.
+
+    unreadable: samples that this process could not read, whose weight is zero.
+    """
+    weight, batches, _ = executor.weighed(batches, unreadable)
+    everywhere = replicated(executor.mesh)
+    finite = jax.jit(lambda gradients: jnp.isfinite(optax.tree.norm(gradients)), out_shardings=everywhere)
+    replicate = jax.jit(lambda x: x, out_shardings=everywhere)
+    isolate = jax.jit(_isolate)
+    samples: list[int] = []
     for batch in batches:
 
         def bad(rows: list[int], batch: Microbatch = batch) -> bool:
-            chosen = np.isin(np.arange(batch.text.weight.shape[0]), rows)
+            selected = np.isin(np.arange(batch.text.weight.shape[0]), rows)
             drops = noise if executor.model.drops else None
-            part = alone(batch, chosen)
-            of = executor.accumulate(state.trainable, state.frozen, executor.zeros(), part, weight, drops)
-            return not bool(finite(of.gradients))
+            part = isolate(batch, selected)
+            sums = executor.accumulate(state.trainable, state.frozen, executor.zeros(), part, weight, drops)
+            return not bool(finite(sums.gradients))
 
-        owner = np.asarray(here(batch.text.owner))
-        rows = halved(list(range(len(owner))), bad, MOST_TRIALS)
-        found += np.unique(owner[rows][owner[rows] >= 0]).tolist()
-    return found
+        owner = np.asarray(replicate(batch.text.owner))
+        rows = halved(list(range(len(owner))), bad, MAX_TRIALS)
+        samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
+    return samples
 
 
-def _alone(batch: Microbatch, rows: jax.Array) -> Microbatch:
-    """These rows, bool `[R]`, and the items of their samples; nothing in the others, not even without weight.
+def _isolate(batch: Microbatch, rows: jax.Array) -> Microbatch:
+    """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely.
 
-    Where a derivative is infinite, a gradient of zero makes NaN of it.
+    A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
     """
 
-    def kept(x: jax.Array, keep: jax.Array, other: int) -> jax.Array:
-        return jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - keep.ndim)), x, jnp.array(other, x.dtype))
+    def keep(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
+        mask = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
+        return jnp.where(mask, x, jnp.array(empty, x.dtype))
 
-    text, own = batch.text, kept(batch.text.owner, rows, PADDING - 1)
-    plain = {f: kept(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
-    slots = {e: jax.tree.map(lambda x: kept(x, rows, PADDING), of) for e, of in text.slots.items()}
+    text = batch.text
+    # Owners of removed rows become PADDING - 1, which is the owner of no item, not even of padding.
+    owners = keep(text.owner, rows, PADDING - 1)
+    plain = {f: keep(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
+    slots = {e: jax.tree.map(lambda x: keep(x, rows, PADDING), slot) for e, slot in text.slots.items()}
     items = {}
-    for encoder, of in batch.items.items():
-        keep = jnp.isin(of.owner, own)
-        items[encoder] = of._replace(values=kept(of.values, keep, 0), item=kept(of.item, keep, PADDING))
-    return Microbatch(text._replace(**plain, sample=kept(text.sample, rows, PADDING), slots=slots), items)
+    for encoder, item in batch.items.items():
+        mask = jnp.isin(item.owner, owners)
+        items[encoder] = item._replace(values=keep(item.values, mask, 0), item=keep(item.item, mask, PADDING))
+    return Microbatch(text._replace(**plain, sample=keep(text.sample, rows, PADDING), slots=slots), items)
 
 
-def halved(of: list[int], bad: Callable[[list[int]], bool], most: int) -> list[int]:
-    """The members that are bad alone, found by halving; where that takes more than `most` trials, also their parts."""
-    found, parts = [], [of]
-    for _ in range(most):
+def halved(members: list[int], bad: Callable[[list[int]], bool], max_trials: int) -> list[int]:
+    """Return the members that are bad by themselves, found by bisection.
+
+    After `max_trials` trials, all members of the parts that are not decided yet are returned, too.
+    """
+    culprits: list[int] = []
+    parts = [members]
+    for _ in range(max_trials):
         if not parts:
-            return sorted(found)
+            return sorted(culprits)
         part = parts.pop()
-        if bad(part):
+        if not bad(part):
+            continue
+        if len(part) == 1:
+            culprits += part
+        else:
             middle = len(part) // 2
-            found += part if len(part) == 1 else []
-            parts += [half for half in (part[:middle], part[middle:]) if half] if len(part) > 1 else []
-    return sorted(found + [member for part in parts for member in part])
+            parts += [half for half in (part[:middle], part[middle:]) if half]
+    return sorted(culprits + [member for part in parts for member in part])

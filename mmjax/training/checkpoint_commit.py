@@ -1,12 +1,12 @@
-"""How a checkpoint becomes one: every process writes its part into a partial folder, process 0 renames the whole.
+"""Commit checkpoints atomically: all processes write into a partial folder, which process 0 renames at the end.
 
-    checkpoints/100             whole
-    checkpoints/150.partial     being written; a leftover where no process is
-    checkpoints/200.torn        could not be read when the run went on; kept until a later one is whole
+    checkpoints/100             complete
+    checkpoints/150.partial     being written, or left by a killed process
+    checkpoints/200.torn        could not be read when the run was resumed; kept until a later one is complete
     checkpoints/50.old          being removed
 
-Nothing is removed before what replaces it is whole, so that a kill at any moment, or a full disk, costs at most the
-steps since the last save. Processes wait for each other in threads of their own: training goes on.
+Nothing is removed before its replacement is complete, so that a kill at any moment, or a full disk, costs at most the
+steps since the last save. Processes wait for each other in background threads, while training continues.
 """
 
 from __future__ import annotations
@@ -15,115 +15,120 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmjax.parallel import processes
 
-PARTIAL, TORN, OLD = ".partial", ".torn", ".old"
+PARTIAL = ".partial"
+TORN = ".torn"
+OLD = ".old"
 LEFTOVERS = (f"*{PARTIAL}", f"*{OLD}", "*.orbax-checkpoint-tmp*")
-PROGRESS = "MMJAX_PROGRESS"  # names a file for the number of steps that are saved, of which `mmjax.supervise` knows
+# Environment variable by which `mmjax.supervise` names the file for the last saved step.
+PROGRESS = "MMJAX_PROGRESS"
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `last`, those after a multiple of `every` steps (0 = none), and the best."""
+    """Retention policy: the newest `last` checkpoints stay, those after a multiple of `every` steps, and the best."""
 
     last: int
     every: int = 0
     best: int = 0  # step of the best evaluation; 0 = none
 
     def superfluous(self, steps: Sequence[int]) -> list[int]:
-        """Of checkpoints in ascending order, those that go."""
+        """Return the checkpoints to remove, of these in ascending order."""
         return [s for s in steps[: -self.last] if s != self.best and not (self.every and s % self.every == 0)]
 
 
+@dataclass(eq=False)
 class Commit:
-    """A save under way in its thread. All processes begin the same ones, and learn the same of them."""
+    """A save in its background thread. All processes start the same saves, and get the same result of each.
 
-    def __init__(
-        self,
-        folder: Path,
-        step: int,
-        number: int,
-        write: Callable[[], None],
-        finish: Callable[[Path], None],
-        retention: Retention,
-    ) -> None:
-        """write: this process's part. finish: what process 0 does in the partial folder when all have written theirs.
+    number: unique to this save, the same on all processes. write: writes this process's part. finish: completes the
+    partial folder, on process 0, once all parts are written.
+    """
 
-        number: of the save, the same on all processes and none twice.
-        """
-        self.step, self.error = step, ""  # why it is not whole, once it has ended
-        self._folder, self._key, self._retention = folder, f"save/{number}", retention
-        self._write, self._finish = write, finish
-        self._thread = threading.Thread(target=self._run, name=f"saving step {step}")
+    folder: Path
+    step: int
+    number: int
+    write: Callable[[], None]
+    finish: Callable[[Path], None]
+    retention: Retention
+    error: str = field(default="", init=False)  # why the save failed, once it has ended
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"saving step {self.step}")
         self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Return whether the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> str:
-        """Why the checkpoint is not whole; empty where it is. The same on every process."""
+        """Wait for the save, and return why it failed, the same on every process; empty where it did not."""
         self._thread.join()
         return self.error
 
     def _run(self) -> None:
         try:
-            written = processes.gather(f"{self._key}/written", reason_of(self._write))
+            # Nothing gets its final name before all processes have reported that their part is written.
+            written = processes.gather(f"save/{self.number}/written", reason_of(self.write))
             error = next(filter(None, written), "")
             if processes.leads():
-                error = error or reason_of(self._make_whole)
+                error = error or reason_of(self._publish)
                 if error:
-                    shutil.rmtree(partial_of(self._folder, self.step), ignore_errors=True)
-            self.error = processes.gather(f"{self._key}/whole", error)[0]
-        except Exception as error:  # another process is gone: this one ends soon
+                    shutil.rmtree(partial_of(self.folder, self.step), ignore_errors=True)
+            self.error = processes.gather(f"save/{self.number}/whole", error)[0]
+        except Exception as error:  # another process has died: this one ends soon
             self.error = reason(error)
 
-    def _make_whole(self) -> None:
-        partial = partial_of(self._folder, self.step)
-        self._finish(partial)
-        partial.rename(self._folder / str(self.step))
-        reason_of(self._tell_progress)
-        reason_of(self._remove_superfluous)  # which the next save tries again
+    def _publish(self) -> None:
+        """Give the checkpoint its final name, then remove what it replaces."""
+        partial = partial_of(self.folder, self.step)
+        self.finish(partial)
+        partial.rename(self.folder / str(self.step))
+        # The checkpoint is complete whatever fails from here on; the next save tries these again.
+        reason_of(self._report_progress)
+        reason_of(self._remove_superfluous)
 
-    def _tell_progress(self) -> None:
-        if told := os.environ.get(PROGRESS):
-            path = Path(told)
+    def _report_progress(self) -> None:
+        if name := os.environ.get(PROGRESS):
+            path = Path(name)
             partial = path.with_name(f"{path.name}{PARTIAL}")
             partial.write_text(str(self.step))
             partial.rename(path)
 
     def _remove_superfluous(self) -> None:
-        for step in self._retention.superfluous(steps_in(self._folder)):
-            remove(self._folder / str(step))
-        remove_leftovers(self._folder)
-        for torn in self._folder.glob(f"*{TORN}"):
+        for step in self.retention.superfluous(steps_in(self.folder)):
+            remove(self.folder / str(step))
+        remove_leftovers(self.folder)
+        for torn in self.folder.glob(f"*{TORN}"):
+            # Kept for a person to look at until a checkpoint of its step, or of a later one, is complete.
             if int(torn.name.removesuffix(TORN)) <= self.step:
                 shutil.rmtree(torn)
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints under `folder`, ascending."""
+    """Return the steps of the complete checkpoints under `folder`, ascending."""
     return sorted(int(p.name) for p in folder.glob("*") if p.is_dir() and p.name.isdecimal())
 
 
 def partial_of(folder: Path, step: int) -> Path:
-    """Where checkpoint `step` is written."""
+    """Return the folder into which checkpoint `step` is written."""
     return folder / f"{step}{PARTIAL}"
 
 
 def begin_partial(folder: Path, step: int) -> None:
-    """An empty folder to write checkpoint `step` into; process 0's."""
+    """Make an empty folder to write checkpoint `step` into; on process 0 only."""
     partial = partial_of(folder, step)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint so that half of one is never taken for a whole one."""
+    """Remove a checkpoint, renamed first so that a half-removed one is never taken for a checkpoint."""
     old = checkpoint.with_name(f"{checkpoint.name}{OLD}")
     shutil.rmtree(old, ignore_errors=True)
     checkpoint.rename(old)
@@ -131,21 +136,21 @@ def remove(checkpoint: Path) -> None:
 
 
 def set_aside(folder: Path, step: int) -> Path:
-    """Put a checkpoint that cannot be read out of the way."""
+    """Rename a checkpoint that cannot be read, so that the run resumes from an older one."""
     torn = folder / f"{step}{TORN}"
     shutil.rmtree(torn, ignore_errors=True)
     return (folder / str(step)).rename(torn)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes have left: what they were writing, and what they were removing."""
+    """Remove the partial folders that killed processes were writing or removing."""
     for pattern in LEFTOVERS:
-        for left in folder.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def reason_of(work: Callable[[], None]) -> str:
-    """Why `work` failed, on one line; empty where it did not."""
+    """Run `work`, and return why it failed, on one line; empty where it did not."""
     try:
         work()
     except Exception as error:  # storage raises dozens of kinds
@@ -154,7 +159,7 @@ def reason_of(work: Callable[[], None]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what an error goes back to."""
+    """Return the first line of the error that caused this one."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -1,4 +1,4 @@
-"""What a step takes of a device's memory, by the compiler: the real program is compiled, nothing runs."""
+"""Measure the memory of a step by the compiler: the real program is compiled, nothing runs."""
 
 from __future__ import annotations
 
@@ -20,68 +20,69 @@ from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.memory import LOADED, OnDevice
 from mmjax.training.layers_alone import batch_of_tower
 from mmjax.training.optimizer import make_optimizer
-from mmjax.training.step import Accumulated, Executor
+from mmjax.training.step import Executor
 
 
 def compiled_bytes(config: Config, batch: OnDevice, devices: list[jax.Device]) -> int:
-    """Bytes that the fullest moment of a step takes of each device, by the compiler.
+    """Return the peak bytes of a step on each device, according to the compiler.
 
-    That of the program which accumulates gradients, with what lies beside it: the optimizer's moments and the batches
-    of the steps to come. `batch` is what each device gets; its exchange sends what the widths say. Your own callbacks
-    are left out.
+    Counted are the program that accumulates gradients and what lies beside it: the optimizer's moments and the batches
+    of the steps to come. batch: what each device gets; its exchange sends as much as its widths say. Callbacks are left
+    out.
     """
     encoders = {name: replace(e, callbacks=Callbacks()) for name, e in config.model.encoders.items()}
     model = Model.build(replace(config.model, encoders=encoders), jnp.dtype(config.training.precision))
-    mesh, rules = make_mesh(config.mesh, devices), ShardingRules.of(config.mesh)
-    optimizer, chunks = make_optimizer(config.optimizer, model.axes), config.training.loss_chunks or 1
-    executor = Executor(model, optimizer, mesh, rules, 1, config.mesh.exchange, chunks)
-    held = executor.shardings
-    trainable, frozen = _laid(executor.abstract.trainable, held.trainable), _laid(executor.abstract.frozen, held.frozen)
+    mesh = make_mesh(config.mesh, devices)
+    optimizer = make_optimizer(config.optimizer, model.axes)
+    chunks = config.training.loss_chunks or 1
+    rules = ShardingRules.of(config.mesh)
+    executor = Executor(model, optimizer, mesh, rules, 1, exchange=config.mesh.exchange, loss_chunks=chunks)
+    state = jax.tree.map(_struct, executor.abstract, executor.shardings)
     zeros = jax.eval_shape(executor.zeros)
-    whole = NamedSharding(mesh, PartitionSpec())
-    rest = jax.tree.map(lambda x: _struct(x, whole), zeros[1:])
-    sums = Accumulated(_laid(zeros.gradients, held.trainable), *rest)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    accumulated = jax.tree.map(lambda x: _struct(x, replicated), zeros)
+    gradients = jax.tree.map(_struct, zeros.gradients, executor.shardings.trainable)
+    accumulated = accumulated._replace(gradients=gradients)
     arrays = _microbatch(executor, batch, config.model)
     weight = jax.ShapeDtypeStruct((), np.float32)
-    found = executor.accumulate.lower(trainable, frozen, sums, arrays, weight).compile().memory_analysis()
-    inside = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    moments = _on_one_device(_laid(executor.abstract.optimizer, held.optimizer))
+    lowered = executor.accumulate.lower(state.trainable, state.frozen, accumulated, arrays, weight)
+    memory = lowered.compile().memory_analysis()
+    # Donated buffers count as arguments and as output, but exist once.
+    inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # The microbatch in the program is one of those that are loaded.
     waiting = (LOADED * batch.microbatches - 1) * _on_one_device(arrays)
-    return found.temp_size_in_bytes + inside + moments + waiting
+    return memory.temp_size_in_bytes + inside + _on_one_device(state.optimizer) + waiting
 
 
 def _microbatch(executor: Executor, batch: OnDevice, model: ModelConfig) -> Microbatch:
-    mesh, rules = executor.mesh, executor.rules
-    ranks = math.prod(mesh.shape[axis] for axis in rules.rows)
-
-    def laid(of: TextBatch | ItemBatch, axes: tuple[str, ...]) -> Any:
-        return jax.tree.map(lambda x: _struct(x, NamedSharding(mesh, PartitionSpec(axes))), of)
+    """Return the shapes and shardings of the global microbatch of which each device gets `batch`."""
+    mesh = executor.mesh
+    rules = executor.rules
 
     def tower(name: str, axes: tuple[str, ...]) -> TextBatch | ItemBatch:
         rows, length = batch.shape[name]
-        devices = math.prod(mesh.shape[axis] for axis in axes)
-        return laid(batch_of_tower(model, name, (devices * rows, length)), axes)
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        structs = batch_of_tower(model, name, (shards * rows, length))
+        return jax.tree.map(lambda x: _struct(x, NamedSharding(mesh, PartitionSpec(axes))), structs)
 
     text = tower("llm", rules.rows)
-    slots = {name: _slots(text.token, interpolates(encoder)) for name, encoder in model.encoders.items()}
-    send = {e: jax.ShapeDtypeStruct((ranks, batch.peers, batch.widths[e]), np.int32) for e in model.encoders}
-    text = text._replace(slots=slots, send={e: _struct(x, text.token.sharding) for e, x in send.items()})
-    return Microbatch(text, {e: tower(e, rules.item_rows) for e in model.encoders})
-
-
-def _slots(token: jax.ShapeDtypeStruct, mixed: bool) -> jax.ShapeDtypeStruct | Mixed:
-    if not mixed:
-        return token
-    several = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32)
-    return Mixed(*(_struct(several.update(dtype=dtype), token.sharding) for dtype in (np.int32, np.float32)))
+    token = text.token
+    ranks = math.prod(mesh.shape[axis] for axis in rules.rows)
+    slots: dict[str, Any] = {}
+    send: dict[str, Any] = {}
+    for name, encoder in model.encoders.items():
+        slots[name] = token
+        if interpolates(encoder):
+            corners = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32, sharding=token.sharding)
+            slots[name] = Mixed(corners, corners.update(dtype=np.float32))
+        # Slots that each rank sends to each of its peers.
+        shape = ranks, batch.peers, batch.widths[name]
+        send[name] = jax.ShapeDtypeStruct(shape, np.int32, sharding=token.sharding)
+    return Microbatch(text._replace(slots=slots, send=send), {e: tower(e, rules.item_rows) for e in model.encoders})
 
 
 def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _laid(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(_struct, tree, shardings)
 
 
 def _on_one_device(tree: Any) -> int:

@@ -21,36 +21,37 @@ _muted = False
 
 
 def note(line: str) -> None:
-    """A line beside the output, on standard error."""
+    """Print a line on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def mute() -> None:
-    """Say nothing from now on: another process speaks for all."""
+    """Print nothing from now on: process 0 prints for all."""
     global _muted
     _muted = True
 
 
 def say(*lines: str) -> None:
-    """Print lines at once, also into a pipe. Where its reader has left, as `head` does, the command ends."""
+    """Print lines without buffering. Where the reader of a pipe has left, as `head` does, the command ends."""
     if _muted:
         return
     spoke()
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more at the exit
+        # Else Python's flush of standard output at exit would fail again, with a message.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> list[str]:
-    """Rows as aligned columns; all but the last column padded."""
+    """Format rows as aligned columns; rows may have fewer cells than the widest."""
     widths = [max(len(row[k]) for row in rows if k < len(row)) for k in range(max(map(len, rows)))]
     return [indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
 def count(n: float, digits: int = 3) -> str:
-    """1234567 as 1.23M."""
+    """Format a number with a unit: 1234567 as 1.23M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= size:
             return f"{n / size:.{digits}g}{unit}"
@@ -58,20 +59,21 @@ def count(n: float, digits: int = 3) -> str:
 
 
 def size(n: float, digits: int = 3) -> str:
-    """Bytes: 1234567 as 1.2 MB."""
+    """Format bytes: 1234567 as 1.2 MB."""
     return f"{n / 1e9:.{digits - 2}f} GB" if n >= 1e8 else f"{n / 1e6:.{digits - 2}f} MB"
 
 
 def duration(seconds: float, digits: int = 3) -> str:
-    """0.0123 as 12.3 ms."""
+    """Format seconds: 0.0123 as 12.3 ms."""
     return f"{seconds:.{digits - 1}f} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.{digits}g} ms"
 
 
 class ProgressLine:
-    """A bar on a terminal; a plain line every five seconds elsewhere."""
+    """Progress bar on a terminal; elsewhere a plain line every five seconds."""
 
     def __init__(self, first: int, steps: int, unit: str = "step") -> None:
-        self._steps, self._unit = steps, unit
+        self._steps = steps
+        self._unit = unit
         self._last_line = time.monotonic()
         self._means: dict[str, float] = {}
         self._bar: Progress | None = None
@@ -90,20 +92,20 @@ class ProgressLine:
             self._task = self._bar.add_task("", total=steps, completed=first)
 
     def update(self, done: int, scalars: Mapping[str, float]) -> None:
-        """Show the state after `done` steps: means of the last ones, since single steps differ much."""
+        """Show moving averages of the numbers after `done` steps, since single steps vary much."""
         for key, value in scalars.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 self._means[key] = value if key not in self._means else 0.9 * self._means[key] + 0.1 * value
-        self.show(done, lambda: _describe(self._means | {"epoch": scalars["epoch"]}))
+        self.show(done, lambda: _summary(self._means | {"epoch": scalars["epoch"]}))
 
-    def show(self, done: int, described: Callable[[], str]) -> None:
-        """Show that so much is done, and what there is to say of it."""
-        now = time.monotonic()
+    def show(self, done: int, describe: Callable[[], str]) -> None:
+        """Show that `done` steps are done, with a description that is made only where it is shown."""
+        time_now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=described())
-        elif now - self._last_line >= PLAIN_EVERY_SECONDS or done == self._steps:
-            self._last_line = now
-            say(f"{self._unit} {done}/{self._steps}  {described()}")
+            self._bar.update(self._task, completed=done, description=describe())
+        elif time_now - self._last_line >= PLAIN_EVERY_SECONDS or done == self._steps:
+            self._last_line = time_now
+            say(f"{self._unit} {done}/{self._steps}  {describe()}")
 
     def __enter__(self) -> ProgressLine:
         if self._bar is not None:
@@ -111,21 +113,22 @@ class ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the bar standing where it is, and give the terminal its cursor back."""
+        """Stop the bar where it is, and give the terminal its cursor back."""
         if self._bar is not None:
             self._bar.stop()
 
 
-def _describe(scalars: Mapping[str, float]) -> str:
-    fills = " ".join(f"{k.removeprefix('fill/')} {_short(v)}" for k, v in scalars.items() if k.startswith("fill/"))
-    line = (
-        f"epoch {scalars['epoch']:.2f}  loss {scalars.get('loss', math.nan):.4f}  {count(scalars['tokens/s'])} tok/s  "
-    )
-    line += f"MFU {scalars['mfu']:.1%}  fill {fills}  "
-    if (before := scalars["straggler_wait_before"]) > 1e-6:  # else there is one rank
-        line += f"ranks wait {scalars['straggler_wait']:.1%} (unbalanced {before:.0%})  "
-    return line + f"data wait {scalars['data_wait_share']:.1%}"
-
-
-def _short(share: float) -> str:
-    return f"{share:.2f}".lstrip("0")
+def _summary(scalars: Mapping[str, float]) -> str:
+    """Format the main numbers of a step on one line."""
+    modules = {k.removeprefix("fill/"): v for k, v in scalars.items() if k.startswith("fill/")}
+    fills = " ".join(f"{name} {share:.2f}".replace(" 0.", " .") for name, share in modules.items())
+    parts = [
+        f"epoch {scalars['epoch']:.2f}",
+        f"loss {scalars.get('loss', math.nan):.4f}",
+        f"{count(scalars['tokens/s'])} tok/s",
+        f"MFU {scalars['mfu']:.1%}",
+        f"fill {fills}",
+    ]
+    if (unbalanced := scalars["straggler_wait_before"]) > 1e-6:  # 0 where there is only one rank
+        parts.append(f"ranks wait {scalars['straggler_wait']:.1%} (unbalanced {unbalanced:.0%})")
+    return "  ".join([*parts, f"data wait {scalars['data_wait_share']:.1%}"])

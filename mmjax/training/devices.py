@@ -1,4 +1,4 @@
-"""Which devices a run uses, how they are neighbours, and that no GPU is left idle by a missing package."""
+"""Choose a run's devices, find out which are on one host, and refuse to leave a GPU idle for a missing package."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ INSTALL_CUDA = 'pip install -e ".[cuda13]"'
 
 
 def use_most_memory() -> None:
-    """Let JAX's allocator have as much of a GPU as plans count on, where nobody said how much; before JAX starts."""
+    """Let JAX's allocator use as much of a GPU as plans assume, unless the user says otherwise; before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(USABLE))
 
 
 def choose_devices(
     device: Literal["auto", "cpu", "gpu", "tpu"], nvidia: Path = Path("/proc/driver/nvidia/version")
 ) -> list[jax.Device]:
-    """The devices of this host to train on.
+    """Return the devices to train on.
 
-    Raises UserError where the machine has an NVIDIA GPU that JAX cannot use (unless device=cpu or JAX_PLATFORMS=cpu
-    says so), and where there is no device of the kind asked for. `nvidia` is the file that the NVIDIA driver makes.
+    nvidia: a file that exists where the NVIDIA driver is loaded. Raises UserError where the machine has an NVIDIA GPU
+    that JAX cannot use (unless device=cpu or JAX_PLATFORMS=cpu), or no device of the requested kind.
     """
     if device != "auto":
         try:
@@ -40,8 +40,7 @@ def choose_devices(
             remedy = f"; for NVIDIA GPUs install {INSTALL_CUDA}" if device == "gpu" else ""
             raise UserError(f"device={device}: JAX finds no {device} here{remedy}, or use device=auto") from error
     devices = jax.devices()
-    meant = jax.config.jax_platforms == "cpu"
-    if devices[0].platform == "cpu" and nvidia.exists() and not meant:
+    if devices[0].platform == "cpu" and nvidia.exists() and jax.config.jax_platforms != "cpu":
         raise UserError(
             f"this machine has an NVIDIA GPU that JAX cannot use; install it with: {INSTALL_CUDA}  (device=cpu to "
             "train on the CPU all the same)"
@@ -50,13 +49,19 @@ def choose_devices(
 
 
 def topology_of(mesh: Mesh, config: MeshConfig) -> Topology:
-    """The ranks of a mesh and which of them are on one host; encoder outputs travel among these.
+    """Return the ranks of a mesh and how many of them are on one host; encoder outputs are exchanged among these.
 
     Raises UserError where `mesh.ranks_per_node` does not divide the ranks.
     """
-    ranks, mine = row_ranks(mesh), len(held_ranks(mesh))
-    given = config.ranks_per_node
-    if given < 0 or (given and ranks % given):
-        raise UserError(f"mesh.ranks_per_node={given}: choose a divisor of the {ranks} ranks, or 0 for those of a host")
-    per_node = math.gcd(ranks, mine * processes.per_host())
-    return Topology(ranks, given or per_node, per_node, mesh.shape["tensor"] if config.encoders == "data" else 1)
+    return make_topology(config, row_ranks(mesh), len(held_ranks(mesh)) * processes.per_host(), mesh.shape["tensor"])
+
+
+def make_topology(config: MeshConfig, ranks: int, ranks_on_host: int, tensor: int) -> Topology:
+    """Return the topology of so many ranks. Raises UserError where `mesh.ranks_per_node` does not divide them."""
+    peers = config.ranks_per_node
+    if peers < 0 or (peers and ranks % peers):
+        raise UserError(f"mesh.ranks_per_node={peers}: choose a divisor of the {ranks} ranks, or 0 for those of a host")
+    # The gcd, since groups of ranks must be equal even where the ranks of a host do not divide all of them.
+    per_node = math.gcd(ranks, ranks_on_host)
+    encoders_per_rank = tensor if config.encoders == "data" else 1
+    return Topology(ranks, peers or per_node, per_node, encoders_per_rank)

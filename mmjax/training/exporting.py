@@ -1,4 +1,4 @@
-"""Convert a run's checkpoint to tensors of Hugging Face folders, a few at a time: the inverse of `pretrained`."""
+"""Convert a run's checkpoint to the tensors of Hugging Face folders, a few at a time: the inverse of `pretrained`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mmjax.training.pretrained import check_fits
 
 Name = tuple[str, ...]
 
-TOGETHER = 2**27  # bytes of float32 parameters that are read from a checkpoint at once
+GROUP_BYTES = 2**27  # of float32 parameters that are read from a checkpoint at once
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter that is a tensor of a checkpoint, or some rows of one."""
+    """A parameter that is a tensor of a Hugging Face checkpoint, or some rows of one."""
 
     name: Name
     part: Part
@@ -37,37 +37,39 @@ class Piece:
 
 @dataclass
 class Exporter:
-    """The parameters of one checkpoint of a run, as they go into other layouts."""
+    """Converter of the parameters of one checkpoint of a run, read in groups to bound memory."""
 
     model: ModelConfig
     saved: SavedParameters
-    _held: dict[Name, np.ndarray] = field(default_factory=dict)
+    _loaded: dict[Name, np.ndarray] = field(default_factory=dict)
 
     def names_of(self, modules: Sequence[str]) -> list[Name]:
-        """The parameters of some modules, without their adapters."""
+        """Return the parameters of these modules, without their adapters."""
         return [name for name in self.saved.shapes if module_of(name) in modules and ADAPTER not in name[2:]]
 
     def lora_of(self, name: Name) -> LoraConfig | None:
-        """The adapter beside a parameter."""
+        """Return the adapter config of a parameter, if it has one."""
         return adapted(self.model).get(linear_name(name)) if name[-1] == "weight" else None
 
     def read(self, names: Sequence[Name]) -> None:
-        """Hold these parameters, with their adapters, and no others."""
-        beside = [(*n[:-1], ADAPTER, own) for n in names if self.lora_of(n) for own in ("a", "b")]
-        self._held = {}  # before others are read
-        self._held = self.saved.read([*names, *beside])
+        """Load these parameters with their adapters, in place of those loaded before."""
+        adapters = [(*n[:-1], ADAPTER, factor) for n in names if self.lora_of(n) for factor in ("a", "b")]
+        self._loaded = {}  # freed first: the old and the new are never in memory together
+        self._loaded = self.saved.read([*names, *adapters])
 
     def adapter(self, name: Name) -> tuple[np.ndarray, np.ndarray]:
-        """The a `[in, rank]` and b `[rank, out]` beside a parameter that is held, float32."""
-        return tuple(self._held[(*name[:-1], ADAPTER, own)].astype(np.float32) for own in ("a", "b"))
+        """Return the factors a `[in, rank]` and b `[rank, out]` of a loaded parameter's adapter, float32."""
+        return tuple(self._loaded[(*name[:-1], ADAPTER, factor)].astype(np.float32) for factor in ("a", "b"))
 
     def merged(self, name: Name, source: np.ndarray | None = None) -> np.ndarray | None:
-        """A parameter that is held, its adapter added in float32; None where it is the `source` still.
+        """Return a loaded parameter with its adapter added in float32; None where training has not changed `source`.
 
-        source: what it once was loaded from. A frozen parameter was rounded to the precision of the computation: where
-        it still is the source so rounded, the source itself goes on.
+        source: the tensor that it was initialised from. A frozen parameter was rounded to the precision of the
+        computation: where it is still the rounded source, the source itself is used.
         """
-        value, lora = self._held[name], self.lora_of(name)
+        value = self._loaded[name]
+        lora = self.lora_of(name)
+        # By bits: NaN equals itself, and 0.0 is not -0.0.
         same = source is not None and source.astype(value.dtype).tobytes() == value.tobytes()
         if lora is None:
             return None if same else value
@@ -80,30 +82,41 @@ class Exporter:
     # --------------------------------------------------------------------------------------------- a folder's layout
 
     def rewrite(self, folder: HfFolder, modules: Sequence[str], out: Path) -> int:
-        """All files of a folder's tensors into another, those of these modules as trained. Returns how many changed."""
+        """Copy a folder's tensor files with these modules as trained; return how many tensors changed."""
         pieces = self.pieces(folder, modules)
         files = sorted({stored.file for stored in folder.tensors.values()})
-        new = {file: self._by_turns(folder, file, pieces) for file in files}
+        new = {file: self._changed(folder, file, pieces) for file in files}
         return sum(rewrite_tensors(folder, file, out / file.name, changed) for file, changed in new.items())
 
     def pieces(self, folder: HfFolder, modules: Sequence[str]) -> dict[str, list[Piece]]:
-        """The parameters of these modules by the folder's tensor that they are, or are rows of."""
-        layout, found = layout_of(folder, self.model), defaultdict(list)
+        """Return the parameters of these modules by the folder's tensor that they are, or are rows of."""
+        layout = layout_of(folder, self.model)
+        pieces = defaultdict(list)
         for name in self.names_of(modules):
             part = _part(layout.modules[module_of(name)], name, folder)
             check_fits(folder, part, self.saved.shapes[name])
-            found[part.key].append(Piece(name, part, self.saved.shapes[name]))
+            pieces[part.key].append(Piece(name, part, self.saved.shapes[name]))
         if "llm" in modules and self.model.llm.tied:
             table, copy = (_part(layout.modules["llm"], n, folder) for n in (EMBEDDING, OUTPUT))
-            # A table that is stored twice must not differ from itself.
-            if copy.key in folder.tensors and _bits(folder, copy.key) == _bits(folder, table.key):
-                found[copy.key].append(Piece(EMBEDDING, table, self.saved.shapes[EMBEDDING]))
-        return found
+            # Tied, but stored twice: the copies must stay equal.
+            if copy.key in folder.tensors and folder.read(copy.key).tobytes() == folder.read(table.key).tobytes():
+                pieces[copy.key].append(Piece(EMBEDDING, table, self.saved.shapes[EMBEDDING]))
+        return pieces
 
-    def _by_turns(self, folder: HfFolder, file: Path, pieces: Mapping[str, Sequence[Piece]]) -> Changed:
-        """Return a function that gives a file's new tensors in order, read from the checkpoint in groups."""
+    def _changed(self, folder: HfFolder, file: Path, pieces: Mapping[str, Sequence[Piece]]) -> Changed:
+        """Return a function that gives a file's new tensors in order, reading parameters in groups."""
         keys = sorted((k for k in pieces if folder.stored(k).file == file), key=lambda k: folder.stored(k).begin)
-        groups = _groups(keys, pieces)
+        groups: dict[str, list[str]] = {}  # by the first key of the group, at which all of its parameters are read
+        first = ""
+        size = 0
+        for key in keys:
+            key_bytes = 4 * sum(math.prod(piece.shape) for piece in pieces[key])
+            if not first or size + key_bytes > GROUP_BYTES:
+                first = key
+                size = 0
+                groups[first] = []
+            groups[first].append(key)
+            size += key_bytes
 
         def changed(key: str) -> np.ndarray | None:
             if key not in pieces:
@@ -115,42 +128,45 @@ class Exporter:
         return changed
 
     def tensor(self, folder: HfFolder, key: str, pieces: Sequence[Piece]) -> np.ndarray | None:
-        """A tensor with its parameters, which are held, as trained; None where none of them has changed."""
-        tensor, changed = folder.read(key), False
+        """Return a tensor with its loaded parameters as trained; None where none of them has changed."""
+        tensor = folder.read(key)
+        changed = False
         for piece in pieces:
             rows = slice(None) if piece.part.rows is None else slice(*piece.part.rows)
-            own = tensor[rows] if tensor.shape else tensor
-            value = self.merged(piece.name, piece.part.ours(own, piece.shape))
+            source = tensor[rows] if tensor.shape else tensor
+            # A scalar tensor cannot be sliced, only assigned as a whole.
+            value = self.merged(piece.name, piece.part.ours(source, piece.shape))
             if value is not None:
-                tensor[rows if tensor.shape else ...] = piece.part.theirs(value, own.shape)
+                tensor[rows if tensor.shape else ...] = piece.part.theirs(value, source.shape)
                 changed = True
         return tensor if changed else None
 
     # ----------------------------------------------------------------------------------------------------- our layout
 
     def own_layout(self, module: str) -> dict[str, NewTensor]:
-        """The tensors of a module that came from no folder, by our names inside it; matrices are [in, out]."""
+        """Return the tensors of a module that came from no folder, by our names inside it; matrices are [in, out]."""
 
-        def made(name: Name) -> np.ndarray:
+        def load(name: Name) -> np.ndarray:
             self.read([name])
             return self.merged(name)
 
         return {
-            ".".join(_inside(name)): NewTensor("F32", self.saved.shapes[name], lambda n=name: made(n))
+            ".".join(_inside(name)): NewTensor("F32", self.saved.shapes[name], lambda n=name: load(n))
             for name in self.names_of([module])
         }
 
 
-EMBEDDING, OUTPUT = ("llm", "embed", "weight"), ("llm", "head", "table", "weight")
+EMBEDDING = ("llm", "embed", "weight")
+OUTPUT = ("llm", "head", "table", "weight")
 
 
 def linear_name(name: Name) -> str:
-    """Return the name of a parameter's linear layer in patterns."""
+    """Return the name of a parameter's linear layer in patterns, with `*` for numbers."""
     return ".".join([module_of(name), *("*" if part.isdigit() else part for part in _inside(name)[:-1])])
 
 
 def _inside(name: Name) -> Name:
-    """A parameter's name inside its module."""
+    """Return a parameter's name inside its module."""
     return name[1:] if name[0] == "llm" else name[2:]
 
 
@@ -158,21 +174,3 @@ def _part(parts: Parts, name: Name, folder: HfFolder) -> Part:
     if (part := parts.find(_inside(name))) is None:
         raise UserError(f"{folder.path}: nothing there is {'.'.join(_inside(name))} of {module_of(name)}")
     return part
-
-
-def _bits(folder: HfFolder, key: str) -> bytes:
-    return folder.read(key).tobytes()
-
-
-def _groups(keys: Sequence[str], pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[str]]:
-    """Neighbours whose parameters are read together, by the first of them."""
-    groups: dict[str, list[str]] = {}
-    first, size = "", 0
-    for key in keys:
-        own = 4 * sum(math.prod(piece.shape) for piece in pieces[key])
-        if not first or size + own > TOGETHER:
-            first, size = key, 0
-            groups[first] = []
-        groups[first].append(key)
-        size += own
-    return groups

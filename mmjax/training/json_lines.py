@@ -1,4 +1,4 @@
-"""Files of a run that have a JSON object in every line; a process that was killed may have left half a line."""
+"""Read JSON Lines files, in which a killed process may have left half a line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file's lines, none where it is not there; lines that are not whole are left out."""
+    """Yield the object of every line; a missing file has none, and incomplete lines are skipped."""
     if not path.is_file():
         return
     with path.open(errors="replace") as lines:
         for line in lines:
             try:
-                told = json.loads(line)
+                record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(told, dict):
-                yield told
+            if isinstance(record, dict):
+                yield record

@@ -1,9 +1,9 @@
-"""What a run decided of its memory, kept in its folder: gone on with, it computes the same programs, to the same bits.
+"""Cache of a run's memory plan (remat policies, loss chunks), so that a resumed run compiles identical programs.
 
     {"asked": {"device": "cpu", "mesh": {...}, "memory": 0.0, ..., "remat": {"llm": "auto", ...}, "loss_chunks": 0},
      "policies": {"llm": ["full", "products"], ...}, "loss_chunks": 1, "measured": null, "sum": "5b1c..."}
 
-A profile that was made since, or a device that was busier at the start, would decide otherwise.
+Planned afresh, a new layer profile, or a device that was busier at the start, could lead to another plan.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from mmjax.planning.fit import Fit, Policies
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided. measured: bytes in all, where the compiler was asked."""
+    """The policies and loss chunks of a run. measured: bytes per device in all, where the compiler measured them."""
 
     policies: Policies
     loss_chunks: int
     measured: float | None
 
     @classmethod
-    def of(cls, kept: dict[str, Any]) -> Self:
-        """As `read_fit` found it."""
-        policies = {name: tuple(own) for name, own in kept["policies"].items()}
-        return cls(policies, kept["loss_chunks"], kept["measured"])
+    def of(cls, record: dict[str, Any]) -> Self:
+        """Restore a decision from the record that `read_fit` returned."""
+        policies = {name: tuple(layers) for name, layers in record["policies"].items()}
+        return cls(policies, record["loss_chunks"], record["measured"])
 
 
 def asked_of(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """What is to be decided, as JSON has it: for which devices, and what the config leaves open."""
+    """Return the cache key of a memory plan, as JSON: the devices, and what the config fixes or leaves open."""
     towers = {"llm": config.model.llm, **config.model.encoders}
-    asked = {
+    key = {
+        # Whatever the plan depends on and a resumed run may change.
         "device": mesh.devices.flat[0].device_kind,
         "mesh": dict(mesh.shape),
         "memory": config.mesh.memory,
@@ -46,22 +47,22 @@ def asked_of(config: Config, mesh: Mesh) -> dict[str, Any]:
         "remat": {name: tower.remat for name, tower in towers.items()},
         "loss_chunks": config.training.loss_chunks,
     }
-    return json.loads(json.dumps(asked))
+    return json.loads(json.dumps(key))
 
 
-def read_fit(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What was decided when the same was asked, as JSON has it; None where nothing was, or the file is not whole."""
+def read_fit(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    """Read the record of the plan with this key; None where the file has another one, is missing or is damaged."""
     try:
-        kept = unsealed(json.loads(path.read_text()))
-        return kept if kept["asked"] == asked else None
+        record = unsealed(json.loads(path.read_text()))
+        return record if record["asked"] == key else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def write_fit(path: Path, asked: dict[str, Any], fitted: Fit) -> None:
-    """Keep what was decided, in one piece."""
+def write_fit(path: Path, key: dict[str, Any], fitted: Fit) -> None:
+    """Write the plan under this key, atomically."""
     decision = {"policies": fitted.policies, "loss_chunks": fitted.loss_chunks, "measured": fitted.measured}
-    told = json.loads(json.dumps({"asked": asked, **decision}))
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(sealed(told)) + "\n")
+    # Through JSON once, so that the checksum is of what reading gives: lists, not tuples.
+    partial.write_text(json.dumps(sealed(json.loads(json.dumps({"asked": key, **decision})))) + "\n")
     partial.rename(path)

@@ -1,4 +1,4 @@
-"""What reads and writes of checkpoints would print that end when nobody waits for them any more."""
+"""Silence tracebacks of Orbax and TensorStore I/O that finishes after a failed save or restore."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ import sys
 import traceback
 from functools import cache
 
-_STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")  # with which what TensorStore raises begins: "OUT_OF_RANGE: Error writing"
+# TensorStore's errors begin with a status code: "OUT_OF_RANGE: Error writing ..".
+_STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 
 
 @cache
 def drop_late_ends() -> None:
-    """Let nothing be printed, from now on, about reads and writes that end when nobody waits for them any more.
+    """Install the filters, once per process.
 
-    When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others end later, in
-    threads of TensorStore, also after the run has said why it stops; each would print a traceback of its own.
+    When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others finish later
+    in threads of TensorStore, some after the run has printed its own error; each would print a traceback.
     """
-    heard = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
-    def hear(unraisable: sys.UnraisableHookArgs) -> None:
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
         error = unraisable.exc_value
+        # Writes that finish after Orbax has closed its event loop.
         closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not (closed or (isinstance(error, Exception) and _of_storage(error))):
-            heard(unraisable)
+        if not (closed or (isinstance(error, Exception) and _from_storage(error))):
+            previous_hook(unraisable)
 
-    def of_others(record: logging.LogRecord) -> bool:
+    def keep(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return error is None or "was never retrieved" not in record.getMessage() or not _of_storage(error)
+        return error is None or "was never retrieved" not in record.getMessage() or not _from_storage(error)
 
-    sys.unraisablehook = hear
-    logging.getLogger("asyncio").addFilter(of_others)
+    sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(keep)
 
 
-def _of_storage(error: BaseException) -> bool:
-    """Whether it came through Orbax, or is TensorStore's own, which has no traceback."""
+def _from_storage(error: BaseException) -> bool:
+    """Return whether an error was raised by Orbax, or by TensorStore, whose errors have no traceback."""
     if error.__traceback__ is None:
         return bool(_STATUS.match(str(error)))
-    through = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(name.startswith("orbax.") for name in through)
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.startswith("orbax.") for name in modules)

@@ -1,4 +1,4 @@
-"""Samples and questions that a run leaves out since they cannot be read: every process agrees, process 0 names them."""
+"""Unreadable samples and questions: all processes leave out the same ones, and process 0 names them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from mmjax.training.step import MOST_SPOILED, Spoiled
 
 
 class LeftOut:
-    """What a run has left out so far. name: of a sample by its id in the length index."""
+    """The unreadable samples and questions of a run so far. name: maps an id of the length index to a name."""
 
     def __init__(self, quarantine: Quarantine, name: Callable[[int], str]) -> None:
-        self._quarantine, self._name = quarantine, name
+        self._quarantine = quarantine
+        self._name = name
         self._reasons: dict[int, str] = {}  # of the samples that this process could not read
         self._questions: set[str] = set()
 
     def of_step(self, loaded: LoadedStep) -> list[int]:
-        """The samples of a step that this process could not read; process 0 can ask why."""
-        for found in loaded.spoiled:
-            self._reasons[found.sample] = found.reason
-            processes.tell(f"spoiled/{found.sample}", found.reason)
-        return [found.sample for found in loaded.spoiled]
+        """Return the samples of a step that this process could not read, and publish the reasons for process 0."""
+        for unreadable in loaded.spoiled:
+            self._reasons[unreadable.sample] = unreadable.reason
+            processes.tell(f"spoiled/{unreadable.sample}", unreadable.reason)
+        return [unreadable.sample for unreadable in loaded.spoiled]
 
     def settle(self, step: int, spoiled: Spoiled) -> None:
-        """List the samples of a step that some process could not read. Raises UserError where that is fatal."""
+        """Quarantine the samples of a step that any process could not read. Raises UserError where that is fatal."""
         ids = [int(sample) for sample in spoiled.samples if sample != PADDING]
         if (count := int(spoiled.count)) > MOST_SPOILED:
             raise UserError(
@@ -42,18 +43,18 @@ class LeftOut:
             new = self._quarantine.add([Bad(self._name(sample), self._reason(sample)) for sample in ids])
         except UserError as error:
             raise UserError(str(error), everywhere=True) from error
-        for found in new:
-            say(f"step {step + 1}: left out {found.sample}, which cannot be used: {found.reason}")
+        for bad in new:
+            say(f"step {step + 1}: left out {bad.sample}, which cannot be used: {bad.reason}")
 
     def say_questions(self, left_out: Mapping[str, str]) -> None:
-        """Name the questions that cannot be asked, each once."""
+        """Print the questions that cannot be asked, each once."""
         for name, reason in left_out.items():
             if name not in self._questions:
                 self._questions.add(name)
                 say(f"{name} is not asked: {reason}")
 
     def _reason(self, sample: int) -> str:
-        """Why a sample could not be read; only process 0 asks the others."""
+        """Return why a sample could not be read; only process 0 asks the others."""
         if sample in self._reasons or not processes.leads():
             return self._reasons.get(sample, "another process could not read it")
         return processes.told(f"spoiled/{sample}")

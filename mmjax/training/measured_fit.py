@@ -1,4 +1,4 @@
-"""Remat policies by memory that was measured: OmniBal's four steps (section 4.3, A.1.1)."""
+"""Choose remat policies by measured memory: OmniBal's four steps (section 4.3, A.1.1)."""
 
 from __future__ import annotations
 
@@ -11,50 +11,53 @@ from mmjax.config import Remat
 from mmjax.planning.fit import Fit, Policies
 from mmjax.planning.remat import Option, choose
 
-Measure = Callable[[Policies], float | None]  # bytes of the fullest device with these; None: it is out of memory
+Measure = Callable[[Policies], float | None]  # bytes of the fullest device under these policies; None: out of memory
 
 LEANEST: Remat = "full"
 TRIES = 8
-BACK_OFF = 0.02  # of the room, at least, after a try that did not fit
+BACK_OFF = 0.02  # smallest reduction of the budget, as a share of the memory, after a try that did not fit
 
 
 def measured_fit(fitted: Fit, free: Mapping[str, int], measure: Measure) -> Fit:
-    """The fit with the fastest policies that a measurement, and not only a prediction, found to fit.
+    """Choose the fastest policies that a measurement, and not only the memory model, shows to fit.
 
-    free: layers of the towers whose policies may be chosen; the others keep theirs. First everything is computed again;
-    then, tower by tower and policy by policy, half of a tower's layers are not; the differences are what a layer keeps;
-    by these the policies are chosen and tried, with less room after each try that does not fit. If none of TRIES fits,
-    or not even computing everything again does, that is the fit.
+    free: layers of the towers whose policies may be chosen; the others keep theirs. First everything is recomputed;
+    then, tower by tower and policy by policy, half of a tower's layers get that policy: the difference is what a layer
+    saves. The policies chosen by these are tried, with a smaller budget after each try that does not fit. If none of
+    TRIES fits, or not even recomputing everything does, everything is recomputed.
     """
     lean = {**fitted.policies, **{tower: (LEANEST,) * layers for tower, layers in free.items()}}
-    base, room = measure(lean), fitted.room.device
-    least = replace(fitted, policies=lean, measured=np.inf if base is None else base)
-    if not (free and least.fits):
-        return least
+    base = measure(lean)
+    leanest = replace(fitted, policies=lean, measured=np.inf if base is None else base)
+    if not (free and leanest.fits):
+        return leanest
     options = {tower: _options(fitted, lean, tower, base, measure) for tower in free}
-    limit = room
+    available = budget = fitted.room.device
+    # Measured differences are not quite additive, so a choice may use more than its options add up to. The budget then
+    # shrinks by that excess, by a fixed share where the excess is unknown.
     for _ in range(TRIES):
-        chosen = choose(free, options, limit - base)
+        chosen = choose(free, options, budget - base)
         if chosen is None:
             break
-        found = measure(tried := lean | chosen)
-        if found is not None and found <= room:
-            return replace(fitted, policies=tried, measured=found)
-        limit -= max(BACK_OFF * room, 0.0 if found is None else found - room)
-    return least
+        policies = lean | chosen
+        used = measure(policies)
+        if used is not None and used <= available:
+            return replace(fitted, policies=policies, measured=used)
+        budget -= max(BACK_OFF * available, 0.0 if used is None else used - available)
+    return leanest
 
 
 def _options(
     fitted: Fit, lean: dict[str, tuple[Remat, ...]], tower: str, base: float, measure: Measure
 ) -> dict[Remat, Option]:
-    """What a layer of a tower keeps more than computing everything again, by policy; without those that never fit."""
+    """Measure the bytes that a layer saves beyond LEANEST under each policy; policies out of memory are left out."""
     layers = len(lean[tower])
-    some = max(1, layers // 2)
+    half = max(1, layers // 2)
     options = {LEANEST: Option(0.0, 0.0, fitted.again[tower][LEANEST])}
     for policy, seconds in fitted.again[tower].items():
         if policy in (LEANEST, "offload"):
             continue
-        found = measure(lean | {tower: (LEANEST,) * (layers - some) + (policy,) * some})
-        if found is not None:
-            options[policy] = Option(max(0.0, (found - base) / some), 0.0, seconds)
+        used = measure(lean | {tower: (LEANEST,) * (layers - half) + (policy,) * half})
+        if used is not None:
+            options[policy] = Option(max(0.0, (used - base) / half), 0.0, seconds)
     return options

@@ -1,4 +1,4 @@
-"""Numbers of each step: how full, how balanced, how fast."""
+"""Measure the balance of each step: fill of rows, work per rank, bytes exchanged."""
 
 from __future__ import annotations
 
@@ -16,47 +16,51 @@ Scalars = dict[str, float]
 
 
 def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayout, flops: np.ndarray) -> Scalars:
-    """How full and how equal the rows and ranks of a step are, whichever process holds them.
+    """Measure the fill of a step's rows and the balance of its ranks, whichever process holds them.
 
-    By module: fill, pad ratio (OmniBal eq. 1), dist ratio over ranks (eq. 2) and the fullest rank over the mean one,
-    these two also as they would be with balance `none`. straggler_wait: the share of the step in which a rank waits,
-    on average, for the fullest one of each phase. flops: float64 `[modules]`, of a position; they weigh the phases.
+    By module: fill, pad ratio (OmniBal eq. 1), dist ratio over ranks (eq. 2) and the fullest rank over the mean one;
+    the latter two also as they would be with balance `none`. straggler_wait: the share of the step in which a rank
+    waits, on average, for the fullest one of each phase. flops: float64 `[modules]`, per position; they weigh the
+    phases.
     """
-    ranks, scalars = layout.topology.ranks, Scalars()
-    # All devices of a rank share its part of the LLM, and each encoder rank has a part for itself.
+    ranks = layout.topology.ranks
+    scalars = Scalars()
+    # All devices of a rank share its part of the LLM, while each encoder rank has its own part.
     weights = np.where(np.arange(len(modules)) == LLM, flops / layout.topology.encoders_per_rank, flops)
     useful = budget = 0
     for k, module in enumerate(modules):
         rows = ranks * layout.rows[k]
-        of_rows = [work.useful[k, :rows] for work in loaded.work]
-        room = sum(rows * int(work.lengths[k]) for work in loaded.work)
-        used = int(sum(r.sum() for r in of_rows))
-        scalars[f"fill/{module}"] = used / room
-        scalars[f"pad_ratio/{module}"] = float(np.mean([pad_ratio(r) if r.any() else 0.0 for r in of_rows]))
-        useful, budget = useful + used, budget + room
-    for suffix, by_rank in (("", _summed(loaded, "balanced")), ("_before", _summed(loaded, "unbalanced"))):
+        used = [work.useful[k, :rows] for work in loaded.work]  # useful positions of each row, by microbatch
+        positions = sum(rows * int(work.lengths[k]) for work in loaded.work)
+        module_useful = int(sum(u.sum() for u in used))
+        scalars[f"fill/{module}"] = module_useful / positions
+        scalars[f"pad_ratio/{module}"] = float(np.mean([pad_ratio(u) if u.any() else 0.0 for u in used]))
+        useful += module_useful
+        budget += positions
+    for suffix, field in (("", "balanced"), ("_before", "unbalanced")):
+        by_rank = sum(getattr(work, field) for work in loaded.work)
         for k, module in enumerate(modules):
-            some = by_rank[k].any()
-            scalars[f"dist_ratio{suffix}/{module}"] = float(dist_ratio(by_rank[k])) if some else 0.0
-            scalars[f"max_over_mean{suffix}/{module}"] = float(by_rank[k].max() / by_rank[k].mean()) if some else 1.0
+            any_work = by_rank[k].any()
+            scalars[f"dist_ratio{suffix}/{module}"] = float(dist_ratio(by_rank[k])) if any_work else 0.0
+            maximum_over_mean = by_rank[k].max() / by_rank[k].mean() if any_work else 1.0
+            scalars[f"max_over_mean{suffix}/{module}"] = float(maximum_over_mean)
+        # Ranks wait for each other between phases, so a step takes the sum of the phases' maxima.
         scalars[f"straggler_wait{suffix}"] = float(1 - weights @ by_rank.mean(1) / (weights @ by_rank.max(1)))
     return scalars | {"useful/budget": useful / budget}
 
 
 def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topology, token_bytes: int) -> Scalars:
-    """What the all-to-alls of a step's forward pass send between ranks, padding included, and what of it is needed.
+    """Count the bytes that the all-to-alls of a step's forward pass send between ranks, with and without padding.
 
     The backward pass sends as much. token_bytes: of one encoder token.
     """
-    ranks, peers = topology.ranks, topology.peers
-    widths, moved = (sum(getattr(work, f) for work in loaded.work) for f in ("widths", "moved"))
-    sent = widths * ranks * (peers - 1) * token_bytes
+    ranks = topology.ranks
+    peers = topology.peers
+    # Every rank sends `widths` tokens to each of its other peers, filled or not.
+    sent = sum(work.widths for work in loaded.work) * ranks * (peers - 1) * token_bytes
+    useful = sum(work.moved for work in loaded.work) * token_bytes
     scalars = {f"all_to_all_bytes/{e}": float(n) for e, n in zip(encoders, sent, strict=True)}
-    scalars |= {f"all_to_all_useful_bytes/{e}": float(n * token_bytes) for e, n in zip(encoders, moved, strict=True)}
-    # Of a rank's peers, those on other nodes.
+    scalars |= {f"all_to_all_useful_bytes/{e}": float(n) for e, n in zip(encoders, useful, strict=True)}
+    # Share of a rank's other peers that are on other nodes.
     away = max(0, peers - topology.ranks_per_node) / max(1, peers - 1)
     return scalars | {"inter_node_share": away if sent.any() else 0.0}
-
-
-def _summed(loaded: LoadedStep, field: str) -> np.ndarray:
-    return sum(getattr(work, field) for work in loaded.work)

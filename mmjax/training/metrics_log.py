@@ -1,6 +1,6 @@
 """Log a run's numbers: JSON lines, TensorBoard scalars and, where asked for, Weights & Biases.
 
-A disk that is full stops no run: what could not be written waits, and is written when there is room.
+A full disk does not stop the run: lines that could not be written are kept, and written when there is room.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mmjax.errors import UserError
 from mmjax.training.console import say
 from mmjax.training.json_lines import whole_lines
 
-Value = float | str | Mapping[str, float]  # a mapping has samples by name
+Value = float | str | Mapping[str, float]  # a mapping is by sample name
 
 
 class MetricsLog:
-    """Writes every record to `metrics.jsonl` and to TensorBoard; a record's step is the number of updates done.
+    """Writer of records to `metrics.jsonl`, TensorBoard and Weights & Biases; a record's step counts updates done.
 
-    Opened after `done` updates, it drops what an earlier life recorded beyond them, so that no step stands there twice.
-    project: of Weights & Biases; empty = none. Raises UserError where that is not installed.
+    Opened after `done` updates, it drops later records of an earlier start, so that no step is logged twice. project:
+    of Weights & Biases; empty = none. Raises UserError where wandb is not installed.
     """
 
     def __init__(self, path: Path, done: int, project: str = "", config: Mapping[str, Any] | None = None) -> None:
@@ -34,34 +34,38 @@ class MetricsLog:
             raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
         if path.exists():
             _drop_after(path, done)
-        self._lines, self._waiting, self._said = path.open("ab", buffering=0), b"", False
+        # Unbuffered, so that a failed write says how much of it was written.
+        self._lines = path.open("ab", buffering=0)
+        self._waiting = b""  # encoded lines, the first perhaps written in part
+        self._warned = False
         self._board = _Board(path.parent / "tensorboard", done)
-        self._project = _project(project, path.parent, config or {}) if project else None
+        self._project = _wandb_run(project, path.parent, config or {}) if project else None
 
     def write(self, step: int, scalars: Mapping[str, Value]) -> None:
-        """One record. NaN and Inf are kept as strings: JSON has none."""
+        """Log one record. NaN and Inf become strings, since JSON has no such numbers."""
         record = {"step": step, "time": round(time.time(), 3)}
         record |= {k: _plain(v) for k, v in scalars.items()}
         self._waiting += json.dumps(record).encode() + b"\n"
+        # TensorBoard and Weights & Biases take numbers only; NaN and Inf are fine there.
         numbers = {k: float(v) for k, v in scalars.items() if isinstance(v, int | float)}
         try:
             self._flush()
             self._board.write(step, numbers)
         except OSError as error:
-            if not self._said:
+            if not self._warned:
                 say(f"WARNING {self.path} cannot be written: {error.strerror}; its lines wait until there is room")
-            self._said = True
+            self._warned = True
         if self._project is not None:
             self._project.log(numbers, step=step)
 
     def _flush(self) -> None:
-        """Go on where the last write stopped, be it in the middle of a line."""
+        """Write from where the last write stopped, even in the middle of a line."""
         while self._waiting:
             self._waiting = self._waiting[self._lines.write(self._waiting) :]
-        self._said = False
+        self._warned = False
 
     def close(self) -> None:
-        """Flush all."""
+        """Write what is left and close everything."""
         with contextlib.suppress(OSError):
             self._flush()
         self._lines.close()
@@ -71,7 +75,7 @@ class MetricsLog:
 
 
 class _Board:
-    """TensorBoard's events, written at once: tensorboardX's own writer has a thread, which a full disk would end."""
+    """Writer of TensorBoard events without a thread: that of tensorboardX's own writer dies on a full disk."""
 
     def __init__(self, folder: Path, done: int) -> None:
         with _without_torch():
@@ -79,14 +83,16 @@ class _Board:
             from tensorboardX.proto.event_pb2 import Event, SessionLog
             from tensorboardX.proto.summary_pb2 import Summary
 
-        self._event, self._summary = Event, Summary
+        self._event = Event
+        self._summary = Summary
         folder.mkdir(exist_ok=True)
         self._writer = EventsWriter(str(folder / "events"))
-        begin = SessionLog(status=SessionLog.START)  # of which TensorBoard drops what stands at later steps
+        # Makes TensorBoard drop events of later steps, which an earlier start wrote.
+        begin = SessionLog(status=SessionLog.START)
         self._writer.write_event(Event(wall_time=time.time(), step=done + 1, session_log=begin))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """All numbers of a step. Raises OSError."""
+        """Write all numbers of a step. Raises OSError."""
         values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in numbers.items()]
         summary = self._summary(value=values)
         self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
@@ -99,36 +105,37 @@ class _Board:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """tensorboardX imports PyTorch wherever it is installed: two seconds and 200 MB, for what is not used here."""
+    """Hide PyTorch from tensorboardX, which imports it if it can: two seconds and 200 MB, for nothing used here."""
     if "torch" in sys.modules:
         yield
         return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # as if there were none
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
     try:
         yield
     finally:
         del sys.modules["torch"]
 
 
-def _project(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    """A run of Weights & Biases that goes on with that of this folder."""
+def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    """Start a Weights & Biases run, or resume the one of this folder."""
     try:
         import wandb
     except ImportError:
         raise UserError(f'training.wandb={project}: wandb is not installed; pip install -e ".[wandb]"') from None
-    own = folder / "wandb.json"
+    path = folder / "wandb.json"
     try:
-        known = json.loads(own.read_text())["id"] if own.is_file() else None
+        run_id = json.loads(path.read_text())["id"] if path.is_file() else None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{own} is not what was written; remove it to begin a new run there") from None
-    run = wandb.init(project=project, name=folder.name, id=known, resume="allow", dir=str(folder), config=dict(config))
-    own.write_text(json.dumps({"id": run.id}) + "\n")
+        raise UserError(f"{path} is not what was written; remove it to begin a new run there") from None
+    run = wandb.init(project=project, name=folder.name, id=run_id, resume="allow", dir=str(folder), config=dict(config))
+    path.write_text(json.dumps({"id": run.id}) + "\n")
     return run
 
 
 def logged_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl; lines that are not whole, and values that no log has, are left out."""
+    """Yield the records of a metrics.jsonl without incomplete lines, and without values that no log can have."""
     for record in whole_lines(path):
+        # `type`, since True is an int too; integers up to 2**53 are exact as floats, which the report computes with.
         if type(record.get("step")) is int and 0 <= record["step"] < 2**53:
             yield {key: value for key, value in record.items() if _is_logged(key, value)}
 
@@ -145,13 +152,15 @@ def _is_logged(key: str, value: Any) -> bool:
 
 
 def _drop_after(path: Path, done: int) -> None:
+    """Rewrite the file atomically without records of steps after `done`."""
     partial = path.with_suffix(".partial")
-    with path.open(errors="replace") as lines, partial.open("w") as kept:
-        kept.writelines(line for line in lines if _step_of(line) <= done)
+    with path.open(errors="replace") as lines, partial.open("w") as output:
+        output.writelines(line for line in lines if _step_of(line) <= done)
     partial.rename(path)
 
 
 def _plain(value: Value) -> Any:
+    """Convert a value to JSON, numbers to nine digits, which tell all float32 apart."""
     if isinstance(value, Mapping):
         return {name: _plain(x) for name, x in value.items()}
     if isinstance(value, str):
@@ -163,5 +172,5 @@ def _plain(value: Value) -> Any:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # cut off when its process was killed
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # incomplete: its process was killed
         return math.inf

@@ -25,7 +25,7 @@ Path = tuple[str, ...]
 
 
 class Hyperparameters(NamedTuple):
-    """What one update is told. Everything float32 scalars; `rates` by group: (learning rate, weight decay)."""
+    """Arguments of one update, float32 scalars; `rates` by parameter group: (learning rate, weight decay)."""
 
     rates: dict[str, tuple[jax.Array, jax.Array]]
     clip: jax.Array
@@ -33,20 +33,20 @@ class Hyperparameters(NamedTuple):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A direction for every parameter, the group whose rates it follows, and whether weight decay falls on it."""
+    """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays."""
 
     direction: optax.GradientTransformation
     group_of: Callable[[Path], str]
     matrices: frozenset[Path]
 
     def init(self, params: Params) -> optax.OptState:
-        """The state before the first update."""
+        """Return the state before the first update."""
         return self.direction.init(params)
 
     def update(
         self, gradients: Params, state: optax.OptState, params: Params, hyper: Hyperparameters
     ) -> tuple[Params, optax.OptState, jax.Array]:
-        """New parameters and state, and the global gradient norm before clipping.
+        """Return new parameters and state, and the global gradient norm before clipping.
 
         Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms, biases, fixed
         tables), also where the gradient is zero: an encoder that saw nothing in this step still decays.
@@ -59,36 +59,33 @@ class Optimizer:
         def apply(key_path: Any, p: jax.Array, d: jax.Array) -> jax.Array:
             path = key_names(key_path)
             rate, decay = hyper.rates[self.group_of(path)]
+            # Decoupled decay (AdamW): it does not pass through the moments, nor is it clipped.
             return p - rate * (d + decay * p) if path in self.matrices else p - rate * d
 
         return jax.tree_util.tree_map_with_path(apply, params, directions), state, norm
 
 
 def key_names(path: Any) -> Path:
-    """A JAX key path of nested dicts as strings."""
+    """Convert a JAX key path of nested dicts to strings."""
     return tuple(str(key.key) for key in path)
 
 
-def _axes_by_path(axes: Params) -> dict[Path, Axes]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
-    return {key_names(path): names for path, names in leaves}
-
-
 def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
-    """The optimizer of a config. Groups as by `group_of`; with Muon, `<group>/matrix` and `<group>/other`.
+    """Build the optimizer of a config. Groups are those of `group_of`; with Muon, `<group>/matrix` and `<group>/other`.
 
-    `axes` are the logical axes of the model's parameters.
+    axes: the logical axes of the model's parameters.
     """
     adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
-    by_path = _axes_by_path(axes)
-    # A stack of layers has its layers in front, which no axis names.
+    leaves = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
+    by_path: dict[Path, Axes] = {key_names(path): names for path, names in leaves}
+    # Logical axes leave out the leading axis of a stack of layers: stacked biases still have one.
     matrices = frozenset(path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names)
     if isinstance(config, AdamW):
         return Optimizer(adam, group_of, matrices)
 
     def label(path: Path) -> str:
-        # Muon takes matrices between two inner widths. What meets tokens, pixels, frames or positions is a table or a
-        # first projection, whose rows are better left to Adam; so are adapters, whose rank no axis names.
+        # Muon is for matrices between two inner widths. Embedding tables and the first projections of pixels and
+        # frames are better left to Adam, row by row; so are adapters, whose rank has no logical axis.
         return "matrix" if path in matrices and not {None, "vocab"} & set(by_path[path]) else "other"
 
     def labels(params: Params) -> Params:
@@ -103,7 +100,7 @@ def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
 
 
 def _scale_by_shape() -> optax.GradientTransformation:
-    """Muon's sqrt(max(1, out/in)), so that one learning rate suits matrices of every shape (Jordan et al. 2024)."""
+    """Scale by Muon's sqrt(max(1, out/in)): one learning rate suits matrices of every shape (Jordan et al. 2024)."""
 
     def update(updates: Params, state: optax.EmptyState, params: Params | None = None):
         del params
@@ -114,26 +111,29 @@ def _scale_by_shape() -> optax.GradientTransformation:
 
 
 def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Share of the peak learning rate at step `step` of `steps`: linear warm-up, cosine to `final` at the last step."""
+    """Return the share of the peak learning rate at a step: linear warm-up, then cosine to `final` at the last step."""
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
+    # The last of `steps` updates is number steps - 1, at which progress reaches 1.
     progress = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
     return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def hyperparameters(config: Config, modules: tuple[str, ...], step: int) -> Hyperparameters:
-    """The arguments of update `step`, NumPy scalars. A module's own rates are its adapters' too, if these have none."""
+    """Return the arguments of update `step`, NumPy scalars. Adapters without rates of their own have their module's."""
     o = config.optimizer
     factor = schedule_factor(config.schedule, step, config.training.steps)
+    # NumPy scalars of a fixed dtype: other values are other arguments, not another program.
     rates: dict[str, tuple[np.float32, np.float32]] = {}
     for module in modules:
-        own = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))
-        rate = o.learning_rate if own is None or own.learning_rate is None else own.learning_rate
-        decay = np.float32(o.weight_decay if own is None or own.weight_decay is None else own.weight_decay)
+        override = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))
+        rate = override.learning_rate if override and override.learning_rate is not None else o.learning_rate
+        decay = override.weight_decay if override and override.weight_decay is not None else o.weight_decay
+        decay = np.float32(decay)
         if isinstance(o, AdamW):
             rates[module] = np.float32(factor * rate), decay
         else:
             rates[f"{module}/matrix"] = np.float32(factor * rate), decay
-            # A module's own rate moves both of its groups alike.
+            # A module's learning rate scales both of its groups alike.
             rates[f"{module}/other"] = np.float32(factor * o.adam_learning_rate * rate / o.learning_rate), decay
     return Hyperparameters(rates, np.float32(config.training.clip))

@@ -1,4 +1,4 @@
-"""Costs measured on the device with JAX."""
+"""Describe devices, and measure their speed and memory."""
 
 from __future__ import annotations
 
@@ -19,64 +19,77 @@ from mmjax.planning.clusters import Cluster, Device, device_of
 
 
 def described(device: jax.Device) -> Device:
-    """A device as data sheets describe it, or as it was measured: the CPU and what no table names.
+    """Return a device's peak rates and memory from its data sheet; a CPU, or an unknown device, is measured.
 
-    The devices of one CPU share its cores, its memory and the bandwidth of that.
+    The devices of one CPU share its cores, its memory and the memory's bandwidth.
     """
     known = device_of(device.device_kind)
     if known is not None:
         return known
     sharing = jax.local_device_count() * processes.per_host() if device.platform == "cpu" else 1
-    peak, moving = measured_peak(device) / sharing, measured_bandwidth(device) / sharing
-    memory = (device.memory_stats() or {}).get("bytes_limit", ram() / sharing)
-    return Device(device.platform, device.device_kind, peak, peak, memory, moving, moving, moving, moving)
+    peak = measured_peak(device) / sharing
+    bandwidth = measured_bandwidth(device) / sharing
+    return Device(
+        name=device.platform,
+        kind=device.device_kind,
+        bfloat16=peak,
+        float32=peak,
+        memory=(device.memory_stats() or {}).get("bytes_limit", ram() / sharing),
+        bandwidth=bandwidth,
+        link=bandwidth,
+        network=bandwidth,
+        host=bandwidth,
+    )
 
 
-CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # of versions 2 and 1
+# Of cgroup versions 2 and 1.
+CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
 def ram() -> float:
-    """Bytes of RAM of this machine, or of the container that this process runs in where that may use less."""
+    """Return the bytes of RAM of this machine, or of this process's container where that may use less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    # A container sees the machine's RAM; its own limit stands in its cgroup.
     for path in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # there is none, or it says "max"
+        with suppress(OSError, ValueError):  # the file is missing, or says "max"
             limits.append(int(Path(path).read_text()))
     return float(min(limits))
 
 
 def ram_of_device(device: jax.Device) -> float | None:
-    """Bytes of RAM for each of the devices that a CPU is divided into; None for other devices."""
+    """Return the bytes of RAM for each of the devices that a CPU is divided into; None for other devices."""
     return ram() / (jax.local_device_count() * processes.per_host()) if device.platform == "cpu" else None
 
 
 def cluster_here() -> Cluster:
-    """The devices that JAX finds on this machine."""
+    """Describe the devices that JAX finds on this machine."""
     devices = jax.devices()
     return Cluster(described(devices[0]), 1, len(devices))
 
 
 def peak_of(devices: Sequence[jax.Device], precision: Literal["bfloat16", "float32"]) -> float:
-    """FLOP/s of all `devices` together at their best."""
-    own = next(d for d in devices if d.process_index == jax.process_index())  # only its own can a process measure
-    return described(own).peak(precision) * len(devices)
+    """Return the peak FLOP/s of all `devices` together."""
+    local = next(d for d in devices if d.process_index == jax.process_index())  # others cannot be measured from here
+    return described(local).peak(precision) * len(devices)
 
 
 def memory_used(mesh: Mesh) -> int | None:
-    """Bytes, at most so far, of this process's fullest device; None where its backend does not count them."""
+    """Return the peak bytes in use so far on this process's fullest device; None where the backend does not count."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def host_memory() -> int:
-    """Bytes that this process holds of its host's memory now; 0 where the system does not tell."""
+    """Return this process's resident bytes of host memory; 0 where the system does not tell."""
     try:
+        # The second field: resident pages.
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
 
 
 def open_files() -> int:
-    """Files that this process holds open; 0 where the system does not tell."""
+    """Count this process's open files; 0 where the system does not tell."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
@@ -85,19 +98,20 @@ def open_files() -> int:
 
 @cache
 def measured_bandwidth(device: jax.Device, size: int = 2**25, repeats: int = 3) -> float:
-    """Bytes per second, read and written, of the best of a few passes over `size` bytes."""
+    """Measure the bytes per second, read and written, of the fastest of a few passes over `size` bytes."""
     x = jax.device_put(jnp.ones(size // 4, jnp.float32), device)
     return 2 * size / _best_seconds(jax.jit(lambda x: x + 1), x, repeats)
 
 
 @cache
 def measured_peak(device: jax.Device, size: int = 1024, repeats: int = 5) -> float:
-    """FLOP/s of the best of a few float32 `size`-cubed matrix products: the peak of a device that no table names."""
+    """Measure FLOP/s by the fastest of a few float32 products of square matrices: the peak of an unknown device."""
     a = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     return 2 * size**3 / _best_seconds(jax.jit(lambda a: a @ a), a, repeats)
 
 
 def _best_seconds(program: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
+    """Time the fastest of a few calls, after one that compiles."""
     program(x).block_until_ready()
     best = float("inf")
     for _ in range(repeats):

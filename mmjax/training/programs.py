@@ -1,4 +1,4 @@
-"""Counts what XLA compiles, and keeps compiled programs from one start to the next."""
+"""Count what XLA compiles, and cache compiled programs on disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _HIT = "/jax/compilation_cache/cache_hits"
-_events: Counter[str] = Counter()  # since the process began listening
+_events: Counter[str] = Counter()  # since `_listen`
 
 
 class ProgramCounter:
-    """Programs that XLA was asked for since this counter was made, and how many of them the persistent cache had."""
+    """Counts the programs that XLA was asked for since this counter was made, and how many the disk cache had."""
 
     def __init__(self) -> None:
         _listen()
@@ -23,31 +23,32 @@ class ProgramCounter:
 
     @property
     def requested(self) -> int:
-        """Programs that were not in this process's memory."""
+        """Return how many programs were not in this process's memory."""
         return _events[_COMPILE] - self._begin[_COMPILE]
 
     @property
     def from_cache(self) -> int:
-        """Of those, read from the persistent cache."""
+        """Return how many of the requested were read from the disk cache."""
         return _events[_HIT] - self._begin[_HIT]
 
     @property
     def compiled(self) -> int:
-        """Of those, really compiled."""
+        """Return how many of the requested were compiled."""
         return self.requested - self.from_cache
 
 
 @cache
 def _listen() -> None:
-    """JAX's hooks cannot be taken back, so there is one per process and event."""
+    """Count JAX's events from now on; its hooks cannot be removed, so there is one per process and event."""
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: _events.update((event,)))
     jax.monitoring.register_event_listener(lambda event, **_: _events.update((event,)))
 
 
 def keep_programs(folder: Path) -> None:
-    """Persist every compiled program under `folder`; a second start of the same run compiles nothing."""
+    """Cache every compiled program under `folder`; a second start of the same run compiles nothing."""
     if jax.config.jax_compilation_cache_dir != str(folder):
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        compilation_cache.reset_cache()  # JAX opens its cache once and would stay with the folder before
+        compilation_cache.reset_cache()  # JAX opens its cache once and would stay with the previous folder
+    # JAX's defaults skip programs that compile fast or are small.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

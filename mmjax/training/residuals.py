@@ -1,4 +1,4 @@
-"""How much the layers of a tower keep between their forward and their backward pass, by remat policy: nothing runs."""
+"""Trace the bytes that a tower's layers save between forward and backward, by remat policy; nothing runs."""
 
 from __future__ import annotations
 
@@ -21,46 +21,45 @@ MANY = 997  # layers of a tower that is traced, never run: no other dimension ha
 
 
 def kept_per_layer(
-    config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, wanted: Set[str] = EVERYTHING
+    config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, gradients: Set[str] = EVERYTHING
 ) -> dict[Remat, Kept]:
-    """What one layer of a tower ("llm", or an encoder) keeps under every policy; `shape`: rows, row length.
+    """Return the bytes that one layer of a tower ("llm", or an encoder) saves under every policy.
 
-    `wanted` says which gradients backward computes: those of the layers' "weights", of their "adapters", and of their
-    "inputs" for what stands before them.
-    Counted are the residuals of JAX's vector-Jacobian product (OmniBal, A.1.1,
-    measures them on a device): what lies between layers, and what they keep inside. Parameters are not, nor the masks
-    and rotary angles that all layers share. Of `none` this is traced; copies of the weights in the precision of the
-    computation are left out: they are as many as the parameters, and lie where these do.
+    shape: (rows, row length). gradients: what backward computes, any of the layers' "weights", their "adapters", and
+    their "inputs" for the modules before them.
+
+    Counted are the residuals of JAX's vector-Jacobian product, between layers and inside them (OmniBal, A.1.1, measures
+    them on a device); not the parameters, nor the masks and rotary angles that all layers share. Only `none` is traced,
+    without copies of the weights in the precision of the computation: there are as many as parameters, sharded alike.
     """
     part = config.llm if tower == "llm" else config.encoders[tower]
-    (rows, length), size = shape, jnp.dtype(dtype).itemsize
+    rows, length = shape
     positions = rows * (length // CONV_STRIDE if isinstance(part, AudioConfig) else length)
-    found: dict[Remat, Kept] = {"none": _kept_by_layer(config, tower, shape, dtype, wanted)}
+    saved: dict[Remat, Kept] = {"none": _traced(config, tower, shape, dtype, gradients) if gradients else Kept(0)}
     for policy in [p for p in get_args(Remat) if p != "none"]:
-        device, host = named_saves(part, policy, size, bool(wanted & TRAINED)) if wanted else Kept(0)
-        found[policy] = Kept(positions * device, positions * host)
-    return found
+        trained = bool(gradients & TRAINED)
+        device, host = named_saves(part, policy, jnp.dtype(dtype).itemsize, trained) if gradients else Kept(0)
+        saved[policy] = Kept(positions * device, positions * host)
+    return saved
 
 
-def _kept_by_layer(config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, wanted: Set[str]) -> Kept:
-    """What each of many layers keeps with nothing computed again: the stacked residuals."""
-    if not wanted:
-        return Kept(0)
-    alone = tower_alone(config, tower, MANY, "none")
-    part = alone.llm if tower == "llm" else alone.encoders[tower]
-    stacked = [x for x in _residuals(Model.build(alone, dtype), tower, shape, wanted) if x.shape[:1] == (MANY,)]
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in stacked) // MANY
-    copies = layer_of(part).weights * jnp.dtype(dtype).itemsize if dtype != jnp.float32 else 0
-    return Kept(held - copies)
+def _traced(config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, gradients: Set[str]) -> Kept:
+    """Trace MANY layers without remat and return the bytes that each saves.
 
-
-def _residuals(model: Model, tower: str, shape: tuple[int, int], wanted: Set[str]) -> list[jax.ShapeDtypeStruct]:
-    """Of the layers of a tower, without parameters and what all layers share."""
+    Under `scan`, a residual of every layer is one array with a leading axis of MANY. What all layers share has none.
+    """
+    isolated = tower_alone(config, tower, MANY, "none")
+    part = isolated.llm if tower == "llm" else isolated.encoders[tower]
+    model = Model.build(isolated, dtype)
 
     def residuals(params: Any, batch: TextBatch | ItemBatch) -> list[Any]:
         weights, x, context = tower_inputs(model, tower, params, batch)
-        _, backward = backward_of(model, tower, weights, x, context, wanted)
+        _, backward = backward_of(model, tower, weights, x, context, gradients)
+        # A vector-Jacobian product is a pytree whose leaves are its residuals; inputs among them are not new memory.
         shared = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
         return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in shared]
 
-    return jax.eval_shape(residuals, model.abstract, batch_of_tower(model.config, tower, shape))
+    leaves = jax.eval_shape(residuals, model.abstract, batch_of_tower(isolated, tower, shape))
+    stacked = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape[:1] == (MANY,))
+    copies = layer_of(part).weights * jnp.dtype(dtype).itemsize if dtype != jnp.float32 else 0
+    return Kept(stacked // MANY - copies)

@@ -1,4 +1,4 @@
-"""A run's data at a step: the length index, the loader and the life that begins there, with what was due before."""
+"""Open a run's data at a step: the length index, the step loader, and the history record of this start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from mmjax.config import Config
 from mmjax.config_files import validate
-from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex, cached_index
 from mmjax.data.layout import RankLayout
 from mmjax.data.loader import StepLoader
@@ -39,57 +38,57 @@ class RunData:
     quarantine: Quarantine
     sources: int
 
-    def layout_of(self, other: Config, mesh: Mesh) -> RankLayout:
+    def layout_of(self, config: Config, mesh: Mesh) -> RankLayout:
         """Return the row layout of another config on the same devices."""
         life = self.life
-        if other == life.config:
+        if config == life.config:
             return life.layout
-        return make_planner(self.index, other, life.weights, topology_of(mesh, other.mesh), segment=life.segment)[1]
+        topology = topology_of(mesh, config.mesh)
+        return make_planner(self.index, config, life.weights, topology, segment=life.segment)[1]
 
 
 def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted, mesh: Mesh) -> RunData:
     """Open the data of a run from `step` on, by all processes together.
 
-    Where it is other data than the run had before, or is grouped otherwise, a new segment begins with what is due.
-    Raises UserError where that is not permitted.
+    Where the data, or its grouping into steps, has changed since the last start, a new segment begins, with the samples
+    that epochs under way still owe. Raises UserError where such a change is not permitted.
     """
     sources = open_sources(config, "train", folder.path)
-    processes.led(lambda: _look(sources, config, folder))
+    # Process 0 builds the index once; the call below only opens it, on every process.
+    processes.led(lambda: _index_sources(sources, config, folder))
     index, index_folder = cached_index(sources, config.model.encoders, folder.index)
     weights = [source.weight for source in config.data.sources.values()]
-    held = Held(index, {name: files_of(source) for name, source in sources.items()})
+    data = Held(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
-    before = life_of(folder.history, step, folder.due) if step else None
     segment = WHOLE_RUN
-    if before is not None:
-        same = (before.fingerprint, list(before.weights), _grouped(before.config)) == (
-            fingerprint,
-            weights,
-            _grouped(config),
-        )
+    if step and (last := life_of(folder.history, step, folder.due)) is not None:
+        same = last.fingerprint == fingerprint and list(last.weights) == weights
+        same = same and _grouping_settings(last.config) == _grouping_settings(config)
         if not same and not permitted.allows_other_samples():
             raise UserError(
                 f"{folder.path} was trained on other data: its files have changed since; restore them, go on with what "
                 "there is now by --new-data, or start another run from its parameters with init_from="
             )
-        segment = before.segment if same else _next_segment(before, held, folder, step)
+        segment = last.segment if same else _next_segment(last, data, folder, step)
     planner, layout = make_planner(index, config, weights, topology_of(mesh, config.mesh), segment=segment)
     grouper = planner.grouper
     processes.led(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
     axes = encoder_axes(config.mesh)
     loader = StepLoader(
-        config,
-        grouper.budget,
-        layout,
-        index_folder,
-        folder.path,
-        held_ranks(mesh),
-        processes.leads(),
-        held_ranks(mesh, axes),
-        (own_ranks(mesh), own_ranks(mesh, axes)),
-        segment,
+        config=config,
+        budget=grouper.budget,
+        layout=layout,
+        index_folder=index_folder,
+        config_folder=folder.path,
+        ranks=held_ranks(mesh),
+        leads=processes.leads(),
+        encoder_ranks=held_ranks(mesh, axes),
+        own=(own_ranks(mesh), own_ranks(mesh, axes)),
+        segment=segment,
     )
+    # The number of steps per epoch is known only now that the planner is built.
     if epochs := config.training.epochs:
+        # From here on the length of the run is fixed in steps, so that the learning rate schedule knows its end.
         steps = processes.led(lambda: max(1, loader.steps_for_epochs(epochs)))
         config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
         validate(config)
@@ -103,7 +102,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted
         samples=len(index),
         index=index_folder.name,
         fingerprint=fingerprint,
-        files=held.files,
+        files=data.files,
         weights=weights,
         budget=grouper.budget,
         layout=layout,
@@ -114,62 +113,58 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted
 
 
 def loader_of(life: Life, folder: RunFolder) -> StepLoader:
-    """A loader of all rows of a life's steps, as they were. Raises UserError where its index is gone."""
+    """Make a loader of all rows of a past start's steps. Raises UserError where its index is missing."""
     index = folder.index / life.index
     if not index.is_dir():
         raise UserError(
             f"{index} is gone: the length index by which steps from {life.first} on were planned; restore it"
         )
     return StepLoader(
-        life.config,
-        life.budget,
-        life.layout,
-        index,
-        folder.path,
-        range(life.layout.topology.ranks),
+        config=life.config,
+        budget=life.budget,
+        layout=life.layout,
+        index_folder=index,
+        config_folder=folder.path,
+        ranks=range(life.layout.topology.ranks),
         leads=False,
         segment=life.segment,
     )
 
 
-def _look(sources: Mapping[str, Source], config: Config, folder: RunFolder) -> str:
+def _index_sources(sources: Mapping[str, Source], config: Config, folder: RunFolder) -> str:
+    """Check the sources for changes and index them, on process 0, before the others read the index."""
     look_again(sources)
     for note in notes_of(sources):
         say(f"note   {note}")
     return str(cached_index(sources, config.model.encoders, folder.index)[1])
 
 
-def _grouped(config: Config) -> tuple[object, ...]:
+def _grouping_settings(config: Config) -> tuple[object, ...]:
     """Return the settings that decide which samples form a step, whatever the devices."""
     batch = config.batch
     return batch.size, dict(batch.rows), batch.microbatches, batch.grouping, batch.alignment, config.seed
 
 
-def _next_segment(before: Life, now: Held, folder: RunFolder, step: int) -> Segment:
-    """Begin the segment after `before` at `step`; process 0 determines what is due."""
+def _next_segment(last: Life, data: Held, folder: RunFolder, step: int) -> Segment:
+    """Begin the segment after that of the last start at `step`; process 0 determines which samples are due."""
 
-    def find() -> tuple[str, float]:
-        grouper = _grouper_of(before, folder)
-        held = Held(grouper.index, before.files)
-        due = carried(still_due(grouper, step), held, grouper.pools, now)
-        owed = sum(map(len, due))
-        say(f"data   {len(now.index):,} samples from step {step} on; epochs under way still have {owed:,} to come")
+    def write() -> tuple[str, float]:
+        grouper = loader_of(last, folder).planner.grouper
+        due = carried(still_due(grouper, step), Held(grouper.index, last.files), grouper.pools, data)
+        count = sum(map(len, due))
+        say(f"data   {len(data.index):,} samples from step {step} on; epochs under way still have {count:,} to come")
         return write_due(folder.due, step, due).name, grouper.epochs_after(step - 1)
 
-    name, epochs = processes.led(find)
+    name, epochs = processes.led(write)
     return Segment(step, folder.due / name, epochs)
 
 
-def _grouper_of(life: Life, folder: RunFolder) -> StepGrouper:
-    return loader_of(life, folder).planner.grouper
-
-
 def _quarantine(index: LengthIndex, folder: RunFolder, config: Config) -> Quarantine:
-    """The samples that cannot be used, which process 0 writes down. Raises UserError where they are fatal."""
+    """Quarantine the samples that cannot be used, listed by process 0. Raises UserError where they are fatal."""
     bad = [Bad(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True)]
     quarantine = Quarantine(folder.quarantine, config.data, len(index), writes=processes.leads())
     processes.led(lambda: len(quarantine.add(bad)))
-    quarantine.add(bad)  # by the other processes, for whom it is the same
+    quarantine.add(bad)  # on the other processes; adding the same samples twice changes nothing
     if bad:
         say(f"{len(bad)} of {len(index)} samples cannot be used; they are skipped, and listed in {folder.quarantine}")
     return quarantine

@@ -1,4 +1,4 @@
-"""The folder of one run: claiming it without losing anything, and what lies where in it."""
+"""The folder of one run: the paths in it, and claiming it for a new or a resumed run without losing anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +23,18 @@ Mode = Literal["new", "resume", "auto", "overwrite"]
 
 @dataclass(frozen=True)
 class Permitted:
-    """The differences allowed from the run that is resumed. keys: of the config, or beginnings of such."""
+    """Differences that are allowed from the run that is resumed. keys: config keys, or prefixes of them."""
 
     new_data: bool = False
     keys: tuple[str, ...] = ()
 
     def allows(self, key: str) -> bool:
         """Return whether this key of the config may have another value."""
-        named = any(key == own or key.startswith((f"{own}.", f"{own}[")) for own in self.keys)
-        return named or (self.new_data and key.startswith("data.sources"))
+        listed = any(key == prefix or key.startswith((f"{prefix}.", f"{prefix}[")) for prefix in self.keys)
+        return listed or (self.new_data and key.startswith("data.sources"))
 
     def allows_other_samples(self) -> bool:
-        """Return whether the samples may be others, or other ones may form a step."""
+        """Return whether the samples, or their grouping into steps, may change."""
         parts = ("data", "batch", "seed", "model")
         return self.new_data or any(key.split(".")[0] in parts for key in self.keys)
 
@@ -43,77 +43,40 @@ NOTHING = Permitted()
 FEW = 5  # differences between configs that are listed
 
 
+def _inside(name: str) -> property:
+    return property(lambda folder: folder.path / name)
+
+
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run; absolute, since checkpoints are read by no other."""
+    """Absolute paths of a run: Orbax accepts no relative ones."""
 
     path: Path
+
+    config = _inside("config.json")  # the resolved config; a folder is a run once it has this file
+    source = _inside("config.py")  # copy of the config file, for functions that the config names
+    checkpoints = _inside("checkpoints")  # a folder per saved step
+    metrics = _inside("metrics.jsonl")  # a JSON object per step and per evaluation
+    index = _inside("index")  # length indices, by fingerprint
+    history = _inside("history.jsonl")  # config, data and devices of every start of the run, a JSON object each
+    due = _inside("due")  # samples that epochs still owed when the data changed
+    traces = _inside("traces")  # profiler traces of a few steps
+    fit = _inside("fit.json")  # the run's remat policies and loss chunks
+    oversize = _inside("oversize.jsonl")  # samples that fit no budget, a JSON object each
+    quarantine = _inside("quarantine.jsonl")  # unusable samples and why, a JSON object each
+    scores = _inside("test.json")  # the test split's scores, once the run has ended
+    stacks = _inside("stacks")  # the stack of each process when the run was found stuck
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.absolute())
 
     @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.json"
-
-    @property
-    def source(self) -> Path:
-        """The config file as it was, for functions that the config names."""
-        return self.path / "config.py"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step and per evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def index(self) -> Path:
-        """Length indices, by fingerprint."""
-        return self.path / "index"
-
-    @property
     def programs(self) -> Path:
-        """Compiled programs, shared by the runs beside this one."""
+        """Return the cache of compiled programs, shared by the runs beside this one."""
         return self.path.parent / ".programs"
 
-    @property
-    def history(self) -> Path:
-        """The config, data and devices of every start of the run, a JSON object each."""
-        return self.path / "history.jsonl"
-
-    @property
-    def due(self) -> Path:
-        """The samples that were still due where other data was taken."""
-        return self.path / "due"
-
-    @property
-    def traces(self) -> Path:
-        """Profiler traces of a few steps."""
-        return self.path / "traces"
-
-    @property
-    def fit(self) -> Path:
-        """The remat policies that the run has chosen."""
-        return self.path / "fit.json"
-
-    @property
-    def oversize(self) -> Path:
-        """Samples that fit no budget, one JSON object each."""
-        return self.path / "oversize.jsonl"
-
-    @property
-    def quarantine(self) -> Path:
-        """Samples that cannot be used and why, one JSON object each."""
-        return self.path / "quarantine.jsonl"
-
     def list_oversize(self, samples: Iterable[str], action: Literal["skip", "raise"]) -> None:
-        """Write down the samples that fit no budget. Raises UserError where the config says that they are fatal."""
+        """List the samples that fit no budget in `oversize.jsonl`. Raises UserError where `action` is "raise"."""
         names = list(samples)
         self.oversize.write_text(
             "".join(json.dumps({"sample": name, "reason": "fits no budget"}) + "\n" for name in names)
@@ -124,30 +87,20 @@ class RunFolder:
                 f"in {self.oversize}. Raise batch.size, lower batch.rows, or skip them with data.on_oversize=skip"
             )
 
-    @property
-    def scores(self) -> Path:
-        """The test split's scores, once the run has come to its end."""
-        return self.path / "test.json"
-
     def scored_step(self) -> int | None:
-        """The number of updates after which the test split was scored, if it was."""
+        """Return the number of updates after which the test split was scored, if it was."""
         try:
             return int(json.loads(self.scores.read_text())["step"])
-        except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
+        except (OSError, ValueError, KeyError, TypeError):  # missing or incomplete
             return None
 
     @property
-    def stacks(self) -> Path:
-        """The stack of each process when the run was found stuck."""
-        return self.path / "stacks"
-
-    @property
     def replaced(self) -> Path:
-        """The folder to which a run is moved until the one that replaces it has started."""
+        """Return the folder to which a run is moved until the one that replaces it has started."""
         return self.path.with_name(f".{self.path.name}.replaced")
 
     def read_config(self) -> Config:
-        """The config that this run was started with. Raises UserError where there is no run."""
+        """Read the config of this run. Raises UserError where there is no run."""
         if not self.config.is_file():
             raise UserError(f"{self.path} holds no run (no config.json); give the folder that mmjax.train printed")
         try:
@@ -159,7 +112,7 @@ class RunFolder:
             ) from None
 
     def write_config(self, config: Config) -> None:
-        """Write the resolved config, in one piece: a folder with a config.json is a run."""
+        """Write the resolved config, atomically: a folder with a config.json is a run."""
         partial = self.config.with_suffix(".partial")
         partial.write_text(to_json(config))
         partial.rename(self.config)
@@ -167,37 +120,49 @@ class RunFolder:
 
 @contextmanager
 def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHING) -> Iterator[tuple[RunFolder, bool]]:
-    """The run's folder, and whether the run in it goes on. What can fail of the start happens inside `with`.
+    """Claim the run's folder, and return it with whether its run is resumed. The start belongs inside `with`.
 
-    Where it does, everything is as it was: a new folder is gone again, and the run that was to be resumed or
-    overwritten is untouched. Raises UserError where a run is there and neither resuming nor overwriting was said, where
-    there is none to resume or it is of another config in more than is permitted, or where the folder cannot be written.
+    Where the body raises, everything is undone: a new folder is removed, and the run that was to be resumed or
+    overwritten is untouched. Raises UserError where there is a run, but neither resume nor overwrite is requested;
+    where there is no run to resume, or its config differs in more than is permitted; and where the folder cannot be
+    written.
     """
     check_keys(permitted, config)
     folder = run_folder(config)
-    there = _check_claim(folder, config, mode)
-    if there and mode in ("resume", "auto"):
+    exists = _check_claim(folder, config, mode)
+    if exists and mode in ("resume", "auto"):
         changes = changes_of(folder, config, permitted)
         for line in first_few([f"changed {line}" for line in changes if not line.startswith(WHERE)]):
             say(line)
-        _write_or_user_error(folder, lambda: _check_writable(folder))
+        with _writing(folder):
+            _check_writable(folder)
         yield folder, True
-        _write_or_user_error(folder, lambda: folder.write_config(config))
+        with _writing(folder):
+            folder.write_config(config)
         return
-    existed = folder.path.is_dir()
-    if there:
-        _write_or_user_error(folder, lambda: _set_aside(folder))
+    was_folder = folder.path.is_dir()
+    if exists:
+        with _writing(folder):
+            if folder.replaced.exists():
+                # An overwriting start was killed: its folder is removed, and the run it was to replace stays set aside.
+                shutil.rmtree(folder.path)
+            else:
+                folder.path.rename(folder.replaced)
     try:
-        _write_or_user_error(folder, lambda: _begin(folder, config, source))
+        with _writing(folder):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            _check_writable(folder)
+            keep(source, folder.path)
+            folder.write_config(config)
         yield folder, False
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
-        if there:
+        if exists:
             folder.replaced.rename(folder.path)
-        elif existed:
+        elif was_folder:
             folder.path.mkdir(exist_ok=True)
         raise
-    if there:
+    if exists:
         shutil.rmtree(folder.replaced, ignore_errors=True)
 
 
@@ -207,35 +172,22 @@ def run_folder(config: Config) -> RunFolder:
 
 
 def _check_claim(folder: RunFolder, config: Config, mode: Mode) -> bool:
-    """Return whether there is a run. Raises UserError where `mode` does not go with what is there."""
-    there = folder.config.is_file()
-    if there and mode == "new":
+    """Return whether the folder has a run. Raises UserError where `mode` does not go with that."""
+    exists = folder.config.is_file()
+    if exists and mode == "new":
         raise UserError(
             f"{folder.path} already holds a run; continue it with --resume, replace it with --overwrite, "
             "or choose another folder with run=FOLDER"
         )
-    if mode == "resume" and not there:
+    if mode == "resume" and not exists:
         raise UserError(f"{folder.path} holds no run to resume; leave --resume away, or use --resume=auto for either")
-    if not there and folder.path.is_dir() and any(folder.path.iterdir()):
+    if not exists and folder.path.is_dir() and any(folder.path.iterdir()):
         raise UserError(f"{folder.path} is not empty and not a run; choose another folder with run=FOLDER")
+    # A new run in the folder that it starts from would set its own checkpoints aside.
     starts_from = config.init_from and Path(config.init_from).resolve()
-    if starts_from == folder.path and not (there and mode in ("resume", "auto")):
+    if starts_from == folder.path and not (exists and mode in ("resume", "auto")):
         raise UserError(f"init_from={config.init_from} is this run's own folder; choose another one with run=FOLDER")
-    return there
-
-
-def _set_aside(folder: RunFolder) -> None:
-    if folder.replaced.exists():
-        shutil.rmtree(folder.path)  # an overwriting start that was killed; the run it was to replace is still aside
-    else:
-        folder.path.rename(folder.replaced)
-
-
-def _begin(folder: RunFolder, config: Config, source: Path) -> None:
-    folder.path.mkdir(parents=True, exist_ok=True)
-    _check_writable(folder)
-    keep(source, folder.path)
-    folder.write_config(config)
+    return exists
 
 
 def _check_writable(folder: RunFolder) -> None:
@@ -243,9 +195,11 @@ def _check_writable(folder: RunFolder) -> None:
         raise PermissionError(errno.EACCES, "no write permission")
 
 
-def _write_or_user_error(folder: RunFolder, write: Callable[[], None]) -> None:
+@contextmanager
+def _writing(folder: RunFolder) -> Iterator[None]:
+    """Turn an OSError of the body into a UserError."""
     try:
-        write()
+        yield
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
@@ -254,7 +208,8 @@ def _write_or_user_error(folder: RunFolder, write: Callable[[], None]) -> None:
 
 
 WHERE = ("name:", "run:")
-# What may change without a word when a run goes on: where and how fast it runs, how long, how often it looks and saves.
+# Keys that may change freely when a run is resumed: where, how fast and how long it runs, how often it evaluates and
+# saves.
 MAY_CHANGE = (
     "name", "run", "device", "mesh.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch", "data.cache",
     "data.on_bad_sample", "data.max_bad_share",
@@ -265,39 +220,41 @@ MAY_CHANGE = (
 
 
 def changes_of(folder: RunFolder, config: Config, permitted: Permitted = NOTHING) -> Sequence[str]:
-    """List the differences from the run in the folder. Raises UserError where that is more than is permitted."""
+    """List the differences from the config of the run in the folder. Raises UserError for those not permitted."""
     lines = differences(folder.read_config(), config)
-    others = {key: line for line in lines if not _may_change(key := line.partition(":")[0])}
-    if kept := [key for key in others if not permitted.allows(key)]:
-        data = [key for key in kept if key.startswith("data.sources")]
-        named = [key for key in kept if key not in data]
-        if len(named) > FEW:
-            named = list(dict.fromkeys(key.partition(".")[0] for key in named))
-        said = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in named])
+    by_key = {line.partition(":")[0]: line for line in lines}
+    if fixed := [key for key in by_key if not (_may_change(key) or permitted.allows(key))]:
+        data = [key for key in fixed if key.startswith("data.sources")]
+        keys = [key for key in fixed if key not in data]
+        if len(keys) > FEW:
+            # Many differences are named by their top-level keys, which --change accepts as prefixes.
+            keys = list(dict.fromkeys(key.partition(".")[0] for key in keys))
+        options = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in keys])
         raise UserError(
-            f"{folder.path} is a run of another config: {'; '.join(first_few([others[key] for key in kept]))}. Say "
+            f"{folder.path} is a run of another config: {'; '.join(first_few([by_key[key] for key in fixed]))}. Say "
             f"these values as they were, or leave the config away: --resume {folder.path} goes on with its own; or say "
-            f"that they shall change: {said}; or start another run from its parameters: run=FOLDER "
+            f"that they shall change: {options}; or start another run from its parameters: run=FOLDER "
             f"init_from={folder.path}"
         )
     return lines
 
 
 def first_few(lines: Sequence[str]) -> list[str]:
-    """Cut lines to at most `FEW`, the last of which says how many more there are."""
+    """Cut lines to at most `FEW`, the last of which counts the rest."""
     return list(lines) if len(lines) <= FEW else [*lines[: FEW - 1], f"and {len(lines) - FEW + 1} more"]
 
 
 def check_keys(permitted: Permitted, config: Config) -> None:
-    """Raises UserError where a key that may change is none of the config's."""
+    """Raise UserError where a permitted key is no key of the config, nor a prefix of one."""
     keys = [key.split(".") for key in keys_of(config)]
-    known = dict.fromkeys(".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1))
-    for own in permitted.keys:
-        if not any(Permitted(keys=(own,)).allows(key) for key in known):
-            raise UserError(f"--change {own}: a config has no such key{did_you_mean(own, known)}")
+    prefixes = dict.fromkeys(".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1))
+    for key in permitted.keys:
+        if not any(Permitted(keys=(key,)).allows(prefix) for prefix in prefixes):
+            raise UserError(f"--change {key}: a config has no such key{did_you_mean(key, prefixes)}")
 
 
 def _may_change(key: str) -> bool:
-    parts = key.split(".")
-    of_encoder = parts[:2] == ["model", "encoders"] and parts[3:] in (["remat"], ["attention"])
-    return key.startswith(MAY_CHANGE) or of_encoder
+    parts = key.split(".")  # model.encoders.NAME.remat
+    return key.startswith(MAY_CHANGE) or (
+        parts[:2] == ["model", "encoders"] and parts[3:] in (["remat"], ["attention"])
+    )

@@ -1,6 +1,6 @@
-"""The lives of a run: what every start of it was made of, so that any of its steps can be made again.
+"""History of a run: the config, data and devices of every start, so that any of its steps can be reproduced.
 
-`history.jsonl` in the run's folder has a line for every start. A step was run by the last life that begins before it.
+`history.jsonl` in the run's folder has a line for every start. A step was run by the last start at or before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmjax.training.json_lines import whole_lines
 
 @dataclass(frozen=True)
 class Life:
-    """One start of a run. index: the folder of the length index, in the run's."""
+    """One start of a run. index: name of the length index's folder, inside the run's `index` folder."""
 
     first: int  # its first step
     began: str  # date and time
@@ -43,71 +43,71 @@ class Life:
     config: Config
 
     def to_json(self) -> str:
-        """One line."""
+        """Format this start as one line of `history.jsonl`."""
         plain = asdict(replace(self, config=None, segment=None))
         segment = asdict(self.segment) | {"due": self.segment.due and self.segment.due.name}
-        whole = json.loads(json.dumps(plain | {"segment": segment, "config": json.loads(to_json(self.config))}))
-        return json.dumps(sealed(whole)) + "\n"
+        record = plain | {"segment": segment, "config": json.loads(to_json(self.config))}
+        # Through JSON once, so that the checksum is of what reading gives: lists, not tuples.
+        return json.dumps(sealed(json.loads(json.dumps(record)))) + "\n"
 
     @classmethod
     def from_json(cls, line: str, folder: Path) -> Self:
-        """What `to_json` wrote; due: is in `folder`. Raises ValueError, KeyError, TypeError or UserError."""
-        told = unsealed(json.loads(line))
-        layout, segment, budget = told["layout"], told["segment"], told["budget"]
+        """Parse a line of `to_json`; its file of due samples is in `folder`.
+
+        Raises ValueError, KeyError, TypeError or UserError where the line is of another version, or damaged.
+        """
+        record = unsealed(json.loads(line))
+        layout = record["layout"]
         shapes = tuple(Shape(tuple(lengths), tuple(widths)) for lengths, widths in layout["shapes"])
-        whole = {key: tuple(x) if isinstance(x, list) else x for key, x in budget.items()}
-        return cls(
-            **told
-            | {
-                "layout": RankLayout(Topology(**layout["topology"]), tuple(layout["rows"]), shapes),
-                "segment": Segment(**segment | {"due": folder / segment["due"] if segment["due"] else None}),
-                "budget": Budget(**whole),
-                "files": {name: [(file, n) for file, n in files] for name, files in told["files"].items()},
-                "config": from_json(json.dumps(told["config"])),
-            }
-        )
+        due = record["segment"]["due"]
+        budget = {key: tuple(x) if isinstance(x, list) else x for key, x in record["budget"].items()}
+        record["layout"] = RankLayout(Topology(**layout["topology"]), tuple(layout["rows"]), shapes)
+        record["segment"] = Segment(**record["segment"] | {"due": folder / due if due else None})
+        record["budget"] = Budget(**budget)
+        record["files"] = {name: [(file, n) for file, n in files] for name, files in record["files"].items()}
+        record["config"] = from_json(json.dumps(record["config"]))
+        return cls(**record)
 
 
-_WHOLE = re.compile(r'"sum": "[0-9a-f]{16}"}$')  # the end of a line; one without was cut off, before any step was run
+# The end of a complete line. A line without it was cut off by a kill, before any step was run.
+_COMPLETE = re.compile(r'"sum": "[0-9a-f]{16}"}$')
 
 
 def life_of(path: Path, step: int, due: Path) -> Life | None:
-    """The life that ran step `step`, or will if it is the next; None where no line of `path` tells.
+    """Return the start that ran step `step`, or will if it is the next; None where no line of `path` has one.
 
-    due: the folder of what segments owe. Raises UserError where a line is not what was written, or that line is not
-    readable by this version of mmjax.
+    due: the folder of due samples. Raises UserError where a line is damaged, or is of another version of mmjax.
     """
-    found = None
-    for number, line in enumerate(_lines(path), start=1):
-        if not _WHOLE.search(line):
+    match = None
+    lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        if not _COMPLETE.search(line):
             continue
         try:
-            told = unsealed(json.loads(line))
+            record = unsealed(json.loads(line))
         except ValueError:
             raise UserError(f"{path}:{number}: is not what was written; restore that file") from None
-        if told["first"] <= step:
-            found = number, line
-    if found is None:
+        # Later lines win: a resumed run may repeat steps that an earlier start had run.
+        if record["first"] <= step:
+            match = number, line
+    if match is None:
         return None
+    number, line = match
     try:
-        return Life.from_json(found[1], due)
+        return Life.from_json(line, due)
     except (ValueError, KeyError, TypeError, UserError) as error:
         raise UserError(
-            f"{path}:{found[0]}: cannot be read by this version of mmjax ({error}); use the one that wrote it"
+            f"{path}:{number}: cannot be read by this version of mmjax ({error}); use the one that wrote it"
         ) from None
 
 
 def all_lives(path: Path) -> list[dict[str, Any]]:
-    """Every start as it stands there, for a person to look at."""
+    """Read every start as plain JSON, to show to a person."""
     return [life for life in whole_lines(path) if "first" in life]
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").split("\n") if path.is_file() else []
-
-
 def append_life(path: Path, life: Life) -> None:
-    """Write a life down. A start that was killed may have left half a line, which gets its end."""
-    whole = not path.is_file() or path.read_bytes()[-1:] in (b"", b"\n")
+    """Append a start. One that was killed may have left half a line, which then gets its end first."""
+    ended = not path.is_file() or path.read_bytes()[-1:] in (b"", b"\n")
     with path.open("a") as file:
-        file.write(("" if whole else "\n") + life.to_json())
+        file.write(("" if ended else "\n") + life.to_json())

@@ -1,4 +1,4 @@
-"""One training at a time in a run's folder."""
+"""Lock a run's folder, so that one training at a time writes in it."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from mmjax.errors import UserError
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder for this process; the system lets go of it however the process ends.
+    """Hold the lock of a run's folder; the system releases it however the process ends.
 
-    The lock is a file beside the folder, which may be moved or deleted meanwhile. Raises UserError where another
-    process holds it.
+    The lock is a file beside the folder, since the folder may be moved or deleted meanwhile. Raises UserError where
+    another process holds it.
     """
     folder = folder.resolve()
     path = folder.with_name(f".{folder.name}.lock")
     try:
-        held = _hold(path)
+        lock = _hold(path)
     except BlockingIOError:
         raise UserError(
             f"{folder} is in use by {_holder(path)}: two trainings cannot write in one run; wait until it has ended, "
             "stop it, or choose another folder with run=FOLDER"
         ) from None
-    except OSError:  # no locks here, or nothing can be written beside the folder; if in it neither, claiming it says so
+    except OSError:
+        # The file system has no locks; or nothing can be written beside the folder; if not in it either, `claim` fails.
         yield
         return
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
-        os.close(held)
+        os.close(lock)
 
 
 def _hold(path: Path) -> int:
-    """The open and locked file at the path, which says who holds it. Raises BlockingIOError where another does."""
+    """Open and lock the file, and write into it who holds it. Raises BlockingIOError where another process does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # closed in processes that this one executes
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # closed in programs that this process executes
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):
@@ -52,7 +53,7 @@ def _hold(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # its holder has just deleted it
+        os.close(file)  # its last holder deleted it between our open and our lock: try again with a new file
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A run's folder or a Hugging Face checkpoint's, as a model that can be asked."""
+"""Open a run's folder or a Hugging Face checkpoint for inference."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mmjax.config import (
-    BatchConfig,
-    ChatFormat,
-    Config,
-    DataConfig,
-    DynamicRope,
-    MeshConfig,
-    ModelConfig,
-    TrainingConfig,
-)
+from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, DynamicRope, MeshConfig, TrainingConfig
 from mmjax.config_files import callbacks_of, edit
 from mmjax.data.alphabet import AlphabetFormat
 from mmjax.data.asked import PromptFormat
@@ -41,13 +32,13 @@ from mmjax.training.state import parameter_shardings
 
 Params = dict[str, Any]
 
-_TEXT = ("text_config", "llm_config")  # where a multimodal checkpoint's config.json has that of its LLM
-_CAST = {"weight", "a", "b"}  # of the LLM: cast to the activations' dtype wherever they are used
+_TEXT = ("text_config", "llm_config")  # keys of the LLM's config inside a multimodal checkpoint's config.json
+_CAST = {"weight", "a", "b"}  # parameters of the LLM that are cast to the activations' dtype wherever they are used
 
 
 @dataclass(frozen=True)
 class Served:
-    """A run or a checkpoint, before any weight is read. `config` is the run's, or one made for the checkpoint."""
+    """A run or a checkpoint whose weights are not read yet. `config` is the run's, or one made for the checkpoint."""
 
     path: Path
     config: Config
@@ -56,18 +47,14 @@ class Served:
 
     @classmethod
     def open(cls, path: Path, overrides: Sequence[str] = (), step: int | None = None) -> Served:
-        """Open the folder of a run or of a Hugging Face checkpoint; `overrides` are `a.b=value`.
+        """Open the folder of a run or of a Hugging Face checkpoint.
 
-        step: of the run's checkpoint, by default the newest.
-
-        A checkpoint may be named as on the Hub (`mmjax.hub`).
-
-        The mesh of a run was for its training: it is all devices side by side unless `overrides` say otherwise. Raises
-        UserError for a folder that is neither.
+        path: may be a checkpoint's name on the Hub. overrides: settings as `a.b=value`. step: of a run's checkpoint, by
+        default the newest. The mesh of a run was for its training, so the default mesh replaces it. Raises UserError
+        for a folder that is neither.
         """
         path = checkpoint_folder(path)
-        kind = _kind(path)
-        if kind == "run":
+        if _is_run(path):
             run = RunFolder(path)
             return cls(path, edit(replace(run.read_config(), mesh=MeshConfig()), overrides), run, step)
         if step is not None:
@@ -77,7 +64,7 @@ class Served:
         return cls(path, edit(_config_of(path.absolute()), overrides), None)
 
     def chat(self) -> Chat:
-        """Return the chat format of questions, by a template that need not be fit for training.
+        """Return the chat format of questions; its template may be unfit for training.
 
         Raises UserError where nothing says so.
         """
@@ -97,35 +84,40 @@ class Served:
         return AlphabetFormat(data.alphabet, any(isinstance(source, EmbeddedDataset) for source in sources))
 
     def positions(self) -> int | None:
-        """Tokens of the longest text that the checkpoint was made for, `max_position_embeddings`, where it is known.
+        """Return the checkpoint's context length in tokens, `max_position_embeddings`; None where it is unknown.
 
-        None where it is not, and under dynamic RoPE, whose base grows with the text beyond them.
+        None also under dynamic RoPE, whose base grows with longer texts.
         """
         if isinstance(self.config.model.llm.rope_scaling, DynamicRope):
             return None
-        folders = [self.path] if self.run is None else [self.config.model.llm.weights]
-        where = Path(folders[0]) / "config.json" if folders[0] else None
-        if where is None or not where.is_file():
+        folder = self.path if self.run is None else self.config.model.llm.weights
+        if not folder or not (Path(folder) / "config.json").is_file():
             return None
-        config = read_json(where)
-        inner = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), config)
-        found = inner.get("max_position_embeddings", config.get("max_position_embeddings"))
-        return found if isinstance(found, int) else None
+        config = read_json(Path(folder) / "config.json")
+        limit = _text_config(config).get("max_position_embeddings", config.get("max_position_embeddings"))
+        return limit if isinstance(limit, int) else None
 
     def programs(self) -> Path:
         """Return the folder of compiled programs."""
-        own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "programs"
-        return own if self.run is None else self.run.programs
+        if self.run is not None:
+            return self.run.programs
+        return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "programs"
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Load the functions that the encoders' callbacks name."""
         return callbacks_of(self.config.model, self.path)
 
     def load(self, mesh: Mesh, rules: ShardingRules) -> tuple[Model, Params]:
-        """The model and its weights on a mesh: what only ever computes in the activations' dtype is held in it."""
+        """Build the model and load its weights on a mesh.
+
+        Weights that are only ever computed in the activations' dtype are stored in it.
+        """
         dtype = jnp.dtype(self.config.training.precision)
         if self.run is None:
-            model = Model.build(_still(self.config.model), dtype)
+            # All modules frozen: so their weights are stored in the activations' dtype.
+            config = self.config.model
+            modules = ["llm", *(part for name in config.encoders for part in (name, f"{name}.connector"))]
+            model = Model.build(frozen(config, modules), dtype)
             return model, load_pretrained(model, parameter_shardings(model, mesh, rules))
         model = Model.build(self.config.model, dtype, functions=self.functions())
         shardings = parameter_shardings(model, mesh, rules)
@@ -135,8 +127,8 @@ class Served:
         return model, params | {"llm": _cast(params["llm"], dtype)}
 
 
-def _kind(path: Path) -> str:
-    """`run` or `checkpoint`."""
+def _is_run(path: Path) -> bool:
+    """Return whether the folder is a run's, not a checkpoint's. Raises UserError where it is neither."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder; give a run's, or that of a Hugging Face checkpoint")
     if (path / "parts.json").exists():
@@ -146,32 +138,37 @@ def _kind(path: Path) -> str:
         )
     if not (path / "config.json").is_file():
         raise UserError(f"{path} holds neither a run nor a Hugging Face checkpoint: it has no config.json")
-    found = read_json(path / "config.json")
-    if "model_type" in found:
-        return "checkpoint"
-    if {"model", "training"} <= set(found):
-        return "run"
+    config = read_json(path / "config.json")
+    if "model_type" in config:
+        return False
+    if {"model", "training"} <= set(config):
+        return True
     raise UserError(f"{path / 'config.json'} is neither a run's nor a Hugging Face checkpoint's: it has no model_type")
 
 
 def _config_of(path: Path) -> Config:
-    """A config that says of a checkpoint what a run's says of its model: how to compute it and to talk to it."""
+    """Make a config for a checkpoint, as a run has one: its model, precision and chat format."""
     model = from_hf(path)
     config = read_json(path / "config.json")
-    inner = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), {})
-    stored = str(next((of[key] for of in (config, inner) for key in ("dtype", "torch_dtype") if of.get(key)), ""))
+    # transformers 4 writes `torch_dtype`, 5 writes `dtype`; either may stand inside the LLM's part.
+    keys = ("dtype", "torch_dtype")
+    stored = str(next((c[key] for c in (config, _text_config(config)) for key in keys if c.get(key)), ""))
     precision = "bfloat16" if stored.endswith("16") else "float32"
-    rows = dict.fromkeys(("llm", *model.encoders), 1)
-    data, batch = DataConfig(chat=ChatFormat(str(path))), BatchConfig(rows=rows)
-    return Config("checkpoint", data, batch, model, TrainingConfig(steps=1000, precision=precision))
+    return Config(
+        name="checkpoint",
+        data=DataConfig(chat=ChatFormat(str(path))),
+        batch=BatchConfig(rows=dict.fromkeys(("llm", *model.encoders), 1)),
+        model=model,
+        training=TrainingConfig(steps=1000, precision=precision),
+    )
 
 
-def _still(model: ModelConfig) -> ModelConfig:
-    """The model with every module frozen, whose weights are so held in the activations' dtype."""
-    return frozen(model, ["llm", *(part for name in model.encoders for part in (name, f"{name}.connector"))])
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the LLM's part of a config.json; the whole of it for a checkpoint without other modules."""
+    return next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), config)
 
 
 def _cast(params: Params, dtype: jnp.dtype) -> Params:
-    """Nested dicts with matrices in another dtype, where they lie."""
+    """Cast the matrices of nested dicts, on their devices."""
     flat, structure = jax.tree.flatten_with_path(params)
     return jax.tree.unflatten(structure, [x.astype(dtype) if path[-1].key in _CAST else x for path, x in flat])

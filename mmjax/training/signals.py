@@ -1,4 +1,4 @@
-"""What a person, or the cluster, asks of a running process: to stop in order, or to record what it does."""
+"""Handle signals to a running process: stop cleanly, or record a profiler trace."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ TRACE = signal.SIGUSR2
 
 
 class Asked:
-    """What was asked so far."""
+    """Requests by signals so far."""
 
     def __init__(self) -> None:
-        self.stop = ""  # the signal that asked for it
+        self.stop = ""  # name of the signal that requested it
         self.trace = False
 
     def heed(self, number: int, frame: FrameType | None) -> None:
-        """A handler: says what will be done, which the loop does."""
+        """Handle a signal: set the flag that the loop reads, and print what will happen."""
         del frame
         name = signal.Signals(number).name
         if number == TRACE:
             self.trace = True
             note(f"{name}: the next steps are recorded")
         else:
+            # The first signal is reported as the reason; later ones change nothing.
             self.stop = self.stop or name
             note(f"{name}: saving after this step, then ending")
 
 
 def heed() -> Asked:
-    """From now on what this process is asked for by signals, which end it no more: it ends by itself."""
-    asked = Asked()
-    if threading.current_thread() is threading.main_thread():  # no other can
+    """Install handlers: SIGTERM and SIGUSR1 request a clean stop, SIGUSR2 a profiler trace. Returns the flags."""
+    flags = Asked()
+    if threading.current_thread() is threading.main_thread():  # only the main thread can install handlers
         for number in (*STOP, TRACE):
-            signal.signal(number, asked.heed)
-    return asked
+            signal.signal(number, flags.heed)
+    return flags

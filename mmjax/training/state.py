@@ -1,4 +1,4 @@
-"""What training carries from step to step, and where it lies on the mesh."""
+"""The training state that steps pass on, and its shardings on the mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Params = dict[str, Any]
 
 
 class TrainState(NamedTuple):
-    """`trainable` in float32 (the master weights), `frozen` in the precision they are computed in."""
+    """State between steps: `trainable` float32 master weights, `frozen` in the precision of the computation."""
 
     step: jax.Array  # int32 []
     trainable: Params
@@ -27,24 +27,24 @@ class TrainState(NamedTuple):
 
 
 def all_parameters(state: TrainState) -> Params:
-    """Trainable and frozen together."""
+    """Return trainable and frozen parameters together."""
     return merge(state.trainable, state.frozen)
 
 
 def split(model: Model, frozen: frozenset[str], params: Params) -> tuple[Params, Params]:
-    """Trainable parameters as they are, frozen ones in the precision they are computed in."""
-    trainable, still = partition(params, frozen)
-    return trainable, jax.tree.map(lambda p: p.astype(model.dtype), still)
+    """Split parameters into trainable ones, unchanged, and frozen ones, cast to the precision of the computation."""
+    trainable, constant = partition(params, frozen)
+    return trainable, jax.tree.map(lambda p: p.astype(model.dtype), constant)
 
 
 def state_from(model: Model, optimizer: Optimizer, frozen: frozenset[str], params: Params) -> TrainState:
-    """Step 0 with these parameters."""
-    trainable, still = split(model, frozen, params)
-    return TrainState(jnp.zeros((), jnp.int32), trainable, still, optimizer.init(trainable))
+    """Return the state of step 0 with these parameters."""
+    trainable, constant = split(model, frozen, params)
+    return TrainState(jnp.zeros((), jnp.int32), trainable, constant, optimizer.init(trainable))
 
 
 def parameter_shardings(model: Model, mesh: Mesh, rules: ShardingRules) -> Params:
-    """The sharding of every parameter of the model."""
+    """Return the sharding of every parameter of the model."""
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     axes, structure = jax.tree.flatten(model.axes, is_leaf=is_axes)
     shapes = jax.tree.leaves(model.abstract)
@@ -54,16 +54,16 @@ def parameter_shardings(model: Model, mesh: Mesh, rules: ShardingRules) -> Param
 def state_shardings(
     model: Model, optimizer: Optimizer, frozen: frozenset[str], mesh: Mesh, rules: ShardingRules
 ) -> TrainState:
-    """The sharding of every leaf of the state: moments lie where their parameters do, counters everywhere."""
-    of_params = parameter_shardings(model, mesh, rules)
-    trainable, still = partition(of_params, frozen)
+    """Return the sharding of every leaf of the state: moments like their parameters, counters replicated."""
+    trainable, constant = partition(parameter_shardings(model, mesh, rules), frozen)
     abstract = jax.eval_shape(optimizer.init, partition(model.abstract, frozen)[0])
-    whole = replicated(mesh)
+    scalar = replicated(mesh)
     by_path = {key_names(path): s for path, s in jax.tree.leaves_with_path(trainable)}
 
     def moment(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        # A moment's path ends with its parameter's, whatever optax wraps around it; what has no parameter is a counter.
+        # A moment's path ends with its parameter's, whatever optax wraps around it: (mu, llm, embed, weight) with
+        # (llm, embed, weight). Leaves without a parameter are counters.
         names = tuple(str(getattr(key, "key", "")) for key in path)
-        return next((by_path[names[k:]] for k in range(len(names)) if names[k:] in by_path), whole)
+        return next((by_path[names[k:]] for k in range(len(names)) if names[k:] in by_path), scalar)
 
-    return TrainState(whole, trainable, still, jax.tree_util.tree_map_with_path(moment, abstract))
+    return TrainState(scalar, trainable, constant, jax.tree_util.tree_map_with_path(moment, abstract))

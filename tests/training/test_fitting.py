@@ -62,7 +62,7 @@ def test_what_rows_of_any_length_keep_is_found_from_the_shortest_and_the_longest
     towers |= {name: replace(e, attention=attention) for name, e in made.model.encoders.items()}
     made = replace(made, model=replace(made.model, llm=towers.pop("llm"), encoders=towers))
     lengths = [1024, 3072, 2048]
-    for length, found in zip(lengths, Tracer(made).kept(tower, 2, lengths), strict=True):
+    for length, found in zip(lengths, Tracer(made).saved_bytes(tower, 2, lengths), strict=True):
         for policy, kept in kept_per_layer(made.model, tower, (2, length), jnp.float32).items():
             np.testing.assert_allclose(found[policy], kept, rtol=0.01)
 
