@@ -35,6 +35,7 @@ class _Chunk(NamedTuple):
     step_start: np.ndarray  # int64 [steps + 1]
     part_start: np.ndarray  # int64 [n + 1]
     row: np.ndarray | None  # int32 [p]: microbatch * rows of the module + row; None = the grouping does not say
+    waited: np.ndarray | None = None  # int32 [n]: steps; None = nobody waits
 
     def step(self, k: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The samples of the k-th step and their parts' rows."""
@@ -71,6 +72,13 @@ class StepGrouper:
         """The microbatches of step `step`. Chunks whose start is not known are grouped first, one after the other."""
         chunk, at = self._place_of(step)
         return self._microbatches(*self._chunk(chunk).step(at))
+
+    def longest_wait(self, step: int) -> int:
+        """Return for how many steps a sample of this step waited at most, from when it could have been chosen."""
+        chunk, at = self._place_of(step)
+        grouped = self._chunk(chunk)
+        first, last = grouped.step_start[at : at + 2]
+        return 0 if grouped.waited is None else int(grouped.waited[first:last].max(initial=0))
 
     def used(self, step: int) -> tuple[dict[int, Draws], np.ndarray]:
         """Return what the chunk of a step has of each source, and the ids of its samples that came before the step."""
@@ -176,7 +184,7 @@ class StepGrouper:
         parts = self.index.parts(order)
         count, columns = self.batch.microbatches, self.columns
         packing = pack(parts, np.arange(len(order)), self.budget.room(), count, pool_steps, columns)
-        return _chunk_of(order, parts, packing.step, packing.row)
+        return _chunk_of(order, parts, packing.step, packing.row, packing.waited)
 
     def _isf(self, order: np.ndarray, iterations: int, rng: np.random.Generator) -> _Chunk:
         parts = self.index.parts(order)
@@ -205,11 +213,14 @@ def _columns(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: B
     return columns_for(index.parts(wide), budget.room())
 
 
-def _chunk_of(samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray) -> _Chunk:
+def _chunk_of(
+    samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray, waited: np.ndarray | None = None
+) -> _Chunk:
     by_step = np.argsort(step, kind="stable")
     step_start = np.searchsorted(step[by_step], np.arange(step.max(initial=-1) + 2))
     part_start = _starts(np.diff(parts.sample_start)[by_step])
-    return _Chunk(samples[by_step], step_start, part_start, row[parts.of_samples(by_step)])
+    waited = None if waited is None else waited[by_step]
+    return _Chunk(samples[by_step], step_start, part_start, row[parts.of_samples(by_step)], waited)
 
 
 def _starts(count: np.ndarray) -> np.ndarray:
