@@ -86,6 +86,7 @@ class _Planned:
     planner: StepPlanner
     first_step_seconds: float
     plans: list[StepPlan] = field(default_factory=list)
+    grouped: int = 0  # steps, of which those of `plans` were also placed
     longest_wait: int = 0
     grouping_seconds: float = 0.0
     placing_seconds: float = 0.0
@@ -105,14 +106,17 @@ def _plan(args: argparse.Namespace, read: Mapping[str, np.ndarray], encoders: Ma
 
     planned = _Planned(tuple(encoders), *_cpu_seconds(first_step))
     grouper = replace(planned.planner.grouper, first_steps=[0])  # without the chunks that are in memory
-    while len(planned.plans) < args.steps or len(planned.plans) not in grouper.first_steps:
-        number = len(planned.plans)
+    number = 0
+    while number < args.steps or number not in grouper.first_steps:  # chunks are grouped as a whole
         groups, seconds = _cpu_seconds(grouper.step, number)
         planned.grouping_seconds += seconds
-        microbatches, seconds = _cpu_seconds(_place, planned.planner.placer, groups)
-        planned.placing_seconds += seconds
-        planned.plans.append(StepPlan(number, tuple(microbatches)))
-        planned.longest_wait = max(planned.longest_wait, grouper.longest_wait(number))
+        if args.grouping == "pack" or number < args.steps:  # without grouping the end of a chunk is as its beginning
+            microbatches, seconds = _cpu_seconds(_place, planned.planner.placer, groups)
+            planned.placing_seconds += seconds
+            planned.plans.append(StepPlan(number, tuple(microbatches)))
+            planned.longest_wait = max(planned.longest_wait, grouper.longest_wait(number))
+        number += 1
+    planned.grouped = number
     return planned
 
 
@@ -152,7 +156,7 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
     step = np.repeat(np.arange(steps), [len(plan.samples()) for plan in planned.plans])
     modules = ("llm", *planned.encoders)
     figures = {
-        "grouping_seconds_per_step": planned.grouping_seconds / steps,
+        "grouping_seconds_per_step": planned.grouping_seconds / planned.grouped,
         "placing_seconds_per_step": planned.placing_seconds / steps,
         "first_step_seconds": planned.first_step_seconds,
         "fill": _by_module(modules, fill(used, room)),
