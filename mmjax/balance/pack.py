@@ -95,7 +95,8 @@ def pack(
     order = np.asarray(order, np.int64)
     if steps > len(order):
         raise ValueError(f"{len(order)} samples do not make {steps} steps")
-    chunk = _Chunk.of(parts.take(order), budgets, microbatches, columns, pool_steps, longest_wait)
+    taken = parts if np.array_equal(order, np.arange(len(parts))) else parts.take(order)
+    chunk = _Chunk.of(taken, budgets, microbatches, columns, pool_steps, longest_wait, steps)
     if np.any(too_large := ~fit_alone(chunk.load, chunk.rows)):
         where = "microbatch" if columns == 1 else "column"
         raise ValueError(f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty {where}")
@@ -175,11 +176,19 @@ class _Chunk:
 
     @classmethod
     def of(
-        cls, parts: Parts, budgets: Budgets, microbatches: int, columns: int, pool_steps: float, longest_wait: int
+        cls,
+        parts: Parts,
+        budgets: Budgets,
+        microbatches: int,
+        columns: int,
+        pool_steps: float,
+        longest_wait: int,
+        steps: int,
     ) -> _Chunk:
         load, rows = _prepare(parts, budgets, columns)
         n, p, need = len(parts), len(parts.module), load.share.sum(0)
-        most = int(min(pool_steps * microbatches * n / max(need.max(initial=0), 1e-9), n)) + 1
+        planned = max(float(need.max(initial=0)), steps * microbatches, 1e-9)
+        most = int(min(pool_steps * microbatches * n / planned, n)) + 1
         whole = lambda size, value=-1: np.full(size, value, np.int64)  # noqa: E731
         state = whole(n), whole(n), whole(n), whole(p), whole(p), np.zeros(n, bool), np.zeros(len(need))
         unit = units(parts, len(need))
@@ -198,11 +207,12 @@ class _Chunk:
         from_start = self.per_microbatch < _FEW and need <= _MANY
         end = max(steps * count, math.ceil(need - 1e-9)) if steps else self._fewest(need)
         while True:
+            if not from_start:
+                self._fill_until(end, end - _TAIL * count)
             start = self._saved()
-            self._fill_until(end, 0 if from_start else end - _TAIL * count)
-            start = start if from_start else self._saved()
-            for ease in _EASE:
-                self._restore(start)
+            for attempt, ease in enumerate(_EASE):
+                if attempt:
+                    self._restore(start)
                 self._fill_until(end, end, ease)
                 if not self._left():
                     return
@@ -256,12 +266,15 @@ class _Chunk:
         )
         old = int(np.searchsorted(self.latest[queue], self.now + _SOON * count, side="right"))
         oldest_first = 1 - min(0.8, _CHOSEN / self.per_microbatch**0.5)
-        # One sample at least is left for each later step, and one at least is taken.
-        limit = max(self.waiting + n - self.following - -(-later // count), 1, head)
+        # At least one sample is left for each later step, and taken by the first microbatch of this one.
+        spare = self.waiting + n - self.following - later // count
+        limit = max(spare, 1 if self.now % count == 0 else 0, head)
         chosen = choose(queue, head, old, limit, self.load, room, oldest_first, last)
         if not self._lay_out(chosen, room) and not eject(chosen, head, self.load, self.rows, room):
             self._take_head(chosen, head, room, goal)
-        if self.waiting and not self.inside[queue].any():  # a lone sample whose parts only `admit` lays in its rows
+        if (
+            self.waiting and limit and not self.inside[queue].any()
+        ):  # a lone sample whose parts only `admit` lays in its rows
             self._take_head(queue[:1], 1, room, goal)
         if not last:
             improve(queue, head, old, limit, self.load, self.rows, room)

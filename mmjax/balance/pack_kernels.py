@@ -146,7 +146,7 @@ def fit_alone(load, rows):
     fits = np.zeros(len(load.total), np.bool_)
     nowhere = np.zeros(0, np.int64)
     for s in range(len(fits)):
-        fits[s] = _alone(s, load, rows, 0, nowhere, False)
+        fits[s] = np.all(load.total[s] <= rows.length) or _alone(s, load, rows, 0, nowhere, False)
     return fits
 
 
@@ -195,7 +195,7 @@ def choose(queue, head, old, limit, load, room, share, everything):
         count += 1
         size -= 1
         window[best] = window[size]
-    if count == 0 and n > 0:
+    if count == 0 and min(n, limit) > 0:
         _count(queue[0], load, room, 1)
         chosen[0] = queue[0]
         count = 1

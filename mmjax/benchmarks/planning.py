@@ -36,7 +36,6 @@ BALANCES: dict[str, Balance] = {
 }
 RANKS_PER_NODE = 8
 _COMPILED = {"ranks": 2 * RANKS_PER_NODE, "per_rank": 16, "ranks_per_node": 0, "steps": 2}  # planned before timing
-_LEAST_STEPS = 64  # that the samples are enough for, so that ends of epochs are rare
 
 T = TypeVar("T")
 
@@ -94,7 +93,7 @@ class _Planned:
 
 def _plan(args: argparse.Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str, str]) -> _Planned:
     available, step = len(read["llm_tokens"]), args.ranks * args.per_rank
-    samples = -(-max(args.steps, _LEAST_STEPS) * step // available) * available
+    samples = -(-2 * args.steps * step // available) * available  # whole chunks may be more than these steps
     index = index_of_samples(read, tuple(encoders.values()), samples, 1)
     config = _config(args, tuple(encoders))
     per_node = args.ranks_per_node or math.gcd(RANKS_PER_NODE, args.ranks)
