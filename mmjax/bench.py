@@ -22,6 +22,7 @@ from mmjax.benchmarks import (
     memory,
     nodewise,
     phases,
+    planning,
     postbalance,
     recompute,
     remat,
@@ -51,6 +52,7 @@ MEASUREMENTS: dict[str, Any] = {
     "dispatch": dispatch,
     "grouping": grouping,
     "nodewise": nodewise,
+    "planning": planning,
     "postbalance": postbalance,
 }
 

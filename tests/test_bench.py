@@ -9,7 +9,7 @@ from commands import run
 
 from mmjax import bench
 from mmjax.data import layout
-from mmjax.data.lengths import omni_corpus
+from mmjax.data.lengths import omni_corpus, visual_corpus
 
 
 def rows(capsys, *words: str) -> list[dict]:
@@ -100,6 +100,42 @@ def test_fill_says_which_option_is_wrong(capsys, words, message):
     assert message in ended.err
 
 
+def planned(capsys, *words: str) -> dict:
+    return rows(capsys, "planning", *words)
+
+
+def test_planning_with_pack_fills_all_modules_and_sends_nothing(capsys, tmp_path):
+    out = tmp_path / "steps.npz"
+    lengths = f"--lengths={made_lengths(tmp_path)}"
+    found = planned(capsys, lengths, "--per-rank=16", "--steps=4", f"--out={out}")
+    assert found["wire_share"] == 0
+    assert 0 <= found["longest_wait"] <= 10
+    assert found["overdispersion"] is None
+    with np.load(out) as written:
+        assert found["steps"] == len(written["used"]) == written["step"].max() + 1
+        fill = written["used"] / written["room"]
+        used, room = written["used"].sum(0), written["room"].sum(0)
+        assert len(set(zip(written["sample"].tolist(), written["step"].tolist(), strict=True))) == len(written["step"])
+    for k, module in enumerate(("llm", "vision", "audio")):
+        assert found["fill"][module] == pytest.approx(used[k] / room[k])
+        assert found["worst_fill"][module] == pytest.approx(fill[:, k].min())
+        assert found["fill"][module] > 0.93
+        assert 0 <= found["dist_ratio"][module] < 0.1
+    for name in ("grouping_seconds_per_step", "placing_seconds_per_step", "first_step_seconds"):
+        assert found[name] > 0
+
+
+def test_planning_reads_tiles_and_sources_and_balances_what_is_not_packed(capsys, tmp_path, a_short_dry_run):
+    np.savez(tmp_path / "tiles.npz", **visual_corpus(3000, 0))
+    words = [f"--lengths={tmp_path / 'tiles.npz'}", "--per-rank=8", "--grouping=none", "--steps=4"]
+    post, none = (planned(capsys, *words, f"--balance={balance}") for balance in ("post", "none"))
+    assert list(post["fill"]) == ["llm", "vision"]
+    assert post["overdispersion"] == none["overdispersion"] > 0
+    assert post["dist_ratio"]["vision"] < none["dist_ratio"]["vision"]
+    assert none["wire_share"] == none["longest_wait"] == 0
+    assert post["steps"] == 4
+
+
 def test_attention_reports_both_backends_against_dense(capsys):
     dense, blockwise = rows(capsys, "attention", "--tokens=512", "--repeats=1")
     assert dense["speedup"] == dense["memory_saving"] == 1
@@ -116,6 +152,20 @@ def test_headers_are_read_of_local_and_of_late_images(capsys):
 def test_compile_reports_the_ratio_of_many_layers_to_few(capsys):
     few, many = rows(capsys, "compile", "--layers", "2", "6", "--repeats=1")
     assert many["ratio"] == pytest.approx(many["seconds"] / few["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--per-rank=0"], "--per-rank 0: give at least 1"),
+        (["--ranks-per-node=3"], "--ranks-per-node 3: choose a divisor of --ranks 8"),
+        (["--seed=-1"], "--seed -1: give at least 0"),
+    ],
+)
+def test_planning_says_which_option_is_wrong(capsys, tmp_path, words, message):
+    ended = run(capsys, bench.main, "planning", f"--lengths={made_lengths(tmp_path)}", *words)
+    assert ended.code == 2
+    assert message in ended.err
 
 
 def test_a_table_is_printed_without_json(capsys):

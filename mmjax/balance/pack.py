@@ -11,6 +11,7 @@ ranks divide the columns, a rank takes its columns, and nothing has to be placed
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +40,15 @@ from mmjax.balance.vector_lpt import balance, balance_nodes
 
 LONGEST_WAIT = 10  # steps
 _SOON = 2  # steps before it must, a sample goes before all others
+_CHOSEN = 2.5  # this, divided by the root of the samples of a microbatch, is the share of a goal that is chosen to fit
 _LEAST_IN_COLUMN = 12  # samples, with which a column can be full in all modules
 _FEW = 512  # samples of a microbatch, below which a chunk that needed one step more is packed again, evenly
 _SO_FEW = 8  # microbatches of a chunk, below which the first try leaves nothing empty
 _MANY = 128  # microbatches of a chunk, above which all but its end are as full as can be
 _SPARE = 0.03  # what rows leave empty, times the root of the samples of a microbatch
 _SPARE_IN_COLUMNS = 0.2
+_ROOM = 0.06  # as _SPARE: what a number of steps that is counted beforehand leaves empty
+_ROOM_IN_COLUMNS = 0.015
 _TAIL = 8  # steps that are packed again where a chunk needs more of them
 _SURELY_MISSING = 0.8  # of the room for what is left over
 _EASE = 0.01, 0.04  # more than an even share is taken while there is a choice: the last step has none
@@ -77,29 +81,49 @@ def pack(
     pool_steps: float = 4,
     columns: int = 1,
     longest_wait: int = LONGEST_WAIT,
+    steps: int = 0,
 ) -> Packing:
     """Pack the samples `order` into steps: each gets exactly one, and all its parts rows of one column.
 
     Deterministic. No sample waits for more than `longest_wait` steps.
     pool_steps: so many steps' worth of samples wait in the queue.
     columns: a divisor of every module's rows; 1 lets the parts of a sample lie in any rows of its microbatch.
+    steps: so many, at most as many as samples; 0 = as few as can be. Where these do not hold all samples, some of them
+    get more than `microbatches`.
     Raises ValueError for a sample that fits no column; `oversize` finds these beforehand.
     """
     order = np.asarray(order, np.int64)
-    chunk = _Chunk.of(parts.take(order), budgets, microbatches, columns, pool_steps, longest_wait)
+    if steps > len(order):
+        raise ValueError(f"{len(order)} samples do not make {steps} steps")
+    taken = parts if np.array_equal(order, np.arange(len(parts))) else parts.take(order)
+    chunk = _Chunk.of(taken, budgets, microbatches, columns, pool_steps, longest_wait, steps)
     if np.any(too_large := ~fit_alone(chunk.load, chunk.rows)):
         where = "microbatch" if columns == 1 else "column"
         raise ValueError(f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty {where}")
-    chunk.pack()
+    chunk.pack(steps)
 
+    # Where there are more microbatches than planned, a step's are those from ceil(step * all / steps) on.
+    steps = steps or -(-chunk.now // microbatches)
+    total = max(chunk.now, steps * microbatches)
+    joined = chunk.latest - longest_wait * microbatches
+    in_step = chunk.microbatch * steps // total
+    within = chunk.microbatch - -(-in_step * total // steps)
     of = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
-    at = chunk.microbatch[of] % microbatches * budgets.rows[chunk.load.module]
     step, waited = np.full(len(parts), -1, np.int32), np.full(len(parts), -1, np.int32)
     row = np.full(len(parts.module), -1, np.int32)
-    step[order] = chunk.microbatch // microbatches
-    waited[order] = step[order] - (chunk.latest // microbatches - longest_wait)
-    row[parts.of_samples(order)] = at + chunk.row - chunk.rows.start[chunk.load.module]
-    return Packing(step, row, waited, int(step.max(initial=-1)) + 1)
+    step[order] = in_step
+    waited[order] = in_step - joined * steps // total
+    first = within[of] * budgets.rows[chunk.load.module] - chunk.rows.start[chunk.load.module]
+    row[parts.of_samples(order)] = first + chunk.row
+    return Packing(step, row, waited, steps if len(order) else 0)
+
+
+def count_steps(parts: Parts, budgets: Budgets, microbatches: int = 1, columns: int = 1) -> int:
+    """Count the steps that hold these samples with room to spare, so that `pack` takes one pass and no more rows."""
+    load, _ = _prepare(parts, budgets, columns)
+    need = float(load.share.sum(0).max(initial=0.0))
+    room = _ROOM_IN_COLUMNS if columns > 1 else _ROOM * (need / max(len(parts), 1)) ** 0.5
+    return min(max(1, math.ceil(need * (1 + room) / microbatches - 1e-9)), max(len(parts), 1))
 
 
 def columns_for(parts: Parts, budgets: Budgets) -> int:
@@ -152,11 +176,19 @@ class _Chunk:
 
     @classmethod
     def of(
-        cls, parts: Parts, budgets: Budgets, microbatches: int, columns: int, pool_steps: float, longest_wait: int
+        cls,
+        parts: Parts,
+        budgets: Budgets,
+        microbatches: int,
+        columns: int,
+        pool_steps: float,
+        longest_wait: int,
+        steps: int,
     ) -> _Chunk:
         load, rows = _prepare(parts, budgets, columns)
         n, p, need = len(parts), len(parts.module), load.share.sum(0)
-        most = int(min(pool_steps * microbatches * n / max(need.max(initial=0), 1e-9), n)) + 1
+        planned = max(float(need.max(initial=0)), steps * microbatches, 1e-9)
+        most = int(min(pool_steps * microbatches * n / planned, n)) + 1
         whole = lambda size, value=-1: np.full(size, value, np.int64)  # noqa: E731
         state = whole(n), whole(n), whole(n), whole(p), whole(p), np.zeros(n, bool), np.zeros(len(need))
         unit = units(parts, len(need))
@@ -167,44 +199,45 @@ class _Chunk:
         """Samples that fill a microbatch."""
         return len(self.inside) / max(float(self.need.max()), 1e-9)
 
-    def pack(self) -> None:
-        """Pack everything into as few steps as can be, all about equally full."""
+    def pack(self, steps: int) -> None:
+        """Pack everything into so many steps, 0 = as few as can be, or into more microbatches where it must be."""
         if len(self.inside) == 0:
             return
-        columns = self.columns > 1 and self.per_microbatch >= _FEW
-        spare = (_SPARE_IN_COLUMNS if columns else _SPARE) / self.per_microbatch**0.5
-        need = float(self.need.max())
-        many = need > _MANY
-        if many or need < _SO_FEW:
-            spare = 0.0
-        end = self._whole_steps(need / (1 - min(spare, 0.5)))
-        from_start = self.per_microbatch < _FEW and not many
+        count, need = self.microbatches, float(self.need.max())
+        from_start = self.per_microbatch < _FEW and need <= _MANY
+        end = max(steps * count, math.ceil(need - 1e-9)) if steps else self._fewest(need)
         while True:
+            if not from_start:
+                self._fill_until(end, end - _TAIL * count)
             start = self._saved()
-            self._fill_until(end, 0 if from_start else end - _TAIL * self.microbatches)
-            start = start if from_start else self._saved()
-            for ease in _EASE:
-                self._restore(start)
+            for attempt, ease in enumerate(_EASE):
+                if attempt:
+                    self._restore(start)
                 self._fill_until(end, end, ease)
                 if not self._left():
                     return
             if self.now > 4 * end:
                 raise AssertionError("samples that fit a microbatch alone are left over")
-            left = float((self.need - self.used).max())
+            more = math.ceil(_SURELY_MISSING * float((self.need - self.used).max()))
             self._restore(start)
-            end += max(self.microbatches, self._whole_steps(_SURELY_MISSING * left - self.microbatches))
+            end += max(more - 1, 1) if steps else max(-(-more // count) - 1, 1) * count
+
+    def _fewest(self, need: float) -> int:
+        """Microbatches of so few whole steps that most likely hold all samples."""
+        columns = self.columns > 1 and self.per_microbatch >= _FEW
+        spare = (_SPARE_IN_COLUMNS if columns else _SPARE) / self.per_microbatch**0.5
+        if need > _MANY or need < _SO_FEW:
+            spare = 0.0
+        return -(-math.ceil(need / (1 - min(spare, 0.5)) - 1e-9) // self.microbatches) * self.microbatches
 
     def _left(self) -> bool:
         return self.waiting > 0 or self.following < len(self.inside)
-
-    def _whole_steps(self, microbatches: float) -> int:
-        return int(-(-np.ceil(microbatches - 1e-9) // self.microbatches) * self.microbatches)
 
     def _fill_until(self, end: int, until: int, ease: float = 0.0) -> None:
         """Fill microbatches up to `until`, of `end` that share what is left evenly."""
         while self.now < until and self._left():
             even = np.maximum(self.need - self.used, 0) / (end - self.now)
-            self._fill(np.minimum(even * (1 + ease), 1.0), last=end - self.now == 1)
+            self._fill(np.minimum(even * (1 + ease), 1.0), end - self.now - 1)
 
     def _saved(self) -> tuple:
         arrays = self.queue, self.latest, self.microbatch, self.row, self.used
@@ -214,14 +247,13 @@ class _Chunk:
         self.queue, self.latest, self.microbatch, self.row, self.used = (array.copy() for array in saved[0])
         self.waiting, self.following, self.now = saved[1]
 
-    def _fill(self, goal: np.ndarray, last: bool) -> None:
-        """Fill one microbatch to about `goal` `[M]`, shares of it; the last takes whatever it can."""
-        n, step = len(self.inside), self.now // self.microbatches
-        deadline = (step + self.longest_wait + 1) * self.microbatches - 1
-        most = n if last else self.most
+    def _fill(self, goal: np.ndarray, later: int) -> None:
+        """Fill one microbatch to about `goal` `[M]`, shares of it; the last, with none `later`, takes what it can."""
+        n, last, count = len(self.inside), later == 0, self.microbatches
+        deadline = self.now + self.longest_wait * count
         self.waiting, self.following, head = admit(
-            self.load, self.rows, self.columns, self.queue, self.waiting, self.following, most, self.now,
-            self.latest, deadline, self.turn,
+            self.load, self.rows, self.columns, self.queue, self.waiting, self.following, n if last else self.most,
+            self.now, self.latest, deadline, self.turn,
         )  # fmt: skip
         queue = self.queue[: self.waiting]
         room = Room(
@@ -232,14 +264,20 @@ class _Chunk:
             self.row,
             self.inside,
         )
-        since = self.latest[queue] // self.microbatches - self.longest_wait
-        old = int(np.searchsorted(since, step - self.longest_wait + _SOON, side="right"))
-        oldest_first = 1 - min(0.8, 4.5 / self.per_microbatch**0.5)
-        chosen = choose(queue, head, old, self.load, room, oldest_first, last)
+        old = int(np.searchsorted(self.latest[queue], self.now + _SOON * count, side="right"))
+        oldest_first = 1 - min(0.8, _CHOSEN / self.per_microbatch**0.5)
+        # At least one sample is left for each later step, and taken by the first microbatch of this one.
+        spare = self.waiting + n - self.following - later // count
+        limit = max(spare, 1 if self.now % count == 0 else 0, head)
+        chosen = choose(queue, head, old, limit, self.load, room, oldest_first, last)
         if not self._lay_out(chosen, room) and not eject(chosen, head, self.load, self.rows, room):
             self._take_head(chosen, head, room, goal)
+        if (
+            self.waiting and limit and not self.inside[queue].any()
+        ):  # a lone sample whose parts only `admit` lays in its rows
+            self._take_head(queue[:1], 1, room, goal)
         if not last:
-            improve(queue, head, old, self.load, self.rows, room)
+            improve(queue, head, old, limit, self.load, self.rows, room)
         self.waiting = close(queue, self.now, self.load, room, self.microbatch, self.used)
         self.now += 1
 

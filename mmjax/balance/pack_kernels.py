@@ -146,21 +146,22 @@ def fit_alone(load, rows):
     fits = np.zeros(len(load.total), np.bool_)
     nowhere = np.zeros(0, np.int64)
     for s in range(len(fits)):
-        fits[s] = _alone(s, load, rows, 0, nowhere, False)
+        fits[s] = np.all(load.total[s] <= rows.length) or _alone(s, load, rows, 0, nowhere, False)
     return fits
 
 
 @njit(cache=True)
-def choose(queue, head, old, load, room, share, everything):
+def choose(queue, head, old, limit, load, room, share, everything):
     """Choose samples by their totals alone, and mark them as inside: their ids in the order chosen.
 
     First the `head` of the queue, then the oldest, of which the first `old` may go beyond the goal, until a module has
     `share` of its goal; then, of a window of waiting samples, always the one that brings the use nearest to the goal.
+    The oldest alone where all are larger than the goal, and never more than `limit`.
     """
     n, modules = len(queue), len(room.aim)
     chosen, count, i = np.empty(n, np.int64), 0, 0
     goal = np.maximum(room.aim, 1e-30)
-    while i < n:
+    while i < n and count < limit:
         s = queue[i]
         if i >= head and not everything:
             fits = True
@@ -176,7 +177,7 @@ def choose(queue, head, old, load, room, share, everything):
             chosen[count] = s
             count += 1
     window, size, at = np.empty(_WINDOW, np.int64), 0, 0
-    while not everything:
+    while count < limit and not everything:
         while size < _WINDOW and at < n:
             if not room.inside[queue[at]]:
                 window[size] = queue[at]
@@ -194,6 +195,10 @@ def choose(queue, head, old, load, room, share, everything):
         count += 1
         size -= 1
         window[best] = window[size]
+    if count == 0 and min(n, limit) > 0:
+        _count(queue[0], load, room, 1)
+        chosen[0] = queue[0]
+        count = 1
     return chosen[:count]
 
 
@@ -350,8 +355,8 @@ def place(s, load, rows, room):
 
 
 @njit(cache=True)
-def improve(queue, head, old, load, rows, room):
-    """Add waiting samples, and exchange others but the `old` for them, while that brings use nearer to the goal."""
+def improve(queue, head, old, limit, load, rows, room):
+    """Add waiting samples, up to `limit` in all, and exchange others but the `old` for them, to come near the goal."""
     waiting, w = np.empty(_CANDIDATES, np.int64), 0
     for s in queue:
         if w == _CANDIDATES:
@@ -360,7 +365,8 @@ def improve(queue, head, old, load, rows, room):
             waiting[w] = s
             w += 1
     waiting = waiting[:w]
-    _fill_up(waiting, load, rows, room)
+    limit -= np.sum(room.inside[queue])
+    limit -= _fill_up(waiting, limit, load, rows, room)
     movable, m = np.empty(_MOVABLE, np.int64), 0
     for i in range(len(queue) - 1, max(head, old) - 1, -1):
         if m == _MOVABLE:
@@ -377,7 +383,7 @@ def improve(queue, head, old, load, rows, room):
             changed |= _exchange(movable, i, waiting, gain, load, rows, room)
         if not changed:
             return
-        _fill_up(waiting, load, rows, room)
+        limit -= _fill_up(waiting, limit, load, rows, room)
 
 
 @njit(cache=True)
@@ -408,10 +414,10 @@ def _exchange(movable, i, waiting, gain, load, rows, room):
 
 
 @njit(cache=True)
-def _fill_up(waiting, load, rows, room):
-    """Add the waiting sample that brings use nearest to the goal until none helps or finds rows."""
-    refused = room.inside[waiting]
-    while True:
+def _fill_up(waiting, limit, load, rows, room):
+    """Add the waiting sample that brings use nearest to the goal until none helps or finds rows; how many came."""
+    refused, added = room.inside[waiting], 0
+    while added < limit:
         best, most = -1, 0.0
         for j in range(len(waiting)):
             if not refused[j]:
@@ -420,9 +426,10 @@ def _fill_up(waiting, load, rows, room):
                 if gain > most:
                     best, most = j, gain
         if best < 0:
-            return
+            break
         refused[best] = True
-        place(waiting[best], load, rows, room)
+        added += place(waiting[best], load, rows, room)
+    return added
 
 
 @njit(cache=True)

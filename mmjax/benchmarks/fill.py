@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.metrics import dist_ratio, fill
-from mmjax.benchmarks.phases import PER_TOKEN, check
+from mmjax.benchmarks.length_options import index_of_samples
+from mmjax.benchmarks.phases import check
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -69,7 +70,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     topology, rows = _topology(args), []
     for seed in range(args.seeds):
         config = replace(config, seed=seed)
-        index, weights = _of_lengths(config, args) if args.lengths else _of_sources(config)
+        if args.lengths:
+            encoders = tuple(config.model.encoders)
+            read = read_lengths(args.lengths, ("llm_tokens", *encoders))
+            index = index_of_samples(read, encoders, args.samples or len(read["llm_tokens"]), args.scale)
+            weights = [1.0]
+        else:
+            index, weights = _of_sources(config)
         for name, batch in _variants(config, args):
             measured = _measure(replace(config, batch=batch), index, weights, topology, args)
             rows.append({"grouping": name, "balance": batch.balance.kind, "seed": seed} | measured)
@@ -104,47 +111,23 @@ def _of_sources(config: Config) -> tuple[LengthIndex, list[float]]:
     return index, [source.weight for source in config.data.sources.values()]
 
 
-def _of_lengths(config: Config, args: argparse.Namespace) -> tuple[LengthIndex, list[float]]:
-    """Samples of these files as one source, as often as needed, with one item of each encoder that has a length."""
-    read = read_lengths(args.lengths, ("llm_tokens", *config.model.encoders))
-    chosen = np.arange(args.samples or len(read["llm_tokens"])) % len(read["llm_tokens"])
-    llm, *of_encoders = (np.where(n > 0, np.maximum(n // args.scale, 1), 0)[chosen] for n in read.values())
-    useful = np.stack(of_encoders, axis=1)
-    sample, encoder = np.nonzero(useful)
-    tokens = -(-useful // PER_TOKEN)
-    index = LengthIndex(
-        source_name=np.array(["lengths"]),
-        source_start=np.array([0, len(llm)]),
-        text_tokens=np.maximum(llm - tokens.sum(1), 0).astype(np.int32),
-        totals=np.concatenate([llm[:, None], useful], axis=1).astype(np.int32),
-        item_start=np.concatenate([[0], np.cumsum((useful > 0).sum(1))]),
-        item_encoder=encoder.astype(np.int32),
-        item_positions=useful[sample, encoder].astype(np.int32),
-        item_useful=useful[sample, encoder].astype(np.int32),
-        item_tokens=tokens[sample, encoder].astype(np.int32),
-        positions_per_token=np.ones(useful.shape[1], np.int32),
-    )
-    return index, [1.0]
-
-
 def _measure(
     config: Config, index: LengthIndex, weights: Sequence[float], topology: Topology, args: argparse.Namespace
 ) -> dict[str, Any]:
     modules = ("llm", *config.model.encoders)
-    planner, layout = make_planner(index, config, weights, topology)
+    planner, _ = make_planner(index, config, weights, topology)
     planner.plan(0)  # compiles
     steps = planner.grouper.steps_for_epochs(args.epochs) if args.epochs else args.steps
     began = time.perf_counter()
     plans = [planner.plan(step) for step in range(steps)]
     seconds = time.perf_counter() - began
     microbatches = [m for plan in plans for m in plan.microbatches]
-    room = [topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches]
-    useful = [np.bincount(m.module, index.useful(m.samples), len(modules)) for m in microbatches]
+    room, useful = (np.array(of) for of in zip(*(room_and_use(m, index) for m in microbatches), strict=True))
     aligned = [np.bincount(m.module, m.length, len(modules)) for m in microbatches]
     figures = {
-        "fill": fill(np.array(useful), np.array(room)),
-        "aligned": fill(np.array(aligned), np.array(room)),
-        "dist_ratio": np.mean([_dist_ratios(plan.microbatches, len(modules)) for plan in plans], axis=0),
+        "fill": fill(useful, room),
+        "aligned": fill(np.array(aligned), room),
+        "dist_ratio": np.mean([rank_dist_ratios(plan.microbatches) for plan in plans], axis=0),
         "width": np.mean([(0, *m.shape.widths) for m in microbatches], axis=0),
     }
     by_module = {f"{key}_{m}": float(x) for key, of in figures.items() for m, x in zip(modules, of, strict=True)}
@@ -159,8 +142,14 @@ def _measure(
     }
 
 
-def _dist_ratios(microbatches: Sequence[MicrobatchPlan], modules: int) -> np.ndarray:
+def room_and_use(m: MicrobatchPlan, index: LengthIndex) -> tuple[np.ndarray, np.ndarray]:
+    """Positions that all ranks compute of each module, and those that hold something, int64 `[modules]` each."""
+    room = m.topology.ranks * np.multiply(m.rows, m.shape.lengths)
+    return room, np.bincount(m.module, index.useful(m.samples), len(m.rows)).astype(np.int64)
+
+
+def rank_dist_ratios(microbatches: Sequence[MicrobatchPlan]) -> np.ndarray:
     """Of the positions that each rank has of each module in one step, float64 `[modules]`."""
-    ranks = microbatches[0].topology.ranks
+    modules, ranks = len(microbatches[0].rows), microbatches[0].topology.ranks
     flat = sum(np.bincount(m.module * ranks + m.rank(), m.length, modules * ranks) for m in microbatches)
     return dist_ratio(flat.reshape(modules, ranks))

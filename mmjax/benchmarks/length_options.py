@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from mmjax.data.index import LengthIndex
 from mmjax.data.lengths import omni_corpus, read_lengths
 from mmjax.errors import UserError
+
+PER_TOKEN = 4  # patches or frames of an encoder for each token of the LLM
+TILES = "vision_items"
+TILE = 1024  # patches of one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,3 +50,33 @@ def draw_step(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, np.ndar
     if not length.any():
         raise UserError(f"--phase {args.phase}: no drawn sample takes part in it; draw more with --per-rank")
     return sample, np.repeat(np.arange(args.ranks, dtype=np.int32), args.per_rank), length
+
+
+def index_of_samples(read: Mapping[str, np.ndarray], encoders: Sequence[str], samples: int, scale: int) -> LengthIndex:
+    """The index of so many samples, those of `read` as often as needed, as one source of data.
+
+    encoders: keys of `read`. An encoder's length is one item, `vision_items` counts tiles. Lengths in positions are
+    divided by `scale`, to at least 1 where there is anything.
+    """
+    chosen = np.arange(samples) % len(read["llm_tokens"])
+    scaled = {k: n if k == TILES else np.where(n > 0, np.maximum(n // scale, 1), 0) for k, n in read.items()}
+    lengths = {key: scaled[key][chosen] for key in ("llm_tokens", *encoders)}
+    # Of every sample and encoder: how many items, and how long each of them is.
+    count = np.stack([lengths[k] if k == TILES else np.minimum(lengths[k], 1) for k in encoders], axis=1)
+    length = np.stack([np.full(len(chosen), TILE) if k == TILES else lengths[k] for k in encoders], axis=1)
+    each = count.ravel()
+    encoder = np.repeat(np.tile(np.arange(len(encoders)), len(chosen)), each)
+    positions = np.repeat(length.ravel(), each).astype(np.int32)
+    tokens = count * -(-length // PER_TOKEN)
+    return LengthIndex(
+        source_name=np.array(["lengths"]),
+        source_start=np.array([0, len(chosen)]),
+        text_tokens=np.maximum(lengths["llm_tokens"] - tokens.sum(1), 0).astype(np.int32),
+        totals=np.concatenate([lengths["llm_tokens"][:, None], count * length], axis=1).astype(np.int32),
+        item_start=np.concatenate([[0], np.cumsum(count.sum(1))]),
+        item_encoder=encoder.astype(np.int32),
+        item_positions=positions,
+        item_useful=positions,
+        item_tokens=-(-positions // PER_TOKEN),
+        positions_per_token=np.ones(len(encoders), np.int32),
+    )

@@ -27,7 +27,6 @@ from mmjax.data.lengths import omni_corpus, read_lengths
 from mmjax.errors import UserError
 
 PHASES = ("llm_tokens", "vision", "audio")
-PER_TOKEN = 4  # patches or frames of an encoder for each token of the LLM
 
 
 def add_step_arguments(parser: argparse.ArgumentParser, per_rank: int = 60) -> None:
@@ -111,7 +110,7 @@ def costs_of_step(found: Mapping[str, np.ndarray], sample: np.ndarray, scale: in
     length = np.where(length > 0, np.maximum(length // scale, 1), 0)
     owner, encoder = np.nonzero(length[:, 1:])
     items = length[owner, 1 + encoder]
-    return costs_of(length[:, LLM], owner, 1 + encoder, items, -(-items // PER_TOKEN), len(PHASES))
+    return costs_of(length[:, LLM], owner, 1 + encoder, items, -(-items // length_options.PER_TOKEN), len(PHASES))
 
 
 def draw(found: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[np.ndarray]:

@@ -75,17 +75,20 @@ def stream_of(
     batch: BatchConfig, samples_per_step: float, pools: Sequence[Pool], weights: Sequence[float], seed: int
 ) -> Stream:
     """Make the stream of a run, whose chunks have about `chunk_steps` steps; `pack` has fewer where steps are large."""
-    steps = batch.grouping.chunk_steps
-    if isinstance(batch.grouping, PackGrouping):
-        steps = min(steps, max(2, round(128 * (128 / samples_per_step) ** 0.5)))
-    size = max(1, round(steps * samples_per_step))
-    multiple = round(samples_per_step) if isinstance(batch.grouping, NoGrouping) else 1
-    return Stream(pools, weights, size, seed, multiple)
+    steps, multiple = batch.grouping.chunk_steps, 1.0
+    match batch.grouping:
+        case PackGrouping():
+            steps = min(steps, max(2, round(128 * (128 / samples_per_step) ** 0.5)))
+            multiple = samples_per_step
+        case NoGrouping():
+            multiple = round(samples_per_step)
+    return Stream(pools, weights, max(1, round(steps * samples_per_step)), seed, multiple)
 
 
 def steps_for(samples: int, per_step: float) -> int:
-    """Count the steps of at most `per_step` samples that take them all, about as many each."""
-    return -(-samples // round(per_step))
+    """Count the steps of about `per_step` samples that take them all; rounding ends of chunks may add a sample."""
+    rounding = 0 if float(per_step).is_integer() else 1
+    return max(1, math.ceil((samples - rounding) / max(per_step, 1.0)))
 
 
 def _first_steps(stream: Stream, per_step: int) -> list[np.ndarray]:

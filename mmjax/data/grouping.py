@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.balance.pack import columns_for, oversize, pack
+from mmjax.balance.pack import columns_for, count_steps, oversize, pack
 from mmjax.balance.parts import Parts
 from mmjax.balance.place import split
 from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping
 from mmjax.data.budget import Budget, isf_groups, steps_for, stream_of
 from mmjax.data.index import LengthIndex
 from mmjax.data.stream import Draws, Due, Pool, pools_of
+
+_SURELY_TYPICAL = 30_000  # samples whose totals are so near the mean that their number says what they need
 
 
 class Group(NamedTuple):
@@ -35,6 +37,7 @@ class _Chunk(NamedTuple):
     step_start: np.ndarray  # int64 [steps + 1]
     part_start: np.ndarray  # int64 [n + 1]
     row: np.ndarray | None  # int32 [p]: microbatch * rows of the module + row; None = the grouping does not say
+    waited: np.ndarray | None = None  # int32 [n]: steps; None = nobody waits
 
     def step(self, k: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The samples of the k-th step and their parts' rows."""
@@ -71,6 +74,13 @@ class StepGrouper:
         """The microbatches of step `step`. Chunks whose start is not known are grouped first, one after the other."""
         chunk, at = self._place_of(step)
         return self._microbatches(*self._chunk(chunk).step(at))
+
+    def longest_wait(self, step: int) -> int:
+        """Return for how many steps a sample of this step waited at most, from when it could have been chosen."""
+        chunk, at = self._place_of(step)
+        grouped = self._chunk(chunk)
+        first, last = grouped.step_start[at : at + 2]
+        return 0 if grouped.waited is None else int(grouped.waited[first:last].max(initial=0))
 
     def used(self, step: int) -> tuple[dict[int, Draws], np.ndarray]:
         """Return what the chunk of a step has of each source, and the ids of its samples that came before the step."""
@@ -140,10 +150,15 @@ class StepGrouper:
         return self.first_steps[chunk]
 
     def _steps_in(self, chunk: int) -> int:
-        """Count the steps of a chunk; only where their number is not known beforehand it is grouped for that."""
-        if isinstance(self.batch.grouping, NoGrouping):
-            return steps_for(self._stream.samples_in(chunk), self.budget.samples_per_step)
-        return len(self._chunk(chunk))
+        """Count the steps of a chunk; only with ISF it has to be grouped for that."""
+        samples = self._stream.samples_in(chunk)
+        match self.batch.grouping:
+            case IsfGrouping():
+                return len(self._chunk(chunk))
+            case PackGrouping() if samples < _SURELY_TYPICAL:
+                parts = self.index.parts(self._stream.chunk(chunk))
+                return count_steps(parts, self.budget.room(), self.batch.microbatches, self.columns)
+        return steps_for(samples, self.budget.samples_per_step)
 
     def steps_of(self, samples: np.ndarray) -> list[list[Group]]:
         """Steps that hold exactly these samples, each once (packed; for evaluation)."""
@@ -157,6 +172,7 @@ class StepGrouper:
             return [Group(samples[microbatch == m], None) for m in range(count)]
         rows = np.array(self.budget.rows)[parts.module]
         microbatch, in_microbatch = np.divmod(row, rows)
+        count = max(count, int(microbatch.max(initial=0)) + 1)  # what a step's rows do not hold comes in one more
         chosen = [np.flatnonzero(microbatch[parts.sample_start[:-1]] == m) for m in range(count)]
         return [Group(samples[of], in_microbatch[parts.of_samples(of)].astype(np.int32)) for of in chosen]
 
@@ -165,18 +181,19 @@ class StepGrouper:
         order = self._stream.chunk(chunk)
         match grouping:
             case PackGrouping(pool_steps=pool):
-                return self._packed(order, pool)
+                return self._packed(order, pool, self._steps_in(chunk))
             case IsfGrouping(iterations=iterations):
                 return self._isf(order, iterations, np.random.default_rng((self.seed, 3, chunk)))
             case NoGrouping():
                 steps = steps_for(len(order), self.budget.samples_per_step)
                 return _Chunk(order, np.arange(steps + 1) * len(order) // steps, np.zeros(0, np.int64), None)
 
-    def _packed(self, order: np.ndarray, pool_steps: int) -> _Chunk:
+    def _packed(self, order: np.ndarray, pool_steps: int, steps: int = 0) -> _Chunk:
+        """Pack samples into so many steps; 0 = as few as can be."""
         parts = self.index.parts(order)
         count, columns = self.batch.microbatches, self.columns
-        packing = pack(parts, np.arange(len(order)), self.budget.room(), count, pool_steps, columns)
-        return _chunk_of(order, parts, packing.step, packing.row)
+        packing = pack(parts, np.arange(len(order)), self.budget.room(), count, pool_steps, columns, steps=steps)
+        return _chunk_of(order, parts, packing.step, packing.row, packing.waited)
 
     def _isf(self, order: np.ndarray, iterations: int, rng: np.random.Generator) -> _Chunk:
         parts = self.index.parts(order)
@@ -205,11 +222,14 @@ def _columns(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: B
     return columns_for(index.parts(wide), budget.room())
 
 
-def _chunk_of(samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray) -> _Chunk:
+def _chunk_of(
+    samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray, waited: np.ndarray | None = None
+) -> _Chunk:
     by_step = np.argsort(step, kind="stable")
     step_start = np.searchsorted(step[by_step], np.arange(step.max(initial=-1) + 2))
     part_start = _starts(np.diff(parts.sample_start)[by_step])
-    return _Chunk(samples[by_step], step_start, part_start, row[parts.of_samples(by_step)])
+    waited = None if waited is None else waited[by_step]
+    return _Chunk(samples[by_step], step_start, part_start, row[parts.of_samples(by_step)], waited)
 
 
 def _starts(count: np.ndarray) -> np.ndarray:

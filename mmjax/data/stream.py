@@ -100,7 +100,7 @@ class Stream:
     weights: Sequence[float]
     size: int
     seed: int
-    multiple: int = 1  # a lone source's chunks hold a multiple of this many samples, but for the last of an epoch
+    multiple: float = 1  # a lone source's chunks hold a multiple of this many samples, but for the last of an epoch
 
     def chunk(self, chunk: int) -> np.ndarray:
         """Return the sample ids of a chunk in random order, int64. Raises UserError where no weight is positive."""
@@ -132,7 +132,7 @@ class Stream:
     def _share(self, first: int, size: int, number: int, count: int) -> Draws:
         """Return the share of chunk `number` of the `count` that an epoch of `size` draws has."""
         unit = self.multiple if len(self._chunks_per_epoch) == 1 else 1
-        begin, end = (min(-(-n * size // (count * unit)) * unit, size) for n in (number, number + 1))
+        begin, end = (min(round(-(-n * size // (count * unit)) * unit), size) for n in (number, number + 1))
         return Draws(first + begin, first + end, first, first + size)
 
     @cached_property

@@ -6,7 +6,7 @@ from synthetic import corpus
 
 from mmjax.balance.budgets import Budgets, fit_budgets
 from mmjax.balance.metrics import dist_ratio, overdispersion, row_correlation
-from mmjax.balance.pack import Packing, choose_row_maximum, columns_for, oversize, pack, pack_rows
+from mmjax.balance.pack import Packing, choose_row_maximum, columns_for, count_steps, oversize, pack, pack_rows
 from mmjax.balance.parts import Parts, parts_of
 from mmjax.balance.rows_bound import rows_lower_bound
 
@@ -110,6 +110,61 @@ def test_nobody_waits_longer_than_ten_steps_whatever_the_lengths(columns, microb
         assert_valid(parts, np.arange(len(parts)), budgets, microbatches, packing)
         assert_in_columns(parts, budgets, columns, packing)
         assert packing.waited.max() <= 10
+
+
+adversarial = st.tuples(
+    st.sampled_from([(1, 1), (4, 1), (4, 2), (8, 8)]),  # rows of each module, columns
+    st.integers(1, 3),  # microbatches
+    st.sampled_from([0, 3, 24]),  # steps; 0 = as few as can be
+    st.lists(st.tuples(st.sampled_from([0.02, 0.3, 0.49, 0.51, 0.98]), st.booleans(), st.integers(0, 9)), min_size=1),
+    st.integers(0, 9),
+)
+
+
+@settings(max_examples=60)
+@given(adversarial)
+def test_nobody_waits_longer_than_ten_steps_for_parts_around_half_a_row(case):
+    """Kinds of samples just above and below half a row, in runs and shuffled; every step has samples in any case."""
+    (rows, columns), microbatches, steps, kinds, seed = case
+    rng = np.random.default_rng(seed)
+    samples = []
+    for share, seen, repeats in kinds:
+        for _ in range(3 * repeats):
+            samples.append(
+                [(0, max(1, int(100 * share) + int(rng.integers(-1, 2)))), *[(1, int(64 * share) or 1)] * seen]
+            )
+    order = rng.permutation(len(samples)) if seed % 2 else np.arange(len(samples))
+    steps = min(steps, len(samples))
+    parts, budgets = parts_of(samples), Budgets(np.array([rows, rows]), np.array([100, 64]), 1.0)
+    packing = pack(parts, order, budgets, microbatches, columns=columns, steps=steps)
+    assert packing.waited.max(initial=0) <= 10
+    assert packing.waited.min(initial=0) >= 0
+    assert_in_columns(parts, budgets, columns, packing)
+    more = int(packing.row.max(initial=0)) // rows + 1  # microbatches of a step
+    assert_valid(parts, order, budgets, max(more, microbatches), packing)
+    if steps:
+        assert packing.n_steps == steps
+
+
+def test_what_given_steps_do_not_hold_comes_in_more_microbatches_of_them():
+    parts = parts_of([[(0, 60)]] * 50)  # one in a row
+    budgets = Budgets(np.array([4, 4]), np.array([100, 8]), 6.0)
+    packing = pack(parts, np.arange(50), budgets, steps=8)
+    assert packing.n_steps == 8
+    assert np.bincount(packing.step).max() <= 8
+    assert packing.row.max() // 4 == 1
+    assert packing.waited.max() <= 10
+
+
+def test_steps_counted_beforehand_hold_their_samples():
+    for seed in range(3):
+        parts = corpus(24 * 128, seed)
+        budgets = fit_budgets(parts, 24, (8, 2, 3))
+        steps = count_steps(parts, budgets)
+        packing = pack(parts, np.arange(len(parts)), budgets, steps=steps)
+        assert packing.n_steps == steps
+        assert np.all(packing.row < budgets.rows[parts.module]), "a step needs another microbatch"
+        assert 3072 / steps >= 0.95 * budgets.samples_per_step
 
 
 def test_columns_are_full_and_every_rank_that_takes_its_own_has_the_same_of_all_modules():

@@ -140,6 +140,17 @@ def test_a_late_step_is_found_from_known_chunk_starts_without_replaying(grouping
     assert known._chunk.cache_info().misses == 1
 
 
+@pytest.mark.parametrize("grouping", [PackGrouping(), NoGrouping()], ids=["pack", "none"])
+def test_a_late_step_groups_one_chunk_alone(grouping):
+    late = grouper(index_of_size(5000), grouping=grouping, size=Samples(40))
+    late.step(2000)
+    assert late._chunk.cache_info().misses == 1
+    walked = grouper(index_of_size(5000), grouping=grouping, size=Samples(40))
+    for step in range(0, 2000, 100):
+        walked.step(step)
+    assert_same(late.step(2000), walked.step(2000))
+
+
 # ------------------------------------------------------------------------------------------------------- groupings
 
 

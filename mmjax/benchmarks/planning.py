@@ -1,0 +1,180 @@
+"""How long planning steps takes, how full and equal they are, and what travels: as a training run plans them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mmjax.balance.metrics import fill, overdispersion
+from mmjax.balance.parts import LLM
+from mmjax.balance.phases import wire
+from mmjax.benchmarks.fill import rank_dist_ratios, room_and_use
+from mmjax.benchmarks.length_options import TILES, index_of_samples
+from mmjax.benchmarks.measurement import Measurement
+from mmjax.benchmarks.phases import check
+from mmjax.config import Config, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
+from mmjax.config_files import default_config, load
+from mmjax.data.grouping import Group
+from mmjax.data.lengths import read_lengths
+from mmjax.data.placement import Balance, MicrobatchPlan, Placer, Topology
+from mmjax.data.plan import StepPlan, StepPlanner, make_planner
+from mmjax.errors import UserError
+
+GROUPINGS = {"pack": PackGrouping(), "none": NoGrouping()}
+BALANCES: dict[str, Balance] = {
+    "post": PostBalance(),
+    "off": PostBalance(locality="off"),
+    "llm": LlmBalance(),
+    "none": NoBalance(),
+}
+RANKS_PER_NODE = 8
+_COMPILED = {"ranks": 2 * RANKS_PER_NODE, "per_rank": 16, "ranks_per_node": 0, "steps": 2}  # planned before timing
+
+T = TypeVar("T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--lengths", nargs="+", type=Path, required=True, metavar="F.npz", help="of samples")
+    parser.add_argument("--ranks", type=int, default=8, help="each with one row of every module")
+    parser.add_argument("--per-rank", type=int, default=16, help="samples of a step, for each rank")
+    parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: 8)")
+    parser.add_argument("--grouping", choices=tuple(GROUPINGS), default="pack")
+    parser.add_argument("--balance", choices=tuple(BALANCES), default="post", help="off: post with locality=off")
+    parser.add_argument("--steps", type=int, default=16, help="with pack raised to whole chunks (default: 16)")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> Measurement:
+    """Plan steps of these samples, used as often as needed. Seconds are CPU time, Numba's compilation excluded.
+
+    grouping: drawing samples and choosing those of each step; placing: ranks, rows and offsets of their parts.
+    first_step: from lengths in memory to the plan of the first step, row lengths and shapes included. By module: fill,
+    useful positions / those that all ranks compute, of all steps and of the worst; dist_ratio, OmniBal eq. 2 over
+    ranks, mean of steps. longest_wait: steps. wire_share: tokens sent, padding included / tokens that encoders make.
+    overdispersion: of the sources that the file names, about 1 for a shuffle.
+    """
+    check(args, "ranks", "per_rank", "steps")
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: give at least 0")
+    per_node = args.ranks_per_node or math.gcd(RANKS_PER_NODE, args.ranks)
+    if args.ranks % per_node:
+        raise UserError(f"--ranks-per-node {per_node}: choose a divisor of --ranks {args.ranks}")
+    keys = {"vision": "vision", TILES: "vision", "audio": "audio"}
+    read = read_lengths(args.lengths, ("llm_tokens",), optional=(*keys, "source"))
+    encoders = {name: key for key, name in keys.items() if key in read}
+    if not encoders:
+        raise UserError(f"--lengths {args.lengths[0]}: no lengths of an encoder; give vision, audio or {TILES}")
+    small = argparse.Namespace(**vars(args) | _COMPILED)
+    _plan(small, read, encoders)
+    return _measurement(_plan(args, read, encoders), read.get("source"))
+
+
+@dataclass
+class _Planned:
+    """Steps planned one after the other, and the CPU seconds that this took."""
+
+    encoders: Sequence[str]
+    planner: StepPlanner
+    first_step_seconds: float
+    plans: list[StepPlan] = field(default_factory=list)
+    grouped: int = 0  # steps, of which those of `plans` were also placed
+    longest_wait: int = 0
+    grouping_seconds: float = 0.0
+    placing_seconds: float = 0.0
+
+
+def _plan(args: argparse.Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str, str]) -> _Planned:
+    available, step = len(read["llm_tokens"]), args.ranks * args.per_rank
+    samples = -(-2 * args.steps * step // available) * available  # whole chunks may be more than these steps
+    index = index_of_samples(read, tuple(encoders.values()), samples, 1)
+    config = _config(args, tuple(encoders))
+    per_node = args.ranks_per_node or math.gcd(RANKS_PER_NODE, args.ranks)
+
+    def first_step() -> StepPlanner:
+        planner, _ = make_planner(index, config, [1.0], Topology(args.ranks, per_node, per_node))
+        planner.plan(0)
+        return planner
+
+    planned = _Planned(tuple(encoders), *_cpu_seconds(first_step))
+    grouper = replace(planned.planner.grouper, first_steps=[0])  # without the chunks that are in memory
+    number = 0
+    while number < args.steps or number not in grouper.first_steps:  # chunks are grouped as a whole
+        groups, seconds = _cpu_seconds(grouper.step, number)
+        planned.grouping_seconds += seconds
+        if args.grouping == "pack" or number < args.steps:  # without grouping the end of a chunk is as its beginning
+            microbatches, seconds = _cpu_seconds(_place, planned.planner.placer, groups)
+            planned.placing_seconds += seconds
+            planned.plans.append(StepPlan(number, tuple(microbatches)))
+            planned.longest_wait = max(planned.longest_wait, grouper.longest_wait(number))
+        number += 1
+    planned.grouped = number
+    return planned
+
+
+def _place(placer: Placer, groups: Sequence[Group]) -> list[MicrobatchPlan]:
+    return [m for group in groups for m in placer.place(group)]
+
+
+def _config(args: argparse.Namespace, encoders: Sequence[str]) -> Config:
+    """A small model with these encoders: what it costs matters to balancing alone."""
+    config = load(default_config(), ())
+    model = replace(config.model, encoders={name: config.model.encoders[name] for name in encoders})
+    batch = replace(
+        config.batch,
+        size=Samples(args.ranks * args.per_rank),
+        rows=dict.fromkeys(("llm", *encoders), args.ranks),
+        microbatches=1,
+        alignment=1,
+        grouping=GROUPINGS[args.grouping],
+        balance=BALANCES[args.balance],
+    )
+    return replace(config, model=model, batch=batch, seed=args.seed)
+
+
+def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
+    index, steps = planned.planner.placer.index, len(planned.plans)
+    step_room, step_use, ratios, sent, made = [], [], [], 0, 0
+    for plan in planned.plans:
+        room, use = zip(*(room_and_use(m, index) for m in plan.microbatches), strict=True)
+        step_room.append(sum(room))
+        step_use.append(sum(use))
+        ratios.append(rank_dist_ratios(plan.microbatches))
+        for m in plan.microbatches:
+            sent += int(wire(np.array(m.shape.widths), m.topology.ranks, m.topology.peers).sum())
+            made += int(index.tokens(m.samples)[m.module != LLM].sum())
+    used, room, dist_ratio = np.array(step_use), np.array(step_room), np.array(ratios)
+    sample = np.concatenate([plan.samples() for plan in planned.plans])
+    step = np.repeat(np.arange(steps), [len(plan.samples()) for plan in planned.plans])
+    modules = ("llm", *planned.encoders)
+    figures = {
+        "grouping_seconds_per_step": planned.grouping_seconds / planned.grouped,
+        "placing_seconds_per_step": planned.placing_seconds / steps,
+        "first_step_seconds": planned.first_step_seconds,
+        "fill": _by_module(modules, fill(used, room)),
+        "worst_fill": _by_module(modules, (used / room).min(0)),
+        "longest_wait": planned.longest_wait,
+        "dist_ratio": _by_module(modules, dist_ratio.mean(0)),
+        "wire_share": sent / max(made, 1),
+        "overdispersion": None if source is None else overdispersion(source[sample % len(source)], step),
+        "steps": steps,
+    }
+    return Measurement(figures, {"sample": sample, "step": step, "used": used, "room": room, "dist_ratio": dist_ratio})
+
+
+def _by_module(modules: Sequence[str], values: np.ndarray) -> dict[str, float]:
+    return dict(zip(modules, values.tolist(), strict=True))
+
+
+def _cpu_seconds(work: Callable[..., T], *args: Any) -> tuple[T, float]:
+    """What the work returns, and the CPU seconds of this process that it took."""
+    began = time.process_time()
+    result = work(*args)
+    return result, time.process_time() - began
