@@ -49,7 +49,7 @@ def worst_samples(losses: jax.Array, text: TextBatch) -> Worst:
 
 
 def _worst_of_rows(losses: jax.Array, weights: jax.Array, sample: jax.Array, owner: jax.Array) -> Worst:
-    """The worst samples of these rows. sample: their numbers in the row, owner: ids in the length index; all `[R, T]`."""
+    """The worst samples of these rows. sample: numbers in the row, owner: ids in the length index; all `[R, T]`."""
     loss, weight = _totals(losses, weights, sample)
     last = jnp.concatenate([sample[:, 1:] != sample[:, :-1], jnp.ones_like(sample[:, :1], bool)], 1)
     counts = last & (sample >= 0) & (weight > 0)
