@@ -143,8 +143,8 @@ FAULTS = (
     Fault(
         "the losses of all tokens on every device",
         "training/sample_losses.py",
-        "if on is None:",
-        "if True:",
+        "over = PartitionSpec(on.rules.rows)",
+        "over = PartitionSpec()",
         (
             "training/test_collectives.py::"
             "test_under_fsdp_layers_are_gathered_one_at_a_time_in_their_scan_and_no_rank_has_the_tokens_of_others",
