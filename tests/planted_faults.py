@@ -127,6 +127,30 @@ FAULTS = (
         ("training/test_collectives.py::test_an_exchange_stays_inside_its_node",),
     ),
     Fault(
+        "a shape that sends only padding for an encoder",
+        "data/placement.py",
+        "if not np.any((placed.needs[modules:] == 0) & (np.array(shape.widths) > 0)):",
+        "if True:",
+        ("data/test_layout.py::test_no_step_sends_padding_where_nothing_moves",),
+    ),
+    Fault(
+        "every device of a rank sending all of its tokens",
+        "parallel/dispatch.py",
+        "way.tensor > 1 and chunks.shape[-1] % way.tensor == 0",
+        "False",
+        ("training/test_collectives.py::test_the_devices_of_a_rank_share_its_exchange_and_add_up_no_tokens",),
+    ),
+    Fault(
+        "the losses of all tokens on every device",
+        "training/sample_losses.py",
+        "over = PartitionSpec(on.rules.rows)",
+        "over = PartitionSpec()",
+        (
+            "training/test_collectives.py::"
+            "test_under_fsdp_layers_are_gathered_one_at_a_time_in_their_scan_and_no_rank_has_the_tokens_of_others",
+        ),
+    ),
+    Fault(
         "an update though the processes planned different steps",
         "training/step.py",
         "agreed = jnp.all(digests.min(0) == digests.max(0))",

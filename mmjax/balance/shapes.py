@@ -2,45 +2,103 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
 _MOST_NEEDS = 768  # clustering compares all pairs
 _PASSES = 4
+_MOST_EXCHANGING = 3  # tuples; the others send nothing
 
 
 def choose_shapes(
-    needs: np.ndarray, cost: np.ndarray, limit: int = 8, alignment: int | np.ndarray = 8, worth: float = 0.0
+    needs: np.ndarray,
+    cost: np.ndarray,
+    limit: int = 8,
+    alignment: int | np.ndarray = 8,
+    worth: float = 0.0,
+    widths: int = 0,
 ) -> np.ndarray:
-    """At most `limit` tuples of row lengths, int64 `[k, M]`, cheapest first; the last holds every need seen.
+    """At most `limit` tuples of row lengths, int64 `[k, M]`, cheapest first; the last holds every step seen.
 
-    needs: int `[S, M]`, each step's fullest row per module. cost: float `[M]`, of one more position in each of a
-    module's rows. Minimises the cost of all steps, each with the cheapest tuple that holds it: needs are merged in
-    pairs, least added cost first, then single lengths are moved while that helps. Lengths are multiples of `alignment`
-    (of each one's, where it is `[M]`). worth: as few tuples as cost at most this share more. Raises ValueError without
-    needs.
+    needs: int `[S, M]`, each step's fullest row per module, or `[S, O, M]` where a step can be placed in O ways. cost:
+    float `[M]`, of one more position in each of a module's rows. Minimises the cost of all steps, each with the
+    cheapest tuple that holds it: needs are merged in pairs, least added cost first, then single lengths are moved while
+    that helps. Lengths are multiples of `alignment` (of each one's, where it is `[M]`). worth: as few tuples as cost at
+    most this share more. widths: how many of the last columns are widths of exchanges. Where every step has a way that
+    sends nothing, no step takes a tuple that would send only padding, and the last tuple sends nothing. Raises
+    ValueError without needs.
     """
     needs = np.asarray(needs, np.int64)
     if len(needs) == 0 or limit < 1:
         raise ValueError("shapes need at least one step to be chosen from, and a limit of at least 1")
-    cost = np.asarray(cost, np.float64)
-    needs, count = np.unique(-(-needs // alignment) * alignment, axis=0, return_counts=True)
+    needs = -(-(needs if needs.ndim == 3 else needs[:, None]) // alignment) * alignment
+    needs, count = np.unique(needs, axis=0, return_counts=True)
+    steps = _Steps(needs, count.astype(np.float64), np.asarray(cost, np.float64), _sends_nothing(needs, widths))
     if worth > 0:
-        some = [_choose(needs, count, cost, k) for k in range(1, limit + 1)]
-        total = [_total(needs, count.astype(np.float64), shapes, cost) for shapes in some]
+        some = [_choose(steps, k) for k in range(1, limit + 1)]
+        total = [_total(*steps, shapes) for shapes in some]
         return next(shapes for shapes, t in zip(some, total, strict=True) if t <= (1 + worth) * min(total))
-    return _choose(needs, count, cost, limit)
+    return _choose(steps, limit)
 
 
-def _choose(needs: np.ndarray, count: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
+class _Steps(NamedTuple):
+    """Steps to choose shapes for. still: where the columns of widths begin, or M where padding may be sent."""
+
+    needs: np.ndarray  # int64 [S, O, M]
+    count: np.ndarray  # float64 [S]
+    cost: np.ndarray  # float64 [M]
+    still: int
+
+
+def _sends_nothing(needs: np.ndarray, widths: int) -> int:
+    """Where the columns of widths begin, if every step has a way that sends nothing; else the number of columns."""
+    first = needs.shape[2] - widths
+    return first if np.all((needs[:, :, first:] == 0).all(2).any(1)) else needs.shape[2]
+
+
+def _choose(steps: _Steps, limit: int) -> np.ndarray:
+    """The best of several numbers of tuples that exchange, the others being for steps that send nothing."""
+    price = steps.needs @ steps.cost
+    resting = np.all(steps.needs[:, :, steps.still :] == 0, axis=2)
+    rest, rest_price = _cheapest(steps.needs, np.where(resting, price, np.inf))
+    move, move_price = _cheapest(steps.needs, np.where(resting, np.inf, price))
+    moving = np.flatnonzero(move_price < rest_price)
+    best, least = None, np.inf
+    for exchanging in range(min(limit, _MOST_EXCHANGING + 1) if len(moving) else 1):
+        shapes = _merge_resting(rest, steps, limit - exchanging)
+        otherwise = _least(*steps._replace(needs=rest[:, None]), shapes)
+        some = moving[move_price[moving] < otherwise[moving]]
+        if exchanging and len(some):
+            left = steps.count[some] * otherwise[some]
+            shapes = np.concatenate([_merge(move[some], steps, steps.count[some], left, exchanging), shapes])
+        total = _total(*steps, shapes)
+        if total < least:
+            best, least = shapes, total
+    assert best is not None
+    shapes = np.unique(_refine(steps, best), axis=0)
+    # One that costs more than the largest, which holds everything, is never taken.
+    largest = best[-1]
+    shapes = shapes[np.all(shapes == largest, axis=1) | (shapes @ steps.cost < largest @ steps.cost)]
+    return shapes[np.lexsort((*shapes.T, shapes @ steps.cost))]
+
+
+def _cheapest(needs: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each step's cheapest need, int64 `[S, M]`, and its price `[S]`. needs: `[S, O, M]`, price: `[S, O]`."""
+    way = price.argmin(1)
+    steps = np.arange(len(needs))
+    return needs[steps, way], price[steps, way]
+
+
+def _merge_resting(needs: np.ndarray, steps: _Steps, limit: int) -> np.ndarray:
+    """At most `limit` tuples for needs `[S, M]`, int64 `[k, M]`; the last is as long as the largest of each."""
     largest = needs.max(0)
-    chosen, weight = _spread(needs, count, cost)
+    chosen, weight = _spread(needs, steps)
     # A need as large as the largest tuple is no cluster of its own: the last tuple is there in any case.
     inner = np.any(chosen < largest, axis=1)
-    shapes = _merge(chosen[inner], weight[inner].astype(np.float64), cost, largest, limit - 1)
-    shapes = _refine(needs, count.astype(np.float64), np.concatenate([shapes, largest[None]]), cost)
-    shapes = np.unique(shapes, axis=0)
-    return shapes[np.lexsort((*shapes.T, shapes @ cost))]
+    left = weight[inner] * (largest @ steps.cost)
+    return np.concatenate([_merge(chosen[inner], steps, weight[inner], left, limit - 1), largest[None]])
 
 
 def assign(need: np.ndarray, shapes: np.ndarray) -> int:
@@ -49,91 +107,97 @@ def assign(need: np.ndarray, shapes: np.ndarray) -> int:
     return int(np.argmax(holds)) if holds.any() else -1
 
 
-def _spread(needs: np.ndarray, count: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _spread(needs: np.ndarray, steps: _Steps) -> tuple[np.ndarray, np.ndarray]:
     """At most so many needs as can be compared in pairs, evenly over their costs, with the steps each stands for."""
     if len(needs) <= _MOST_NEEDS:
-        return needs, count
-    by_cost = np.argsort(needs @ cost, kind="stable")
+        return needs, steps.count
+    by_cost = np.argsort(needs @ steps.cost, kind="stable")
     groups = np.array_split(by_cost, _MOST_NEEDS)
-    return needs[[g[-1] for g in groups]], np.array([count[g].sum() for g in groups])
+    return needs[[g[-1] for g in groups]], np.array([steps.count[g].sum() for g in groups])
 
 
-def _merge(needs: np.ndarray, weight: np.ndarray, cost: np.ndarray, largest: np.ndarray, limit: int) -> np.ndarray:
-    """Merge needs, or leave them to the largest tuple, until `limit` are left: int64 `[<= limit, M]`."""
+def _merge(needs: np.ndarray, steps: _Steps, weight: np.ndarray, left: np.ndarray, limit: int) -> np.ndarray:
+    """Merge needs, or leave them to other tuples, until `limit` remain: int64 `[<= limit, M]`.
+
+    left: float64 `[n]`, what a need's steps cost in other tuples.
+    """
     shapes, alive = needs.copy(), np.ones(len(needs), bool)
-    _merge_pairs(shapes, weight.copy(), alive, cost, largest, limit)
+    _merge_pairs(shapes, weight.copy(), left.copy(), alive, steps.cost, steps.still, limit)
     return shapes[alive]
 
 
 @njit(cache=True)
-def _added(shapes, weight, cost, i, j):
+def _added(shapes, weight, cost, still, i, j):
     """What it costs to run the steps of shapes i and j in one shape that holds both."""
     added = 0.0
     for k in range(len(cost)):
+        if k >= still and (shapes[i, k] == 0) != (shapes[j, k] == 0):
+            return np.inf
         both = max(shapes[i, k], shapes[j, k])
         added += cost[k] * (weight[i] * (both - shapes[i, k]) + weight[j] * (both - shapes[j, k]))
     return added
 
 
 @njit(cache=True)
-def _nearest(shapes, weight, alive, cost, i):
+def _nearest(shapes, weight, alive, cost, still, i):
     """The shape that is cheapest to merge with shape i, and what that adds."""
     best, least = -1, np.inf
     for j in range(len(shapes)):
         if alive[j] and j != i:
-            added = _added(shapes, weight, cost, i, j)
+            added = _added(shapes, weight, cost, still, i, j)
             if added < least:
                 best, least = j, added
     return best, least
 
 
 @njit(cache=True)
-def _merge_pairs(shapes, weight, alive, cost, largest, limit):
-    """Merge the cheapest pair, or leave one shape's steps to the largest, until `limit` are alive; in place."""
+def _merge_pairs(shapes, weight, left, alive, cost, still, limit):
+    """Merge the cheapest pair, or leave one shape's steps to other shapes, until `limit` are alive; in place."""
     n = len(shapes)
     near, added = np.full(n, -1), np.full(n, np.inf)
     for i in range(n):
-        near[i], added[i] = _nearest(shapes, weight, alive, cost, i)
+        near[i], added[i] = _nearest(shapes, weight, alive, cost, still, i)
     for _ in range(n - limit):
-        best, least, into_largest = -1, np.inf, False
+        best, least, leave = -1, np.inf, False
         for i in range(n):
             if not alive[i]:
                 continue
             if added[i] < least:
-                best, least, into_largest = i, added[i], False
-            to_largest = 0.0
+                best, least, leave = i, added[i], False
+            elsewhere = left[i]
             for k in range(len(cost)):
-                to_largest += weight[i] * cost[k] * (largest[k] - shapes[i, k])
-            if to_largest < least:
-                best, least, into_largest = i, to_largest, True
+                elsewhere -= weight[i] * cost[k] * shapes[i, k]
+            if elsewhere < least:
+                best, least, leave = i, elsewhere, True
         gone = best
         merged = -1
-        if not into_largest:
+        if not leave:
             merged, gone = best, near[best]
             weight[merged] += weight[gone]
+            left[merged] += left[gone]
             for k in range(len(cost)):
                 shapes[merged, k] = max(shapes[merged, k], shapes[gone, k])
         alive[gone] = False
         for i in range(n):
             if alive[i] and (i == merged or near[i] == gone or near[i] == merged):
-                near[i], added[i] = _nearest(shapes, weight, alive, cost, i)
-            elif alive[i] and merged >= 0 and _added(shapes, weight, cost, i, merged) < added[i]:
-                near[i], added[i] = merged, _added(shapes, weight, cost, i, merged)
+                near[i], added[i] = _nearest(shapes, weight, alive, cost, still, i)
+            elif alive[i] and merged >= 0 and _added(shapes, weight, cost, still, i, merged) < added[i]:
+                near[i], added[i] = merged, _added(shapes, weight, cost, still, i, merged)
 
 
-def _refine(needs: np.ndarray, count: np.ndarray, shapes: np.ndarray, cost: np.ndarray) -> np.ndarray:
+def _refine(steps: _Steps, shapes: np.ndarray) -> np.ndarray:
     """Move one length of one tuple at a time, not of the last, to the value of some need while that is cheaper."""
     shapes = shapes.copy()
-    least = _total(needs, count, shapes, cost)
-    values = [np.unique(column) for column in needs.T]
+    least = _total(*steps, shapes)
+    values = [np.unique(column) for column in steps.needs.reshape(-1, shapes.shape[1]).T]
     for _ in range(_PASSES):
         before = least
         for j in range(len(shapes) - 1):
-            for k in range(needs.shape[1]):
+            for k in range(shapes.shape[1]):
                 kept = shapes[j, k]
                 for value in values[k]:
                     shapes[j, k] = value
-                    total = _total(needs, count, shapes, cost)
+                    total = _total(*steps, shapes)
                     if total < least:
                         kept, least = value, total
                 shapes[j, k] = kept
@@ -143,21 +207,27 @@ def _refine(needs: np.ndarray, count: np.ndarray, shapes: np.ndarray, cost: np.n
 
 
 @njit(cache=True)
-def _total(needs, count, shapes, cost):
+def _total(needs, count, cost, still, shapes):
     """What all steps cost, each with the cheapest shape that holds it."""
+    return (count * _least(needs, count, cost, still, shapes)).sum()
+
+
+@njit(cache=True)
+def _least(needs, count, cost, still, shapes):
+    """What each step costs with the cheapest shape that holds it in one of its ways and sends no mere padding."""
     price = np.zeros(len(shapes))
     for j in range(len(shapes)):
         for k in range(len(cost)):
             price[j] += shapes[j, k] * cost[k]
-    total = 0.0
+    least = np.full(len(needs), np.inf)
     for i in range(len(needs)):
-        least = np.inf
-        for j in range(len(shapes)):
-            if price[j] < least:
-                holds = True
-                for k in range(len(cost)):
-                    holds = holds and needs[i, k] <= shapes[j, k]
-                if holds:
-                    least = price[j]
-        total += count[i] * least
-    return total
+        for o in range(needs.shape[1]):
+            for j in range(len(shapes)):
+                if price[j] < least[i]:
+                    holds = True
+                    for k in range(len(cost)):
+                        holds = holds and needs[i, o, k] <= shapes[j, k]
+                        holds = holds and (k < still or needs[i, o, k] > 0 or shapes[j, k] == 0)
+                    if holds:
+                        least[i] = price[j]
+    return least

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.metrics import dist_ratio, fill
+from mmjax.balance.parts import LLM
 from mmjax.benchmarks.length_options import index_of_samples
 from mmjax.benchmarks.phases import check
 from mmjax.config import (
@@ -60,7 +61,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     shapes: those in use; fill_*: useful positions / budget, alignment inside items is padding; aligned_*: it is none;
     dist_ratio_*: over ranks, OmniBal eq. 2; width_*: tokens that a rank may send to each peer, mean of microbatches;
-    split_steps: those that needed more microbatches than the config has; plan_ms: of a step.
+    wire_share: tokens that leave their rank, padding included, as a part of all that encoders make; idle_exchanges:
+    those that send nothing but padding, as a part of all that encoders could have; split_steps: those that needed more
+    microbatches than the config has; plan_ms: of a step.
     """
     args.seeds = args.seeds if args.seeds is not None else 1 if args.lengths else 3
     if args.samples < 0 or args.epochs < 0:
@@ -130,6 +133,9 @@ def _measure(
         "dist_ratio": np.mean([rank_dist_ratios(plan.microbatches) for plan in plans], axis=0),
         "width": np.mean([(0, *m.shape.widths) for m in microbatches], axis=0),
     }
+    sent = [m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches]
+    made = [int(index.tokens(m.samples)[m.module != LLM].sum()) for m in microbatches]
+    idle = [(np.array(m.shape.widths) > 0) & (_moved(m, len(modules)) == 0) for m in microbatches]
     by_module = {f"{key}_{m}": float(x) for key, of in figures.items() for m, x in zip(modules, of, strict=True)}
     del by_module["width_llm"]
     return {
@@ -137,6 +143,8 @@ def _measure(
         "samples": float(np.mean([len(m.samples) for m in microbatches])),
         "shapes": len({m.shape for m in microbatches}),
         **by_module,
+        "wire_share": sum(sent) / max(sum(made), 1),
+        "idle_exchanges": float(np.mean(idle)) if modules[1:] else 0.0,
         "split_steps": sum(len(plan.microbatches) > config.batch.microbatches for plan in plans),
         "plan_ms": 1e3 * seconds / steps,
     }
@@ -146,6 +154,13 @@ def room_and_use(m: MicrobatchPlan, index: LengthIndex) -> tuple[np.ndarray, np.
     """Positions that all ranks compute of each module, and those that hold something, int64 `[modules]` each."""
     room = m.topology.ranks * np.multiply(m.rows, m.shape.lengths)
     return room, np.bincount(m.module, index.useful(m.samples), len(m.rows)).astype(np.int64)
+
+
+def _moved(microbatch: MicrobatchPlan, modules: int) -> np.ndarray:
+    """How many items of each encoder run on another rank than their sample, int64 `[encoders]`."""
+    rank = microbatch.rank()
+    home = rank[microbatch.part_start[:-1]][microbatch.sample_of()]
+    return np.bincount(microbatch.module[rank != home], minlength=modules)[1:]
 
 
 def rank_dist_ratios(microbatches: Sequence[MicrobatchPlan]) -> np.ndarray:

@@ -104,13 +104,19 @@ def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], mos
     groups, found = _dry_run(grouper, config, most), []
     # Rows as long as grouping filled them may take a wide exchange, or leave others half empty: the cheaper is chosen.
     for limit in (lengths, None) if fixed else (None,):
-        needs = np.stack([p.needs(group, limit) for group in groups for p in placers])
-        needs[:, :modules] = np.maximum(needs[:, :modules], least)
+        needs = _stack([p.needs(group, limit) for group in groups for p in placers])
+        needs[:, :, :modules] = np.maximum(needs[:, :, :modules], least)
         worth, alignments = WORTH if fixed else 0.0, _alignments(grouper, config)
-        shapes = choose_shapes(needs, placer.price, config.batch.shapes, alignments, worth)
-        holds = np.all(needs[:, None] <= shapes, axis=-1)
+        shapes = choose_shapes(needs, placer.price, config.batch.shapes, alignments, worth, modules - 1)
+        holds = np.all(needs[:, :, None] <= shapes, axis=-1).any(1)
         found.append((float(np.where(holds, shapes @ placer.price, np.inf).min(1).sum()), shapes.tolist()))
     return tuple(Shape(tuple(s[:modules]), tuple(s[modules:])) for s in min(found)[1])
+
+
+def _stack(ways: Sequence[np.ndarray]) -> np.ndarray:
+    """What steps need, int64 `[steps, ways, columns]`; a step with fewer ways has its last one several times."""
+    most = max(map(len, ways))
+    return np.stack([np.concatenate([needs, np.repeat(needs[-1:], most - len(needs), axis=0)]) for needs in ways])
 
 
 def _dry_run(grouper: StepGrouper, config: Config, most: int | None) -> Sequence[Group]:

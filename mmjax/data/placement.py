@@ -135,8 +135,9 @@ class Placer:
         # Widths of shapes first, then those by which the shapes were found.
         widths = self._widths(), usual_widths(self._costs(asked))
         for ways in (ways for allowed in widths for ways in self._ways(asked, allowed)):
-            number, placed = min(((self._shape(placed), placed) for placed in ways), key=lambda pair: pair[0])
-            if number < len(self.shapes):
+            choices = [(*rank, placed) for placed in ways if (rank := self._shape(placed)) is not None]
+            if choices:
+                _, number, placed = min(choices, key=lambda choice: choice[:2])
                 return [self._plan(group.samples, asked, placed, self.shapes[number])]
         if len(group.samples) < 2:
             raise AssertionError(f"sample {group.samples[0]} fits no compiled shape")
@@ -144,9 +145,9 @@ class Placer:
         return [plan for h in (0, 1) for plan in self.place(Group(group.samples[half == h], None))]
 
     def needs(self, group: Group, lengths: np.ndarray | None = None) -> np.ndarray:
-        """What a group needs, int64 `[modules + encoders]`: of the ways that its balance asks for, the cheapest.
+        """What a group needs in each way that its balance asks for, int64 `[ways, modules + encoders]`.
 
-        With `post`, of all ways that do not exceed `lengths` `[modules]`, if there are any.
+        With `post`, in all ways that do not exceed `lengths` `[modules]`, if there are any.
         """
         asked = self._asked(group)
         tiers = [[way.needs for way in ways] for ways in self._ways(asked, usual_widths(self._costs(asked)))]
@@ -154,7 +155,7 @@ class Placer:
         if lengths is not None and isinstance(self.balance, PostBalance):
             fitting = [n for tier in tiers for n in tier if np.all(n[: len(lengths)] <= lengths)]
             ways = fitting or ways
-        return min(ways, key=lambda needs: needs @ self.price)
+        return np.stack(ways)
 
     def needs_alone(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """What a sample needs if it has a rank for itself, and if its items are spread over the rank's peers."""
@@ -257,12 +258,18 @@ class Placer:
 
     # ---------------------------------------------------------------------------------------------------------- shapes
 
-    def _shape(self, placed: Placed) -> int:
-        """The number of the cheapest shape that holds this, or of shapes if none does."""
+    def _shape(self, placed: Placed) -> tuple[bool, int] | None:
+        """The cheapest shape that holds this: whether it sends nothing but padding for an encoder, and its number.
+
+        One that does is chosen only where no other shape holds it.
+        """
+        modules, padded = len(self.rows), None
         for number, shape in enumerate(self.shapes):
             if np.all(placed.needs <= np.array(shape.lengths + shape.widths)):
-                return number
-        return len(self.shapes)
+                if not np.any((placed.needs[modules:] == 0) & (np.array(shape.widths) > 0)):
+                    return False, number
+                padded = padded or (True, number)
+        return padded
 
     def _widths(self) -> list[tuple[int, ...]]:
         """For each encoder the widths that shapes have, ascending from 0."""

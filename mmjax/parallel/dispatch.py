@@ -2,12 +2,15 @@
 
 The plan is data: tables of fixed shape, made on the host by `balance.rearrangement.tables`, so another plan compiles
 nothing. Tokens that stay on their rank never enter the all-to-all, and a width of 0 leaves no collective at all.
-The backward pass is the same exchange the other way, by JAX's own rules.
+The backward pass is the same exchange the other way. Where a rank is several devices of the tensor axis, which all hold
+the same tokens, each sends its part of their width and they gather what arrives: nothing is sent between ranks twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import Exchange
-from mmjax.parallel.mesh import RANKS, row_ranks
+from mmjax.parallel.mesh import RANKS, TENSOR, row_ranks
 
 
 def dispatch(
@@ -39,50 +42,83 @@ def dispatch(
         return _on_one_device(tokens, send, gather)
     if ranks != row_ranks(mesh):
         raise ValueError(f"a batch made for {ranks} ranks cannot run on a mesh of {row_ranks(mesh)}")
-    over = PartitionSpec(RANKS)
-    part = partial(_exchange, groups=_groups(ranks, peers), exchange=exchange)
-    return jax.shard_map(part, mesh=mesh, in_specs=over, out_specs=over, check_vma=False)(tokens, send, gather)
+    way = _Way(_groups(ranks, peers), exchange, mesh.shape[TENSOR])
+    length, over = tokens.shape[1], PartitionSpec(RANKS)
+
+    def of_ranks(part: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return jax.shard_map(partial(part, way), mesh=mesh, in_specs=over, out_specs=over, check_vma=False)
+
+    # By JAX's own rules the devices of a rank would add up their equal gradients in an all-reduce.
+    forward, backward = of_ranks(_bring), of_ranks(partial(_return, length=length))
+    moved = jax.custom_vjp(forward)
+    moved.defvjp(
+        lambda tokens, send, gather: (forward(tokens, send, gather), (send, gather)),
+        lambda tables, back: (backward(back, *tables), None, None),
+    )
+    return moved(tokens, send, gather)
+
+
+class _Way(NamedTuple):
+    """How ranks exchange. groups: of ranks that do, None = all together. tensor: devices that each rank is."""
+
+    groups: list[list[int]] | None
+    exchange: Exchange
+    tensor: int
 
 
 def _groups(ranks: int, peers: int) -> list[list[int]] | None:
     return None if peers == ranks else [list(range(first, first + peers)) for first in range(0, ranks, peers)]
 
 
-def _exchange(
-    tokens: jax.Array, send: jax.Array, gather: jax.Array, groups: list[list[int]] | None, exchange: Exchange
-) -> jax.Array:
+def _bring(way: _Way, tokens: jax.Array, send: jax.Array, gather: jax.Array) -> jax.Array:
     """One rank's part: leading axes of 1."""
     own, send, gather = tokens[0], send[0], gather[0]
     if send.size:
-        chunks = _pick(own, send)
-        if exchange == "ragged":
-            received = _ragged(chunks, (send >= 0).sum(1, dtype=jnp.int32), groups)
-        else:
-            received = jax.lax.all_to_all(chunks, RANKS, 0, 0, axis_index_groups=groups)
+        sizes = (send >= 0).sum(1, dtype=jnp.int32)
+        received = _swap(way, _pick(own, send), sizes, outward=True)
         own = jnp.concatenate([received.reshape(-1, own.shape[-1]), own])
     return _pick(own, gather)[None]
 
 
-def _ragged(chunks: jax.Array, sizes: jax.Array, groups: list[list[int]] | None) -> jax.Array:
-    """The first `sizes` `[peers]` tokens of every chunk `[peers, chunk, width]`, where a padded exchange puts them."""
+def _return(way: _Way, back: jax.Array, send: jax.Array, gather: jax.Array, length: int) -> jax.Array:
+    """The transpose of `_bring`: what arrives of a rank's `length` tokens' gradients, from its rows and its peers."""
+    back, send, gather = back[0], send[0], gather[0]
+    width, arrived = back.shape[-1], send.size
+    placed = _unpick(back, gather, arrived + length)
+    own = placed[arrived:]
+    if arrived:
+        sizes = (send >= 0).sum(1, dtype=jnp.int32)
+        own += _unpick(_swap(way, placed[:arrived].reshape(*send.shape, width), sizes, outward=False), send, length)
+    return own[None]
+
+
+def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
+    """What the peers have for this rank in place of what it has for them, `[peers, chunk, width]`.
+
+    sizes: how many tokens it sends to each in the forward pass, int32 `[peers]`; outward: whether this is that.
+    """
+    part, cut = chunks, way.tensor > 1 and chunks.shape[-1] % way.tensor == 0
+    if cut:
+        width = chunks.shape[-1] // way.tensor
+        part = jax.lax.dynamic_slice_in_dim(chunks, jax.lax.axis_index(TENSOR) * width, width, axis=-1)
+    if way.exchange == "ragged":
+        received = _ragged(part, sizes, way.groups, outward)
+    else:
+        received = jax.lax.all_to_all(part, RANKS, 0, 0, axis_index_groups=way.groups)
+    return jax.lax.all_gather(received, TENSOR, axis=received.ndim - 1, tiled=True) if cut else received
+
+
+def _ragged(chunks: jax.Array, sizes: jax.Array, groups: list[list[int]] | None, outward: bool) -> jax.Array:
+    """The filled tokens of every chunk `[peers, chunk, width]`, where a padded exchange puts them."""
     arriving = jax.lax.all_to_all(sizes, RANKS, 0, 0, axis_index_groups=groups, tiled=True)
-
-    def send(chunks: jax.Array, sizes: jax.Array, arriving: jax.Array) -> jax.Array:
-        peers, chunk, width = chunks.shape
-        begins = jnp.arange(peers, dtype=jnp.int32) * chunk
-        mine = jnp.full(peers, jax.lax.axis_index(RANKS) % peers * chunk, jnp.int32)
-        flat = chunks.reshape(peers * chunk, width)
-        options = {"axis_name": RANKS, "axis_index_groups": groups}
-        found = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), begins, sizes, mine, arriving, **options)
-        return found.reshape(chunks.shape)
-
-    # JAX's own rule forgets the groups. What came from a peer goes back to it: the same exchange, the sizes swapped.
-    exchange = jax.custom_vjp(send)
-    exchange.defvjp(
-        lambda chunks, sizes, arriving: (send(chunks, sizes, arriving), (sizes, arriving)),
-        lambda kept, back: (send(back, kept[1], kept[0]), None, None),
-    )
-    return exchange(chunks, sizes, arriving)
+    sent, received = (sizes, arriving) if outward else (arriving, sizes)
+    peers, chunk, width = chunks.shape
+    begins = jnp.arange(peers, dtype=jnp.int32) * chunk
+    mine = jnp.full(peers, jax.lax.axis_index(RANKS) % peers * chunk, jnp.int32)
+    flat = chunks.reshape(peers * chunk, width)
+    options = {"axis_name": RANKS, "axis_index_groups": groups}
+    found = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), begins, sent, mine, received, **options)
+    return found.reshape(chunks.shape)
 
 
 def _on_one_device(tokens: jax.Array, send: jax.Array, gather: jax.Array) -> jax.Array:
@@ -97,3 +133,9 @@ def _on_one_device(tokens: jax.Array, send: jax.Array, gather: jax.Array) -> jax
 def _pick(tokens: jax.Array, at: jax.Array) -> jax.Array:
     """The tokens at these positions, zeros where they are -1."""
     return jnp.where((at >= 0)[..., None], tokens[jnp.maximum(at, 0)], 0)
+
+
+def _unpick(back: jax.Array, at: jax.Array, length: int) -> jax.Array:
+    """The transpose of `_pick`: each of `length` tokens gets the sum of what its places have."""
+    tokens = jax.ShapeDtypeStruct((length, back.shape[-1]), back.dtype)
+    return jax.linear_transpose(partial(_pick, at=at), tokens)(back)[0]

@@ -14,6 +14,7 @@ from mmjax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor", "context")
 RANKS = ("data", "fsdp")  # axes whose product is the ranks: the rows of a batch are sharded over them
+TENSOR = "tensor"
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -98,7 +99,7 @@ def row_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> int:
 
 def encoder_axes(config: MeshConfig) -> tuple[str, ...]:
     """Return the axes that the rows of encoders are sharded over."""
-    return (*RANKS, "tensor") if config.encoders == "data" else RANKS
+    return (*RANKS, TENSOR) if config.encoders == "data" else RANKS
 
 
 def held_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:

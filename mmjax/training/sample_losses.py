@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from mmjax.batch import TextBatch
+from mmjax.parallel.sharding import active
 
 MOST_NAMED = 32  # samples of a step
 
@@ -29,17 +31,31 @@ def no_samples() -> Worst:
 
 
 def worst_samples(losses: jax.Array, text: TextBatch) -> Worst:
-    """The worst samples of a microbatch, by its tokens' weighted losses `[R, T]`."""
-    loss, weight = _totals(losses, text.weight, text.sample)
-    last = jnp.concatenate([text.sample[:, 1:] != text.sample[:, :-1], jnp.ones_like(text.sample[:, :1], bool)], 1)
-    counts = last & (text.sample >= 0) & (weight > 0)
+    """The worst samples of a microbatch, by its tokens' weighted losses `[R, T]`.
+
+    Each rank names the worst of its own rows, and only these are compared over the ranks: the same for any mesh, since
+    of equal losses the first counts both times.
+    """
+    rows, on = (losses, text.weight, text.sample, text.owner), active()
+    if on is None:
+        return _worst_of_rows(*rows)
+    over = PartitionSpec(on.rules.rows)
+
+    def of_rank(*rows: jax.Array) -> Worst:
+        return jax.tree.map(lambda x: x[None], _worst_of_rows(*rows))
+
+    ranks = jax.shard_map(of_rank, mesh=on.mesh, in_specs=over, out_specs=over, check_vma=False)(*rows)
+    return _most(ranks.loss.reshape(-1), ranks.sample.reshape(-1), ranks.not_finite.sum(dtype=jnp.int32))
+
+
+def _worst_of_rows(losses: jax.Array, weights: jax.Array, sample: jax.Array, owner: jax.Array) -> Worst:
+    """The worst samples of these rows. sample: numbers in the row, owner: ids in the length index; all `[R, T]`."""
+    loss, weight = _totals(losses, weights, sample)
+    last = jnp.concatenate([sample[:, 1:] != sample[:, :-1], jnp.ones_like(sample[:, :1], bool)], 1)
+    counts = last & (sample >= 0) & (weight > 0)
     mean = jnp.where(counts, loss / weight, 0.0)
     mean = jnp.where(jnp.isfinite(mean), mean, jnp.inf)
-    not_finite = (mean == jnp.inf).sum(dtype=jnp.int32)
-    # First within the rows, which lie on many devices: little is left to be brought together.
-    of_rows, at = jax.lax.top_k(mean, min(MOST_NAMED, mean.shape[1]))
-    owner = jnp.take_along_axis(text.owner, at, axis=1)
-    return _most(of_rows.reshape(-1), owner.reshape(-1), not_finite)
+    return _most(mean.reshape(-1), owner.reshape(-1), (mean == jnp.inf).sum(dtype=jnp.int32))
 
 
 def worse_of(a: Worst, b: Worst) -> Worst:
@@ -57,7 +73,7 @@ def _most(loss: jax.Array, sample: jax.Array, not_finite: jax.Array) -> Worst:
 def _totals(losses: jax.Array, weights: jax.Array, sample: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sums from each sample's first token up to every position `[R, T]`: at its last, they are the sample's.
 
-    A scan, which every device does for its own rows; NaN does not pass from one sample to the next.
+    A scan, by which NaN does not pass from one sample to the next.
     """
     begins = jnp.concatenate([jnp.ones_like(sample[:, :1], bool), sample[:, 1:] != sample[:, :-1]], axis=1)
 

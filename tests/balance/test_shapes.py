@@ -71,6 +71,36 @@ def test_eight_shapes_leave_at_most_half_of_what_one_wastes():
     assert wasted[1] < 0.5 * wasted[0]
 
 
+def cost_of_ways(needs: np.ndarray, shapes: np.ndarray, cost: np.ndarray) -> float:
+    """Each step in its cheapest way; the last column is a width, of which a need of 0 takes nothing."""
+    holds = np.all(needs[:, :, None] <= shapes, axis=-1)
+    holds &= (needs[:, :, None, -1] > 0) | (shapes[:, -1] == 0)
+    return float(np.where(holds, shapes @ cost, np.inf).min((1, 2)).sum())
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_no_step_takes_a_shape_that_sends_mere_padding_and_shapes_are_nearly_the_best_of_those(limit):
+    ratios, exchanging = [], 0
+    for seed in range(25):
+        rng = np.random.default_rng(seed)
+        rest = np.stack([rng.integers(3, 9, 7), np.zeros(7, np.int64)], axis=1)
+        move = np.stack([rng.integers(1, rest[:, 0] + 1), rng.integers(1, 4, 7)], axis=1)
+        needs, cost = np.stack([rest, move], axis=1), rng.uniform(0.5, 2, 2)
+        tuples = list(product(np.unique(needs[:, :, 0]), np.unique(needs[:, :, 1])))
+        best = min(
+            cost_of_ways(needs, np.array([*inner, rest.max(0)]), cost)
+            for inner in combinations_with_replacement(tuples, limit - 1)
+        )
+        shapes = choose_shapes(needs, cost, limit, alignment=1, widths=1)
+        assert shapes[-1].tolist() == rest.max(0).tolist()
+        exchanging += int((shapes[:, -1] > 0).sum())
+        ratios.append(cost_of_ways(needs, shapes, cost) / best)
+    assert (exchanging > 0) == (limit > 1)
+    assert min(ratios) > 1 - 1e-9
+    assert np.mean(ratios) < 1.01
+    assert max(ratios) < 1.1
+
+
 def test_a_step_is_assigned_the_cheapest_shape_that_holds_it():
     needs = steps_of_24(2)
     shapes = choose_shapes(needs, COST, 8)

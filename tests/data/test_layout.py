@@ -109,6 +109,20 @@ def test_without_grouping_eight_shapes_waste_less_than_one():
     assert spent[0] < 0.95 * spent[1]
 
 
+@pytest.mark.parametrize("per_rank", [4, 16])
+def test_no_step_sends_padding_where_nothing_moves(per_rank):
+    changes = {"grouping": NoGrouping(chunk_steps=12), "size": Samples(8 * per_rank), "rows": ROWS}
+    planned, _ = laid_out(balance=PostBalance(), topology=EIGHT, **changes)
+    exchanges = 0
+    for step in range(2 * DRY_RUN_STEPS):
+        for m in planned.plan(step).microbatches:
+            home = m.rank()[m.part_start[:-1]][m.sample_of()]
+            moved = np.bincount(m.module[m.rank() != home], minlength=3)[1:]
+            assert np.all((moved > 0) | (np.array(m.shape.widths) == 0))
+            exchanges += int(moved.sum())
+    assert exchanges > 0 or per_rank > 4
+
+
 def test_locality_off_exchanges_among_all_ranks_and_on_among_peers():
     changes = {"grouping": NoGrouping(chunk_steps=12), "topology": Topology(8, 4, 4)}
     on, off = (laid_out(balance=PostBalance(locality=way), **changes)[1].topology for way in ("on", "off"))

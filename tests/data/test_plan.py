@@ -146,9 +146,9 @@ KNOWN = {
     ("pack", 1): 114881282540914106,
     ("pack", 8): 2128741281526555442,
     ("isf", 1): 347402918885272633,
-    ("isf", 8): 42415258630654527,
-    ("none", 1): 1377529020713957939,
-    ("none", 8): 1668480118341937504,
+    ("isf", 8): 531497771183340480,
+    ("none", 1): 1737668282803686233,
+    ("none", 8): 33107862003569092,
 }
 
 
@@ -156,7 +156,7 @@ KNOWN = {
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
 def test_plans_are_those_of_this_planners_number(grouping, topology):
     """Where this fails because plans are meant to change, raise PLANNER and write down the new hashes."""
-    assert PLANNER == 5
+    assert PLANNER == 6
     planned = planner(grouping=grouping, topology=topology, size=Samples(6 if topology.ranks == 1 else 16))
     digest = sum(planned.plan(step).digest() for step in range(30)) % 2**61
     assert digest == KNOWN[grouping.kind, topology.ranks]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import MERGE, paths, tiny_config
+from tiny_run import MERGE, paths, stderr_of, tiny_config
 
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, MeshConfig, NoBalance, NoGrouping, PostBalance, Samples
@@ -22,7 +22,7 @@ from mmjax.data.placement import Topology
 from mmjax.data.plan import make_planner
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.mesh import make_mesh, replicated
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.work import CONV_STRIDE
 from mmjax.training.devices import topology_of
@@ -41,6 +41,7 @@ class Collective:
     kind: str
     shapes: tuple[tuple[int, ...], ...]  # of its results
     line: str
+    in_scan: bool  # over layers
 
 
 def config(balance: NoBalance | PostBalance) -> Config:
@@ -65,18 +66,38 @@ def compiled(
     made: Config, mesh: MeshConfig, batch: Microbatch, width: int = WIDTH, kinds: Sequence[str] = MOVING
 ) -> tuple[Executor, list[Collective]]:
     """The programs, and of the one that accumulates gradients the collectives of these kinds that carry this width."""
+    executor, text, _ = compiled_text(made, mesh, batch)
+    return executor, [c for c in collectives_in(text, kinds) if any(width in shape for shape in c.shapes)]
+
+
+def compiled_text(made: Config, mesh: MeshConfig, batch: Microbatch) -> tuple[Executor, str, str]:
+    """The program that accumulates gradients, with state and batch in the shards of a run, and XLA's warnings."""
     model = Model.build(made.model, jnp.float32)
     on = make_mesh(mesh, jax.devices())
     executor = Executor(model, make_optimizer(made.optimizer, model.axes), on, ShardingRules.of(mesh), 1)
-    put, zeros = put_rows(batch, on, executor.rules), executor.zeros()
-    lowered = executor.accumulate.lower(executor.abstract.trainable, {}, zeros, put, np.float32(1))
-    found = []
-    for line in lowered.compile().as_text().splitlines():
-        if match := re.search(rf" = (.*?) ({'|'.join(kinds)})(?:-start)?\(", line):
+    trainable = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        executor.abstract.trainable,
+        executor.shardings.trainable,
+    )
+    weight = jax.device_put(np.float32(1), replicated(on))
+    arrays = executor.zeros(), put_rows(batch, on, executor.rules), weight
+    with stderr_of() as warnings:
+        text = executor.accumulate.lower(trainable, {}, *arrays).compile().as_text()
+    return executor, text, warnings[0]
+
+
+def collectives_in(text: str, kinds: Sequence[str]) -> list[Collective]:
+    """The collectives of these kinds in a compiled program."""
+    found, computation = [], ""
+    bodies = set(re.findall(r" while\(.*?body=%?([\w.\-]+)", text))
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            computation = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
+        elif match := re.search(rf" = (.*?) ({'|'.join(kinds)})(?:-start)?\(", line):
             shapes = tuple(tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", match[1]))
-            if any(width in shape for shape in shapes):
-                found.append(Collective(match[2], shapes, line))
-    return executor, found
+            found.append(Collective(match[2], shapes, line, computation in bodies))
+    return found
 
 
 @pytest.mark.default_cases("fsdp=8")
@@ -101,6 +122,37 @@ def test_a_plan_that_moves_nothing_has_no_collective(mesh, tmp_path):
     assert all(send.shape[-1] == 0 for send in batch.text.send.values())
     executor, found = compiled(made, mesh, batch)
     assert_parameters_only(executor, found)
+
+
+def test_under_fsdp_layers_are_gathered_one_at_a_time_in_their_scan_and_no_rank_has_the_tokens_of_others(tmp_path):
+    made = config(NoBalance())
+    batch = first_batch(made, tmp_path, Topology(RANKS, RANKS, RANKS))
+    executor, text, warnings = compiled_text(made, MeshConfig(1, fsdp=8), batch)
+    assert "rematerialization" not in warnings
+    sharded = [x for x in paths(executor.abstract.trainable).values() if x.ndim == 3]
+    found = collectives_in(text, (*MOVING, "all-reduce"))
+    gathers = [(sorted(shape), c) for c in found if c.kind == "all-gather" for shape in c.shapes]
+    for leaf in sharded:
+        of_layer = [c for shape, c in gathers if shape == sorted(leaf.shape[1:])]
+        assert any(c.in_scan for c in of_layer), f"no layer's {leaf.shape[1:]} is gathered in a scan"
+        assert all(shape != sorted(leaf.shape) for shape, _ in gathers), f"{leaf.shape}: all layers at once"
+    length = batch.text.token.shape[1]
+    assert all(length not in shape for c in found for shape in c.shapes), "the losses of other ranks' tokens"
+
+
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_the_devices_of_a_rank_share_its_exchange_and_add_up_no_tokens(tensor, tmp_path):
+    mesh = MeshConfig(RANKS // tensor, tensor=tensor)
+    made = config(PostBalance(locality="off"))
+    batch = first_batch(made, tmp_path, topology_of(make_mesh(mesh, jax.devices()), mesh))
+    _, text, _ = compiled_text(made, mesh, batch)
+    found = collectives_in(text, (*MOVING, "all-reduce"))
+    exchanged = [sum(map(prod, c.shapes)) for c in found if c.kind == "all-to-all"]
+    sent = [prod(send.shape[1:]) * WIDTH // tensor for send in batch.text.send.values()]
+    assert sorted(exchanged) == sorted(2 * sent)
+    tokens = [(1, items.item.shape[1] // MERGE[name], WIDTH) for name, items in batch.items.items()]
+    assert not [c.line for c in found if c.kind == "all-reduce" and set(tokens).intersection(c.shapes)]
 
 
 def test_an_exchange_stays_inside_its_node(tmp_path):
