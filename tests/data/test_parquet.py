@@ -92,7 +92,7 @@ def test_the_bytes_of_media_are_not_read_for_the_texts(tmp_path: Path) -> None:
     got = opened(ParquetSource(path, question="q", answer="a", images="image"), tmp_path)
     for index in range(6):
         got.conversation(index)
-    assert {leaf for _, _, leaf in got._files[0]._held._groups} == {"q", "a", "image.path"}
+    assert {leaf for _, _, leaf in got._files[0]._cache.groups} == {"q", "a", "image.path"}
 
 
 def test_only_a_few_row_groups_of_all_files_stay_in_memory(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_only_a_few_row_groups_of_all_files_stay_in_memory(tmp_path: Path) -> No
     got = opened(ParquetSource(str(tmp_path / "*.parquet"), question="q", answer="a", images="image"), tmp_path)
     for index in range(len(got)):
         assert got.encoded(index, 0) == picture()
-    assert len(got._files[0]._held._groups) <= 4 * 4
+    assert len(got._files[0]._cache.groups) <= 4 * 4
 
 
 def test_a_path_without_bytes_is_read_beside_the_file_and_nowhere_else(tmp_path: Path) -> None:
