@@ -171,12 +171,15 @@ class SwappedItems:
     def partner(self, index: int) -> int:
         """Find the sample whose items `index` gets; it may lie beyond the end of the split."""
         if index not in self._partners:
-            self._partners[index] = next(k for k in itertools.count(index + 1) if self._kind(k) == self._kind(index))
+            kind = self._kind(index)
+            self._partners[index] = next(k for k in itertools.count(index + 1) if self._kind(k) == kind)
         return self._partners[index]
 
     def _kind(self, index: int) -> tuple[Family, list[int]]:
         """Return a sample's family, and how many items it has for each swapped encoder."""
-        return self.dataset.recipe(index).family, [self._encoders(index).count(name) for name in self.encoders]
+        recipe = self.dataset.recipe(index)
+        encoders = [ENCODER[type(item)] for item in recipe.media]
+        return recipe.family, [encoders.count(name) for name in self.encoders]
 
     def _encoders(self, index: int) -> list[str]:
         return [ENCODER[type(item)] for item in self.dataset.recipe(index).media]

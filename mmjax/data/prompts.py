@@ -1,4 +1,4 @@
-"""Questions without their answers, packed like training samples, with room for the answers to be written in."""
+"""Pack questions without their answers like training samples, with empty positions to generate the answers into."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ PROMPTS_PER_BATCH = 48
 
 
 class QuestionSource(Source, Protocol):
-    """A source that can also be asked.
+    """A source that also has questions.
 
-    Where tokens are not characters it also has `answer_tokens(index)`, how many an answer takes with its end, and
-    `decode(tokens)`, what they say up to there.
+    Where tokens are not characters it also has `answer_tokens(index)`, the length of an answer including its end, and
+    `decode(tokens)`, the text of generated tokens up to that end.
     """
 
     def question(self, index: int) -> Question: ...
 
 
 def answer_tokens(source: QuestionSource, index: int) -> int:
-    """Tokens that the answer to a question takes, its end included."""
+    """Count the tokens of the answer to a question, including its end."""
     return source.answer_tokens(index) if hasattr(source, "answer_tokens") else len(source.question(index).answer) + 1
 
 
 def decoded(source: QuestionSource, tokens: Sequence[int]) -> str:
-    """What tokens say, up to where the answer ends."""
+    """Decode generated tokens up to the end of the answer."""
     return source.decode(tokens) if hasattr(source, "decode") else decode(tokens)
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A `Source` of a source's questions, each with `room` empty tokens after it. Their loss weight is 1: it marks the
-    positions that predict the answer."""
+    """A `Source` of a source's questions, each with `room` empty tokens after it.
+
+    Their loss weight is 1, which marks the positions that predict the answer.
+    """
 
     source: QuestionSource
     room: int
@@ -57,16 +59,15 @@ class Prompts:
         return len(self.source)
 
     def fingerprint(self) -> str:
-        """That of the source, and the room."""
         return f"{self.source.fingerprint()}:{self.room}"
 
     def facts(self, index: int) -> Facts:
-        """The sample's items; the text is the question's."""
+        """Return the sample's facts with the question's text alone."""
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
         return replace(self.source.facts(index), text_tokens=text)
 
     def sample(self, index: int) -> Sample:
-        """The question and the room for its answer, in the same branch."""
+        """Return the question and the empty tokens for its answer, in the same branch."""
         segments = self.source.question(index).prompt.segments
         question = segments[-1]
         if not isinstance(question, Text):
@@ -75,16 +76,15 @@ class Prompts:
         return Sample((*segments, empty))
 
     def item(self, index: int, number: int) -> np.ndarray:
-        """An item of the sample."""
         return self.source.item(index, number)
 
 
 class PromptLoader:
-    """Packs the questions of several sources into batches of one static shape, made for all of them together."""
+    """Pack the questions of several sources into batches of one static shape."""
 
     def __init__(self, sources: Mapping[str, QuestionSource], config: Config, topology: Topology = ONE_RANK) -> None:
         self.sources = dict(sources)
-        room = max(_answer_room(source) for source in sources.values())
+        room = max(_max_answer_tokens(source) for source in sources.values())
         prompts = {name: Prompts(source, room) for name, source in sources.items()}
         self._index = index = build_index(prompts, config.model.encoders)
         self._raises = config.data.on_bad_sample == "raise"
@@ -106,36 +106,36 @@ class PromptLoader:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The samples that cannot be asked, as far as is known, and why."""
+        """Return the samples known to be unusable, by name, and why."""
         return {self._index.name(sample): reason for sample, reason in self._bad.items()}
 
     def usable(self, source: str) -> list[int]:
-        """The samples of a source that can be asked, as far as is known."""
+        """List the samples of a source that are not known to be unusable."""
         first = self._first[source]
         return [i for i in range(len(self.sources[source])) if first + i not in self._bad]
 
     def batches(self, source: str, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, Microbatch]]:
-        """Batches that hold each of these samples' questions once, but for those that cannot be read.
+        """Yield batches with each of these samples' questions once, without those that cannot be read.
 
-        With each, int64 `[row, sample in row]`: which sample lies there, -1 where a row holds fewer. Raises UserError
-        for one that cannot be read where the config says that it is fatal.
+        With each batch comes the sample at each place, int64 `[row, sample in row]`, -1 where a row has fewer. Raises
+        UserError for one that cannot be read where the config says that it is fatal.
         """
         first = self._first[source]
-        wanted = np.array([first + i for i in samples if first + i not in self._bad], np.int64)
-        for plan in self._planner.plan_once(wanted) if len(wanted) else ():
+        questions = np.array([first + i for i in samples if first + i not in self._bad], np.int64)
+        for plan in self._planner.plan_once(questions) if len(questions) else ():
             spoiled = None if self._raises else dict[int, str]()
             packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
             self._bad |= spoiled or {}
-            lies = np.full((len(packed.text.sample), 1 + int(packed.text.sample.max(initial=0))), -1)
-            llm = plan.part_start[:-1]
-            for sample, row, at in zip(plan.samples.tolist(), plan.row[llm], plan.offset[llm], strict=True):
+            sample_at = np.full((len(packed.text.sample), 1 + int(packed.text.sample.max(initial=0))), -1)
+            llm = plan.part_start[:-1]  # parts are in CSR order, each sample's LLM part first
+            for sample, row, offset in zip(plan.samples.tolist(), plan.row[llm], plan.offset[llm], strict=True):
                 if sample not in self._bad:
-                    lies[row, packed.text.sample[row, at]] = sample - first
-            yield lies, packed
+                    sample_at[row, packed.text.sample[row, offset]] = sample - first
+            yield sample_at, packed
 
 
-def _answer_room(source: QuestionSource) -> int:
-    """Tokens of the longest answer to a question that can be asked."""
+def _max_answer_tokens(source: QuestionSource) -> int:
+    """Return the length of the longest answer to a usable question."""
     longest = 1
     for index in range(len(source)):
         with suppress(BadSample):
@@ -143,10 +143,13 @@ def _answer_room(source: QuestionSource) -> int:
     return longest
 
 
-def read_answers(tokens: np.ndarray, batch: Microbatch, lies: np.ndarray, source: QuestionSource) -> dict[int, str]:
-    """The answers written into `tokens` `[R, T]`, by sample of this source; up to where they end."""
+def read_answers(
+    tokens: np.ndarray, batch: Microbatch, sample_at: np.ndarray, source: QuestionSource
+) -> dict[int, str]:
+    """Decode the answers generated into `tokens` `[R, T]`, by sample of this source; `sample_at` is from `batches`."""
     answers = {}
-    for row, slot in np.argwhere(lies >= 0):
-        at = np.flatnonzero((batch.text.sample[row] == slot) & (batch.text.weight[row] > 0)) + 1
-        answers[int(lies[row, slot])] = decoded(source, tokens[row, at].tolist())
+    for row, slot in np.argwhere(sample_at >= 0):
+        predicts = (batch.text.sample[row] == slot) & (batch.text.weight[row] > 0)
+        answer = tokens[row, np.flatnonzero(predicts) + 1]  # each position predicts the token behind it
+        answers[int(sample_at[row, slot])] = decoded(source, answer.tolist())
     return answers

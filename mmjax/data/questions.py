@@ -36,8 +36,8 @@ def possible(family: Family, media: Sequence[Strip | Clip], passage: str) -> lis
     writes = [Ask(f"{family}.write", f"write {o}?", m.text, ("audio",)) for o, m in _numbered(media, Clip)]
     tasks = [reads, writes]
     if family == "image" and len(media) == 1:
-        digits = zip(ORDINALS, media[0].text, strict=False)
-        tasks.append([Ask("image.at", f"at {letter}?", digit, ("vision",)) for letter, digit in digits])
+        by_letter = zip(ORDINALS, media[0].text, strict=False)
+        tasks.append([Ask("image.at", f"at {letter}?", digit, ("vision",)) for letter, digit in by_letter])
     if family == "audio" and len(media) == 1:
         tasks.append([Ask("audio.first", "first?", media[0].text[0], ("audio",))])
         tasks.append([Ask("audio.last", "last?", media[0].text[-1], ("audio",))])
