@@ -151,7 +151,7 @@ class Contents:
 
 
 class ArrayRecords:
-    """`Conversations` of a folder of shards. Shards behind a URL are copied into `cache` at their first use."""
+    """`StoredConversations` of a folder of shards; those behind a URL are copied into `cache` at their first use."""
 
     def __init__(self, folder: str, cache: Path) -> None:
         self.folder = folder
@@ -174,15 +174,13 @@ class ArrayRecords:
         return digest(self._contents.made_from, self._headers.fingerprint())
 
     def files(self) -> list[tuple[str, int]]:
-        """List the files with the number of records in each."""
         return self._headers.files()
 
     def conversation(self, index: int) -> Conversation:
-        """Read a record's conversation. Raises BadSample."""
         return conversation_of(self._headers[index])
 
     def media(self, index: int) -> tuple[Stored, ...]:
-        """Read all of a record's media at once. Raises BadSample."""
+        """Read all of a record's media at once."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
@@ -192,10 +190,6 @@ class ArrayRecords:
         except (RuntimeError, ValueError, IndexError) as error:
             raise BadSample(f"{self._shards[shard]} cannot be read: {one_line(error)}") from None
         return tuple(map(Inline, unpacked(record)[1]))
-
-    def encoded(self, index: int, number: int) -> bytes:
-        """Read one medium's file. Raises BadSample."""
-        return self.media(index)[number].read()
 
     def _open(self, shard: int) -> ArrayRecordReader:
         local = local_copy(self._shards[shard], self._cache / "copies")

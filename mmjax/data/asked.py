@@ -1,4 +1,4 @@
-"""A user's own questions as prompts: conversations that end with a question, with the files of their media in memory."""
+"""A user's own questions as prompts: conversations that end with a question, and the files of their media."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mmjax.data.stored import Inline, Stored, digest
 
 
 class ChatFiles:
-    """`Conversations` of JSON records, each parsed by `read`."""
+    """`StoredConversations` of JSON records, each parsed by `read`."""
 
     def __init__(
         self,
@@ -35,27 +35,19 @@ class ChatFiles:
         return len(self._records)
 
     def fingerprint(self) -> str:
-        """Hash the records and where their media are."""
         places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in self._folders.items()]
         return digest(self._records.fingerprint(), self._reading, *places)
 
     def files(self) -> list[tuple[str, int]]:
-        """List the files with the number of records in each."""
         return self._records.files()
 
     def conversation(self, index: int) -> Conversation:
-        """Read a record's conversation. Raises BadSample."""
         return self._read(self._records[index]).conversation
 
     def media(self, index: int) -> tuple[Stored, ...]:
-        """Return the files of a record's media. Raises BadSample."""
         record = self._read(self._records[index])
         media = zip(record.conversation.media(), record.references, strict=True)
         return tuple(find(reference, self._folders[medium.kind]) for medium, reference in media)
-
-    def encoded(self, index: int, number: int) -> bytes:
-        """Read one medium's file. Raises BadSample."""
-        return self.media(index)[number].read()
 
 
 def find(reference: Reference, folder: MediaFolder) -> Stored:

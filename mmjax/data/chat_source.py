@@ -117,7 +117,7 @@ class ChatSource:
 
     def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
         kinds = [KINDS[kind] for kind in self._facts.kind[slice(*self._facts.start[index : index + 2])]]
-        encoded = self.conversations.encoded(index, medium)
+        encoded = self.conversations.media(index)[medium].read()
         return self._senses.decoded(kinds[medium], encoded, kinds.count("image"))
 
     # ---------------------------------------------------------------------------------------------------- questions

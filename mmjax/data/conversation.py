@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
 Medium = Literal["image", "audio"]
 
@@ -66,23 +66,3 @@ def marked_parts(text: str) -> list[str | Media]:
         if piece:
             parts.append(piece)
     return parts
-
-
-class Conversations(Protocol):
-    """Random access to the records of a data set, and to the encoded files of their media. Nothing is decoded.
-
-    `conversation` and `encoded` raise BadSample for a record that cannot be used.
-    """
-
-    def __len__(self) -> int: ...
-
-    def fingerprint(self) -> str:
-        """Return a hash that changes when any record changes."""
-
-    def files(self) -> list[tuple[str, int]]:
-        """List the files with the number of records in each, in order."""
-
-    def conversation(self, index: int) -> Conversation: ...
-
-    def encoded(self, index: int, number: int) -> bytes:
-        """Read the file of the record's medium `number`, as it is stored: JPEG, PNG, WAV, FLAC, ..."""

@@ -111,9 +111,7 @@ def check_size(height: int, width: int, limits: MediaLimits | None = None) -> No
 
 
 def _image_kind(reader: _FileReader) -> str:
-    head = reader.start(32)
-    if not head:
-        raise BadMedia("an empty file (0 bytes)")
+    head = _head(reader)
     kind = next((kind for start, kind in IMAGE_STARTS.items() if head.startswith(start)), None)
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         kind = "WebP"
@@ -288,9 +286,7 @@ def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits | None = None
 
 
 def _clip_kind(reader: _FileReader) -> str:
-    head = reader.start(16)
-    if not head:
-        raise BadMedia("an empty file (0 bytes)")
+    head = _head(reader)
     kind = next((kind for start, kind in CLIP_STARTS.items() if head.startswith(start)), None)
     if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
         kind = "WAV"
@@ -428,6 +424,13 @@ class _FileReader:
         except Exception as error:
             self.failed = self.failed or error
             return at_end
+
+
+def _head(reader: _FileReader) -> bytes:
+    """Read the first bytes of a file, which tell its format. Raises BadMedia for an empty file."""
+    if not (head := reader.start(32)):
+        raise BadMedia("an empty file (0 bytes)")
+    return head
 
 
 def _call_decoder(reader: _FileReader, kind: str, read: Callable[[_FileReader, str], Any]) -> Any:

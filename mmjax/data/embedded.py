@@ -84,7 +84,8 @@ class EmbeddedDataset:
         recipe = self.recipe(index)
         branches = sum([len(ask.text) + len(ask.answer) + 1 for ask in recipe.asks])
         text = sum(map(len, recipe.words)) + len(recipe.passage) + branches
-        return Facts(text, tuple([(ENCODER[type(item)], _size(item)) for item in recipe.media]))
+        sizes = [(m.samples,) if isinstance(m, Clip) else (m.height, m.width) for m in recipe.media]
+        return Facts(text, tuple([(ENCODER[type(m)], size) for m, size in zip(recipe.media, sizes, strict=True)]))
 
     def sample(self, index: int) -> Sample:
         """Return a sample with its questions and answers."""
@@ -110,7 +111,8 @@ class EmbeddedDataset:
     def recipe(self, index: int) -> Recipe:
         """Draw everything about a sample except its pixels and waves."""
         u = _uniforms(self._rng(index, 0))
-        family = _pick(u, self._families)
+        draw = next(u)
+        family = next(name for bound, name in self._families if draw < bound)
         media = _draw_media(u, family, digits.digits_of(self.split), self.split == "train")
         passage = _draw_passage(u) if family == "text" else ""
         words = (_draw_words(u, 0.75, 78),) if passage else tuple([_draw_words(u, 0.3, BEFORE_ITEM) for _ in media])
@@ -261,10 +263,6 @@ def _draw_words(u: Iterator[float], chance: float, max_length: int) -> str:
     return text
 
 
-def _size(item: Strip | Clip) -> tuple[int, ...]:
-    return (item.samples,) if isinstance(item, Clip) else (item.height, item.width)
-
-
 def _uniforms(rng: np.random.Generator) -> Iterator[float]:
     """Yield endless uniform draws from 0 to 1, generated in blocks since single draws are slow."""
     while True:
@@ -277,8 +275,3 @@ def _cumulative(weights: dict[Family, float]) -> list[tuple[float, Family]]:
     bounds = np.cumsum(list(weights.values())) / sum(weights.values())
     bounds[-1] = 1  # against rounding: every draw is below the last bound
     return list(zip(bounds.tolist(), weights, strict=True))
-
-
-def _pick(u: Iterator[float], bounds: list[tuple[float, Family]]) -> Family:
-    draw = next(u)
-    return next(name for bound, name in bounds if draw < bound)

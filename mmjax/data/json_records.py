@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from mmjax.data.conversation import BadSample
-from mmjax.data.kept import Damaged, keep, kept, note
+from mmjax.data.kept import keep, kept, kept_if_sound
 from mmjax.data.stored import digest, local_copy
 from mmjax.errors import UserError
 
@@ -83,7 +83,7 @@ def _index_file(path: str, cache: Path) -> tuple[Path, Path]:
         status = local.stat()
         key = digest(str(local.absolute()), str(status.st_size), str(status.st_mtime_ns), _VERSION)
         folder = cache / f"records-{key}"
-        if not _is_indexed(folder):
+        if kept_if_sound(folder, _NAMES) is None:
             spans, content = _find_records(path, local)
             keep(folder, {"starts": np.array([0, len(spans)]), "spans": spans, "content": np.array(content)})
     except (OSError, BadSample) as error:
@@ -94,22 +94,13 @@ def _index_file(path: str, cache: Path) -> tuple[Path, Path]:
 def _join(folders: Sequence[Path], cache: Path) -> Path:
     """Join the indexes of several files into one folder, since each memory-mapped array keeps a file open."""
     joined = cache / f"records-{digest(*(folder.name for folder in folders))}"
-    if not _is_indexed(joined):
+    if kept_if_sound(joined, _NAMES) is None:
         indexes = [kept(folder, _NAMES) for folder in folders]
         spans = [index["spans"] for index in indexes]
         content = digest(*(str(index["content"]) for index in indexes))
         starts = np.cumsum([0, *map(len, spans)])  # files of 3, 0 and 2 records: 0, 3, 3, 5
         keep(joined, {"starts": starts, "spans": np.concatenate(spans), "content": np.array(content)})
     return joined
-
-
-def _is_indexed(folder: Path) -> bool:
-    try:
-        kept(folder, _NAMES)
-    except Damaged as damage:
-        note(damage)
-        return False
-    return True
 
 
 def _find_records(path: str, local: Path) -> tuple[np.ndarray, str]:

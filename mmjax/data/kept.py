@@ -68,6 +68,15 @@ def kept(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     return kept_files({name: folder / f"{name}.npy" for name in names}, folder / SUMS)
 
 
+def kept_if_sound(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray] | None:
+    """Memory-map saved arrays; None where they are missing, or damaged, which is printed."""
+    try:
+        return kept(folder, names)
+    except Damaged as damage:
+        note(damage)
+        return None
+
+
 def kept_files(paths: Mapping[str, Path], sums: Path) -> dict[str, np.ndarray]:
     """Memory-map a saved folder's files wherever they have been copied to. Raises Damaged."""
     if multiprocessing.parent_process() is None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from mmjax.config import Outside
 from mmjax.data.conversation import BadSample
-from mmjax.data.kept import Damaged, keep, kept, note
+from mmjax.data.kept import keep, kept, kept_if_sound
 from mmjax.data.stored import File, Inline, LocalFile, Piece, RemoteFile, Stored, digest, is_url, one_line, stored
 from mmjax.errors import UserError
 
@@ -104,10 +104,7 @@ class Archive:
         try:
             stamp = file.stamp()
             folder = cache / f"members-{digest(os.path.abspath(path) if not is_url(path) else path, stamp)}"
-            try:
-                members = kept(folder, _NAMES)
-            except Damaged as damage:
-                note(damage)
+            if (members := kept_if_sound(folder, _NAMES)) is None:
                 _write_index(folder, file)
                 members = kept(folder, _NAMES)
         except (BadSample, OSError, zipfile.BadZipFile, tarfile.TarError, RuntimeError) as error:

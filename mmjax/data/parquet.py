@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -28,7 +28,7 @@ _CACHED_GROUPS = 4  # row groups of each column that stay in memory
 
 
 class ParquetRecords:
-    """`Conversations` of the rows of several files, one file after the other.
+    """`StoredConversations` of the rows of several files, one file after the other.
 
     Reading one medium reads its column of its row group, so small row groups are quick; ArrayRecord is quicker. Raises
     UserError, naming the config's key, where a file or a column is missing.
@@ -63,20 +63,13 @@ class ParquetRecords:
         return digest(repr((self._texts, self._media)), self._folder.outside, *files)
 
     def files(self) -> list[tuple[str, int]]:
-        """List the files with the number of rows in each."""
         return [(path, int(file.starts[-1])) for path, file in zip(self._paths, self._files, strict=True)]
 
     def conversation(self, index: int) -> Conversation:
-        """Read a row's conversation. Raises BadSample."""
         return self._record(index).conversation
 
     def media(self, index: int) -> tuple[Stored, ...]:
-        """Return the files of a row's media. Raises BadSample."""
         return self._record(index).references
-
-    def encoded(self, index: int, number: int) -> bytes:
-        """Read one medium's file. Raises BadSample."""
-        return self.media(index)[number].read()
 
     def _record(self, index: int) -> Record:
         if not 0 <= index < len(self):
@@ -136,26 +129,12 @@ class Cell:
         return find(value, self.folder).read()
 
 
-class _GroupCache:
-    """Cache the row groups read last, over all files: a few of each column."""
+class _GroupCache(dict[str, Callable[["_File", int], pyarrow.ChunkedArray]]):
+    """Read row groups, by leaf, through one cache per leaf that all files share."""
 
-    def __init__(self) -> None:
-        self.groups: OrderedDict[tuple[str, int, str], pyarrow.ChunkedArray] = OrderedDict()  # (path, group, leaf)
-        self._lock = threading.Lock()
-
-    def get(self, key: tuple[str, int, str]) -> pyarrow.ChunkedArray | None:
-        with self._lock:
-            if key in self.groups:
-                self.groups.move_to_end(key)
-            return self.groups.get(key)
-
-    def put(self, key: tuple[str, int, str], column: pyarrow.ChunkedArray) -> None:
-        """Insert a row group, evicting this column's least recently used ones."""
-        with self._lock:
-            self.groups[key] = column
-            of_column = [group for group in self.groups if group[2] == key[2]]
-            for evicted in of_column[:-_CACHED_GROUPS]:
-                del self.groups[evicted]
+    def __missing__(self, leaf: str) -> Callable[[_File, int], pyarrow.ChunkedArray]:
+        read = lru_cache(_CACHED_GROUPS)(lambda file, group: file.read_group(group, leaf))
+        return self.setdefault(leaf, read)
 
 
 class _File:
@@ -187,18 +166,15 @@ class _File:
         group = int(np.searchsorted(self.starts, row, side="right")) - 1
         row_in_group = row - int(self.starts[group])
         with self._lock:  # threads that need the same row group read it once
-            return {leaf.partition(".")[0]: self._group(group, leaf)[row_in_group].as_py() for leaf in leaves}
+            return {leaf.partition(".")[0]: self._cache[leaf](self, group)[row_in_group].as_py() for leaf in leaves}
 
-    def _group(self, group: int, leaf: str) -> pyarrow.ChunkedArray:
-        key = (self.path, group, leaf)
-        if (column := self._cache.get(key)) is None:
-            try:
-                with self._open() as file:
-                    column = file.read_row_group(group, [leaf], use_threads=False).column(0)
-            except (OSError, pyarrow.ArrowException) as error:
-                raise BadSample(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
-            self._cache.put(key, column)
-        return column
+    def read_group(self, group: int, leaf: str) -> pyarrow.ChunkedArray:
+        """Read one leaf of a row group. Raises BadSample."""
+        try:
+            with self._open() as file:
+                return file.read_row_group(group, [leaf], use_threads=False).column(0)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise BadSample(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
 
     @contextmanager
     def _open(self) -> Iterator[pyarrow.parquet.ParquetFile]:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 import fsspec
 
-from mmjax.data.conversation import BadSample, Conversations
+from mmjax.data.conversation import BadSample, Conversation
 from mmjax.errors import UserError
 
 HEAD = 4096  # bytes of the first read of a remote file; most headers are shorter
@@ -50,11 +50,25 @@ class Stored(Protocol):
         """Read all of it."""
 
 
-class StoredConversations(Conversations, Protocol):
-    """Conversations whose media are files, so that a header can be read without the rest."""
+class StoredConversations(Protocol):
+    """Random access to the records of a data set, and to the files of their media. Nothing is decoded.
+
+    `conversation` and `media` raise BadSample for a record that cannot be used.
+    """
+
+    def __len__(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """Return a hash that changes when any record changes."""
+
+    def files(self) -> list[tuple[str, int]]:
+        """List the data set's files with the number of records in each, in order."""
+
+    def conversation(self, index: int) -> Conversation:
+        """Read a record's conversation."""
 
     def media(self, index: int) -> tuple[Stored, ...]:
-        """Return the files of the record's media, in order. Raises BadSample."""
+        """Return the files of a record's media, in order: JPEG, PNG, WAV, FLAC, ..."""
 
 
 @dataclass(frozen=True)

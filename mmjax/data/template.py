@@ -321,11 +321,6 @@ def _raise_exception(message: str) -> None:
     raise _Refusal(message)
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    """Write JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, **{"ensure_ascii": False, **options})
-
-
 class _CountedCode(CodeGenerator):
     """Compile loops and joined strings to calls of the environment, which counts them.
 
@@ -418,7 +413,8 @@ def _environment() -> _Environment:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own filter escapes for HTML.
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     environment.globals["raise_exception"] = _raise_exception
     return environment
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from mmjax.config import ChatFormat
 from mmjax.data.chat import Chat, load_chat
-from mmjax.data.conversation import BadSample, Conversations
-from mmjax.data.kept import Damaged, keep, kept, note, remove
+from mmjax.data.conversation import BadSample
+from mmjax.data.kept import keep, kept, kept_if_sound, remove
 from mmjax.data.media_facts import Progress
 from mmjax.data.stored import StoredConversations, digest
 
@@ -92,7 +92,7 @@ def _count_in_worker(chunk: range) -> TextLengths:
     return _lengths(chunk, *_opened)
 
 
-def _lengths(chunk: range, conversations: Conversations, chat: Chat) -> TextLengths:
+def _lengths(chunk: range, conversations: StoredConversations, chat: Chat) -> TextLengths:
     readable = {}
     bad = {}  # reasons by index
     for index in chunk:
@@ -120,8 +120,5 @@ def _part(folder: Path, chunk: range) -> Path:
 
 def _read(folder: Path) -> TextLengths | None:
     """Open saved lengths; None where they are missing or damaged."""
-    try:
-        return TextLengths(**kept(folder, _NAMES))
-    except Damaged as damage:
-        note(damage)
-        return None
+    arrays = kept_if_sound(folder, _NAMES)
+    return None if arrays is None else TextLengths(**arrays)
