@@ -38,6 +38,7 @@ class AlphabetFormat:
             raise BadSample("it ends with an image or a clip; put the question behind it")
         *context, question = message.parts
         segments = list[Text | Item]()
+        # Without media, lines before the question are a passage, as in the embedded data set's text samples.
         if not context and "\n" in question:
             *words, passage, question = question.split("\n")
             if any(words):
@@ -58,6 +59,7 @@ class AlphabetFormat:
     def said(self, tokens: Sequence[int]) -> str:
         """Decode generated tokens up to the end of the answer, skipping tokens that are no character."""
         stop = next((k for k, token in enumerate(tokens) if token == END), len(tokens))
+        # 0 is padding and 1 the end; characters follow from 2.
         return "".join(self.alphabet[t - 2] for t in tokens[:stop] if 2 <= t < 2 + len(self.alphabet))
 
     def _text(self, text: str, start: int | None, branch: int = 0) -> Text:

@@ -34,6 +34,7 @@ def write_array_records(
     Records that cannot be read after all are left out and listed. Raises UserError where the folder holds something
     else.
     """
+    # Which records are bad is part of the identity, as it decides which records each shard has.
     made_from = digest(conversations.fingerprint(), digest(*map(str, facts.bad)))
     if (folder / INDEX).exists():
         if (contents := Contents.read(str(folder))).made_from != made_from:

@@ -60,6 +60,8 @@ def conversation_of(header: Mapping[str, Any]) -> Conversation:
     """Convert JSON from `header_of` back to a conversation. Raises BadSample."""
     try:
         media = [Media(kind) for kind, _ in header["media"]]
+        if odd := [medium.kind for medium in media if medium.kind not in get_args(Medium)]:
+            raise ValueError(f"a medium of the kind {odd[0]!r}")
         messages = []
         for role, parts, *weights in header["messages"]:
             (weight,) = weights or (1.0,)
@@ -69,8 +71,6 @@ def conversation_of(header: Mapping[str, Any]) -> Conversation:
                 raise ValueError(f"a message of the weight {weight!r}")
             contents = tuple(part if isinstance(part, str) else media[part] for part in parts)
             messages.append(Message(role, contents, weight))
-        if odd := [medium.kind for medium in media if medium.kind not in get_args(Medium)]:
-            raise ValueError(f"a medium of the kind {odd[0]!r}")
         return Conversation(tuple(messages), tuple(map(str, header.get("answers", ()))))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
@@ -93,6 +93,7 @@ def unpacked(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
         lengths = [length for _, length in header["media"]]
         if odd := [length for length in lengths if type(length) is not int or length < 0]:
             raise ValueError(f"a medium of {odd[0]!r} bytes")
+        # Media lie one after the other behind the header: with stop 50 and lengths 7 and 3 at bounds 50, 57, 60.
         bounds = list(accumulate([stop, *lengths]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
@@ -163,6 +164,7 @@ class ArrayRecords:
         self._starts = np.cumsum([0, *self._contents.records])
         if len(self._headers) != len(self):
             raise UserError(f"{folder}: {len(self._headers)} headers for {len(self)} records; write the folder again")
+        # Each reader keeps its shard open, and there may be a thousand.
         self._reader = lru_cache(64)(self._open)
         self._lock = threading.Lock()
 

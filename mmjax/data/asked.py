@@ -41,6 +41,7 @@ def ask(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = ""
             )
     if not MARKER.sub("", question).strip():
         raise UserError("the question is empty; say what to ask")
+    # Media of unmarked kinds first, in the order of `files`, then the question with the marked ones in their places.
     parts: list[str | Media] = [Media(kind) for kind in files if kind not in marked for _ in files[kind]]
     parts += marked_parts(question)
     unplaced = {kind: iter(of_kind) for kind, of_kind in files.items()}

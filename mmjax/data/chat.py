@@ -71,6 +71,7 @@ class Chat:
         line = self._line(conversation)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         count = np.count_nonzero(tokens.weights)
+        # With "sample" every sample counts alike, whatever its length; "square" lies between, as in InternVL.
         share = {"token": 1.0, "sample": 1 / count, "square": count**-0.5}[self.form.loss_reduction]
         return _sample(tokens, tokens.weights * np.float32(share), _numbered(conversation, encoders))
 
@@ -116,11 +117,11 @@ class Chat:
 
     def _line(self, conversation: Conversation) -> Line:
         """Render the text to tokenize, with the characters of the answers that are trained on."""
-        if not any(message.role == ASSISTANT for message in conversation.messages):
+        answer_weights = [message.weight for message in conversation.messages if message.role == ASSISTANT]
+        if not answer_weights:
             raise BadSample("the assistant says nothing in it")
         weights = [message.weight for message in conversation.messages]
         last_only = self.form.train_on == "last_assistant"
-        answer_weights = [message.weight for message in conversation.messages if message.role == ASSISTANT]
         if not any(answer_weights[-1:] if last_only else answer_weights):
             raise BadSample(f"its {'last ' if last_only else ''}answer has weight=0: there is nothing to learn")
         rendered = self.template.rendered(self._messages(conversation), last_only, weights)
@@ -135,6 +136,7 @@ class Chat:
             media = any(not isinstance(part, str) for part in message.parts) and message.role != ASSISTANT
             if not (text.strip() or media or message.role == "system"):
                 raise BadSample(f"message {k} ({message.role}) is empty")
+            # A user's "<|im_end|>" would end the turn, and its "<image>" would stand for a medium.
             if match := self.control.search(text):
                 raise BadSample(
                     f"message {k} ({message.role}) says {match[0]!r}, which only the chat template may write"
@@ -165,6 +167,7 @@ class Chat:
         media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values()))) if self.token else np.empty(0, np.int64)
         if len(media) != len(line.media):
             raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
+        # Multimodal processors tokenize with special tokens, except where the template has written <s> already.
         has_bos = line.text.startswith(self.tokenizer.named.get("bos_token") or "\0")
         around = self.tokenizer.around if self.processor and not has_bos else ((), ())
         for prompt_end in line.prompts:
@@ -173,6 +176,7 @@ class Chat:
         for (begin, end), weight in zip(line.answers, line.weights, strict=True):
             tokens = encoded.touching(begin, end)
             weights[tokens] = weight
+            # Only the first and the last token can straddle: " cat" where the answer is "cat", or "cat\n".
             for edge in (tokens.start, tokens.stop - 1) if tokens.start < tokens.stop else ():
                 token_begin = int(encoded.begin[edge])
                 token_end = int(encoded.end[edge])

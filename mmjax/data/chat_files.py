@@ -60,6 +60,7 @@ def find(reference: Reference, folder: MediaFolder) -> Stored:
         clip = folder.find(reference.path)
         return Cut(clip, reference.offset, reference.duration) if reference.offset or reference.duration else clip
     if isinstance(reference, Mapping):
+        # OpenAI's input_audio has base64 under "data"; Hugging Face datasets have "bytes" and "path".
         if isinstance(encoded := reference.get("data"), str):
             return Inline(unbase64(encoded))
         value = next((reference[key] for key in ("bytes", "path", "url") if reference.get(key) is not None), None)

@@ -116,6 +116,7 @@ def question_record(question: Any, answer: Any, media: Mapping[Medium, Sequence[
         answers = tuple(candidate for candidate in candidates if isinstance(candidate, str))
     if not isinstance(question, str) or not isinstance(answer, str):
         raise BadSample("has no question" if not isinstance(question, str) else "has no answer")
+    # LLaVA's convention for questions without a marker.
     if not MARKER.search(question):
         question = "".join(f"<{medium}>" * len(files) for medium, files in media.items()) + question
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -251,6 +252,7 @@ def _check_trainable(messages: Sequence[Message]) -> None:
         raise BadSample("has no message of the assistant: there is nothing to learn")
     if not any(message.weight for message in answers):
         raise BadSample("has weight=0 in every message of the assistant: there is nothing to learn")
+    # JSON can escape half a pair, which is no text: tokenizers would fail on it.
     try:
         "".join(part for message in messages for part in message.parts if isinstance(part, str)).encode()
     except UnicodeEncodeError:

@@ -49,6 +49,7 @@ class ChatSource:
         digest = hashlib.sha256()
         for part in (self.conversations.fingerprint(), self.chat.fingerprint(), repr(self._senses.encoders)):
             digest.update(part.encode())
+        # Resized media change tokens, so that a batch of the same index would have another content.
         for array in (self._facts.start, self._facts.size, self._facts.bad):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()[:16]
@@ -78,6 +79,7 @@ class ChatSource:
 
     @cached_property
     def _bad(self) -> dict[int, str]:
+        # Where both text and media are bad, the media's reason is named.
         tables = (self._text, self._facts)
         return {k: why for t in tables for k, why in zip(t.bad.tolist(), t.reason.tolist(), strict=True)}
 

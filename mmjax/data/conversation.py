@@ -59,6 +59,7 @@ def marked_parts(text: str) -> list[str | Media]:
         if k % 2:  # re.split alternates texts with the marker's group
             parts.append(Media(cast(Medium, piece)))
             continue
+        # A piece's start follows a marker unless it is the first, its end precedes one unless it is the last.
         if k > 0:
             piece = _BREAK_AFTER.sub("", piece)
         if k < len(pieces) - 1:

@@ -56,6 +56,7 @@ def draw_strip(u: Iterator[float], counts: Sequence[float], digits: tuple[tuple[
     """Draw an image's digits and layout; `u` yields uniform draws, `counts` is the CDF of 1, 2, ... digits."""
     draw = next(u)
     count = 1 + sum(draw >= bound for bound in counts[:-1])
+    # The order of draws is part of the data set: another would make other samples of the same seed.
     labels = [int(10 * next(u)) for _ in range(count)]
     drawn = tuple([digits[label][int(next(u) * len(digits[label]))] for label in labels])
     lines = 2 if count >= 4 and next(u) < 0.3 else 1
@@ -120,5 +121,6 @@ def affine_bank() -> np.ndarray:
     centre = (SIDE - 1) / 2
     pixel = np.stack(np.meshgrid(np.arange(SIDE), np.arange(SIDE), indexing="ij"), -1).reshape(-1, 2) - centre
     source = pixel @ (rotation * scale).transpose(0, 2, 1) + shift + centre
-    near = np.maximum(0, 1 - np.abs(source[..., None] - np.arange(SIDE)))  # [512, 64, 2, 8]: the bilinear hat
+    # The bilinear hat, [512, 64, 2, 8]: weight of each source row and of each source column for each pixel.
+    near = np.maximum(0, 1 - np.abs(source[..., None] - np.arange(SIDE)))
     return (near[:, :, 0, :, None] * near[:, :, 1, None, :]).reshape(AFFINES, SIDE**2, SIDE**2).astype(np.float32)

@@ -238,6 +238,7 @@ def _draw_media(
         counts = few if count > 1 else tones.PRACTICE if practice else tones.COUNTS
         return tuple([tones.draw_clip(u, counts, tones.KEYS) for _ in range(count)])
     kinds = next(kinds for bound, kinds in _MIXES if draw < bound)
+    # Sorting by uniform draws is a random order.
     order = [kind for _, kind in sorted([(next(u), kind) for kind in kinds])]
     return tuple(
         digits.draw_strip(u, digits.FEW, pool) if kind == "i" else tones.draw_clip(u, few, tones.DIGITS)

@@ -44,6 +44,7 @@ class Cut:
                 if frames == clip.frames:
                     return encoded
                 clip.seek(round(self.offset * clip.samplerate))
+                # The samples stay bit for bit: integers of at most 32 bits, or floats.
                 subtype = clip.subtype if soundfile.check_format("WAV", clip.subtype) else "FLOAT"
                 kind = "int32" if subtype.startswith("PCM") else "float64"
                 rate = clip.samplerate
@@ -66,5 +67,6 @@ class Cut:
             raise BadSample(
                 f"{self.name} has {total / rate:.2f} s; the clip is to last {self.duration} s from {self.offset} s"
             )
+        # The original file is smaller and needs no decoding here.
         is_all = start == 0 and abs(total - count) <= _TOLERANCE * rate
         return total if is_all else max(1, min(count, total - start))

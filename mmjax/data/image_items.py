@@ -76,7 +76,7 @@ def fixed_size(config: FixedSize, picture: Picture, images: int) -> tuple[Pictur
         picture = picture.squared(config.square)
     if len(config.resize) == 2:
         picture = picture.resized((config.resize[0], config.resize[1]), config.filter)
-    elif config.resize:
+    elif config.resize:  # of the shorter edge; int() rounds the longer down, as transformers does
         (edge,) = config.resize
         height, width = picture.size
         long_edge = int(edge * max(height, width) / min(height, width))
@@ -104,6 +104,7 @@ def any_res(config: AnyRes, picture: Picture, images: int) -> tuple[Picture, ...
     tile = config.tile, config.tile
     if images > 1 and config.several == "square":
         return (picture.squared(config.background).resized(tile, config.filter),)
+    # The canvas has the pinpoint's size, with the image centred on black padding.
     canvas = best_pinpoint(config, picture.size)
     tiles = picture.fitted(canvas, config.filter).cut(canvas[0] // config.tile, canvas[1] // config.tile)
     return (picture.resized(tile, config.filter), *tiles)
@@ -122,6 +123,7 @@ def smart_size(config: SmartResize, size: Size) -> Size:
         raise BadMedia(f"an image of {height} x {width} pixels: one side is more than {MAX_ASPECT} times the other")
     unit = config.patch * config.merge
     rows, columns = (round(side / unit) for side in size)
+    # Rounding down after shrinking and up after growing keeps the area within the bounds.
     if rows * columns * unit * unit > config.max_pixels:
         shrink = math.sqrt(height * width / config.max_pixels)
         rows, columns = (max(1, math.floor(side / shrink / unit)) for side in size)
@@ -144,6 +146,7 @@ def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
     best_distance = math.inf
     best = (1, 1)
     for rows, columns in _grids(config.min_tiles, config.max_tiles):
+        # Grids come with few tiles first, so a tie goes to the larger grid only if the image can fill half of it.
         distance = abs(width / height - columns / rows)
         filled = height * width > 0.5 * config.tile[0] * config.tile[1] * rows * columns
         if distance < best_distance or (distance == best_distance and filled):

@@ -55,6 +55,7 @@ class JsonRecords:
             raise IndexError(f"record {index} of {len(self)}")
         start, stop = self._spans[index].tolist()
         try:
+            # side="right": with starts 0, 3, 3, 5, record 3 is in the third file, as the second is empty.
             with open(self._paths[int(self._starts.searchsorted(index, side="right")) - 1], "rb", 0) as file:
                 record = json.loads(os.pread(file.fileno(), stop - start, start), object_pairs_hook=_unique_keys)
         except OSError as error:
@@ -109,6 +110,7 @@ def _find_records(path: str, local: Path) -> tuple[np.ndarray, str]:
         content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     if not local.stat().st_size:
         return np.empty((0, 2), np.int64), content
+    # Pages of the map are read as the kernels below go through them, so files may exceed memory.
     data = np.memmap(local, np.uint8, "r")
     head = bytes(data[:_CHUNK])
     if head[:2] == b"\x1f\x8b" or head[:4] == b"(\xb5/\xfd" or head[:2] == b"PK":
@@ -188,7 +190,7 @@ def _elements(data: np.ndarray) -> tuple[np.ndarray, int, int]:
             continue
         if c in (32, 9, 10, 13):  # white space
             continue
-        if depth == 1 and c in (44, 93):  # , ]
+        if depth == 1 and c in (44, 93):  # , ] of the outermost array: an element ends
             if start >= 0:
                 spans = _append(spans, count, start, stop)
                 count += 1

@@ -47,6 +47,8 @@ def keep(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             np.save(partial / f"{name}.npy", array)
         (partial / SUMS).write_text(json.dumps({name: _sum(partial / f"{name}.npy") for name in arrays}) + "\n")
+        # A folder with files cannot be replaced by a rename, so the old one is moved away first. Between the two
+        # renames there is none, which readers take for one that was not written yet.
         with suppress(FileNotFoundError):
             folder.rename(old)
         try:
@@ -79,7 +81,7 @@ def kept_if_sound(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray] |
 
 def kept_files(paths: Mapping[str, Path], sums: Path) -> dict[str, np.ndarray]:
     """Memory-map a saved folder's files wherever they have been copied to. Raises Damaged."""
-    if multiprocessing.parent_process() is None:
+    if multiprocessing.parent_process() is None:  # the parent of a worker has verified them
         _verify(paths, sums)
     arrays = {}
     for name, path in paths.items():
@@ -94,6 +96,7 @@ def _verify(paths: Mapping[str, Path], sums: Path) -> None:
     """Raise Damaged where a file does not have its hash. Files that did not change since are not read again."""
     files = (*paths.values(), sums)
     try:
+        # Inode, size and time change whenever a file is replaced or written, so a process verifies each state once.
         state = tuple((str(path), s.st_ino, s.st_size, s.st_mtime_ns) for path in files for s in [path.stat()])
         if state in _verified:
             return

@@ -38,6 +38,7 @@ def log_mel(wave: np.ndarray, sample_rate: int, window: int, hop: int, mels: int
 
 def mel_power(wave: np.ndarray, sample_rate: int, window: int, hop: int, mels: int, count: int) -> np.ndarray:
     """Compute the mel power `[count, mels]` of the first frames of a float32 wave: one every `hop` samples."""
+    # A view: row k is samples k * hop to k * hop + window - 1.
     frames = np.lib.stride_tricks.as_strided(wave, (count, window), (wave.strides[0] * hop, wave.strides[0]))
     spectrum = np.fft.rfft(frames * hann(window))
     power = np.square(spectrum.real) + np.square(spectrum.imag)

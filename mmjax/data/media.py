@@ -63,6 +63,7 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
         hidden = hidden_tokens(encoder)
         return ItemSize((windows + hidden) * merge * merge, windows, height * width + hidden)
     clip = clip_size(encoder, size[0])
+    # Pooling drops a remainder, as average pooling does; merging pads one.
     tokens = -(-(clip.positions // encoder.pool) // merge)
     if not tokens:
         raise BadMedia(f"a clip of {size[0]} samples is too short: the encoder makes no token of it")
@@ -153,6 +154,7 @@ def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
         raise ValueError(f"an image of shape {image.shape} is empty")
     height, width, channels = image.shape
     window = patch * merge
+    # -height % window is what is missing to a multiple: -10 % 28 = 18.
     if height % window or width % window:
         image = np.pad(image, ((0, -height % window), (0, -width % window), (0, 0)))
     rows, columns = (side // window for side in image.shape[:2])

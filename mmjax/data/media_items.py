@@ -47,6 +47,7 @@ class Senses:
         self.encoders = dict(encoders)
         vision = {name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)}
         self._eyes = {name: Eyes.of(name, encoder, functions or {}) for name, encoder in vision.items()}
+        # Many media have one of few sizes, and arranging the tokens of an image takes longer than looking them up.
         self.items = lru_cache(maxsize=CACHED_SIZES)(self._items)
 
     def encoder(self, kind: Medium) -> str:
@@ -132,5 +133,6 @@ def in_rows(sample: Sample, media: Sequence[MediumItems]) -> Sample:
             replacement |= dict.fromkeys(items)
             replacement[number] = Arranged(medium.encoder, number, len(items), medium.tokens)
         number = items.stop
+    # An image's items follow each other in the sample, so its first item's segment can stand for all of them.
     segments = (replacement.get(s.number, s) if isinstance(s, Item) else s for s in sample.segments)
     return Sample(tuple(segment for segment in segments if segment is not None))

@@ -74,6 +74,7 @@ class ParquetRecords:
     def _record(self, index: int) -> Record:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
+        # With files of 3 and 2 rows the starts are 0, 3, 5, and row 3 is row 0 of file 1.
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         file = self._files[number]
         row = index - int(self._starts[number])
@@ -165,7 +166,8 @@ class _File:
         """Read a row's values by column, and of each column only the given leaf. Raises BadSample."""
         group = int(np.searchsorted(self.starts, row, side="right")) - 1
         row_in_group = row - int(self.starts[group])
-        with self._lock:  # threads that need the same row group read it once
+        # The lock makes threads that need the same row group read it once.
+        with self._lock:
             return {leaf.partition(".")[0]: self._cache[leaf](self, group)[row_in_group].as_py() for leaf in leaves}
 
     def read_group(self, group: int, leaf: str) -> pyarrow.ChunkedArray:

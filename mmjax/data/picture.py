@@ -51,6 +51,7 @@ class Picture:
         """Resize to fit a canvas, keeping the aspect ratio, and centre it there on black."""
         height, width = self.size
         max_height, max_width = canvas
+        # The side that limits gets its full size; the other is rounded up, as in transformers' get_patch_output_size.
         scale = min(max_width / width, max_height / height)
         if max_width / width < max_height / height:
             size = (min(math.ceil(height * scale), max_height), max_width)

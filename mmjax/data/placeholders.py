@@ -21,6 +21,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
     """
     path = Path(folder)
     processor = read_json(path / "processor_config.json")
+    # The tokenizer's names override the processor's.
     named = {k: v for k, v in processor.items() if k.endswith("_token") and isinstance(v, str)} | dict(named)
     for family in _families(path, processor):
         match family:

@@ -42,7 +42,7 @@ class PromptRows:
         self._arrays = Arrays.of(model)
         self._room = room
         self._at_once = at_once or AtOnce()
-        # Groups of one rank: items are encoded on their prompt's rank, so nothing is exchanged.
+        # Exchange groups of one rank: items are encoded on their prompt's rank, so nothing is exchanged.
         self._topology = Topology(topology.ranks, 1, 1, topology.encoders_per_rank)
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
         if len(self._index.bad):
@@ -61,6 +61,7 @@ class PromptRows:
 
         A prompt that cannot be read is added to `spoiled` with the reason; without `spoiled` it raises UserError.
         """
+        # Rounded lengths: each distinct one is one more program to compile.
         length = np.array([in_steps(int(n), UNIT) for n in self._index.llm_tokens], np.int64)
         for columns in np.unique(length).tolist():
             prompts = np.flatnonzero(length == columns)
@@ -146,6 +147,7 @@ class Some:
 def in_steps(n: int, unit: int) -> int:
     """Round `n` up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ... units."""
     units = max(1, -(-n // unit))
+    # Steps of 2^k and 3 * 2^(k - 1) waste at most a third, and there are few: 5 or 6 become 6, 7 or 8 become 8.
     power = _power_of_two(units)
     return unit * (power * 3 // 4 if power > 2 and units <= power * 3 // 4 else power)
 

@@ -84,6 +84,7 @@ class PromptLoader:
 
     def __init__(self, sources: Mapping[str, QuestionSource], config: Config, topology: Topology = ONE_RANK) -> None:
         self.sources = dict(sources)
+        # All batches have the same shape, so every prompt has room for the longest answer.
         room = max(_max_answer_tokens(source) for source in sources.values())
         prompts = {name: Prompts(source, room) for name, source in sources.items()}
         self._index = index = build_index(prompts, config.model.encoders)
@@ -92,6 +93,7 @@ class PromptLoader:
         if self._raises and self._bad:
             name, reason = next(iter(self.left_out.items()))
             raise UserError(f"{name} cannot be asked: {reason}; mend it, or skip it with data.on_bad_sample=skip")
+        # One shape is one compiled program, whatever the training batches are.
         size = Samples(min(PROMPTS_PER_BATCH, len(index)))
         batch = BatchConfig(size=size, rows=config.batch.rows, alignment=config.batch.alignment, shapes=1)
         config = replace(config, batch=batch, seed=0)

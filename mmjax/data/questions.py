@@ -34,6 +34,7 @@ def possible(family: Family, media: Sequence[Strip | Clip], passage: str) -> lis
         return _of_passage(passage)
     reads = [Ask(f"{family}.read", f"read {o}?", m.text, ("vision",)) for o, m in _numbered(media, Strip)]
     writes = [Ask(f"{family}.write", f"write {o}?", m.text, ("audio",)) for o, m in _numbered(media, Clip)]
+    # A task's questions count as one in the draw, so a sample with many items does not ask to read all the time.
     tasks = [reads, writes]
     if family == "image" and len(media) == 1:
         by_letter = zip(ORDINALS, media[0].text, strict=False)

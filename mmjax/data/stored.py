@@ -24,6 +24,7 @@ from mmjax.errors import UserError
 HEAD = 4096  # bytes of the first read of a remote file; most headers are shorter
 MAX_BYTES = 1 << 30  # of one encoded file: a larger one is no image or clip
 _ATTEMPTS = 4
+# What file systems call their tag or time of change: HTTP and S3, GCS, Azure, SFTP, ...
 _STAMPS = ("ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime", "last_modified")
 
 T = TypeVar("T")
@@ -235,6 +236,7 @@ class _RangeReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         start = self._position
         count = min(len(buffer), max(0, self._size - start))
+        # Read ahead: most headers are in the first 4 KB, and a long one takes log2 of its size in requests.
         if not self._window_start <= start <= start + count <= self._window_start + len(self._window):
             stop = min(self._size, start + max(count, self._next_size))
             self._window = self._file.range(self._offset + start, self._offset + stop)
@@ -300,6 +302,7 @@ def local_copy(path: str, folder: Path) -> Path:
     copy = folder / f"{digest(path, file.stamp())}{Path(path).suffix}"
     if not copy.exists():
         folder.mkdir(parents=True, exist_ok=True)
+        # Several processes may copy at once: each writes a file of its own, and the renames replace each other.
         partial = copy.with_name(f"{copy.name}.{os.getpid()}.partial")
         _retry(path, lambda: filesystem(path).get_file(path, str(partial)))
         if partial.stat().st_size != file.size():

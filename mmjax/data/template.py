@@ -117,7 +117,9 @@ class Template:
             return Rendered(text, ())
         prompts = tuple(self._prompts(messages, trained, text))
         if len({weights[k] for k in answered}) > 1:
-            return self._weighted(messages, text, marks, {k: weights[k] for k in trained}, prompts)
+            spans = [(k, mark) for k in trained for mark in self._marks_of(messages, k, marks)]
+            return Rendered(text, tuple(mark for _, mark in spans), tuple(weights[k] for k, _ in spans), prompts)
+        # All answers have one weight, so that it does not matter which mark belongs to which message.
         if last_only and answered[0]:
             marks = marks[len(self.render(messages[: answered[0]], False)[1]) :]
         return Rendered(text, marks, (weights[answered[0]],) * len(marks), prompts)
@@ -130,6 +132,7 @@ class Template:
         for k in trained:
             if not k:
                 continue
+            # The prompt as generation renders it: the messages before the answer, then the template's opening of one.
             prompt, _ = self.render(messages[:k], True)
             if text.startswith(prompt):
                 yield len(prompt)
@@ -140,30 +143,15 @@ class Template:
                     "give the copy as chat.template"
                 )
 
-    def _weighted(
-        self,
-        messages: Sequence[dict[str, Any]],
-        text: str,
-        marks: tuple[Span, ...],
-        weights: Mapping[int, float],
-        prompts: tuple[int, ...],
-    ) -> Rendered:
-        """Give the template's marks the weights of their messages.
-
-        A message's marks are those that the text up to it has more than the text before it.
-        """
-        answers: list[Span] = []
-        mark_weights: list[float] = []
-        for k, weight in weights.items():
-            first = len(self.render(messages[:k], False)[1]) if k else 0
-            stop = len(self.render(messages[: k + 1], False)[1])
-            if not 0 <= first < stop <= len(marks):
-                raise BadSample(
-                    f"message {k} has a weight of its own, but the chat template marks no answer that is its alone"
-                )
-            answers += marks[first:stop]
-            mark_weights += [weight] * (stop - first)
-        return Rendered(text, tuple(answers), tuple(mark_weights), prompts)
+    def _marks_of(self, messages: Sequence[dict[str, Any]], k: int, marks: tuple[Span, ...]) -> tuple[Span, ...]:
+        """Return the marks of message `k`: those that the text with it has and the text before it has not."""
+        first = len(self.render(messages[:k], False)[1]) if k else 0
+        stop = len(self.render(messages[: k + 1], False)[1])
+        if not 0 <= first < stop <= len(marks):
+            raise BadSample(
+                f"message {k} has a weight of its own, but the chat template marks no answer that is its alone"
+            )
+        return marks[first:stop]
 
     def _added(self, messages: Sequence[dict[str, Any]], k: int, text: str) -> Span:
         """Return the span that message `k` adds to its prompt, without white space behind its end-of-turn token."""
@@ -179,6 +167,7 @@ class Template:
             )
         begin = len(prompt)
         end = len(until)
+        # Templates often write a line break behind the end-of-turn token, which a model need not generate.
         answer = text[begin:end].rstrip()
         return begin, begin + len(answer) if answer.endswith(self.special) else end
 
@@ -352,6 +341,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def count(self, work: int = 1) -> None:
         """Subtract from the rendering's budget of work."""
         _work.budget -= work
+        # Thread-local, since one environment renders in many threads.
         if _work.budget < 0:
             raise _TooMuch(f"it takes more than {MOST_WORK:,} loops and calls")
 

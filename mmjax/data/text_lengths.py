@@ -42,16 +42,13 @@ def open_text_lengths(conversations: StoredConversations, chat: Chat, cache: Pat
 
 
 def count_text(
-    conversations: StoredConversations,
-    reopen: Reopen,
-    chat: Chat,
-    cache: Path,
-    progress: Progress = lambda done: None,
+    conversations: StoredConversations, reopen: Reopen, chat: Chat, cache: Path, progress: Progress = lambda done: None
 ) -> TextLengths:
     """Count the text tokens of all records. A killed run resumes where it was."""
     path = _path(conversations, chat, cache)
     if (known := _read(path)) is not None:
         return known
+    # Each chunk is saved by itself until all are counted.
     parts = path.with_suffix(".parts")
     chunks = [range(k, min(k + _CHUNK, len(conversations))) for k in range(0, len(conversations), _CHUNK)]
     missing = [chunk for chunk in chunks if _read(_part(parts, chunk)) is None]

@@ -35,6 +35,7 @@ class Encoded:
 
     def touching(self, begin: int, end: int) -> slice:
         """Return the tokens that cover any of the text's characters `begin` to `end` - 1."""
+        # Tokens "a", " b" and "c" end at 1, 3 and 4 and begin at 0, 1 and 3: characters 2 to 3 touch tokens 1 to 2.
         first = int(np.searchsorted(self.end, begin, side="right"))
         return slice(first, max(first, int(np.searchsorted(self.begin, end, side="left"))))
 
@@ -137,6 +138,7 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
     """Load the file's tokenizer, with ByteLevel's leading spaces counted in offsets; ids don't change."""
     content = read_json(path)
     post = content.get("post_processor") or {}
+    # With trim_offsets the token " cat" would begin at "c", and the space would belong to no token.
     for processor in post.get("processors", [post]):
         if processor.get("type") == "ByteLevel":
             processor["trim_offsets"] = False
@@ -174,6 +176,7 @@ _OPTIONS = {"lstrip", "rstrip", "single_word", "normalized", "special"}
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Json, named: Sequence[str | Json]) -> None:
     """Add the tokens that only the files beside `tokenizer.json` have: declared ones by id, then the named ones."""
+    # The order gives new tokens the ids that transformers gives them.
     declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     missing = [token for _, entry in declared if repr(token := _added(entry)) not in present]

@@ -74,6 +74,7 @@ def _centred_power(config: WhisperMel, wave: np.ndarray, count: int) -> np.ndarr
     window_end = half + config.seconds * config.sample_rate
     padded = np.zeros(half + max(wave.size, half + 1, (count - 1) * config.hop + half), np.float32)
     padded[half : half + wave.size] = wave
+    # With half 2 and samples a b c d: c b | a b c d | c b, without repeating a and d.
     padded[:half] = padded[2 * half : half : -1]
     if (beyond := padded.size - window_end) > 0:
         padded[window_end:] = padded[window_end - 2 : window_end - 2 - beyond : -1]
