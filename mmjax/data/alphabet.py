@@ -51,7 +51,10 @@ class AlphabetFormat:
                 segments.append(self._words(part, number * STRIDE, number * STRIDE + BEFORE_ITEM))
                 continue
             for encoder in next(encoders_of_media):
-                segments.append(Item(encoder, number, self._item_position(number)))
+                position = number * STRIDE + BEFORE_ITEM
+                if self.embedded and position > QUESTION:
+                    raise BadSample(f"samples of this run have at most {QUESTION // STRIDE} images and clips")
+                segments.append(Item(encoder, number, position if self.embedded else None))
                 number += 1
         segments.append(self._text(question.strip(), QUESTION if self.embedded else None, int(self.embedded)))
         return Sample(tuple(segments))
@@ -76,10 +79,3 @@ class AlphabetFormat:
                 f"{words!r} is longer than the {end - start} characters that samples of this run have there"
             )
         return self._text(words, start if self.embedded else None)
-
-    def _item_position(self, number: int) -> int | None:
-        if not self.embedded:
-            return None
-        if (position := number * STRIDE + BEFORE_ITEM) > QUESTION:
-            raise BadSample(f"samples of this run have at most {QUESTION // STRIDE} images and clips")
-        return position

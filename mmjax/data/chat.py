@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class Chat:
     control: re.Pattern[str]  # finds tokens that only the template may write
     processor: bool  # whether the folder has a media processor, which keeps the tokens that the tokenizer adds
     notes: tuple[str, ...] = ()  # for the user
+    _prompt_ends: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)  # text -> ids
 
     def sample(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
         """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
@@ -217,10 +218,6 @@ class Chat:
                 raise BadSample(f"its prompt has other tokens with the answer behind it; {_remedy(text, end)}")
 
     @cached_property
-    def _prompt_ends(self) -> dict[str, list[int]]:
-        return {}
-
-    @cached_property
     def _special(self) -> np.ndarray:
         return np.array([self.tokenizer.id(token) for token in self.tokenizer.special], np.int32)
 
@@ -259,10 +256,7 @@ def _sample(tokens: Tokens, weights: np.ndarray, items: dict[str, Iterator[list[
 
 
 def _numbered(conversation: Conversation, encoders: Sequence[Sequence[str]]) -> dict[str, Iterator[list[Item]]]:
-    """Return an iterator over the items of each medium, by kind.
-
-    Items are numbered in the conversation's order; a template may write media in another.
-    """
+    """Iterate by kind over the items of each medium, numbered in the conversation's order (a template's may differ)."""
     media = list(conversation.media())
     if len(media) != len(encoders):
         raise BadSample(f"it has {len(media)} places for media, and {len(encoders)} media")

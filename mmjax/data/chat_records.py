@@ -104,10 +104,7 @@ def chat_record(record: Mapping[str, Any], turns: str) -> Record:
 
 
 def question_record(question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]]) -> Record:
-    """Build a record of one question and its answer. Media stand where the question marks them, else before it.
-
-    Raises BadSample.
-    """
+    """Build a record of a question and its answer; unmarked media come before the question. Raises BadSample."""
     answers: tuple[str, ...] = ()
     if isinstance(answer, Sequence) and not isinstance(answer, str) and len(answer):
         # The first of several right answers is trained on. VQA has one of each annotator: {"answer": "red", ...}.
@@ -125,10 +122,7 @@ def question_record(question: Any, answer: Any, media: Mapping[Medium, Sequence[
 
 
 def questions_record(record: Mapping[str, Any], question: str, answer: str) -> Record:
-    """Parse a question under one key, and its answer, or a list of right answers, under another; media as in chats.
-
-    Raises BadSample.
-    """
+    """Parse a question under one key, and its answer, or several right ones, under another. Raises BadSample."""
     media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
     answers = _value_of_one(record, (answer, f"{answer}s"))
     return question_record(record.get(question), answers, {medium: files for medium, files in media.items() if files})

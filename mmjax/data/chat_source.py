@@ -30,10 +30,7 @@ class ChatSource:
     def __init__(
         self, reopen: Reopen, chat: Chat, encoders: Encoders, cache: Path, functions: Functions | None = None
     ) -> None:
-        """reopen: opens the conversations, here and in the processes that count their tokens.
-
-        functions: the encoders' callbacks by name.
-        """
+        """reopen: opens the conversations, here and in counting worker processes. functions: callbacks by name."""
         self.conversations = reopen()
         self.chat = chat
         self._cache = cache
@@ -125,9 +122,7 @@ class ChatSource:
     # ---------------------------------------------------------------------------------------------------- questions
 
     def question(self, index: int) -> Question:
-        """Return the conversation up to its last answer, and that answer. Raises BadSample where it does not end with
-        one.
-        """
+        """Return the conversation up to its last answer, and that answer. Raises BadSample where it ends otherwise."""
         conversation = self.conversations.conversation(index)
         *history, last = conversation.messages
         if last.role != ASSISTANT or any(isinstance(part, Media) for part in last.parts):

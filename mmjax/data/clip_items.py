@@ -55,9 +55,7 @@ def pieces(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...]:
 
 
 def clip_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
-    """Compute frames float32 `[held, mels]` of a clip float `[samples]`, as many as `clip_size` says. Raises as it
-    does.
-    """
+    """Compute frames float32 `[held, mels]` of a clip float `[samples]`; lengths and errors are `clip_size`'s."""
     clips = encoder.clips
     if isinstance(clips, LogMel):
         return log_mel.log_mel(wave, clips.sample_rate, clips.window, clips.hop, clips.mels)

@@ -83,9 +83,7 @@ def _remainder(u: Iterator[float], chance: float) -> int:
 
 
 def render_strip(strip: Strip, augment: np.random.Generator | None) -> np.ndarray:
-    """Render the image, uint8 `[height, width, 1]`; with a generator its digits are rotated, sheared, shifted and
-    dimmed.
-    """
+    """Render the image, uint8 `[height, width, 1]`; a generator rotates, shears, shifts and dims its digits."""
     digits = digit_table()[0][list(strip.digits)]
     if augment is not None:
         flat = digits.reshape(-1, SIDE * SIDE, 1).astype(np.float32)

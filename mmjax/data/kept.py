@@ -36,10 +36,7 @@ class Missing(Damaged):
 
 
 def keep(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write one file per array and their hashes, replacing the folder.
-
-    Raises UserError where there is no space, or no permission, to write it.
-    """
+    """Write one file per array and their hashes, replacing the folder. Raises UserError where it can't be written."""
     partial, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
     try:
         remove(partial)

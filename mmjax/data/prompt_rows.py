@@ -126,7 +126,8 @@ class Some:
     """A subset of a source's prompts, in this order."""
 
     def __init__(self, prompts: Source, numbers: Sequence[int]) -> None:
-        self._prompts, self._numbers = prompts, numbers
+        self._prompts = prompts
+        self._numbers = numbers
 
     def __len__(self) -> int:
         return len(self._numbers)

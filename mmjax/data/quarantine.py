@@ -48,17 +48,15 @@ class Quarantine:
         self._met |= new
         if new and self.writes:
             self._write(new.values())
-        if new:
-            self._check()
-        return list(new.values())
-
-    def _check(self) -> None:
+        if not new:
+            return []
         first = next(iter(self._met.values()))
         message = f"{len(self):,} of {self.total:,} samples cannot be used; the first, {first.sample}: {first.reason}"
         if self.data.on_bad_sample == "raise":
             raise UserError(f"{message}. All are in {self.path}; mend them, or skip them with data.on_bad_sample=skip")
         if len(self) > (share := self.data.max_bad_share) * self.total:
             raise UserError(f"{message}. That is more than data.max_bad_share={share:g} allows; all are in {self.path}")
+        return list(new.values())
 
     def _write(self, new: Iterable[Bad]) -> None:
         if self.path.is_dir():

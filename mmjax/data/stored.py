@@ -96,33 +96,29 @@ class Inline:
 class LocalFile:
     """A file of this machine, stamped with its size and time of change."""
 
-    path: str
-
-    @property
-    def name(self) -> str:
-        return self.path
+    name: str  # its path
 
     def stamp(self) -> str:
-        with _raise_unreadable(self.path):
-            status = os.stat(self.path)
+        with _raise_unreadable(self.name):
+            status = os.stat(self.name)
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
-            raise Unreadable(f"{self.path} is not a file")
+            raise Unreadable(f"{self.name} is not a file")
         return f"{status.st_size}-{status.st_mtime_ns}"
 
     def open(self) -> BinaryIO:
         self.stamp()
-        with _raise_unreadable(self.path):
-            return open(self.path, "rb")
+        with _raise_unreadable(self.name):
+            return open(self.name, "rb")
 
     def read(self) -> bytes:
-        with self.open() as file, _raise_unreadable(self.path):
+        with self.open() as file, _raise_unreadable(self.name):
             if os.fstat(file.fileno()).st_size > MAX_BYTES:
-                raise BadSample(f"{self.path} has more than {MAX_BYTES >> 20} MB")
+                raise BadSample(f"{self.name} has more than {MAX_BYTES >> 20} MB")
             return file.read()
 
     def range(self, start: int, stop: int) -> bytes:
         """Read bytes `start` to `stop` - 1."""
-        with self.open() as file, _raise_unreadable(self.path):
+        with self.open() as file, _raise_unreadable(self.name):
             return os.pread(file.fileno(), stop - start, start)
 
 
@@ -130,11 +126,7 @@ class LocalFile:
 class RemoteFile:
     """A file behind an fsspec URL, stamped with its size and the server's tags or time of change."""
 
-    url: str
-
-    @property
-    def name(self) -> str:
-        return self.url
+    name: str  # its URL
 
     def stamp(self) -> str:
         info = self._info
@@ -147,22 +139,22 @@ class RemoteFile:
     def size(self) -> int:
         """Return the size in bytes. Raises Unreadable where the server does not say."""
         if (size := self._info.get("size")) is None:
-            raise Unreadable(f"{self.url}: the server does not say how long it is")
+            raise Unreadable(f"{self.name}: the server does not say how long it is")
         return int(size)
 
     def read(self) -> bytes:
-        return _retry(self.url, lambda: filesystem(self.url).cat_file(self.url))
+        return _retry(self.name, lambda: filesystem(self.name).cat_file(self.name))
 
     def range(self, start: int, stop: int) -> bytes:
         """Read bytes `start` to `stop` - 1, also from a server that only serves whole files."""
-        data: bytes = _retry(self.url, lambda: filesystem(self.url).cat_file(self.url, start=start, end=stop))
+        data: bytes = _retry(self.name, lambda: filesystem(self.name).cat_file(self.name, start=start, end=stop))
         return data if len(data) <= stop - start else data[start:stop]
 
     @property
     def _info(self) -> dict[str, Any]:
         # Requested once; not a cached_property, which before Python 3.12 makes all threads wait for each other.
         if "info" not in self.__dict__:
-            self.__dict__["info"] = _retry(self.url, lambda: _info(self.url))
+            self.__dict__["info"] = _retry(self.name, lambda: _info(self.name))
         return self.__dict__["info"]
 
 

@@ -73,7 +73,10 @@ class Template:
         if (message.role if message.role in ROLES else "user") not in self.lists:
             return {"role": message.role, "content": _as_string(message.parts, written)}
         # Templates test a medium's type or whether its key exists; none reads the value.
-        parts = [_text(p) if isinstance(p, str) else {"type": p.kind, p.kind: p.kind} for p in message.parts]
+        parts = [
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind, p.kind: p.kind}
+            for p in message.parts
+        ]
         return {"role": message.role, "content": parts}
 
     def render(self, messages: Sequence[dict[str, Any]], prompt: bool) -> tuple[str, tuple[Span, ...]]:
@@ -244,16 +247,12 @@ def _as_string(parts: Sequence[str | Media], written: Mapping[str, str]) -> str:
     return "".join(pieces)
 
 
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
 def _with_lists(template: Template) -> Template:
     """Find the roles whose messages the template accepts as lists of parts, by rendering one for each."""
     lists: set[str] = set()
     for role in ("user", ASSISTANT, "system"):
-        probe = {"role": role, "content": [_text(_PROBE)]}
-        user = {"role": "user", "content": [_text("a")] if "user" in lists else "a"}
+        probe = {"role": role, "content": [{"type": "text", "text": _PROBE}]}
+        user = {"role": "user", "content": [{"type": "text", "text": "a"}] if "user" in lists else "a"}
         try:
             text, _ = template.render({"user": [probe], ASSISTANT: [user, probe], "system": [probe, user]}[role], False)
         except (BadSample, UserError):

@@ -38,25 +38,27 @@ class TextLengths:
 
 def open_text_lengths(conversations: StoredConversations, chat: Chat, cache: Path) -> TextLengths | None:
     """Open the lengths that `count_text` cached for these records and this template; None if there are none."""
-    return _read(_path(conversations, chat, cache))
+    arrays = kept_if_sound(_path(conversations, chat, cache), _NAMES)
+    return None if arrays is None else TextLengths(**arrays)
 
 
 def count_text(
     conversations: StoredConversations, reopen: Reopen, chat: Chat, cache: Path, progress: Progress = lambda done: None
 ) -> TextLengths:
     """Count the text tokens of all records. A killed run resumes where it was."""
-    path = _path(conversations, chat, cache)
-    if (known := _read(path)) is not None:
+    if (known := open_text_lengths(conversations, chat, cache)) is not None:
         return known
-    # Each chunk is saved by itself until all are counted.
+    path = _path(conversations, chat, cache)
+    # Each chunk is saved in a folder of its own until all are counted.
     parts = path.with_suffix(".parts")
     chunks = [range(k, min(k + _CHUNK, len(conversations))) for k in range(0, len(conversations), _CHUNK)]
-    missing = [chunk for chunk in chunks if _read(_part(parts, chunk)) is None]
+    folders = {chunk: parts / f"{chunk.start}-{chunk.stop}" for chunk in chunks}
+    missing = [chunk for chunk in chunks if kept_if_sound(folders[chunk], _NAMES) is None]
     done = len(conversations) - sum(map(len, missing))
     for chunk, lengths in _count_chunks(missing, conversations, reopen, chat):
-        keep(_part(parts, chunk), vars(lengths))
+        keep(folders[chunk], vars(lengths))
         progress(done := done + len(chunk))
-    saved = [kept(_part(parts, chunk), _NAMES) for chunk in chunks]
+    saved = [kept(folders[chunk], _NAMES) for chunk in chunks]
     joined = TextLengths(**{name: np.concatenate([part[name] for part in saved]) for name in _NAMES})
     keep(path, vars(joined))
     remove(parts)
@@ -109,13 +111,3 @@ def _lengths(chunk: range, conversations: StoredConversations, chat: Chat) -> Te
 
 def _path(conversations: StoredConversations, chat: Chat, cache: Path) -> Path:
     return cache / f"text-{digest(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"
-
-
-def _part(folder: Path, chunk: range) -> Path:
-    return folder / f"{chunk.start}-{chunk.stop}"
-
-
-def _read(folder: Path) -> TextLengths | None:
-    """Open saved lengths; None where they are missing or damaged."""
-    arrays = kept_if_sound(folder, _NAMES)
-    return None if arrays is None else TextLengths(**arrays)
