@@ -26,7 +26,6 @@ class AlphabetFormat:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the token that ends an answer."""
         return (END,)
 
     def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:

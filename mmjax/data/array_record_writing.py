@@ -64,6 +64,7 @@ def _claim(folder: Path, made_from: str) -> None:
             raise UserError(f"{folder} holds a part of another data set; name another folder, or remove it")
     else:
         folder.mkdir(parents=True, exist_ok=True)
+        # Written before any shard, so that a resumed run knows whose shards these are.
         _write(making, json.dumps({"made_from": made_from}))
 
 

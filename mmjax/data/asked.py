@@ -79,21 +79,17 @@ class AskedPrompts:
         return len(self._prompts)
 
     def fingerprint(self) -> str:
-        """Return a constant, as nothing is cached of user prompts."""
-        return "asked"
+        return "asked"  # nothing is cached of user prompts
 
     def facts(self, index: int) -> Facts:
-        """Return the lengths of a prompt, from the headers of its media. Raises BadSample."""
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
         return self._senses.facts(text, self._media_items(index))
 
     def sample(self, index: int) -> Sample:
-        """Tokenize the prompt, up to where its answer begins. Raises BadSample."""
         media = self._media_items(index)
         return in_rows(self._chat.prompt(self._prompts[index].conversation, names(media)), media)
 
     def item(self, index: int, number: int) -> np.ndarray:
-        """Decode an item of the prompt. Raises BadMedia."""
         media = self._media_items(index)
         places = [(medium, k) for medium, items in enumerate(media) for k in range(len(items.sizes))]
         medium, k = places[number]
@@ -104,6 +100,7 @@ class AskedPrompts:
         kinds = self._kinds(index)
         media = []
         for kind, encoded in zip(kinds, self._prompts[index].media, strict=True):
+            # Headers alone: `item` decodes.
             try:
                 facts = PROBES[kind](io.BytesIO(encoded))
                 media.append(self._senses.items(kind, (facts[0], facts[1]), kinds.count("image")))

@@ -90,7 +90,6 @@ class Chat:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the tokens that end an answer."""
         return self.tokenizer.ends
 
     def said(self, tokens: Sequence[int]) -> str:

@@ -87,8 +87,9 @@ def chat_record(record: Mapping[str, Any], turns: str) -> Record:
                 parts.append(part)
                 continue
             medium, reference = part
-            if reference is None:
-                reference = next(iter(files[medium][places[medium] :]), None)
+            if reference is None:  # a marker, which takes the next file beside the messages
+                listed = files[medium]
+                reference = listed[places[medium]] if places[medium] < len(listed) else None
                 places[medium] += 1
             references.append(reference)
             parts.append(Media(medium))
@@ -214,6 +215,7 @@ def _weight(weight: Any, role: str, number: int) -> float:
 
 def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference | None]]:
     """Yield texts, and media with their references; None for a reference beside the messages."""
+    # marked_parts cuts LLaVA's "<image>" out of a string; lists of parts have no markers in their texts.
     if isinstance(content, str):
         yield from ((part.kind, None) if isinstance(part, Media) else part for part in marked_parts(content))
         return

@@ -52,7 +52,6 @@ class ChatSource:
         return digest.hexdigest()[:16]
 
     def files(self) -> list[tuple[str, int]]:
-        """List the files with the number of samples in each, in order."""
         return self.conversations.files()
 
     def read_headers(self, progress: Progress = lambda done: None) -> MediaFacts:
@@ -80,10 +79,7 @@ class ChatSource:
         tables = (self._text, self._facts)
         return {k: why for t in tables for k, why in zip(t.bad.tolist(), t.reason.tolist(), strict=True)}
 
-    # ------------------------------------------------------------------------------------------------------ lengths
-
     def facts(self, index: int) -> Facts:
-        """Return the lengths of a sample. Raises BadSample."""
         if (reason := self._bad.get(index)) is not None:
             raise BadSample(reason)
         try:
@@ -99,15 +95,11 @@ class ChatSource:
         sizes = map(tuple, self._facts.size[begin:end].tolist())
         return [self._senses.items(kind, size, kinds.count("image")) for kind, size in zip(kinds, sizes, strict=True)]
 
-    # ------------------------------------------------------------------------------------------------------ samples
-
     def sample(self, index: int) -> Sample:
-        """Tokenize a conversation, with places for its items. Raises BadSample."""
         media = self._items(index)
         return in_rows(self.chat.sample(self.conversations.conversation(index), names(media)), media)
 
     def item(self, index: int, number: int) -> np.ndarray:
-        """Decode an item of the sample. Raises BadMedia."""
         for medium, items in enumerate(self._items(index)):
             if number < len(items.sizes):
                 return self._decoded(index, medium)[number]
@@ -118,8 +110,6 @@ class ChatSource:
         kinds = [KINDS[kind] for kind in self._facts.kind[slice(*self._facts.start[index : index + 2])]]
         encoded = self.conversations.media(index)[medium].read()
         return self._senses.decoded(kinds[medium], encoded, kinds.count("image"))
-
-    # ---------------------------------------------------------------------------------------------------- questions
 
     def question(self, index: int) -> Question:
         """Return the conversation up to its last answer, and that answer. Raises BadSample where it ends otherwise."""
@@ -142,7 +132,6 @@ class ChatSource:
         return _text_tokens(self.sample(index)) - _text_tokens(self.question(index).prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decode generated tokens up to the end of the answer."""
         return self.chat.said(tokens)
 
 

@@ -74,13 +74,11 @@ class EmbeddedDataset:
         return HELD_OUT_SAMPLES.get(self.split, self.source.samples)
 
     def fingerprint(self) -> str:
-        """Return a hash that changes when any sample changes."""
         source = (self.source.modalities, self.source.samples, self.source.questions)
         made_by = ("embedded-2", source, self.split, self.seed, ALPHABET)
         return hashlib.sha256(repr(made_by).encode() + digits.digit_table()[0].tobytes()).hexdigest()[:16]
 
     def facts(self, index: int) -> Facts:
-        """Return the text tokens and item sizes of a sample."""
         recipe = self.recipe(index)
         branches = sum([len(ask.text) + len(ask.answer) + 1 for ask in recipe.asks])
         text = sum(map(len, recipe.words)) + len(recipe.passage) + branches
@@ -122,6 +120,7 @@ class EmbeddedDataset:
 
     def _rng(self, index: int, stream: int) -> np.random.Generator:
         """Return the generator of a sample's recipe (stream 0) or n-th item (stream n), by Philox's counter."""
+        # Philox is counter-based: every (stream, index) is 2^64 draws away from the next, without jumping there.
         key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=[0, stream, index, 0]))
 
@@ -216,6 +215,7 @@ def _branch(number: int, ask: Ask, answered: bool) -> Text:
     """Encode a question and, if `answered`, its answer and the end token, which alone have a loss."""
     if not answered:
         return _untrained(ask.text, QUESTION, number)
+    # The weight of a token is that of predicting it, so the first one trained is the answer's first.
     tokens = np.append(encode(ask.text + ask.answer), np.int32(END))
     weights = np.zeros(len(tokens), np.float32)
     weights[len(ask.text) :] = 1

@@ -67,9 +67,6 @@ def items_of_image(
     return tuple(item.pixels for item in prepare(picture, images))
 
 
-# ----------------------------------------------------------------------------------------------------- preparations
-
-
 def fixed_size(config: FixedSize, picture: Picture, images: int) -> tuple[Picture, ...]:
     """Prepare one item of a fixed size."""
     if config.square:
@@ -108,9 +105,6 @@ def any_res(config: AnyRes, picture: Picture, images: int) -> tuple[Picture, ...
     canvas = best_pinpoint(config, picture.size)
     tiles = picture.fitted(canvas, config.filter).cut(canvas[0] // config.tile, canvas[1] // config.tile)
     return (picture.resized(tile, config.filter), *tiles)
-
-
-# ------------------------------------------------------------------------------------------------------------ sizes
 
 
 def smart_size(config: SmartResize, size: Size) -> Size:

@@ -133,6 +133,7 @@ def unsealed(fields: Any) -> dict[str, Any]:
 
 
 def _sum_of(fields: Mapping[str, Any]) -> str:
+    # Sorted keys: the order in a file does not matter.
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -158,6 +158,7 @@ def read_facts(
                 start = time.perf_counter()
                 facts.append(read_record(chunk[len(facts)]))
                 latency = latency + 8 if time.perf_counter() - start > _SLOW else max(0, latency - 1)
+            # All that is left of the chunk once storage is slow, else nothing.
             facts += pool.map(read_record, chunk[len(facts) :])
             chunks.append(_as_arrays(chunk.start, facts))
             known.write_some()
@@ -243,6 +244,7 @@ class _KnownFiles:
             raise BadSample(reason)
         if (size := self._new.get((key, stamp)) or self._written.get((key, stamp))) is not None:
             return size
+        # The stamp in a row is sealed with its size: it differs if the file has changed, and if the row is damaged.
         for keys, rows in self._tables:
             row = int(keys.searchsorted(np.uint64(key)))
             if row < len(keys) and keys[row] == key:
@@ -282,6 +284,7 @@ class _KnownFiles:
     def merge(self) -> None:
         """Merge all files into one; one process at a time."""
         with (self._folder / "lock").open("w") as lock:
+            # Released when the file is closed, also by the end of the process.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (shards := self._shards()):
                 return
@@ -300,6 +303,7 @@ class _KnownFiles:
 
 def _unique(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Join rows, sort them by key and keep the last of each key."""
+    # Reversed, since np.unique returns the first index of each key.
     joined = np.concatenate([np.empty(0, _ROW), *rows])[::-1]
     return joined[np.unique(joined["key"], return_index=True)[1]]
 

@@ -68,6 +68,7 @@ class MediaFolder:
             return self._archive.find(inside)
         if is_url(self.root):
             return RemoteFile(posixpath.join(self.root, reference))
+        # normpath has removed `..`, but a link inside the folder may still lead out of it.
         path = os.path.join(self._real_root, inside)
         target = os.path.realpath(path)
         if self.outside == "refuse" and os.path.commonpath([self._real_root, target]) != self._real_root:
@@ -136,6 +137,7 @@ class Archive:
 def _write_index(folder: Path, file: File) -> None:
     with file.open() as opened:
         rows = list(_zip_members(opened) if file.name.endswith(".zip") else _tar_members(opened))
+    # Hashes have one length, so that names can be searched in a memory-mapped array.
     inside = [(digest(name), where) for name, where in rows if not name.startswith(("/", "../"))]
     members = np.array(inside, [("name", "S32"), ("where", np.int64, 4)])
     members = members[np.argsort(members["name"], kind="stable")]
@@ -147,6 +149,7 @@ def _zip_members(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]
         for member in archive.infolist():
             if member.is_dir():
                 continue
+            # Encrypted and linked members are indexed too, so that a record that names one is told why.
             kind = {zipfile.ZIP_STORED: 0, zipfile.ZIP_DEFLATED: 1}.get(member.compress_type, _METHOD)
             if member.flag_bits & 1:
                 kind = _ENCRYPTED

@@ -76,6 +76,8 @@ class PromptRows:
         plan = self._plan(prompts, columns)
         packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
         encoders = {name for k, name in enumerate(self._arrays.encoders, start=1) if np.any(plan.module == k)}
+        # `part_start[:-1]` are the LLM parts, one for each prompt. Encoders without items are left out of the batch, so
+        # that their programs do not run.
         prompt_in_row = np.full(len(packed.text.token), -1)
         prompt_in_row[plan.row[plan.part_start[:-1]]] = np.where(np.isin(prompts, list(spoiled or ())), -1, prompts)
         items = {name: batch for name, batch in packed.items.items() if name in encoders}

@@ -62,7 +62,6 @@ class Prompts:
         return f"{self.source.fingerprint()}:{self.room}"
 
     def facts(self, index: int) -> Facts:
-        """Return the sample's facts with the question's text alone."""
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
         return replace(self.source.facts(index), text_tokens=text)
 
@@ -72,6 +71,7 @@ class Prompts:
         question = segments[-1]
         if not isinstance(question, Text):
             raise UserError(f"the prompt of sample {index} ends with an item; it must end with the question's text")
+        # Without a `start` of its own, RoPE positions continue behind the question.
         empty = Text(np.zeros(self.room, np.int32), np.ones(self.room, np.float32), question.branch)
         return Sample((*segments, empty))
 

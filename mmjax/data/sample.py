@@ -75,7 +75,10 @@ class Facts:
 
 
 class Source(Protocol):
-    """Random access to samples. `facts` and `sample` decode no media; `item` opens and decodes one item."""
+    """Random access to samples. `facts` and `sample` decode no media; `item` opens and decodes one item.
+
+    Samples that cannot be used raise BadSample from the first two, media that cannot be decoded BadMedia from `item`.
+    """
 
     def __len__(self) -> int: ...
 

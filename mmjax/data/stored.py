@@ -255,6 +255,7 @@ def stored(path: str) -> File:
 
 @cache
 def _filesystem(process: int, url_start: str) -> Any:
+    # `process` is part of the cache's key alone: a forked worker must not share its parent's connections.
     try:
         return fsspec.core.url_to_fs(url_start)[0]
     except (ImportError, ValueError) as error:
@@ -324,8 +325,9 @@ def _retry(url: str, read: Callable[[], T]) -> T:
         except (UserError, BadSample):
             raise
         except Exception as error:  # each client library behind fsspec has its own
+            # Client errors (4xx) stay, except 408 (timeout) and 429 (rate limit).
             permanent = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
-            refused = 400 <= getattr(error, "status", 0) < 500 and error.status not in (408, 429)  # timeout, rate limit
+            refused = 400 <= getattr(error, "status", 0) < 500 and error.status not in (408, 429)
             if permanent or refused or attempt + 1 == _ATTEMPTS:
                 raise _unreadable(url, error) from None
             time.sleep(0.25 * 4**attempt)

@@ -188,6 +188,7 @@ def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
         today = datetime.fromisoformat(form.date)
     except ValueError as error:
         raise UserError(f"chat.date={form.date!r}: {error}; write it as 2025-01-31") from error
+    # A fixed date, where transformers has today's: tokens must not depend on the day of the run.
     variables = {**tokenizer.named, "strftime_now": today.strftime, **form.variables}
     template = Template(
         where=where,
@@ -250,6 +251,7 @@ def _as_string(parts: Sequence[str | Media], written: Mapping[str, str]) -> str:
 def _with_lists(template: Template) -> Template:
     """Find the roles whose messages the template accepts as lists of parts, by rendering one for each."""
     lists: set[str] = set()
+    # Users come first, since the probes of the other roles need a user's message before or after them.
     for role in ("user", ASSISTANT, "system"):
         probe = {"role": role, "content": [{"type": "text", "text": _PROBE}]}
         user = {"role": "user", "content": [{"type": "text", "text": "a"}] if "user" in lists else "a"}
@@ -399,6 +401,7 @@ def _reason(error: Exception) -> str:
 
 @functools.cache
 def _environment() -> _Environment:
+    # trim_blocks and lstrip_blocks are what transformers sets, and decide where line breaks stay.
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

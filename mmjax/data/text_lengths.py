@@ -99,6 +99,7 @@ def _lengths(chunk: range, conversations: StoredConversations, chat: Chat) -> Te
             readable[index] = conversations.conversation(index)
         except BadSample as error:
             bad[index] = str(error)
+    # Readable conversations are tokenized as one batch.
     tokens = np.zeros(len(chunk), np.int32)
     for index, count in zip(readable, chat.text_tokens(list(readable.values())), strict=True):
         if isinstance(count, BadSample):

@@ -103,6 +103,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
     backend.no_truncation()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     special = {str(t.content) for t in backend.get_added_tokens_decoder().values() if t.special}
+    # transformers ignores the setting for BPE, whose decoder restores spaces exactly.
     bpe = isinstance(backend.model, tokenizers.models.BPE)
     return Tokenizer(
         folder=folder,
@@ -194,6 +195,7 @@ def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     if not backend.num_special_tokens_to_add(is_pair=False):
         return (), ()
     encoding = backend.encode("a", add_special_tokens=True)
+    # "a" may be several tokens itself; what lies outside the ones that are not special was added.
     inner = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
     return tuple(encoding.ids[: inner[0]]), tuple(encoding.ids[inner[-1] + 1 :])
 

@@ -49,6 +49,7 @@ def draw_clip(u: Iterator[float], counts: Sequence[float], keys: str) -> Clip:
 
 def render_clip(clip: Clip, rng: np.random.Generator) -> np.ndarray:
     """Synthesise the clip, float32 `[samples]` in -1..1, with loudness, phases and noise from `rng`."""
+    # The order of draws is part of the data set: noise, its loudness, phases, gains.
     table = _tones()
     wave = rng.standard_normal(clip.samples, np.float32)
     wave *= np.float32(rng.uniform(0.02, 0.12))

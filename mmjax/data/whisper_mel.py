@@ -60,7 +60,8 @@ def log_mel(config: WhisperMel, wave: np.ndarray, extra_frames: int = 0) -> np.n
     one_piece(config, wave.size)
     valid = valid_frames(config, wave.size)
     frames = min(valid + extra_frames, most_frames(config))
-    # Frames that overlap the clip, which may be some after the last valid one; all others are silent.
+    # Frames that overlap the clip, which may be some after the last valid one; all others are silent. They are computed
+    # even if not returned, since power is clamped relative to the window's maximum.
     overlapping = min(-(-(wave.size + config.window // 2) // config.hop), most_frames(config))
     decades = np.full((max(frames, overlapping), config.mels), np.log10(np.float32(FLOOR)))
     decades[:overlapping] = np.log10(np.maximum(_centred_power(config, wave, overlapping), FLOOR))
