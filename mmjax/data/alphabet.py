@@ -55,6 +55,7 @@ class AlphabetFormat:
                     raise BadSample(f"samples of this run have at most {QUESTION // STRIDE} images and clips")
                 segments.append(Item(encoder, number, position if self.embedded else None))
                 number += 1
+        # Samples of the embedded data set have their questions in branches 1, 2, ...
         segments.append(self._text(question.strip(), QUESTION if self.embedded else None, int(self.embedded)))
         return Sample(tuple(segments))
 

@@ -108,7 +108,8 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        self._writer = ArrayRecordWriter(str(self._partial), "group_size:1,uncompressed")  # media are compressed
+        # One record per group, so that a random read reads no other; uncompressed, since media are compressed already.
+        self._writer = ArrayRecordWriter(str(self._partial), "group_size:1,uncompressed")
 
     def write(self, record: bytes) -> None:
         """Append one record."""

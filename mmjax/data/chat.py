@@ -152,6 +152,7 @@ class Chat:
         return self.template.messages(conversation, {kind: p.written for kind, p in self.placeholders.items()})
 
     def _with_media(self, rendered: Rendered, conversation: Conversation) -> Line:
+        # The template's placeholders become tokens, and must be as many as the conversation's media.
         line = write_media(rendered, self.placeholders, self.written)
         check_places(line.kinds, [medium.kind for medium in conversation.media()])
         return line
@@ -323,6 +324,7 @@ def _token_of(tokenizer: Tokenizer, kind: str, place: Placeholder) -> int:
 
 def _control_tokens(tokenizer: Tokenizer, template: Template, placeholders: dict[str, Placeholder]) -> set[str]:
     """List the tokens that delimit turns and texts or stand for media; others, such as boxes, may occur in a text."""
+    # Templates may compose tokens from parts, such as "<|" + role + "|>", which only their output shows.
     example = "".join(_example(template, roles) for roles in (("system", "user", ASSISTANT), ("user", ASSISTANT)))
     named = {tokenizer.named.get(f"{name}_token", "") for name in ("bos", "eos", "pad")}
     written = {t for t in tokenizer.special if t.strip() and (t in template.source or t in example)}

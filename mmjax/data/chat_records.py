@@ -14,6 +14,7 @@ from typing import Any
 from mmjax.data.conversation import MARKER, BadSample, Conversation, Media, Medium, Message, marked_parts
 
 KEYS: Mapping[Medium, tuple[str, ...]] = {"image": ("images", "image"), "audio": ("audios", "audio")}
+# Roles as data sets name them: OpenAI's, ShareGPT's ("human", "gpt", "observation"), Gemma's ("model").
 ROLES = {
     "system": "system",
     "developer": "system",

@@ -39,6 +39,7 @@ _SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 # the kinds of items in a mixed sample.
 _IMAGES = (0.70, 0.87, 0.96)
 _CLIPS = (0.86, 0.97)
+# i: an image, a: a clip; they are shuffled.
 _MIXES = ((0.66, "ia"), (0.79, "iia"), (0.92, "iaa"), (0.97, "iiia"), (1.0, "iiaa"))
 _WORDS = ("here", "now", "then", "look", "note", "see", "this", "page", "call", "line", "from", "next", "one", "memo")
 _TOKEN = np.zeros(128, np.int32)
@@ -250,6 +251,7 @@ def _draw_passage(u: Iterator[float]) -> str:
     """Draw two to eight digits, or a small sum."""
     if next(u) < 0.2:
         return f"{int(5 * next(u))}+{int(5 * next(u))}"
+    # The power makes short passages more frequent.
     return "".join([str(int(10 * next(u))) for _ in range(2 + int(7 * next(u) ** 1.5))])
 
 

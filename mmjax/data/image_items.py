@@ -48,6 +48,7 @@ def sizes_of_items(
     """
     if min(size) < 1:
         raise BadMedia(f"an image of {size[0]} x {size[1]} pixels is empty")
+    # Without pixels: the preparation computes sizes alone.
     picture = Picture(size, None, (limits or MediaLimits()).pixels)
     return tuple(item.size for item in prepare(picture, images))
 
@@ -161,6 +162,7 @@ def best_pinpoint(config: AnyRes, size: Size) -> Size:
     """Choose the resolution that shows most of an image's pixels, and of several such the one that wastes least."""
     height, width = size
 
+    # Compared first by pixels shown, at most the image's own, then by the negative of pixels wasted.
     def shown_and_wasted(pinpoint: Size) -> tuple[int, int]:
         scale = min(pinpoint[1] / width, pinpoint[0] / height)
         shown = min(int(width * scale) * int(height * scale), height * width)

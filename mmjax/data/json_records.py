@@ -113,6 +113,7 @@ def _find_records(path: str, local: Path) -> tuple[np.ndarray, str]:
     # Pages of the map are read as the kernels below go through them, so files may exceed memory.
     data = np.memmap(local, np.uint8, "r")
     head = bytes(data[:_CHUNK])
+    # The first bytes of gzip, zstd and zip.
     if head[:2] == b"\x1f\x8b" or head[:4] == b"(\xb5/\xfd" or head[:2] == b"PK":
         raise UserError(f"{path} is compressed, so no record of it can be found alone; unpack it")
     bom = 3 if head.startswith(b"\xef\xbb\xbf") else 0  # UTF-8's byte order mark

@@ -84,7 +84,8 @@ def kept_files(paths: Mapping[str, Path], sums: Path) -> dict[str, np.ndarray]:
     for name, path in paths.items():
         try:
             arrays[name] = np.load(path, mmap_mode="r")
-        except Exception as error:  # NumPy's parser raises nearly anything on a damaged file
+        # NumPy's parser raises nearly anything on a damaged file.
+        except Exception as error:
             raise Damaged(f"{path} cannot be read: {type(error).__name__}") from None
     return arrays
 

@@ -31,6 +31,7 @@ def log_mel(wave: np.ndarray, sample_rate: int, window: int, hop: int, mels: int
     padded = np.zeros((count - 1) * hop + window, np.float32)
     padded[: wave.size] = wave
     power = mel_power(padded, sample_rate, window, hop, mels, count)
+    # The floor is Whisper's, against log10(0).
     decades = np.log10(np.maximum(power, np.float32(1e-10)))
     loudest = max(float(decades.max()), QUIET)
     return (np.maximum(decades, loudest - RANGE) - loudest) / np.float32(2) + np.float32(1)

@@ -83,6 +83,7 @@ def patch_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int]:
     With a learned grid of positions only whole patches count, as in the convolutions of CLIP, SigLIP and InternViT: the
     remainder at the bottom and the right is dropped. Otherwise the last patches are padded with black.
     """
+    # Convolutions with stride = patch drop a remainder.
     if isinstance(encoder.positions, LearnedGrid):
         return size[0] // encoder.patch, size[1] // encoder.patch
     return -(-size[0] // encoder.patch), -(-size[1] // encoder.patch)
@@ -180,5 +181,6 @@ def _merge_order(height: int, width: int, merge: int) -> tuple[np.ndarray, np.nd
     windows = grid.reshape(rows, merge, columns, merge, 3).transpose(0, 2, 1, 3, 4)
     coordinates = np.ascontiguousarray(windows.reshape(-1, 3))
     valid = (coordinates[:, 1] < height) & (coordinates[:, 2] < width)
+    # lru_cache returns the same arrays to all callers.
     coordinates.flags.writeable = valid.flags.writeable = False
     return coordinates, valid

@@ -333,6 +333,7 @@ def _read_bad(path: Path) -> dict[tuple[int, int], str]:
 
 
 def _hash(text: str) -> int:
+    # 64 bits: a wrong size needs a collision of the name's hash and of the stamp's at once.
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 

@@ -75,6 +75,7 @@ class Senses:
             return tuple(map(grey, items)) if self.encoders[name].channels == 1 else items
         encoder = self.encoders[name]
         wave = decode_clip(encoded, encoder.sample_rate)
+        # Cut after resampling, as `_items` does from the header's length.
         return tuple(wave[start:stop] for start, stop in pieces(encoder, len(wave)))
 
     def facts(self, text_tokens: int, media: Sequence[MediumItems]) -> Facts:

@@ -180,6 +180,7 @@ class _File:
 
     @contextmanager
     def _open(self) -> Iterator[pyarrow.parquet.ParquetFile]:
+        # pre_buffer joins the many small reads of a row group, each of which would be a request to the server.
         remote = is_url(self.path)
         with ExitStack() as stack:
             file = stack.enter_context(filesystem(self.path).open(self.path)) if remote else self.path

@@ -23,6 +23,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
     processor = read_json(path / "processor_config.json")
     # The tokenizer's names override the processor's.
     named = {k: v for k, v in processor.items() if k.endswith("_token") and isinstance(v, str)} | dict(named)
+    # The texts are those that the families' processors in transformers write, unless the folder names others.
     for family in _families(path, processor):
         match family:
             case "llava" | "llavanext" | "llavaonevision":

@@ -125,6 +125,7 @@ class PromptLoader:
         first = self._first[source]
         questions = np.array([first + i for i in samples if first + i not in self._bad], np.int64)
         for plan in self._planner.plan_once(questions) if len(questions) else ():
+            # Without a dictionary to add to, packing raises for a sample that cannot be read.
             spoiled = None if self._raises else dict[int, str]()
             packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
             self._bad |= spoiled or {}

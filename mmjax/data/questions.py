@@ -45,6 +45,7 @@ def possible(family: Family, media: Sequence[Strip | Clip], passage: str) -> lis
     if family == "mixed" and len(media) == 2:
         tasks.append([Ask("mixed.both", "both?", f"{writes[0].answer} {reads[0].answer}", ("vision", "audio"))])
     digits = "".join([m.text for m in media])
+    # The largest of many digits is nearly always 9, which would be a good guess.
     if family != "audio" and 2 <= len(digits) <= 4:
         needs = ("vision", "audio") if family == "mixed" else ("vision",)
         tasks.append([Ask(f"{family}.max", "max?", max(digits), needs)])

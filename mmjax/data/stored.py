@@ -312,7 +312,8 @@ def digest(*parts: str) -> str:
 def _info(url: str) -> dict[str, Any]:
     try:
         return dict(filesystem(url).info(url))
-    except FileNotFoundError:  # fsspec's HTTP raises this for any error; a read raises the actual one
+    except FileNotFoundError:
+        # fsspec's HTTP raises this for any error; a read raises the actual one.
         filesystem(url).cat_file(url, start=0, end=1)
         return dict(filesystem(url).info(url))
 

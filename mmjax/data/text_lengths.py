@@ -19,7 +19,8 @@ from mmjax.data.kept import keep, kept, kept_if_sound, remove
 from mmjax.data.media_facts import Progress
 from mmjax.data.stored import StoredConversations, digest
 
-Reopen = Callable[[], StoredConversations]  # opens them in another process, so it must pickle
+# Opens the conversations in another process, so it must pickle; open files and locks do not.
+Reopen = Callable[[], StoredConversations]
 
 _VERSION = "3"
 _NAMES = ("tokens", "bad", "reason")

@@ -12,6 +12,7 @@ import numpy as np
 SAMPLE_RATE = 4000  # Hz; the highest tone is 1477 Hz
 DIGITS = "0123456789"
 KEYS = DIGITS + "*#"
+# Hz: keys in one row of the keypad share the low tone, those in one column the high one.
 LOW = {key: low for low, row in zip((697, 770, 852, 941), ("123", "456", "789", "*0#"), strict=True) for key in row}
 HIGH = {key: high for high, row in zip((1209, 1336, 1477), ("147*", "2580", "369#"), strict=True) for key in row}
 # Long clips are more frequent in training, since keeping count needs practice. Held-out clips keep their long tail.
