@@ -112,7 +112,7 @@ def test_all_of_it_as_arrayrecord_is_the_same_data(words, tmp_path, capsys) -> N
     assert f"data.sources.speech.validation={tmp_path}/records/speech/validation" in out
     written = open_conversations(ArrayRecordSource(f"{tmp_path}/records/photos/train"), "train", tmp_path / "c", "mine")
     assert len(written) == 19
-    assert [written.encoded(i, 0) for i in (0, 3, 18)] == [picture(10 + i, 20) for i in (0, 4, 19)]
+    assert [written.media(i)[0].read() for i in (0, 3, 18)] == [picture(10 + i, 20) for i in (0, 4, 19)]
     facts = open_facts(written, tmp_path / "c")
     assert facts.size.tolist() == [[10 + i, 20] for i in range(20) if i != 3]
     used = [word.strip() for word in out.partition("train on it with\n")[2].splitlines()]
@@ -173,7 +173,7 @@ def test_a_killed_conversion_is_not_whole_and_goes_on_with_the_shards_that_it_la
     whole = ArrayRecords(str(folder), tmp_path / "cache")
     assert len(whole) == 6000
     for i in (0, 999, 1000, 3456, 5999):
-        assert whole.encoded(i, 0) == picture(2 + i % 9, 3, i)
+        assert whole.media(i)[0].read() == picture(2 + i % 9, 3, i)
         assert whole.conversation(i).messages[0].parts[1] == str(i)
     assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".arrayrecord", ".jsonl", ".json"}
 
@@ -217,7 +217,7 @@ def test_parquet_behind_a_server_becomes_arrayrecord(tmp_path: Path, capsys) -> 
         ]
         told(capsys, "tiny_omni", *words, f"--out={tmp_path}/out", "--to", "arrayrecord", tmp_path / "to")
     whole = ArrayRecords(str(tmp_path / "to" / "a" / "train"), tmp_path / "cache")
-    assert [whole.encoded(i, 0) for i in range(7)] == [row["bytes"] for row in rows]
+    assert [whole.media(i)[0].read() for i in range(7)] == [row["bytes"] for row in rows]
     assert np.array_equal(open_facts(whole, tmp_path / "cache").size[:, 0], np.arange(3, 10))
 
 

@@ -1,5 +1,6 @@
-"""Writes conversations as a folder of ArrayRecord shards. What is not whole is never taken for it, and a killed run
-goes on with the first shard that is not there."""
+"""Write conversations as a folder of ArrayRecord shards. An unfinished folder is never taken for a complete one, and a
+killed run resumes with the first missing shard.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +19,22 @@ from mmjax.data.stored import StoredConversations, digest
 from mmjax.errors import UserError
 
 LEFT_OUT = "left_out.jsonl"  # records that could not be read, with their reasons
-MAKING = "making.json"  # is there until the folder is whole
-_SHARD, _SHARDS = 1000, 1000  # records in a shard, of larger data sets as many as make this many shards
-_READERS, _WINDOW = 32, 128  # threads that read media, and records that they are ahead of the writing
+MAKING = "making.json"  # exists until the folder is complete
+_SHARD_RECORDS = 1000  # at least, and of large data sets as many as make
+_MAX_SHARDS = 1000
+_READERS = 32  # threads that read media
+_WINDOW = 128  # records that they are ahead of the writing
 
 
 def write_array_records(
     conversations: StoredConversations, facts: MediaFacts, folder: Path, progress: Callable[[int], None]
 ) -> Contents:
-    """Write all records whose facts are good, and what is known of their media; returns what the folder holds.
+    """Write all records whose facts are good, with the facts of their media; return the folder's contents.
 
     Records that cannot be read after all are left out and listed. Raises UserError where the folder holds something
     else.
     """
+    # Which records are bad is part of the identity, as it decides which records each shard has.
     made_from = digest(conversations.fingerprint(), digest(*map(str, facts.bad)))
     if (folder / INDEX).exists():
         if (contents := Contents.read(str(folder))).made_from != made_from:
@@ -38,7 +42,8 @@ def write_array_records(
         return contents
     _claim(folder, made_from)
     good = facts.good()
-    shards = np.array_split(good, max(1, -(-len(good) // max(_SHARD, -(-len(good) // _SHARDS)))))
+    shard_records = max(_SHARD_RECORDS, -(-len(good) // _MAX_SHARDS))
+    shards = np.array_split(good, max(1, -(-len(good) // shard_records)))
     done = 0
     with ThreadPoolExecutor(_READERS) as pool:
         for number, records in enumerate(shards):
@@ -50,6 +55,7 @@ def write_array_records(
 
 
 def _claim(folder: Path, made_from: str) -> None:
+    """Create the folder, or check that it holds an unfinished part of the same data set."""
     making = folder / MAKING
     if folder.exists() and any(folder.iterdir()):
         if not making.exists():
@@ -58,30 +64,33 @@ def _claim(folder: Path, made_from: str) -> None:
             raise UserError(f"{folder} holds a part of another data set; name another folder, or remove it")
     else:
         folder.mkdir(parents=True, exist_ok=True)
+        # Written before any shard, so that a resumed run knows whose shards these are.
         _write(making, json.dumps({"made_from": made_from}))
 
 
 def _write_shard(
     name: Path, conversations: StoredConversations, records: Sequence[int], pool: ThreadPoolExecutor
 ) -> None:
-    """The shard itself comes last: where it is, the rest is."""
-    kept, headers, left = [], [], []
+    written = []
+    headers = []
+    left_out = []
     shard = Shard(name.with_suffix(".arrayrecord"))
-    for index, found in zip(records, _ahead(pool, lambda i: _read(conversations, i), records), strict=True):
-        if isinstance(found, str):
-            left.append({"record": index, "reason": found})
+    for index, result in zip(records, _map_ahead(pool, lambda i: _read(conversations, i), records), strict=True):
+        if isinstance(result, str):
+            left_out.append({"record": index, "reason": result})
             continue
-        header, media = found
+        header, media = result
         shard.write(packed(header, media))
-        kept.append(index)
+        written.append(index)
         headers.append(json.dumps(header))
     _write(name.with_suffix(".jsonl"), "".join(line + "\n" for line in headers))
-    _write(name.with_suffix(".kept.json"), json.dumps({"kept": kept, "left": left}))
+    _write(name.with_suffix(".kept.json"), json.dumps({"kept": written, "left": left_out}))
+    # The shard gets its name last: a run that resumes takes its existence for that of the other two files.
     shard.close()
 
 
 def _read(conversations: StoredConversations, index: int) -> tuple[dict[str, Any], list[bytes]] | str:
-    """A record's header and media, or why it cannot be used."""
+    """Read a record's header and media, or return why it cannot be used."""
     try:
         media = [stored.read() for stored in conversations.media(index)]
         return header_of(conversations.conversation(index), [len(encoded) for encoded in media]), media
@@ -89,8 +98,8 @@ def _read(conversations: StoredConversations, index: int) -> tuple[dict[str, Any
         return str(error)
 
 
-def _ahead(pool: ThreadPoolExecutor, read: Callable[[int], Any], records: Iterable[int]) -> Iterator[Any]:
-    """What `read` gives for each record, in order, read by threads a bounded number ahead."""
+def _map_ahead(pool: ThreadPoolExecutor, read: Callable[[int], Any], records: Iterable[int]) -> Iterator[Any]:
+    """Yield `read` of each record in order, with at most `_WINDOW` waiting in memory (`pool.map` submits all)."""
     waiting = []
     for index in records:
         waiting.append(pool.submit(read, index))
@@ -101,12 +110,13 @@ def _ahead(pool: ThreadPoolExecutor, read: Callable[[int], Any], records: Iterab
 
 
 def _finish(folder: Path, facts: MediaFacts, shards: int, made_from: str) -> Contents:
-    told = [json.loads((folder / f"{number:05d}.kept.json").read_text()) for number in range(shards)]
-    kept = np.array([index for shard in told for index in shard["kept"]], np.int64)
-    facts.take(kept).save(folder / FACTS)
-    if left := [line for shard in told for line in shard["left"]]:
-        _write(folder / LEFT_OUT, "".join(json.dumps(line) + "\n" for line in left))
-    contents = Contents(tuple(len(shard["kept"]) for shard in told), made_from)
+    """Join what the shards' lists of records say, and mark the folder as complete."""
+    lists = [json.loads((folder / f"{number:05d}.kept.json").read_text()) for number in range(shards)]
+    written = np.array([index for shard in lists for index in shard["kept"]], np.int64)
+    facts.take(written).save(folder / FACTS)
+    if left_out := [line for shard in lists for line in shard["left"]]:
+        _write(folder / LEFT_OUT, "".join(json.dumps(line) + "\n" for line in left_out))
+    contents = Contents(tuple(len(shard["kept"]) for shard in lists), made_from)
     contents.write(folder)
     for path in (*folder.glob("*.kept.json"), *folder.glob("*.partial"), folder / MAKING):
         path.unlink()

@@ -5,10 +5,10 @@ the other. The header:
 
     {"messages": [["user", [0, "What is this?"]], ["assistant", ["A cat."]]], "media": [["image", 48211]]}
 
-where a number among a message's parts is the place of that medium, a third entry of a message the weight of its loss
-where that is not 1, and `media` has each one's kind and bytes. A folder
-holds shards `00000.arrayrecord`, ..., the headers again as `00000.jsonl`, ... (texts are read without the media), what
-is known of the media (`media_facts.py`), and `index.json`, which is written last: without it the folder is not whole.
+where a number among a message's parts is the place of that medium, a third entry of a message is the weight of its loss
+where that is not 1, and `media` has the kind and the bytes of each. A folder holds shards `00000.arrayrecord`, ..., the
+headers again as `00000.jsonl`, ... (so that texts are read without the media), the media's sizes (`media_facts.py`),
+and `index.json`, which is written last: without it the folder is incomplete.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _LENGTH = struct.Struct("<I")
 
 
 def header_of(conversation: Conversation, lengths: Sequence[int]) -> dict[str, Any]:
-    """A conversation as JSON; `lengths` are the bytes of its media."""
-    number, media, messages = 0, [], []
+    """Convert a conversation to JSON; `lengths` are the bytes of its media."""
+    messages = []
+    media: list[list[Any]] = []
     for message in conversation.messages:
         parts: list[str | int] = []
         for part in message.parts:
             if isinstance(part, Media):
-                parts.append(number)
-                media.append([part.kind, lengths[number]])
-                number += 1
+                parts.append(len(media))
+                media.append([part.kind, lengths[len(media)]])
             else:
                 parts.append(part)
         messages.append([message.role, parts] + [message.weight] * (message.weight != 1))
@@ -57,35 +57,33 @@ def header_of(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
 
 
 def conversation_of(header: Mapping[str, Any]) -> Conversation:
-    """What `header_of` was given. Raises BadSample."""
+    """Convert JSON from `header_of` back to a conversation. Raises BadSample."""
     try:
-        kinds = [Media(kind) for kind, _ in header["media"]]
-        if odd := [medium.kind for medium in kinds if medium.kind not in get_args(Medium)]:
+        media = [Media(kind) for kind, _ in header["media"]]
+        if odd := [medium.kind for medium in media if medium.kind not in get_args(Medium)]:
             raise ValueError(f"a medium of the kind {odd[0]!r}")
-        if odd := [role for role, *_ in header["messages"] if not isinstance(role, str)]:
-            raise ValueError(f"a message of the role {odd[0]!r}")
-        weights = [weight for _, _, *given in header["messages"] for weight in given]
-        if odd := [weight for weight in weights if type(weight) not in (int, float) or not 0 <= weight < math.inf]:
-            raise ValueError(f"a message of the weight {odd[0]!r}")
-        return Conversation(
-            tuple(
-                Message(role, tuple(part if isinstance(part, str) else kinds[part] for part in parts), *weight)
-                for role, parts, *weight in header["messages"]
-            ),
-            tuple(map(str, header.get("answers", ()))),
-        )
+        messages = []
+        for role, parts, *weights in header["messages"]:
+            (weight,) = weights or (1.0,)
+            if not isinstance(role, str):
+                raise ValueError(f"a message of the role {role!r}")
+            if type(weight) not in (int, float) or not 0 <= weight < math.inf:
+                raise ValueError(f"a message of the weight {weight!r}")
+            contents = tuple(part if isinstance(part, str) else media[part] for part in parts)
+            messages.append(Message(role, contents, weight))
+        return Conversation(tuple(messages), tuple(map(str, header.get("answers", ()))))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
 
 
 def packed(header: Mapping[str, Any], media: Sequence[bytes]) -> bytes:
-    """One record."""
+    """Encode one record."""
     text = json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return b"".join((MAGIC, _LENGTH.pack(len(text)), text, *media))
 
 
 def unpacked(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
-    """What a record holds. Raises BadSample where it is not whole."""
+    """Decode one record to its conversation and the media's files. Raises BadSample where it is damaged."""
     start = len(MAGIC) + _LENGTH.size
     if record[: len(MAGIC)] != MAGIC or len(record) < start:
         raise BadSample("is no record of a conversation")
@@ -95,6 +93,7 @@ def unpacked(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
         lengths = [length for _, length in header["media"]]
         if odd := [length for length in lengths if type(length) is not int or length < 0]:
             raise ValueError(f"a medium of {odd[0]!r} bytes")
+        # Media lie one after the other behind the header: with stop 50 and lengths 7 and 3 at bounds 50, 57, 60.
         bounds = list(accumulate([stop, *lengths]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
@@ -104,44 +103,46 @@ def unpacked(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
 
 
 class Shard:
-    """One file that is being written; it gets its name when it is whole."""
+    """One file that is being written; it gets its final name when it is complete."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._partial = path, path.with_name(f"{path.name}.{os.getpid()}.partial")
-        self._writer = ArrayRecordWriter(str(self._partial), "group_size:1,uncompressed")  # media are compressed
+        self._path = path
+        self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        # One record per group, so that a random read reads no other; uncompressed, since media are compressed already.
+        self._writer = ArrayRecordWriter(str(self._partial), "group_size:1,uncompressed")
 
     def write(self, record: bytes) -> None:
-        """Append one."""
+        """Append one record."""
         self._writer.write(record)
 
     def close(self) -> None:
-        """The file is there now."""
+        """Finish the file and give it its name."""
         self._writer.close()
         self._partial.rename(self._path)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """`index.json`: records of each shard, and what they were made from."""
+    """`index.json`: the number of records in each shard, and the fingerprint of what they were made from."""
 
     records: tuple[int, ...]
     made_from: str
 
     def write(self, folder: Path) -> None:
-        """Make a folder whole."""
-        told = {"format": _FORMAT, "records": list(self.records), "made_from": self.made_from}
+        """Mark a folder as complete."""
+        index = {"format": _FORMAT, "records": list(self.records), "made_from": self.made_from}
         partial = folder / f"{INDEX}.{os.getpid()}.partial"
-        partial.write_text(json.dumps(told) + "\n")
+        partial.write_text(json.dumps(index) + "\n")
         partial.rename(folder / INDEX)
 
     @classmethod
     def read(cls, folder: str) -> Contents:
-        """Raises UserError where the folder is not whole, or of another format."""
+        """Read a folder's index. Raises UserError where the folder is incomplete, or of another format."""
         try:
-            told = json.loads(stored(os.path.join(folder, INDEX)).read())
-            if told["format"] != _FORMAT:
-                raise UserError(f"{folder}: its format is {told['format']!r}; this version reads {_FORMAT!r}")
-            return cls(tuple(told["records"]), told["made_from"])
+            index = json.loads(stored(os.path.join(folder, INDEX)).read())
+            if index["format"] != _FORMAT:
+                raise UserError(f"{folder}: its format is {index['format']!r}; this version reads {_FORMAT!r}")
+            return cls(tuple(index["records"]), index["made_from"])
         except BadSample:
             raise UserError(
                 f"{folder} has no {INDEX}: it is no folder of conversations, or one that was not written to its end; "
@@ -152,35 +153,37 @@ class Contents:
 
 
 class ArrayRecords:
-    """`Conversations` of a folder of shards. Shards behind a URL are copied into `cache` when they are first needed."""
+    """`StoredConversations` of a folder of shards; those behind a URL are copied into `cache` at their first use."""
 
     def __init__(self, folder: str, cache: Path) -> None:
-        self.folder, self._cache, self._contents = folder, cache, Contents.read(folder)
+        self.folder = folder
+        self._cache = cache
+        self._contents = Contents.read(folder)
         names = [os.path.join(folder, f"{shard:05d}") for shard in range(len(self._contents.records))]
         self._shards = [f"{name}.arrayrecord" for name in names]
         self._headers = JsonRecords([f"{name}.jsonl" for name in names], cache)
         self._starts = np.cumsum([0, *self._contents.records])
         if len(self._headers) != len(self):
             raise UserError(f"{folder}: {len(self._headers)} headers for {len(self)} records; write the folder again")
-        self._reader, self._lock = lru_cache(64)(self._open), threading.Lock()
+        # Each reader keeps its shard open, and there may be a thousand.
+        self._reader = lru_cache(64)(self._open)
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def fingerprint(self) -> str:
-        """Of what the folder was made from, and all its texts."""
+        """Hash the fingerprint of what the folder was made from with all its texts."""
         return digest(self._contents.made_from, self._headers.fingerprint())
 
     def files(self) -> list[tuple[str, int]]:
-        """The files and how many records each has."""
         return self._headers.files()
 
     def conversation(self, index: int) -> Conversation:
-        """What a record says. Raises BadSample."""
         return conversation_of(self._headers[index])
 
     def media(self, index: int) -> tuple[Stored, ...]:
-        """A record's media, all read at once. Raises BadSample."""
+        """Read all of a record's media at once."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
@@ -190,10 +193,6 @@ class ArrayRecords:
         except (RuntimeError, ValueError, IndexError) as error:
             raise BadSample(f"{self._shards[shard]} cannot be read: {one_line(error)}") from None
         return tuple(map(Inline, unpacked(record)[1]))
-
-    def encoded(self, index: int, number: int) -> bytes:
-        """One medium's file. Raises BadSample."""
-        return self.media(index)[number].read()
 
     def _open(self, shard: int) -> ArrayRecordReader:
         local = local_copy(self._shards[shard], self._cache / "copies")

@@ -1,4 +1,4 @@
-"""A person's own questions as prompts: conversations that wait for an answer, with the files of their media at hand."""
+"""A user's own questions as prompts: conversations that end with a question, and the files of their media."""
 
 from __future__ import annotations
 
@@ -20,38 +20,42 @@ from mmjax.errors import BadMedia, UserError
 
 @dataclass(frozen=True)
 class Asked:
-    """A conversation that ends with a question, and the encoded file of each of its media in order."""
+    """A conversation that ends with a question, and the encoded files of its media in order."""
 
     conversation: Conversation
     media: tuple[bytes, ...] = ()
 
 
 def ask(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = "") -> Asked:
-    """One question. Media stand where it has `<image>` and `<audio>`; those of a kind that it does not mark, before it.
+    """Build a prompt of one question, with media at its `<image>` and `<audio>`; kinds without such come before it.
 
-    Raises UserError where it says nothing, or marks another number than there are files.
+    Raises UserError for an empty question, or where its places and the files differ in number.
     """
     marked = MARKER.findall(question)
     for kind in ("image", "audio"):
-        count, given = marked.count(kind), len(files.get(kind, ()))
-        if count not in (0, given):
-            raise UserError(f"the question has {count} places <{kind}> for {given} file(s); give one --{kind} for each")
+        places = marked.count(kind)
+        count = len(files.get(kind, ()))
+        if places not in (0, count):
+            raise UserError(
+                f"the question has {places} places <{kind}> for {count} file(s); give one --{kind} for each"
+            )
     if not MARKER.sub("", question).strip():
         raise UserError("the question is empty; say what to ask")
-    parts: list[str | Media] = [Media(k) for k, of in files.items() if k not in marked for _ in of]
+    # Media of unmarked kinds first, in the order of `files`, then the question with the marked ones in their places.
+    parts: list[str | Media] = [Media(kind) for kind in files if kind not in marked for _ in files[kind]]
     parts += marked_parts(question)
-    left = {kind: iter(of) for kind, of in files.items()}
-    media = tuple(next(left[part.kind]) for part in parts if isinstance(part, Media))
+    unplaced = {kind: iter(of_kind) for kind, of_kind in files.items()}
+    media = tuple(next(unplaced[part.kind]) for part in parts if isinstance(part, Media))
     messages = (Message("system", (system,)),) if system.strip() else ()
     return Asked(Conversation((*messages, Message("user", tuple(parts)))), media)
 
 
 class PromptFormat(Protocol):
-    """Encode questions as tokens: a `Chat`, or an `AlphabetFormat`."""
+    """The interface that encodes questions as tokens: a `Chat`, or an `AlphabetFormat`."""
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
+        """Return the tokens that end an answer."""
 
     def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample: ...
 
@@ -63,49 +67,50 @@ class AskedPrompts:
     """Questions as a `Source` of prompts."""
 
     def __init__(
-        self, asked: Sequence[Asked], chat: PromptFormat, encoders: Encoders, functions: Functions | None = None
+        self, prompts: Sequence[Asked], chat: PromptFormat, encoders: Encoders, functions: Functions | None = None
     ) -> None:
-        """functions: those that the encoders' callbacks name."""
-        self.asked, self.chat, self._senses = list(asked), chat, Senses(encoders, functions)
-        self._items = lru_cache(maxsize=DECODED)(self._decoded)
+        """functions: the encoders' callbacks by name."""
+        self._prompts = list(prompts)
+        self._chat = chat
+        self._senses = Senses(encoders, functions)
+        self._decoded = lru_cache(maxsize=DECODED)(self._decode)
 
     def __len__(self) -> int:
-        return len(self.asked)
+        return len(self._prompts)
 
     def fingerprint(self) -> str:
-        """Questions are asked once: nothing is kept of them."""
-        return "asked"
+        return "asked"  # nothing is cached of user prompts
 
     def facts(self, index: int) -> Facts:
-        """Return the lengths of a prompt, by the headers of its media. Raises BadSample."""
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
         return self._senses.facts(text, self._media_items(index))
 
     def sample(self, index: int) -> Sample:
-        """The prompt, up to where its answer begins. Raises BadSample."""
         media = self._media_items(index)
-        return in_rows(self.chat.prompt(self.asked[index].conversation, names(media)), media)
+        return in_rows(self._chat.prompt(self._prompts[index].conversation, names(media)), media)
 
     def item(self, index: int, number: int) -> np.ndarray:
-        """An item of the prompt, decoded. Raises BadMedia."""
-        items = [(medium, k) for medium, of in enumerate(self._media_items(index)) for k in range(len(of.sizes))]
-        medium, within = items[number]
-        return self._items(index, medium)[within]
+        media = self._media_items(index)
+        places = [(medium, k) for medium, items in enumerate(media) for k in range(len(items.sizes))]
+        medium, k = places[number]
+        return self._decoded(index, medium)[k]
 
     def _media_items(self, index: int) -> list[MediumItems]:
         """Return the items of every medium. Raises BadSample."""
-        kinds, found = self._kinds(index), []
-        for kind, encoded in zip(kinds, self.asked[index].media, strict=True):
+        kinds = self._kinds(index)
+        media = []
+        for kind, encoded in zip(kinds, self._prompts[index].media, strict=True):
+            # Headers alone: `item` decodes.
             try:
                 facts = PROBES[kind](io.BytesIO(encoded))
-                found.append(self._senses.items(kind, (facts[0], facts[1]), kinds.count("image")))
+                media.append(self._senses.items(kind, (facts[0], facts[1]), kinds.count("image")))
             except BadMedia as bad:
                 raise BadSample(str(bad)) from None
-        return found
+        return media
 
-    def _decoded(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
+    def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
         kinds = self._kinds(index)
-        return self._senses.decoded(kinds[medium], self.asked[index].media[medium], kinds.count("image"))
+        return self._senses.decoded(kinds[medium], self._prompts[index].media[medium], kinds.count("image"))
 
     def _kinds(self, index: int) -> list[Medium]:
-        return [media.kind for media in self.asked[index].conversation.media()]
+        return [medium.kind for medium in self._prompts[index].conversation.media()]

@@ -1,8 +1,8 @@
-"""Convert conversations to token sequences by a checkpoint's own tokenizer and chat template.
+"""Convert conversations to token sequences with a checkpoint's own tokenizer and chat template.
 
-A conversation's text is tokenized whole, so that ids are those that the checkpoint was trained with; what the assistant
-says is then found again by where its characters are. A medium stands in the text as one token, and its items in its
-place: they take as many positions as their encoder gives them tokens.
+A conversation's text is tokenized as a whole, so that ids are those that the checkpoint was trained with; the answers'
+tokens are then found by their characters. A medium is one token of the text, in whose place its items go: they take as
+many positions as their encoder makes tokens of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,39 +28,40 @@ from mmjax.hub import checkpoint_folder
 
 BATCH = 1024  # conversations that are tokenized at once
 PROMPT_END = 32  # tokens at the end of a prompt that are compared first
-PROMPT_ENDS = 1024  # such ends that are remembered
-# What no text may hold: halves of UTF-16 pairs, which are no characters, and the marks of what is generated.
+PROMPT_ENDS = 1024  # cached tokenizations of such ends
+# Not allowed in a text: halves of UTF-16 surrogate pairs, and the marks around generated text.
 _NO_TEXT = re.compile(f"[\ud800-\udfff{BEGIN}{END}]")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A conversation's tokens, one for each medium; without what the tokenizer itself puts around a text."""
+    """A conversation's tokens, one for each medium."""
 
     ids: np.ndarray  # int32 [n]
     weights: np.ndarray  # float32 [n]: above 0 where a token is trained on
-    media: np.ndarray  # int64 [m]: where media stand
+    media: np.ndarray  # int64 [m]: indices of the tokens that stand for media
     kinds: tuple[str, ...]  # of these media
-    around: tuple[tuple[int, ...], tuple[int, ...]]  # what the tokenizer itself puts around this text
+    around: tuple[tuple[int, ...], tuple[int, ...]]  # not in `ids`: tokens that the tokenizer adds before and after
 
     def text_tokens(self) -> int:
-        """All of them but those that stand for media."""
+        """Count all tokens but those that stand for media."""
         return len(self.ids) - len(self.media) + sum(map(len, self.around))
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A checkpoint's tokenizer and chat template, put to use."""
+    """A checkpoint's tokenizer and chat template, with the text that stands for media."""
 
     form: ChatFormat
     tokenizer: Tokenizer
     template: Template
     placeholders: dict[str, Placeholder]  # by medium
-    token: dict[str, int]  # that stands for a medium
-    written: re.Pattern[str]  # what the template writes for any medium
-    control: re.Pattern[str]  # tokens that only the template may write
-    processor: bool  # the folder has a processor for media, which keeps what the tokenizer puts around a text
-    notes: tuple[str, ...] = ()  # what a user should know
+    token: dict[str, int]  # token that stands for a medium, by medium
+    written: re.Pattern[str]  # finds what the template writes for any medium
+    control: re.Pattern[str]  # finds tokens that only the template may write
+    processor: bool  # whether the folder has a media processor, which keeps the tokens that the tokenizer adds
+    notes: tuple[str, ...] = ()  # for the user
+    _prompt_ends: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)  # text -> ids
 
     def sample(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
         """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
@@ -71,13 +72,14 @@ class Chat:
         line = self._line(conversation)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         count = np.count_nonzero(tokens.weights)
+        # With "sample" every sample counts alike, whatever its length; "square" lies between, as in InternVL.
         share = {"token": 1.0, "sample": 1 / count, "square": count**-0.5}[self.form.loss_reduction]
         return _sample(tokens, tokens.weights * np.float32(share), _numbered(conversation, encoders))
 
     def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
-        """A conversation that waits for an answer, up to where the answer begins. Nothing in it has a weight.
+        """Tokenize a conversation that ends with a question, up to where the answer begins. All weights are 0.
 
-        Raises BadSample where it ends with the assistant's own words, or can't be used.
+        Raises BadSample where it ends with an answer, or can't be used.
         """
         if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
             raise BadSample("it does not end with a question, so there is nothing to answer")
@@ -88,7 +90,6 @@ class Chat:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
         return self.tokenizer.ends
 
     def said(self, tokens: Sequence[int]) -> str:
@@ -98,20 +99,16 @@ class Chat:
 
     def text_tokens(self, conversations: Sequence[Conversation]) -> list[int | BadSample]:
         """Count the text tokens of each conversation without its media, or return why `sample` refuses it."""
-        found: list[int | BadSample] = []
+        counts: list[int | BadSample] = []
         for first in range(0, len(conversations), BATCH):
-            found += self._count(conversations[first : first + BATCH])
-        return found
-
-    def _count(self, conversations: Sequence[Conversation]) -> list[int | BadSample]:
-        lines = [_or_bad(self._line, conversation) for conversation in conversations]
-        good = [line for line in lines if isinstance(line, Line)]
-        encoded = iter(self.tokenizer.encode_all([line.text for line in good]))
-        tokens = [_or_bad(self._tokens, x, next(encoded)) if isinstance(x, Line) else x for x in lines]
-        return [x.text_tokens() if isinstance(x, Tokens) else x for x in tokens]
+            lines = [_or_bad(self._line, conversation) for conversation in conversations[first : first + BATCH]]
+            encoded = iter(self.tokenizer.encode_all([line.text for line in lines if isinstance(line, Line)]))
+            tokens = [_or_bad(self._tokens, x, next(encoded)) if isinstance(x, Line) else x for x in lines]
+            counts += [x.text_tokens() if isinstance(x, Tokens) else x for x in tokens]
+        return counts
 
     def fingerprint(self) -> str:
-        """Changes when any conversation's tokens or weights may."""
+        """Hash everything that a conversation's tokens and weights depend on."""
         media = {kind: asdict(p) for kind, p in self.placeholders.items()}
         parts = (self.tokenizer.fingerprint(), self.template.source, repr(self.form), repr(media))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -119,13 +116,13 @@ class Chat:
     # ----------------------------------------------------------------------------------------------------- text
 
     def _line(self, conversation: Conversation) -> Line:
-        """The text to tokenize, and where the answers that train stand in it."""
-        if not any(message.role == ASSISTANT for message in conversation.messages):
+        """Render the text to tokenize, with the characters of the answers that are trained on."""
+        answer_weights = [message.weight for message in conversation.messages if message.role == ASSISTANT]
+        if not answer_weights:
             raise BadSample("the assistant says nothing in it")
         weights = [message.weight for message in conversation.messages]
         last_only = self.form.train_on == "last_assistant"
-        said = [message.weight for message in conversation.messages if message.role == ASSISTANT]
-        if not any(said[-1:] if last_only else said):
+        if not any(answer_weights[-1:] if last_only else answer_weights):
             raise BadSample(f"its {'last ' if last_only else ''}answer has weight=0: there is nothing to learn")
         rendered = self.template.rendered(self._messages(conversation), last_only, weights)
         if not rendered.answers:
@@ -133,15 +130,16 @@ class Chat:
         return self._with_media(rendered, conversation)
 
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """The messages for the template. BadSample where their text would be taken for something else."""
+        """Convert to the template's messages. Raises BadSample where their text would be taken for control tokens."""
         for k, message in enumerate(conversation.messages):
             text = "".join(part for part in message.parts if isinstance(part, str))
             media = any(not isinstance(part, str) for part in message.parts) and message.role != ASSISTANT
             if not (text.strip() or media or message.role == "system"):
                 raise BadSample(f"message {k} ({message.role}) is empty")
-            if found := self.control.search(text):
+            # A user's "<|im_end|>" would end the turn, and its "<image>" would stand for a medium.
+            if match := self.control.search(text):
                 raise BadSample(
-                    f"message {k} ({message.role}) says {found[0]!r}, which only the chat template may write"
+                    f"message {k} ({message.role}) says {match[0]!r}, which only the chat template may write"
                 )
             if _NO_TEXT.search(text):
                 raise BadSample(f"message {k} ({message.role}) is not Unicode text")
@@ -154,6 +152,7 @@ class Chat:
         return self.template.messages(conversation, {kind: p.written for kind, p in self.placeholders.items()})
 
     def _with_media(self, rendered: Rendered, conversation: Conversation) -> Line:
+        # The template's placeholders become tokens, and must be as many as the conversation's media.
         line = write_media(rendered, self.placeholders, self.written)
         check_places(line.kinds, [medium.kind for medium in conversation.media()])
         return line
@@ -161,63 +160,62 @@ class Chat:
     # --------------------------------------------------------------------------------------------------- tokens
 
     def _tokens(self, line: Line, encoded: Encoded) -> Tokens:
-        """Set loss weights on the tokens of answers, without media and what stands around them.
+        """Set loss weights on the tokens of answers, except media and the text around them.
 
-        A token over the border of an answer is one of it if it holds any of its characters but white space.
+        A token that straddles the boundary of an answer is trained on if any of its characters inside the answer is not
+        white space.
         """
         media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values()))) if self.token else np.empty(0, np.int64)
         if len(media) != len(line.media):
             raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
-        begun = line.text.startswith(self.tokenizer.named.get("bos_token") or "\0")
-        around = self.tokenizer.around if self.processor and not begun else ((), ())
+        # Multimodal processors tokenize with special tokens, except where the template has written <s> already.
+        has_bos = line.text.startswith(self.tokenizer.named.get("bos_token") or "\0")
+        around = self.tokenizer.around if self.processor and not has_bos else ((), ())
         for prompt_end in line.prompts:
             self._check_prompt(line.text, encoded, prompt_end)
         weights = np.zeros(len(encoded.ids), np.float32)
         for (begin, end), weight in zip(line.answers, line.weights, strict=True):
-            at = encoded.touching(begin, end)
-            weights[at] = weight
-            for edge in (at.start, at.stop - 1) if at.start < at.stop else ():
-                first, last = int(encoded.begin[edge]), int(encoded.end[edge])
-                if first < begin or last > end:
-                    weights[edge] = weight if line.text[max(first, begin) : min(last, end)].strip() else 0
+            tokens = encoded.touching(begin, end)
+            weights[tokens] = weight
+            # Only the first and the last token can straddle: " cat" where the answer is "cat", or "cat\n".
+            for edge in (tokens.start, tokens.stop - 1) if tokens.start < tokens.stop else ():
+                token_begin = int(encoded.begin[edge])
+                token_end = int(encoded.end[edge])
+                if token_begin < begin or token_end > end:
+                    inside = line.text[max(token_begin, begin) : min(token_end, end)]
+                    weights[edge] = weight if inside.strip() else 0
         for span in line.media:
             weights[encoded.touching(*span)] = 0
         if not around[0]:
-            weights[:1] = 0  # nothing is before it that could predict it
+            weights[:1] = 0  # no token before it predicts it
         if line.answers and not weights.any():
             raise BadSample("no token of what the assistant says can be predicted from one before it")
         return Tokens(encoded.ids, weights, media, line.kinds, around)
 
     def _check_prompt(self, text: str, encoded: Encoded, end: int) -> None:
-        """Raises BadSample where a prompt up to `end` has other tokens in the text than alone, as it is asked."""
+        """Raise BadSample where a prompt, `text[:end]`, has other tokens than at inference, without the answer."""
         count = int(np.searchsorted(encoded.end, end, side="right"))
         if count < len(encoded.ids) and encoded.begin[count] < end:
             raise BadSample(f"an answer's first characters and its prompt's last are one token; {_remedy(text, end)}")
-        # No tokenizer looks far ahead, and none beyond a special token: mostly the prompt's end tells.
-        near = encoded.ids[max(0, count - PROMPT_END) : count]
-        after = np.flatnonzero(np.isin(near, self._special))
-        near = near[after[-1] + 1 :] if len(after) else near
-        if not len(near):
+        # Tokenizing all of every prompt would double the work. No tokenizer looks far ahead, and none beyond a special
+        # token, so tokenize the prompt's end and compare its second half, which no longer depends on where it was cut.
+        tail = encoded.ids[max(0, count - PROMPT_END) : count]
+        special = np.flatnonzero(np.isin(tail, self._special))
+        tail = tail[special[-1] + 1 :] if len(special) else tail
+        if not len(tail):
             return
-        tail = self._ends_alone(text[int(encoded.begin[count - len(near)]) : end], bool(len(after)))
-        compared = max(1, len(near) // 2)
-        if tail[-compared:] != near[-compared:].tolist():
-            alone = self.tokenizer.encode(text[:end]).ids
-            if not np.array_equal(alone, encoded.ids[:count]):
+        tail_text = text[int(encoded.begin[count - len(tail)]) : end]
+        tail_alone = self._prompt_ends.get(tail_text)
+        if tail_alone is None:
+            tail_alone = self.tokenizer.encode(tail_text).ids.tolist()
+            # Behind a special token prompts mostly end alike.
+            if len(special) and len(self._prompt_ends) < PROMPT_ENDS:
+                self._prompt_ends[tail_text] = tail_alone
+        compared = max(1, len(tail) // 2)
+        if tail_alone[-compared:] != tail[-compared:].tolist():
+            prompt_alone = self.tokenizer.encode(text[:end]).ids
+            if not np.array_equal(prompt_alone, encoded.ids[:count]):
                 raise BadSample(f"its prompt has other tokens with the answer behind it; {_remedy(text, end)}")
-
-    def _ends_alone(self, text: str, often: bool) -> list[int]:
-        """Tokenize the end of a prompt; behind a special token it is `often` the same, and looked up."""
-        known = self._known_ends.get(text)
-        if known is None:
-            known = self.tokenizer.encode(text).ids.tolist()
-            if often and len(self._known_ends) < PROMPT_ENDS:
-                self._known_ends[text] = known
-        return known
-
-    @cached_property
-    def _known_ends(self) -> dict[str, list[int]]:
-        return {}
 
     @cached_property
     def _special(self) -> np.ndarray:
@@ -225,7 +223,7 @@ class Chat:
 
 
 def _remedy(text: str, end: int) -> str:
-    """Say what makes a prompt that ends there keep its tokens when its answer follows."""
+    """Return advice for a prompt that ends there and has other tokens when its answer follows."""
     if text[end : end + 1].isspace():
         return "strip the answer"
     if text[end - 1 : end].isspace():
@@ -242,23 +240,23 @@ def _or_bad(function: Any, *arguments: Any) -> Any:
 
 
 def _sample(tokens: Tokens, weights: np.ndarray, items: dict[str, Iterator[list[Item]]]) -> Sample:
-    """Text and items in order; `items` has those of the next medium of a kind."""
-    before, after = tokens.around
-    ids = np.concatenate([np.array(before, np.int32), tokens.ids, np.array(after, np.int32)])
-    weights = np.pad(weights, (len(before), len(after)))
+    """Put text and items in order; `items` iterates over the items of each medium, by kind."""
+    prefix, suffix = tokens.around
+    ids = np.concatenate([np.array(prefix, np.int32), tokens.ids, np.array(suffix, np.int32)])
+    weights = np.pad(weights, (len(prefix), len(suffix)))
     segments: list[Text | Item] = []
     begin = 0
-    for at, kind in zip([*(tokens.media + len(before)), len(ids)], [*tokens.kinds, None], strict=True):
-        if begin < at:
-            segments.append(Text(ids[begin:at], weights[begin:at]))
+    for end, kind in zip([*(tokens.media + len(prefix)), len(ids)], [*tokens.kinds, None], strict=True):
+        if begin < end:
+            segments.append(Text(ids[begin:end], weights[begin:end]))
         if kind is not None:
             segments += next(items[kind])
-        begin = at + 1
+        begin = end + 1  # behind the medium's one token
     return Sample(tuple(segments))
 
 
 def _numbered(conversation: Conversation, encoders: Sequence[Sequence[str]]) -> dict[str, Iterator[list[Item]]]:
-    """By kind, the items of each medium. Numbers are those of the conversation; a template may write others first."""
+    """Iterate by kind over the items of each medium, numbered in the conversation's order (a template's may differ)."""
     media = list(conversation.media())
     if len(media) != len(encoders):
         raise BadSample(f"it has {len(media)} places for media, and {len(encoders)} media")
@@ -269,31 +267,31 @@ def _numbered(conversation: Conversation, encoders: Sequence[Sequence[str]]) -> 
             raise BadSample(f"its medium {len(items[medium.kind])} of the kind {medium.kind} has no items")
         items[medium.kind].append([Item(name, number + i) for i, name in enumerate(names)])
         number += len(names)
-    return {kind: iter(of) for kind, of in items.items()}
+    return {kind: iter(items_of_kind) for kind, items_of_kind in items.items()}
 
 
 # -------------------------------------------------------------------------------------------------------- loading
 
 
 def load_chat(form: ChatFormat) -> Chat:
-    """The tokenizer and chat template of a folder, tried out on a conversation.
+    """Load the tokenizer and chat template of a folder and try them out on a conversation.
 
-    Raises UserError as `load_prompt_chat`, and where it can't be told what trains.
+    Raises UserError as `load_prompt_chat`, and where the loss mask can't be determined.
     """
     chat = load_prompt_chat(form)
     return replace(chat, notes=_try_out(chat))
 
 
 def load_prompt_chat(form: ChatFormat) -> Chat:
-    """The tokenizer and chat template of a folder, to write prompts alone: it may be one that can't be trained with.
+    """Load the tokenizer and chat template of a folder for prompts alone; it may be one that can't be trained with.
 
     Raises UserError where a file is missing or wrong, or a placeholder is no token.
     """
     folder = form.folder if Path(form.folder).is_dir() else str(checkpoint_folder(form.folder))
     tokenizer = load_tokenizer(folder)
     template = load_template(replace(form, folder=folder), tokenizer)
-    own = folder_placeholders(folder, tokenizer.named)
-    placeholders = {**own, **form.placeholders}
+    folder_defaults = folder_placeholders(folder, tokenizer.named)
+    placeholders = {**folder_defaults, **form.placeholders}
     for kind in placeholders:
         if kind not in ("image", "audio"):
             raise UserError(f"chat.placeholders.{kind}: a medium is image or audio")
@@ -309,32 +307,33 @@ def load_prompt_chat(form: ChatFormat) -> Chat:
         token={kind: _token_of(tokenizer, kind, p) for kind, p in placeholders.items()},
         written=any_of(p.written for p in placeholders.values()),
         control=any_of(_control_tokens(tokenizer, template, placeholders)),
-        processor=bool(own),
+        processor=bool(folder_defaults),
     )
 
 
 def _token_of(tokenizer: Tokenizer, kind: str, place: Placeholder) -> int:
     token = place.token or place.written
-    found = tokenizer.id(token)
-    if found is None or tokenizer.encode(token).ids.tolist() != [found]:
+    token_id = tokenizer.id(token)
+    if token_id is None or tokenizer.encode(token).ids.tolist() != [token_id]:
         raise UserError(
             f"{Path(tokenizer.folder) / 'tokenizer.json'} has no special token {token!r}, which is to stand for media "
             f"of the kind {kind}; add it with transformers, or name another one as chat.placeholders.{kind}.token"
         )
-    return found
+    return token_id
 
 
 def _control_tokens(tokenizer: Tokenizer, template: Template, placeholders: dict[str, Placeholder]) -> set[str]:
     """List the tokens that delimit turns and texts or stand for media; others, such as boxes, may occur in a text."""
-    tried = "".join(_tried(template, roles) for roles in (("system", "user", ASSISTANT), ("user", ASSISTANT)))
+    # Templates may compose tokens from parts, such as "<|" + role + "|>", which only their output shows.
+    example = "".join(_example(template, roles) for roles in (("system", "user", ASSISTANT), ("user", ASSISTANT)))
     named = {tokenizer.named.get(f"{name}_token", "") for name in ("bos", "eos", "pad")}
-    written = {t for t in tokenizer.special if t.strip() and (t in template.source or t in tried)}
+    written = {t for t in tokenizer.special if t.strip() and (t in template.source or t in example)}
     media = {text for p in placeholders.values() for text in (p.written, p.token, p.before, p.after)}
     return named | written | media
 
 
-def _tried(template: Template, roles: Sequence[str]) -> str:
-    """The text of a conversation about nothing; empty where the template refuses it."""
+def _example(template: Template, roles: Sequence[str]) -> str:
+    """Render a dummy conversation and its prompt; empty where the template refuses it."""
     try:
         messages = template.messages(Conversation(tuple(Message(role, ("a",)) for role in roles)), {})
         return template.render(messages, False)[0] + template.render(messages[:-1], True)[0]

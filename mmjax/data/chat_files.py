@@ -1,4 +1,4 @@
-"""Conversations of JSON files, their media in folders, in archives or in the records themselves."""
+"""Conversations of JSON files, with media in folders, in archives or in the records themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmjax.data.stored import Inline, Stored, digest
 
 
 class ChatFiles:
-    """`Conversations` of JSON records; `read` says what one of them says."""
+    """`StoredConversations` of JSON records, each parsed by `read`."""
 
     def __init__(
         self,
@@ -25,50 +25,45 @@ class ChatFiles:
         read: Callable[[Mapping[str, Any]], Record],
         reading: str,
     ) -> None:
-        """reading: names all that `read` depends on."""
-        self._records, self._folders, self._read = JsonRecords(paths, cache), folders, read
+        """reading: a description, for the fingerprint, of everything that `read` depends on."""
+        self._records = JsonRecords(paths, cache)
+        self._folders = folders
+        self._read = read
         self._reading = reading
 
     def __len__(self) -> int:
         return len(self._records)
 
     def fingerprint(self) -> str:
-        """Of the records and where their media are."""
         places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in self._folders.items()]
         return digest(self._records.fingerprint(), self._reading, *places)
 
     def files(self) -> list[tuple[str, int]]:
-        """The files and how many records each has."""
         return self._records.files()
 
     def conversation(self, index: int) -> Conversation:
-        """What a record says. Raises BadSample."""
         return self._read(self._records[index]).conversation
 
     def media(self, index: int) -> tuple[Stored, ...]:
-        """Where a record's media lie. Raises BadSample."""
         record = self._read(self._records[index])
-        places = zip(record.conversation.media(), record.references, strict=True)
-        return tuple(find(reference, self._folders[place.kind]) for place, reference in places)
-
-    def encoded(self, index: int, number: int) -> bytes:
-        """One medium's file. Raises BadSample."""
-        return self.media(index)[number].read()
+        media = zip(record.conversation.media(), record.references, strict=True)
+        return tuple(find(reference, self._folders[medium.kind]) for medium, reference in media)
 
 
 def find(reference: Reference, folder: MediaFolder) -> Stored:
-    """What a record's reference means: a path, a URL, bytes, base64, or an object of one of them. Raises BadSample."""
+    """Resolve a reference: a path, a URL, bytes, base64, or an object with one of them. Raises BadSample."""
     if isinstance(reference, str):
         return folder.find(reference)
     if isinstance(reference, bytes):
         return Inline(reference)
     if isinstance(reference, Excerpt):
-        whole = folder.find(reference.path)
-        return Cut(whole, reference.offset, reference.duration) if reference.offset or reference.duration else whole
+        clip = folder.find(reference.path)
+        return Cut(clip, reference.offset, reference.duration) if reference.offset or reference.duration else clip
     if isinstance(reference, Mapping):
+        # OpenAI's input_audio has base64 under "data"; Hugging Face datasets have "bytes" and "path".
         if isinstance(encoded := reference.get("data"), str):
             return Inline(unbase64(encoded))
-        named = next((reference[key] for key in ("bytes", "path", "url") if reference.get(key) is not None), None)
-        if isinstance(named, str | bytes):
-            return find(named, folder)
+        value = next((reference[key] for key in ("bytes", "path", "url") if reference.get(key) is not None), None)
+        if isinstance(value, str | bytes):
+            return find(value, folder)
     raise BadSample(f"refers to a file by {str(reference)[:80]!r}; expected a path, a URL or bytes")

@@ -1,12 +1,12 @@
-"""Read one record of a chat data set, in the shapes that people write: who said what, and which files it names.
+"""Parse one record of a chat data set, in the common layouts, to a conversation and the files that it names.
 
-Text stands as it is written, `<image>` and `<audio>` cut out where media stand. Nothing is guessed: a place without its
-file, a file without its place, an unknown role or an empty message is a bad sample.
+Text is taken as it is written, with `<image>` and `<audio>` cut out as places of media. Nothing is guessed: a place
+without a file, a file without a place, an unknown role or an empty message is a bad sample.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from mmjax.data.conversation import MARKER, BadSample, Conversation, Media, Medium, Message, marked_parts
 
 KEYS: Mapping[Medium, tuple[str, ...]] = {"image": ("images", "image"), "audio": ("audios", "audio")}
+# Roles as data sets name them: OpenAI's, ShareGPT's ("human", "gpt", "observation"), Gemma's ("model").
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -29,7 +30,8 @@ ROLES = {
     "tool": "tool",
 }
 MAX_WEIGHT = 1e6  # of a message
-_PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {  # by a part's type: where its file is named
+# By a part's type: its medium, and the keys under which its file may be named.
+_PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {
     "image": ("image", ("image", "path", "url", "bytes")),
     "image_url": ("image", ("image_url",)),
     "input_image": ("image", ("image_url",)),
@@ -38,12 +40,12 @@ _PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {  # by a part's type
     "input_audio": ("audio", ("input_audio",)),
 }
 
-Reference = Any  # a path, a URL, bytes, {"bytes", "path"}, ... as the record has it; of a manifest an Excerpt
+Reference = Any  # a path, a URL, bytes, {"bytes", "path"}, ... as the record has it; for a manifest an Excerpt
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Seconds of a clip's file; a duration of None is to its end."""
+    """A stretch of a clip's file in seconds; a duration of None is to its end."""
 
     path: str
     offset: float
@@ -52,31 +54,33 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Record:
-    """A conversation and what it says of each of its media, in order."""
+    """A conversation and the references to its media, in order."""
 
     conversation: Conversation
     references: tuple[Reference, ...]
 
 
 def chat_record(record: Mapping[str, Any], turns: str) -> Record:
-    """A record whose messages are under the key `turns`: {"from", "value"} or {"role", "content"} each.
+    """Parse a record whose messages are under the key `turns`: {"from", "value"} or {"role", "content"} each.
 
-    Media are named at their place in the content, or beside the messages ("image", "images", "audio", "audios") and
-    marked in the text. Raises BadSample.
+    Media are named inside the content, or beside the messages ("image", "images", "audio", "audios") and marked in the
+    text. Raises BadSample.
     """
-    said = record.get(turns)
-    if not isinstance(said, Sequence) or isinstance(said, str) or not said:
+    turn_list = record.get(turns)
+    if not isinstance(turn_list, Sequence) or isinstance(turn_list, str) or not turn_list:
         raise BadSample(f"has no {turns}")
     if record.get("videos") or record.get("video"):
         raise BadSample("has videos, which are not read")
     if record.get("tools"):
         raise BadSample("has tools, which are not read")
-    beside = {medium: deque(_listed(record, keys)) for medium, keys in KEYS.items()}
-    given = {medium: len(waiting) for medium, waiting in beside.items()}
-    messages, references, places = [], [], Counter[str]()
+    # Files named beside the messages, which places marked in the text take in order.
+    files = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
+    messages = []
+    references = []
+    places = Counter[str]()  # marked in the text
     if system := _system(record.get("system")):
         messages.append(Message("system", system))
-    for number, turn in enumerate(said, start=1):
+    for number, turn in enumerate(turn_list, start=1):
         role, content, weight = _turn(turn, number)
         parts: list[str | Media] = []
         for part in _parts(content, number):
@@ -84,54 +88,52 @@ def chat_record(record: Mapping[str, Any], turns: str) -> Record:
                 parts.append(part)
                 continue
             medium, reference = part
-            if reference is None:
+            if reference is None:  # a marker, which takes the next file beside the messages
+                listed = files[medium]
+                reference = listed[places[medium]] if places[medium] < len(listed) else None
                 places[medium] += 1
-                reference = beside[medium].popleft() if beside[medium] else None
             references.append(reference)
             parts.append(Media(medium))
         if any(isinstance(part, Media) or part.strip() for part in parts):
             messages.append(Message(role, tuple(parts), weight))
-        elif role != "system":  # an empty one says nothing, and many data sets have it
+        elif role != "system":  # many data sets have an empty system message, which changes nothing
             raise BadSample(f"message {number} ({role}) is empty")
-    for medium, count in given.items():
-        if places[medium] != count:
-            raise BadSample(f"has {places[medium]} places <{medium}> for {count} {medium} file(s)")
-    return Record(_checked(tuple(messages)), tuple(references))
+    for medium, listed in files.items():
+        if places[medium] != len(listed):
+            raise BadSample(f"has {places[medium]} places <{medium}> for {len(listed)} {medium} file(s)")
+    _check_trainable(messages)
+    return Record(Conversation(tuple(messages)), tuple(references))
 
 
 def question_record(question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]]) -> Record:
-    """One question and its answer. Media stand where the question marks them; where it marks none, before it.
-
-    Raises BadSample.
-    """
+    """Build a record of a question and its answer; unmarked media come before the question. Raises BadSample."""
     answers: tuple[str, ...] = ()
     if isinstance(answer, Sequence) and not isinstance(answer, str) and len(answer):
-        # Of several that are right the first is learned; VQA has one of each person: {"answer": "red", ...}.
-        given = [one.get("answer") if isinstance(one, Mapping) else one for one in answer]
-        answer, answers = given[0], tuple(one for one in given if isinstance(one, str))
+        # The first of several right answers is trained on. VQA has one of each annotator: {"answer": "red", ...}.
+        candidates = [one.get("answer") if isinstance(one, Mapping) else one for one in answer]
+        answer = candidates[0]
+        answers = tuple(candidate for candidate in candidates if isinstance(candidate, str))
     if not isinstance(question, str) or not isinstance(answer, str):
         raise BadSample("has no question" if not isinstance(question, str) else "has no answer")
+    # LLaVA's convention for questions without a marker.
     if not MARKER.search(question):
         question = "".join(f"<{medium}>" * len(files) for medium, files in media.items()) + question
-    said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    found = chat_record({"messages": said} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
-    return replace(found, conversation=replace(found.conversation, answers=answers))
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    record = chat_record({"messages": turns} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
+    return replace(record, conversation=replace(record.conversation, answers=answers))
 
 
 def questions_record(record: Mapping[str, Any], question: str, answer: str) -> Record:
-    """A question under one key, its answer, or the list of those that are right, under another; media as in chats.
-
-    Raises BadSample.
-    """
+    """Parse a question under one key, and its answer, or several right ones, under another. Raises BadSample."""
     media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
-    given = _value_of_one(record, (answer, f"{answer}s"))
-    return question_record(record.get(question), given, {medium: files for medium, files in media.items() if files})
+    answers = _value_of_one(record, (answer, f"{answer}s"))
+    return question_record(record.get(question), answers, {medium: files for medium, files in media.items() if files})
 
 
 def clip_record(record: Mapping[str, Any], prompt: str) -> Record:
-    """A line of an audio manifest: {"audio_filepath", "text", "offset", "duration", "prompt"}.
+    """Parse a line of an audio manifest: {"audio_filepath", "text", "offset", "duration", "prompt"}.
 
-    The clip comes before the prompt, which `prompt` stands in for. Raises BadSample.
+    The clip comes before the prompt, for which `prompt` is the default. Raises BadSample.
     """
     path = record.get("audio_filepath")
     if not isinstance(path, str) or not path:
@@ -140,30 +142,31 @@ def clip_record(record: Mapping[str, Any], prompt: str) -> Record:
     if duration == 0:
         raise BadSample("has duration=0: an empty clip")
     clip = Excerpt(path, offset or 0.0, duration)
-    own = record.get("prompt")
-    if own is not None and not isinstance(own, str):
-        raise BadSample(f"has a prompt that is a {type(own).__name__}, not text")
-    return question_record(prompt if own is None else own, record.get("text"), {"audio": [clip]})
+    question = record.get("prompt")
+    if question is None:
+        question = prompt
+    elif not isinstance(question, str):
+        raise BadSample(f"has a prompt that is a {type(question).__name__}, not text")
+    return question_record(question, record.get("text"), {"audio": [clip]})
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
-    """Return what a record names beside its messages under one of these keys. Raises BadSample where several are."""
-    found = _value_of_one(record, keys)
-    if _is_empty(found):
+    """List the files that a record names beside its messages under one of these keys. Raises BadSample for several."""
+    value = _value_of_one(record, keys)
+    if _is_empty(value):
         return []
-    return list(found) if isinstance(found, list | tuple) else [found]
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _value_of_one(record: Mapping[str, Any], keys: Sequence[str], where: str = "") -> Any:
     """Return the value of the one key that is present and not empty; None where none is.
 
-    where: the part of the sample that messages name. Raises BadSample where several keys have a value, since either may
-    be meant.
+    where: a prefix for messages. Raises BadSample where several keys have a value, since either may be meant.
     """
     present = [key for key in keys if not _is_empty(record.get(key))]
     if len(present) > 1:
         raise BadSample(f"{where}has both {present[0]} and {present[1]}; keep the one that is meant")
-    # An empty value is told from a missing one, so that an empty message is called empty.
+    # Return an empty value rather than None, so that an empty message is not reported as missing.
     return record[present[0]] if present else next((record[key] for key in keys if record.get(key) is not None), None)
 
 
@@ -177,7 +180,7 @@ def _system(system: Any) -> tuple[str, ...]:
         return ()
     if isinstance(system, str):
         return (system,)
-    if isinstance(system, Sequence) and all(isinstance(of, Mapping) and of.get("type") == "text" for of in system):
+    if isinstance(system, Sequence) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in system):
         texts = [part.get("text") for part in system]
         if all(isinstance(text, str) for text in texts):
             return tuple(text for text in texts if text)
@@ -198,21 +201,22 @@ def _turn(turn: Any, number: int) -> tuple[str, Any, float]:
     return ROLES[name], content, _weight(turn.get("weight"), ROLES[name], number)
 
 
-def _weight(given: Any, role: str, number: int) -> float:
-    """Return the weight of a message, 1 where none is given."""
-    if given is None:
+def _weight(weight: Any, role: str, number: int) -> float:
+    """Check the weight of a message, by default 1."""
+    if weight is None:
         return 1.0
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= MAX_WEIGHT:
-        raise BadSample(f"message {number} has weight={given!r}; give a number from 0 to {MAX_WEIGHT:g}")
-    if role != "assistant" and given:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
+        raise BadSample(f"message {number} has weight={weight!r}; give a number from 0 to {MAX_WEIGHT:g}")
+    if role != "assistant" and weight:
         raise BadSample(
-            f"message {number} ({role}) has weight={given!r}, but only what the assistant says is trained on"
+            f"message {number} ({role}) has weight={weight!r}, but only what the assistant says is trained on"
         )
-    return float(given)
+    return float(weight)
 
 
 def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference | None]]:
-    """Text, and media with what is said of them; None where it is said beside the messages."""
+    """Yield texts, and media with their references; None for a reference beside the messages."""
+    # marked_parts cuts LLaVA's "<image>" out of a string; lists of parts have no markers in their texts.
     if isinstance(content, str):
         yield from ((part.kind, None) if isinstance(part, Media) else part for part in marked_parts(content))
         return
@@ -227,27 +231,29 @@ def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference 
                 yield part["text"]
         elif isinstance(kind, str) and kind in _PART_KEYS:
             medium, keys = _PART_KEYS[kind]
-            given = [key for key in keys if part.get(key) is not None]
-            if len(given) > 1 and set(given) != {"path", "bytes"}:  # these two together name one file (datasets)
-                both = f"both {given[0]} and {given[1]}"
+            present = [key for key in keys if part.get(key) is not None]
+            # Hugging Face datasets' images have both path and bytes for one file.
+            if len(present) > 1 and set(present) != {"path", "bytes"}:
+                both = f"both {present[0]} and {present[1]}"
                 raise BadSample(f"message {number} has a part {kind} with {both}; keep the one that is meant")
-            yield medium, part[given[0]] if given else None
+            yield medium, part[present[0]] if present else None
         else:
             known = ", ".join(("text", *_PART_KEYS))
             raise BadSample(f"message {number} has a part of the unknown type {kind!r}; known: {known}")
 
 
-def _checked(messages: tuple[Message, ...]) -> Conversation:
+def _check_trainable(messages: Sequence[Message]) -> None:
+    """Raise BadSample where no answer is trained on, or the text is not Unicode."""
     answers = [message for message in messages if message.role == "assistant"]
     if not answers:
         raise BadSample("has no message of the assistant: there is nothing to learn")
     if not any(message.weight for message in answers):
         raise BadSample("has weight=0 in every message of the assistant: there is nothing to learn")
+    # JSON can escape half a pair, which is no text: tokenizers would fail on it.
     try:
         "".join(part for message in messages for part in message.parts if isinstance(part, str)).encode()
     except UnicodeEncodeError:
         raise BadSample("has half of a surrogate pair in its text") from None
-    return Conversation(messages)
 
 
 def _seconds(record: Mapping[str, Any], key: str) -> float | None:

@@ -1,4 +1,4 @@
-"""From a clip to an audio encoder's frames: those that its layers see, and the few more that its convolutions reach."""
+"""Compute an audio encoder's input frames: those that its layers see, and the few more that only convolutions read."""
 
 from __future__ import annotations
 
@@ -14,48 +14,50 @@ CONV_STRIDE = 2  # of the audio encoder's second convolution
 
 
 class ClipSize(NamedTuple):
-    """Frames of one clip, known from its samples alone."""
+    """Frame counts of one clip, computed from its number of samples."""
 
     frames: int  # that become positions of the layers
-    held: int  # with those after them, out of the silence that pads the clip, which only the convolutions see
+    held: int  # frames and, behind them, those of the padding silence that only the convolutions read
 
     @property
     def positions(self) -> int:
-        """Of the layers."""
+        """Positions in the encoder's layers."""
         return -(-self.frames // CONV_STRIDE)
 
 
 def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
-    """The frames of a clip of so many samples.
+    """Compute the frame counts of a clip of so many samples.
 
-    BadMedia for a clip that is longer than the window of `clips` or the encoder's table of positions.
+    Raises BadMedia for a clip that is longer than the window of `clips` or the encoder's table of positions.
     """
-    how, table = encoder.clips, encoder.positions
-    most = table.positions * CONV_STRIDE if isinstance(table, StoredTable) else None
-    if isinstance(how, LogMel):
-        frames = held = log_mel.frame_count(samples, how.window, how.hop)
+    clips = encoder.clips
+    table = encoder.positions
+    max_frames = table.positions * CONV_STRIDE if isinstance(table, StoredTable) else None
+    if isinstance(clips, LogMel):
+        frames = conv_frames = log_mel.frame_count(samples, clips.window, clips.hop)
     else:
-        whisper_mel.one_piece(how, samples)
-        window = whisper_mel.most_frames(how)
-        frames = window if how.attended == "window" else whisper_mel.valid_frames(how, samples)
-        # Position p is made of the frames from 2p - 2 to 2p + 2.
-        held = min(frames + frames % CONV_STRIDE + 1, window if most is None else min(window, most))
-    if most is not None and frames > most:
-        raise BadMedia(f"a clip of {frames} frames is longer than the {most} of which the encoder has positions")
-    return ClipSize(frames, held)
+        whisper_mel.one_piece(clips, samples)
+        window = whisper_mel.most_frames(clips)
+        frames = window if clips.attended == "window" else whisper_mel.valid_frames(clips, samples)
+        # Position p reads frames 2p - 2 to 2p + 2: 5 frames make positions 0, 1, 2, and position 2 reads up to frame
+        # 6, so 5 + 5 % 2 + 1 = 7 frames are needed; 4 frames make 0 and 1, which read up to frame 4: 5 frames.
+        conv_frames = min(frames + frames % CONV_STRIDE + 1, window, *(() if max_frames is None else (max_frames,)))
+    if max_frames is not None and frames > max_frames:
+        raise BadMedia(f"a clip of {frames} frames is longer than the {max_frames} of which the encoder has positions")
+    return ClipSize(frames, conv_frames)
 
 
 def pieces(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...]:
-    """Where a clip of so many samples is cut into items, (start, stop). BadMedia for one that is too long, or empty."""
+    """Cut a clip of so many samples into items, (start, stop). Raises BadMedia for one that is too long, or empty."""
     if isinstance(encoder.clips, WhisperMel):
         return whisper_mel.pieces(encoder.clips, samples)
     return ((0, samples),)
 
 
 def clip_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
-    """Frames float32 `[held, mels]` of a clip float `[samples]`, as many as `clip_size` says. Errors as there."""
-    how = encoder.clips
-    if isinstance(how, LogMel):
-        return log_mel.log_mel(wave, how.sample_rate, how.window, how.hop, how.mels)
-    held = clip_size(encoder, len(wave)).held
-    return whisper_mel.log_mel(how, wave, held - whisper_mel.valid_frames(how, len(wave)))
+    """Compute frames float32 `[held, mels]` of a clip float `[samples]`; lengths and errors are `clip_size`'s."""
+    clips = encoder.clips
+    if isinstance(clips, LogMel):
+        return log_mel.log_mel(wave, clips.sample_rate, clips.window, clips.hop, clips.mels)
+    extra_frames = clip_size(encoder, len(wave)).held - whisper_mel.valid_frames(clips, len(wave))
+    return whisper_mel.log_mel(clips, wave, extra_frames)

@@ -1,26 +1,27 @@
-"""What a data set's file says, before any tokenizer: who said what, with images and clips where they stand."""
+"""Conversations as a data set's files have them, before any tokenizer: messages with places of images and clips."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
 Medium = Literal["image", "audio"]
 
-
-MARKER = re.compile(r"<(image|audio)>")  # where a medium stands in a text
-_BREAK_AFTER, _BREAK_BEFORE = re.compile(r"^[^\S\r\n]*[\r\n]\s*"), re.compile(r"\s*[\r\n][^\S\r\n]*$")
+MARKER = re.compile(r"<(image|audio)>")  # a medium's place in a text
+# White space with a line break, after and before a marker.
+_BREAK_AFTER = re.compile(r"^[^\S\r\n]*[\r\n]\s*")
+_BREAK_BEFORE = re.compile(r"\s*[\r\n][^\S\r\n]*$")
 
 
 class BadSample(ValueError):
-    """A record that cannot be trained on: one plain reason, without the record's place, which the caller knows."""
+    """A record that cannot be trained on. Its message is the reason, without the record's name, which callers add."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """A place in a message where an image or a clip stands; which one is its number among the conversation's media."""
+    """A place of an image or a clip in a message; the n-th place of a conversation is that of its n-th medium."""
 
     kind: Medium
 
@@ -39,25 +40,26 @@ class Conversation:
     """One record of a data set."""
 
     messages: tuple[Message, ...]
-    answers: tuple[str, ...] = ()  # all that are right of its last question, where the record has several
+    answers: tuple[str, ...] = ()  # all right answers to its last question, where the record has several
 
     def media(self) -> Iterator[Media]:
-        """All media in order."""
+        """Iterate over the places of media in order."""
         return (part for message in self.messages for part in message.parts if isinstance(part, Media))
 
 
 def marked_parts(text: str) -> list[str | Media]:
     """Split a text at its markers `<image>` and `<audio>`.
 
-    A line break beside a marker belongs to the marker, not to the text: LLaVA's records write one, and chat templates
+    A line break beside a marker is part of the marker, not of the text: LLaVA's records write one, and chat templates
     write their own. Other white space stays.
     """
     pieces = MARKER.split(text)
     parts: list[str | Media] = []
     for k, piece in enumerate(pieces):
-        if k % 2:
+        if k % 2:  # re.split alternates texts with the marker's group
             parts.append(Media(cast(Medium, piece)))
             continue
+        # A piece's start follows a marker unless it is the first, its end precedes one unless it is the last.
         if k > 0:
             piece = _BREAK_AFTER.sub("", piece)
         if k < len(pieces) - 1:
@@ -65,23 +67,3 @@ def marked_parts(text: str) -> list[str | Media]:
         if piece:
             parts.append(piece)
     return parts
-
-
-class Conversations(Protocol):
-    """Random access to the records of a data set, and to the encoded files of their media. Nothing is decoded.
-
-    `conversation` and `encoded` raise BadSample for a record that cannot be used.
-    """
-
-    def __len__(self) -> int: ...
-
-    def fingerprint(self) -> str:
-        """Changes when any record changes."""
-
-    def files(self) -> list[tuple[str, int]]:
-        """The files that the records are in and how many each has, in order."""
-
-    def conversation(self, index: int) -> Conversation: ...
-
-    def encoded(self, index: int, number: int) -> bytes:
-        """The file of the record's medium `number`, as it is stored: JPEG, PNG, WAV, FLAC, ..."""

@@ -1,4 +1,4 @@
-"""A stretch of a clip's file, cut when it is read."""
+"""Cut a stretch out of a clip's file when it is read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import soundfile
 from mmjax.data.conversation import BadSample
 from mmjax.data.stored import Stored, one_line
 
-_TOLERANCE = 0.02  # seconds by which a manifest's duration may miss the whole file's: it is rounded
+_TOLERANCE = 0.02  # seconds; durations in manifests are rounded
 
 
 @dataclass(frozen=True)
 class Cut:
-    """From `offset` on for `duration` seconds (None: to the end) of an encoded clip."""
+    """The `duration` seconds (None: to the end) of an encoded clip from `offset` on.
+
+    Name, stamp and header are the whole file's, so that the header is read once for all cuts of a file.
+    """
 
     whole: Stored
     offset: float
@@ -24,19 +27,16 @@ class Cut:
 
     @property
     def name(self) -> str:
-        """The whole file's: its header is read once for all its cuts."""
         return self.whole.name
 
     def stamp(self) -> str:
-        """The whole file's."""
         return self.whole.stamp()
 
     def open(self) -> BinaryIO:
-        """The whole file, for its header."""
         return self.whole.open()
 
     def read(self) -> bytes:
-        """The file itself where this is all of it, else a WAV of the stretch with the same samples."""
+        """Return the file itself where this is all of it, else a WAV of the stretch with the same samples."""
         encoded = self.whole.read()
         try:
             with soundfile.SoundFile(io.BytesIO(encoded)) as clip:
@@ -44,9 +44,11 @@ class Cut:
                 if frames == clip.frames:
                     return encoded
                 clip.seek(round(self.offset * clip.samplerate))
+                # The samples stay bit for bit: integers of at most 32 bits, or floats.
                 subtype = clip.subtype if soundfile.check_format("WAV", clip.subtype) else "FLOAT"
                 kind = "int32" if subtype.startswith("PCM") else "float64"
-                cut, rate = clip.read(frames, kind, always_2d=True), clip.samplerate
+                rate = clip.samplerate
+                cut = clip.read(frames, kind, always_2d=True)
         except (soundfile.LibsndfileError, RuntimeError) as error:
             raise BadSample(f"{self.name} cannot be read: {one_line(error)}") from None
         if len(cut) != frames:
@@ -55,15 +57,16 @@ class Cut:
         soundfile.write(file, cut, rate, subtype, format="WAV")
         return file.getvalue()
 
-    def frames(self, whole: int, rate: int) -> int:
-        """How many frames this is of a clip that has `whole`. Raises BadSample where it begins behind its end."""
+    def frames(self, total: int, rate: int) -> int:
+        """Count the frames of this cut of a clip that has `total`. Raises BadSample where it reaches beyond the end."""
         start = round(self.offset * rate)
-        if start >= whole:
-            raise BadSample(f"{self.name} has {whole / rate:.2f} s; the clip is to start at {self.offset} s")
-        wanted = whole - start if self.duration is None else round(self.duration * rate)
-        if wanted > whole - start + _TOLERANCE * rate:
+        if start >= total:
+            raise BadSample(f"{self.name} has {total / rate:.2f} s; the clip is to start at {self.offset} s")
+        count = total - start if self.duration is None else round(self.duration * rate)
+        if count > total - start + _TOLERANCE * rate:
             raise BadSample(
-                f"{self.name} has {whole / rate:.2f} s; the clip is to last {self.duration} s from {self.offset} s"
+                f"{self.name} has {total / rate:.2f} s; the clip is to last {self.duration} s from {self.offset} s"
             )
-        near = start == 0 and abs(whole - wanted) <= _TOLERANCE * rate
-        return whole if near else max(1, min(wanted, whole - start))
+        # The original file is smaller and needs no decoding here.
+        is_all = start == 0 and abs(total - count) <= _TOLERANCE * rate
+        return total if is_all else max(1, min(count, total - start))

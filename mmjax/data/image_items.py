@@ -1,9 +1,9 @@
-"""From one image to the encoder items that it becomes: resized, cropped or cut into tiles, as `config` says how.
+"""Turn one image into encoder items: resize, crop or tile it as its preparation config says.
 
-Pixels are those of transformers' processors with Pillow behind them, bit for bit, before they are rescaled and
-normalised. (With torchvision behind them, which transformers prefers where it is installed, the same processors round
-resized pixels a little differently.) Every preparation is one function of a `Picture`, and so may be your own: of a
-picture without pixels it says the sizes, which need nothing but the image's header.
+Before rescaling and normalisation, pixels equal those of transformers' processors with the Pillow backend bit for bit.
+(The torchvision backend, which transformers prefers where it is installed, rounds resized pixels a little differently.)
+Every preparation is one function of a `Picture`, and so is a user's own. Given a picture without pixels it computes the
+item sizes, for which the image's header is enough.
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation
 from mmjax.data.picture import Picture, Size
 from mmjax.errors import BadMedia
 
-BeforeEncoder = Callable[[Picture, int], Sequence[Picture]]  # of an image, one of so many of its sample: its items
+BeforeEncoder = Callable[[Picture, int], Sequence[Picture]]  # (image, images in its sample) -> items
 
-STEEPEST = 200  # the longer side over the shorter, in Qwen-VL's resizing
+MAX_ASPECT = 200  # longer side / shorter side, in Qwen-VL's resizing
 
 
-def before_encoder(how: ImagePreparation) -> BeforeEncoder:
-    """The function that a preparation is."""
-    match how:
+def before_encoder(config: ImagePreparation) -> BeforeEncoder:
+    """Return the preparation function of a config."""
+    match config:
         case AsIs():
             return lambda picture, images: (picture,)
         case FixedSize():
-            return partial(fixed_size, how)
+            return partial(fixed_size, config)
         case SmartResize():
-            return partial(smart_resize, how)
+            return partial(smart_resize, config)
         case DynamicTiles():
-            return partial(dynamic_tiles, how)
+            return partial(dynamic_tiles, config)
         case AnyRes():
-            return partial(any_res, how)
+            return partial(any_res, config)
 
 
 def sizes_of_items(
     prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits | None = None
 ) -> tuple[Size, ...]:
-    """Sizes of the items of an image of (height, width); `images` is how many its sample has.
+    """Compute the sizes of the items of an image of (height, width); `images` is how many images its sample has.
 
-    BadMedia for a size that cannot be prepared so, or that would need more than `limits.pixels` on the way.
+    Raises BadMedia for a size that cannot be prepared so, or that would need more than `limits.pixels` on the way.
     """
     if min(size) < 1:
         raise BadMedia(f"an image of {size[0]} x {size[1]} pixels is empty")
+    # Without pixels: the preparation computes sizes alone.
     picture = Picture(size, None, (limits or MediaLimits()).pixels)
     return tuple(item.size for item in prepare(picture, images))
 
@@ -55,9 +56,9 @@ def sizes_of_items(
 def items_of_image(
     prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits | None = None
 ) -> tuple[np.ndarray, ...]:
-    """The items uint8 `[h, w, 3]` of an image uint8 `[H, W, 3]`, of the sizes that `sizes_of_items` says. Read only.
+    """Prepare the items uint8 `[h, w, 3]` (read only) of an image uint8 `[H, W, 3]`, in the sizes of `sizes_of_items`.
 
-    ValueError for an array that is no such image, BadMedia as `sizes_of_items`.
+    Raises ValueError for another shape or type, BadMedia as `sizes_of_items`.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(f"an image must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}")
@@ -67,72 +68,69 @@ def items_of_image(
     return tuple(item.pixels for item in prepare(picture, images))
 
 
-# ----------------------------------------------------------------------------------------------------- preparations
-
-
-def fixed_size(how: FixedSize, picture: Picture, images: int) -> tuple[Picture, ...]:
-    """One item of one size."""
-    if how.square:
-        picture = picture.squared(how.square)
-    if len(how.resize) == 2:
-        picture = picture.resized((how.resize[0], how.resize[1]), how.filter)
-    elif how.resize:
-        (edge,) = how.resize
+def fixed_size(config: FixedSize, picture: Picture, images: int) -> tuple[Picture, ...]:
+    """Prepare one item of a fixed size."""
+    if config.square:
+        picture = picture.squared(config.square)
+    if len(config.resize) == 2:
+        picture = picture.resized((config.resize[0], config.resize[1]), config.filter)
+    elif config.resize:  # of the shorter edge; int() rounds the longer down, as transformers does
+        (edge,) = config.resize
         height, width = picture.size
-        long = int(edge * max(height, width) / min(height, width))
-        picture = picture.resized((edge, long) if height < width else (long, edge), how.filter)
-    return (picture.cropped((how.crop[0], how.crop[1])) if how.crop else picture,)
+        long_edge = int(edge * max(height, width) / min(height, width))
+        picture = picture.resized((edge, long_edge) if height < width else (long_edge, edge), config.filter)
+    return (picture.cropped((config.crop[0], config.crop[1])) if config.crop else picture,)
 
 
-def smart_resize(how: SmartResize, picture: Picture, images: int) -> tuple[Picture, ...]:
-    """One item near the image's own size."""
-    return (picture.resized(smart_size(how, picture.size), how.filter),)
+def smart_resize(config: SmartResize, picture: Picture, images: int) -> tuple[Picture, ...]:
+    """Prepare one item near the image's own size."""
+    return (picture.resized(smart_size(config, picture.size), config.filter),)
 
 
-def dynamic_tiles(how: DynamicTiles, picture: Picture, images: int) -> tuple[Picture, ...]:
-    """Tiles, then the thumbnail."""
-    rows, columns = tile_grid(how, picture.size)
-    height, width = how.tile
-    tiles = picture.resized((rows * height, columns * width), how.filter).cut(rows, columns)
-    if how.thumbnail and len(tiles) > 1:
-        return (*tiles, picture.resized((height, width), how.filter))
+def dynamic_tiles(config: DynamicTiles, picture: Picture, images: int) -> tuple[Picture, ...]:
+    """Cut an image into tiles, followed by its thumbnail."""
+    rows, columns = tile_grid(config, picture.size)
+    height, width = config.tile
+    tiles = picture.resized((rows * height, columns * width), config.filter).cut(rows, columns)
+    if config.thumbnail and len(tiles) > 1:
+        return (*tiles, picture.resized((height, width), config.filter))
     return tiles
 
 
-def any_res(how: AnyRes, picture: Picture, images: int) -> tuple[Picture, ...]:
-    """The whole image, then its tiles."""
-    tile = how.tile, how.tile
-    if images > 1 and how.several == "square":
-        return (picture.squared(how.background).resized(tile, how.filter),)
-    canvas = best_pinpoint(how, picture.size)
-    tiles = picture.fitted(canvas, how.filter).cut(canvas[0] // how.tile, canvas[1] // how.tile)
-    return (picture.resized(tile, how.filter), *tiles)
+def any_res(config: AnyRes, picture: Picture, images: int) -> tuple[Picture, ...]:
+    """Prepare the whole image, then its tiles."""
+    tile = config.tile, config.tile
+    if images > 1 and config.several == "square":
+        return (picture.squared(config.background).resized(tile, config.filter),)
+    # The canvas has the pinpoint's size, with the image centred on black padding.
+    canvas = best_pinpoint(config, picture.size)
+    tiles = picture.fitted(canvas, config.filter).cut(canvas[0] // config.tile, canvas[1] // config.tile)
+    return (picture.resized(tile, config.filter), *tiles)
 
 
-# ------------------------------------------------------------------------------------------------------------ sizes
+def smart_size(config: SmartResize, size: Size) -> Size:
+    """Compute Qwen-VL's size of an image: whole merge windows, about its own shape, within the bounds on pixels.
 
-
-def smart_size(how: SmartResize, size: Size) -> Size:
-    """The size that Qwen-VL gives an image: whole merge windows, about its own shape, within the bounds on pixels.
-
-    BadMedia where one side is more than 200 times the other.
+    Raises BadMedia where one side is more than 200 times the other.
     """
     height, width = size
-    if max(size) / min(size) > STEEPEST:
-        raise BadMedia(f"an image of {height} x {width} pixels: one side is more than {STEEPEST} times the other")
-    unit = how.patch * how.merge
-    rows, columns = round(height / unit), round(width / unit)
-    if rows * columns * unit * unit > how.max_pixels:
-        shrink = math.sqrt(height * width / how.max_pixels)
+    if max(size) / min(size) > MAX_ASPECT:
+        raise BadMedia(f"an image of {height} x {width} pixels: one side is more than {MAX_ASPECT} times the other")
+    unit = config.patch * config.merge
+    rows, columns = (round(side / unit) for side in size)
+    # Rounding down after shrinking and up after growing keeps the area within the bounds.
+    if rows * columns * unit * unit > config.max_pixels:
+        shrink = math.sqrt(height * width / config.max_pixels)
         rows, columns = (max(1, math.floor(side / shrink / unit)) for side in size)
-    elif rows * columns * unit * unit < how.min_pixels:
-        grow = math.sqrt(how.min_pixels / (height * width))
+    elif rows * columns * unit * unit < config.min_pixels:
+        grow = math.sqrt(config.min_pixels / (height * width))
         rows, columns = (math.ceil(side * grow / unit) for side in size)
     return max(1, rows) * unit, max(1, columns) * unit
 
 
-def tile_grid(how: DynamicTiles, size: Size) -> tuple[int, int]:
-    """Rows and columns of the tiles of an image: of all grids with a permitted count, the nearest to its shape.
+def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
+    """Choose rows and columns of an image's tiles: of all grids with a permitted count, the nearest to its aspect
+    ratio.
 
     Of equally near ones the larger, as long as it has less than twice the image's pixels. OpenGVLab's own code
     (`dynamic_preprocess`) chooses the same where one tile is permitted, as it is for all their models. From
@@ -140,37 +138,40 @@ def tile_grid(how: DynamicTiles, size: Size) -> tuple[int, int]:
     pixels); which one that code takes then depends on the order of a Python set, and here it is as in transformers.
     """
     height, width = size
-    shape = width / height
-    nearest, best = math.inf, (1, 1)
-    for rows, columns in _grids(how.min_tiles, how.max_tiles):
-        distance = abs(shape - columns / rows)
-        filled = height * width > 0.5 * how.tile[0] * how.tile[1] * rows * columns
-        if distance < nearest or (distance == nearest and filled):
-            nearest, best = distance, (rows, columns)
+    best_distance = math.inf
+    best = (1, 1)
+    for rows, columns in _grids(config.min_tiles, config.max_tiles):
+        # Grids come with few tiles first, so a tie goes to the larger grid only if the image can fill half of it.
+        distance = abs(width / height - columns / rows)
+        filled = height * width > 0.5 * config.tile[0] * config.tile[1] * rows * columns
+        if distance < best_distance or (distance == best_distance and filled):
+            best_distance = distance
+            best = (rows, columns)
     return best
 
 
 @functools.lru_cache(maxsize=64)
-def _grids(fewest: int, most: int) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) with `fewest` to `most` tiles; few tiles first, and of equal counts the narrow ones first."""
-    sides = range(1, most + 1)
-    grids = [(rows, columns) for columns in sides for rows in sides if fewest <= rows * columns <= most]
+def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
+    """List (rows, columns) of all grids, few tiles first, and of equal counts the narrow ones first."""
+    sides = range(1, max_tiles + 1)
+    grids = [(rows, columns) for columns in sides for rows in sides if min_tiles <= rows * columns <= max_tiles]
     return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
 
 
-def best_pinpoint(how: AnyRes, size: Size) -> Size:
-    """The resolution that shows most of an image's pixels, and of several such the one that wastes least."""
+def best_pinpoint(config: AnyRes, size: Size) -> Size:
+    """Choose the resolution that shows most of an image's pixels, and of several such the one that wastes least."""
     height, width = size
 
+    # Compared first by pixels shown, at most the image's own, then by the negative of pixels wasted.
     def shown_and_wasted(pinpoint: Size) -> tuple[int, int]:
         scale = min(pinpoint[1] / width, pinpoint[0] / height)
         shown = min(int(width * scale) * int(height * scale), height * width)
         return shown, shown - pinpoint[0] * pinpoint[1]
 
-    return max(pinpoint_sizes(how.pinpoints), key=shown_and_wasted)
+    return max(pinpoint_sizes(config.pinpoints), key=shown_and_wasted)
 
 
 @functools.lru_cache(maxsize=64)
 def pinpoint_sizes(pinpoints: tuple[str, ...]) -> tuple[Size, ...]:
-    """(height, width) of each `"336x672"`."""
+    """Parse pinpoints such as `"336x672"` to (height, width)."""
     return tuple((int(height), int(width)) for height, width in (pinpoint.split("x") for pinpoint in pinpoints))

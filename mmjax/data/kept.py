@@ -1,8 +1,8 @@
-"""Arrays that are kept in a folder: written whole or not at all, believed only while their bytes are as written.
+"""Save arrays in a folder atomically, and verify their checksums when opening them.
 
-Storage may lose or change some of them without a word, and a length that is wrong would be trained on. So a folder has
-a hash of every file, which is looked at once in each process that a person or a launcher has started, at more than a
-gigabyte a second; the workers that such a process starts do not look again.
+Storage may silently lose or change bytes, and a wrong length would be trained on. So a folder has a hash of every file,
+verified once in each process that a person or a launcher has started, at more than a gigabyte a second; worker
+processes do not verify again.
 """
 
 from __future__ import annotations
@@ -22,88 +22,93 @@ import numpy as np
 
 from mmjax.errors import UserError
 
-SUMS = "sums.json"  # the hash of every file by its name
+SUMS = "sums.json"  # {name of an array: SHA-256 of its file}
 
-_sound: set[tuple[tuple[str, int, int, int], ...]] = set()  # folders that were found whole: their files as they were
+_verified: set[tuple[tuple[str, int, int, int], ...]] = set()  # path, inode, size and mtime_ns of each file of a folder
 
 
 class Damaged(UserError):
-    """A folder that is not as it was written; the message says what of it."""
+    """A folder that is not as it was written."""
 
 
 class Missing(Damaged):
-    """Nothing was written yet."""
+    """A folder that was not written yet."""
 
 
 def keep(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write one file per array and their hashes; what lies in the folder's place is replaced.
-
-    Raises UserError where there is no room, or no right, to write it.
-    """
+    """Write one file per array and their hashes, replacing the folder. Raises UserError where it can't be written."""
+    partial, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
     try:
-        _keep(folder, arrays)
+        remove(partial)
+        partial.mkdir(parents=True)
+        for name, array in arrays.items():
+            np.save(partial / f"{name}.npy", array)
+        (partial / SUMS).write_text(json.dumps({name: _sum(partial / f"{name}.npy") for name in arrays}) + "\n")
+        # A folder with files cannot be replaced by a rename, so the old one is moved away first. Between the two
+        # renames there is none, which readers take for one that was not written yet.
+        with suppress(FileNotFoundError):
+            folder.rename(old)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was faster
+            if not folder.exists():
+                raise
+            remove(partial)
+        remove(old)
     except OSError as error:
-        shutil.rmtree(folder.with_name(f"{folder.name}.{os.getpid()}.partial"), ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; make room there") from None
 
 
-def _keep(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    partial, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
-    remove(partial)
-    partial.mkdir(parents=True)
-    for name, array in arrays.items():
-        np.save(partial / f"{name}.npy", array)
-    sums = {name: _sum(partial / f"{name}.npy") for name in arrays}
-    (partial / SUMS).write_text(json.dumps(sums) + "\n")
-    with suppress(FileNotFoundError):
-        folder.rename(old)
-    try:
-        partial.rename(folder)
-    except OSError:  # another process was faster
-        if not folder.exists():
-            raise
-        remove(partial)
-    remove(old)
-
-
 def kept(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Memory-map arrays of these names, as they were given to `keep`. Raises Missing and Damaged."""
+    """Memory-map arrays of these names that `keep` saved. Raises Missing and Damaged."""
     if not os.path.lexists(folder):
         raise Missing(f"{folder} is not there")
     return kept_files({name: folder / f"{name}.npy" for name in names}, folder / SUMS)
 
 
+def kept_if_sound(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray] | None:
+    """Memory-map saved arrays; None where they are missing, or damaged, which is printed."""
+    try:
+        return kept(folder, names)
+    except Damaged as damage:
+        note(damage)
+        return None
+
+
 def kept_files(paths: Mapping[str, Path], sums: Path) -> dict[str, np.ndarray]:
-    """The same of a folder's files wherever they have been copied to. Raises Damaged."""
-    if multiprocessing.parent_process() is None:
-        _check(paths, sums)
-    found = {}
+    """Memory-map a saved folder's files wherever they have been copied to. Raises Damaged."""
+    if multiprocessing.parent_process() is None:  # the parent of a worker has verified them
+        _verify(paths, sums)
+    arrays = {}
     for name, path in paths.items():
         try:
-            found[name] = np.load(path, mmap_mode="r")
-        except Exception as error:  # of a file that is not whole, NumPy's reader raises what its parser stumbles over
+            arrays[name] = np.load(path, mmap_mode="r")
+        # NumPy's parser raises nearly anything on a damaged file.
+        except Exception as error:
             raise Damaged(f"{path} cannot be read: {type(error).__name__}") from None
-    return found
+    return arrays
 
 
-def _check(paths: Mapping[str, Path], sums: Path) -> None:
-    """Raises Damaged where a file's bytes are not those that `sums` says. What was found whole is not read again."""
+def _verify(paths: Mapping[str, Path], sums: Path) -> None:
+    """Raise Damaged where a file does not have its hash. Files that did not change since are not read again."""
     files = (*paths.values(), sums)
     try:
+        # Inode, size and time change whenever a file is replaced or written, so a process verifies each state once.
         state = tuple((str(path), s.st_ino, s.st_size, s.st_mtime_ns) for path in files for s in [path.stat()])
-        if state in _sound:
+        if state in _verified:
             return
-        said = json.loads(sums.read_text())
-        wrong = [path for name, path in paths.items() if said[name] != _sum(path)]
+        expected = json.loads(sums.read_text())
+        wrong = [path for name, path in paths.items() if expected[name] != _sum(path)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{sums.parent} is not whole: {type(error).__name__}: {error}") from None
     if wrong:
         raise Damaged(f"{wrong[0]} is not what was written")
-    _sound.add(state)
+    _verified.add(state)
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there."""
+    """Delete a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -111,25 +116,26 @@ def remove(path: Path) -> None:
 
 
 def note(damage: Damaged) -> None:
-    """Say that something is made again; what is made for the first time goes unsaid."""
+    """Print that something is computed again because its cache is damaged; nothing for the first time."""
     if not isinstance(damage, Missing):
         print(f"note   {damage}; it is made again", file=sys.stderr, flush=True)
 
 
-def sealed(told: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Add a checksum to a JSON object: with a changed letter it might still be valid JSON."""
-    return dict(told) | {"sum": _sum_of(told)}
+    return dict(fields) | {"sum": _sum_of(fields)}
 
 
-def unsealed(told: Any) -> dict[str, Any]:
+def unsealed(fields: Any) -> dict[str, Any]:
     """Verify and remove the checksum of `sealed`. Raises ValueError on a mismatch."""
-    if not isinstance(told, dict) or told.get("sum") != _sum_of({k: v for k, v in told.items() if k != "sum"}):
+    if not isinstance(fields, dict) or fields.get("sum") != _sum_of({k: v for k, v in fields.items() if k != "sum"}):
         raise ValueError("it is not what was written")
-    return {k: v for k, v in told.items() if k != "sum"}
+    return {k: v for k, v in fields.items() if k != "sum"}
 
 
-def _sum_of(told: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+def _sum_of(fields: Mapping[str, Any]) -> str:
+    # Sorted keys: the order in a file does not matter.
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _sum(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""What is known of a data set's media from their headers: heights and widths, frames and rates.
+"""Sizes of a data set's media, read from their headers: heights and widths, frames and sample rates.
 
-A file's facts are kept by its name and stamp (size and time of change, or the server's tag), shared by all data sets of
-a cache folder, and written as they come: a run that was killed goes on where it was.
+A file's size is cached by its name and stamp (size and time of change, or the server's tag), shared by all data sets of
+a cache folder, and written while headers are read: a killed run resumes where it was.
 """
 
 from __future__ import annotations
@@ -29,27 +29,31 @@ from mmjax.data.stored import Stored, StoredConversations, Unreadable, digest, i
 from mmjax.errors import UserError
 
 KINDS: tuple[Medium, ...] = ("image", "audio")
-# (height, width) of an image, (frames, rate) of a clip, from its header. It passes on what reading the file raises.
+# Read (height, width) of an image or (frames, rate) of a clip from its header. I/O errors propagate.
 Probe = Callable[[BinaryIO], tuple[int, int]]
-Progress = Callable[[int], None]  # told how many records are done
+Progress = Callable[[int], None]  # called with the number of records done
 
 _VERSION = "2"
 _ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
-_WAITING = 96  # files that are asked for at a time where they are waited for
-_SLOW, _OFTEN = 0.003, 32  # seconds that a record takes then; 4 such records in a row tell
-_CHUNK = 2048  # records between two looks at what is to be written
-_SECONDS = 5.0  # of work that a killed run loses
-_ROWS = 50_000
+_THREADS = 96  # files requested at a time where storage is slow
+_SLOW = 0.003  # seconds; storage is slow once 4 records in a row take longer than this,
+_LATENCY_LIMIT = 32  # since each adds 8 to a count that a fast one lowers by 1
+_CHUNK = 2048  # records between two decisions whether to write
+_SECONDS = 5.0  # between two writes: the work that a killed run loses
+_ROWS = 50_000  # new sizes that are written at once whatever the time
 
 
 @dataclass(frozen=True)
 class MediaFacts:
-    """Of all records of a data set; media in CSR over records. A bad record has no media here."""
+    """Media sizes and text lengths of all records, media in CSR over records. A bad record has no media here.
+
+    For records with 2, 0 and 1 media `start` is 0, 2, 2, 3, and record 2 has the media `start[2]:start[3]`.
+    """
 
     start: np.ndarray  # int64 [n + 1]: first medium of each record
     kind: np.ndarray  # uint8 [m]: number in KINDS
     size: np.ndarray  # int64 [m, 2]: (height, width) of an image, (frames, rate) of a clip
-    characters: np.ndarray  # int32 [n]: of all text; 0 of a bad record
+    characters: np.ndarray  # int32 [n]: of all text; 0 for a bad record
     bad: np.ndarray  # int64 [b]: records that cannot be used, in order
     reason: np.ndarray  # str [b]
 
@@ -57,44 +61,51 @@ class MediaFacts:
         return len(self.characters)
 
     def of(self, kind: Medium) -> np.ndarray:
-        """Sizes of all media of a kind, int64 `[k, 2]`."""
+        """Return the sizes of all media of a kind, int64 `[k, 2]`."""
         return self.size[self.kind == KINDS.index(kind)]
 
     def good(self) -> np.ndarray:
-        """Records that can be used as far as is known, int64."""
+        """Return the records that are not known to be bad, int64."""
         return np.setdiff1d(np.arange(len(self)), self.bad, assume_unique=True)
 
     def take(self, records: np.ndarray) -> MediaFacts:
-        """Of these good records alone, in this order."""
+        """Select these good records, in this order."""
         count = self.start[records + 1] - self.start[records]
         start = np.concatenate([[0], np.cumsum(count, dtype=np.int64)])
+        # Index ranges side by side: of starts 0 2 2 3, records 2 and 0 have counts 1 2 and new starts 0 1 3, so
+        # arange(3) + repeat([2 - 0, 0 - 1], [1, 2]) = 0 1 2 + 2 -1 -1 = 2 0 1.
         media = np.arange(start[-1]) + np.repeat(self.start[records] - start[:-1], count)
-        none = np.empty(0, np.int64), np.empty(0, "U1")
-        return MediaFacts(start, self.kind[media], self.size[media], self.characters[records], *none)
+        return MediaFacts(
+            start=start,
+            kind=self.kind[media],
+            size=self.size[media],
+            characters=self.characters[records],
+            bad=np.empty(0, np.int64),
+            reason=np.empty(0, "U1"),
+        )
 
     def save(self, folder: Path) -> None:
-        """Write one file per array, and their hashes; a folder that is there is replaced."""
+        """Write one file per array, and their hashes, replacing the folder."""
         keep(folder, {f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
     def open(cls, folder: str, cache: Path) -> MediaFacts:
-        """Memory-map what `save` wrote; what is behind a URL is copied into `cache`. Raises Damaged."""
+        """Memory-map a saved folder; files behind a URL are copied into `cache` first. Raises Damaged."""
+        names = [f.name for f in fields(cls)]
         if not is_url(folder):
-            return cls(**kept(Path(folder), [f.name for f in fields(cls)]))
-        sums, *copies = (
-            local_copy(os.path.join(folder, name), cache / "copies")
-            for name in (SUMS, *(f"{f.name}.npy" for f in fields(cls)))
-        )
-        return cls(**kept_files({f.name: copy for f, copy in zip(fields(cls), copies, strict=True)}, sums))
+            return cls(**kept(Path(folder), names))
+        sums = local_copy(os.path.join(folder, SUMS), cache / "copies")
+        copies = {name: local_copy(os.path.join(folder, f"{name}.npy"), cache / "copies") for name in names}
+        return cls(**kept_files(copies, sums))
 
 
 def open_facts(conversations: StoredConversations, cache: Path) -> MediaFacts | None:
-    """What `read_facts` found for these records, or what their ArrayRecord folder has; None if there is nothing.
+    """Open the facts that `read_facts` cached for these records, or that their ArrayRecord folder has; None for none.
 
-    No file is looked at: that a medium changed since is not seen.
+    Media are not checked for changes since.
     """
     if isinstance(conversations, ArrayRecords):
-        return _written_facts(conversations, cache)
+        return _shipped_facts(conversations, cache)
     try:
         return MediaFacts.open(str(_folder(conversations, cache)), cache)
     except Damaged as damage:
@@ -102,20 +113,20 @@ def open_facts(conversations: StoredConversations, cache: Path) -> MediaFacts | 
         return None
 
 
-def _written_facts(records: ArrayRecords, cache: Path) -> MediaFacts | None:
-    """Those that came with the records. Raises UserError where they are not whole."""
+def _shipped_facts(records: ArrayRecords, cache: Path) -> MediaFacts | None:
+    """Open the facts in the records' folder. Raises UserError where they are damaged."""
     folder = os.path.join(records.folder, FACTS)
     try:
-        found = MediaFacts.open(folder, cache)
-        if len(found) != len(records):
-            raise Damaged(f"{folder} has facts of {len(found)} records, and there are {len(records)}")
+        facts = MediaFacts.open(folder, cache)
+        if len(facts) != len(records):
+            raise Damaged(f"{folder} has facts of {len(facts)} records, and there are {len(records)}")
+        return facts
     except Missing:
         return None
     except (Damaged, BadSample) as damage:
         raise UserError(
             f"{damage}; remove {folder}, so that headers are read again, or write the records again with mmjax.index"
         ) from None
-    return found
 
 
 def read_facts(
@@ -124,35 +135,41 @@ def read_facts(
     cache: Path,
     progress: Progress = lambda done: None,
 ) -> MediaFacts:
-    """The facts of all media; headers are read only of files that are new or changed.
+    """Read the facts of all media, headers only of files that are new or changed.
 
-    One thread reads the headers of thousands of files a second where they come at once; several would only take turns.
-    Where files are waited for, many are asked for at a time.
+    On fast storage one thread reads thousands of headers per second, and several would contend for Python's lock; once
+    storage is seen to be slow, many files are requested at a time.
     """
-    if isinstance(conversations, ArrayRecords) and (written := open_facts(conversations, cache)) is not None:
-        return written
-    known, chunks, records, waited = _KnownFiles(cache / "media"), [], range(len(conversations)), 0
+    if isinstance(conversations, ArrayRecords) and (shipped := open_facts(conversations, cache)) is not None:
+        return shipped
+    known = _KnownFiles(cache / "media")
+    records = range(len(conversations))
+    chunks = []
+    latency = 0
 
-    def facts_of(index: int) -> _RecordFacts:
-        return _facts_of(conversations, index, probes, known)
+    def read_record(index: int) -> _RecordFacts:
+        return _read_record(conversations, index, probes, known)
 
-    pool = ThreadPoolExecutor(_WAITING)
+    pool = ThreadPoolExecutor(_THREADS)
     try:
         for chunk in (records[k : k + _CHUNK] for k in range(0, len(records), _CHUNK)):
-            found: list[_RecordFacts] = []
-            while waited < _OFTEN and len(found) < len(chunk):
-                began = time.perf_counter()
-                found.append(facts_of(chunk[len(found)]))
-                waited = waited + 8 if time.perf_counter() - began > _SLOW else max(0, waited - 1)
-            found += pool.map(facts_of, chunk[len(found) :])
-            chunks.append(_as_arrays(chunk.start, found))
-            known.keep_some()
+            facts: list[_RecordFacts] = []
+            while latency < _LATENCY_LIMIT and len(facts) < len(chunk):
+                start = time.perf_counter()
+                facts.append(read_record(chunk[len(facts)]))
+                latency = latency + 8 if time.perf_counter() - start > _SLOW else max(0, latency - 1)
+            # All that is left of the chunk once storage is slow, else nothing.
+            facts += pool.map(read_record, chunk[len(facts) :])
+            chunks.append(_as_arrays(chunk.start, facts))
+            known.write_some()
             progress(chunk.stop)
     finally:
         pool.shutdown(cancel_futures=True)
-        known.keep()
-    known.settle()
-    _joined(chunks).save(_folder(conversations, cache))
+        known.write()
+    known.merge()
+    joined = {f.name: np.concatenate([getattr(chunk, f.name) for chunk in chunks]) for f in fields(MediaFacts)[1:]}
+    media = np.concatenate([[0], *(np.diff(chunk.start) for chunk in chunks)])
+    MediaFacts(start=np.cumsum(media, dtype=np.int64), **joined).save(_folder(conversations, cache))
     return MediaFacts.open(str(_folder(conversations, cache)), cache)
 
 
@@ -162,81 +179,80 @@ def _folder(conversations: StoredConversations, cache: Path) -> Path:
 
 @dataclass(frozen=True)
 class _RecordFacts:
+    """The facts of one record."""
+
     kinds: tuple[int, ...] = ()
     sizes: tuple[tuple[int, int], ...] = ()
     characters: int = 0
     reason: str = ""  # why it is bad
 
 
-def _facts_of(
+def _read_record(
     conversations: StoredConversations, index: int, probes: Mapping[Medium, Probe], known: _KnownFiles
 ) -> _RecordFacts:
     try:
         conversation = conversations.conversation(index)
-        places = tuple(conversation.media())
-        media = conversations.media(index) if places else ()
+        media = tuple(conversation.media())
         sizes = []
-        for place, stored in zip(places, media, strict=True):
-            first, second = known.size(place.kind, stored, probes[place.kind])
+        for medium, stored in zip(media, conversations.media(index) if media else (), strict=True):
+            first, second = known.size(medium.kind, stored, probes[medium.kind])
             sizes.append((stored.frames(first, second) if isinstance(stored, Cut) else first, second))
     except BadSample as error:
         return _RecordFacts(reason=str(error) or "cannot be used")
     parts = (part for message in conversation.messages for part in message.parts)
-    text = sum(len(part) for part in parts if isinstance(part, str))
-    return _RecordFacts(tuple(KINDS.index(place.kind) for place in places), tuple(sizes), text)
+    characters = sum(len(part) for part in parts if isinstance(part, str))
+    return _RecordFacts(tuple(KINDS.index(medium.kind) for medium in media), tuple(sizes), characters)
 
 
-def _as_arrays(first: int, found: Sequence[_RecordFacts]) -> MediaFacts:
-    """Of records from `first` on."""
-    bad = [number for number, facts in enumerate(found) if facts.reason]
+def _as_arrays(first: int, records: Sequence[_RecordFacts]) -> MediaFacts:
+    """Convert consecutive records, of which `first` is the index of the first, to arrays."""
+    bad = [k for k, record in enumerate(records) if record.reason]
     return MediaFacts(
-        start=np.concatenate([[0], np.cumsum([len(facts.kinds) for facts in found], dtype=np.int64)]),
-        kind=np.array([kind for facts in found for kind in facts.kinds], np.uint8),
-        size=np.array([size for facts in found for size in facts.sizes], np.int64).reshape(-1, 2),
-        characters=np.array([facts.characters for facts in found], np.int32),
+        start=np.concatenate([[0], np.cumsum([len(record.kinds) for record in records], dtype=np.int64)]),
+        kind=np.array([kind for record in records for kind in record.kinds], np.uint8),
+        size=np.array([size for record in records for size in record.sizes], np.int64).reshape(-1, 2),
+        characters=np.array([record.characters for record in records], np.int32),
         bad=np.array(bad, np.int64) + first,
-        reason=np.array([found[number].reason for number in bad], np.str_),
+        reason=np.array([records[k].reason for k in bad], np.str_),
     )
 
 
-def _joined(chunks: Sequence[MediaFacts]) -> MediaFacts:
-    media = np.concatenate([[0], *(np.diff(chunk.start) for chunk in chunks)])
-    rest = {f.name: np.concatenate([getattr(chunk, f.name) for chunk in chunks]) for f in fields(MediaFacts)[1:]}
-    return MediaFacts(np.cumsum(media, dtype=np.int64), **rest)
-
-
 class _KnownFiles:
-    """Sizes of files by name and stamp, sorted and memory-mapped, and those found since.
+    """A cache of media sizes by file name and stamp: sorted and memory-mapped, and in memory those of this run.
 
-    In its folder: `all.npy`; what further runs found, one file each time they wrote; `bad.jsonl`.
+    Its folder has `all.npy`, `found-*.npy` that runs wrote since these were merged, and `bad.jsonl`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._written = folder, time.monotonic()
+        self._folder = folder
+        self._last_write = time.monotonic()
         self._new: dict[tuple[int, int], tuple[int, int]] = {}
-        self._before: dict[tuple[int, int], tuple[int, int]] = {}  # what was written last
+        # Sizes of the last write, as neighbouring records often share files; older ones are only on disk.
+        self._written: dict[tuple[int, int], tuple[int, int]] = {}
         self._new_bad: list[tuple[int, int, str]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        settled, recent = _rows(folder / "all.npy", "r"), _sorted(list(map(_rows, self._shards())))
-        # Of keys beside each other: searching among rows would copy all keys each time.
-        self._known = [(np.ascontiguousarray(rows["key"]), rows) for rows in (settled, recent) if len(rows)]
+        tables = _rows(folder / "all.npy", "r"), _unique(list(map(_rows, self._shards())))
+        # Keys are copied out: searching a field of the rows would copy the whole field each time.
+        self._tables = [(np.ascontiguousarray(rows["key"]), rows) for rows in tables if len(rows)]
         self._bad = _read_bad(folder / "bad.jsonl")
 
     def size(self, kind: Medium, stored: Stored, probe: Probe) -> tuple[int, int]:
-        """From what is known, else from the header. Raises BadSample."""
-        key, stamp = _hash(f"{kind} {stored.name}"), _hash(stored.stamp())
+        """Look a medium's size up, or read it from the header. Raises BadSample."""
+        key = _hash(f"{kind} {stored.name}")
+        stamp = _hash(stored.stamp())
         if (reason := self._bad.get((key, stamp))) is not None:
             raise BadSample(reason)
-        if (found := self._new.get((key, stamp)) or self._before.get((key, stamp))) is not None:
-            return found
-        for keys, rows in self._known:
-            at = int(keys.searchsorted(np.uint64(key)))
-            if at < len(keys) and keys[at] == key:
-                found = tuple(rows[at]["size"].tolist())
-                if rows[at]["stamp"] == _sealed(stamp, found):
-                    return found
+        if (size := self._new.get((key, stamp)) or self._written.get((key, stamp))) is not None:
+            return size
+        # The stamp in a row is sealed with its size: it differs if the file has changed, and if the row is damaged.
+        for keys, rows in self._tables:
+            row = int(keys.searchsorted(np.uint64(key)))
+            if row < len(keys) and keys[row] == key:
+                size = tuple(rows[row]["size"].tolist())
+                if rows[row]["stamp"] == _seal(stamp, size):
+                    return size
         try:
-            size = _probed(stored, kind, probe)
+            size = _read_header(stored, kind, probe)
         except Unreadable:
             raise
         except BadSample as error:
@@ -245,37 +261,39 @@ class _KnownFiles:
         self._new[key, stamp] = size
         return size
 
-    def keep_some(self) -> None:
-        """Write what was found, if that is much or the last time is long ago."""
-        if len(self._new) >= _ROWS or time.monotonic() - self._written > _SECONDS:
-            self.keep()
+    def write_some(self) -> None:
+        """Write new sizes if there are many or the last write is long ago."""
+        if len(self._new) >= _ROWS or time.monotonic() - self._last_write > _SECONDS:
+            self.write()
 
-    def keep(self) -> None:
-        """Write what was found since the last time."""
+    def write(self) -> None:
+        """Write all sizes read since the last write."""
         if self._new:
-            self._before, self._new = self._new, {}
-            rows = [(key, _sealed(stamp, size), size) for (key, stamp), size in self._before.items()]
+            self._written = self._new
+            self._new = {}
+            rows = [(key, _seal(stamp, size), size) for (key, stamp), size in self._written.items()]
             name = f"{uuid.uuid4().hex}.npy"
             np.save(self._folder / f"partial-{name}", np.array(rows, _ROW))
             (self._folder / f"partial-{name}").rename(self._folder / f"found-{name}")
         if self._new_bad:
-            bad, self._new_bad = self._new_bad, []
             with (self._folder / "bad.jsonl").open("a") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in bad))
-        self._written = time.monotonic()
+                file.write("".join(json.dumps(line) + "\n" for line in self._new_bad))
+            self._new_bad = []
+        self._last_write = time.monotonic()
 
-    def settle(self) -> None:
-        """Make one file of all; one process at a time."""
+    def merge(self) -> None:
+        """Merge all files into one; one process at a time."""
         with (self._folder / "lock").open("w") as lock:
+            # Released when the file is closed, also by the end of the process.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (shards := self._shards()):
                 return
-            whole = self._folder / "all.npy"
+            merged = self._folder / "all.npy"
             partial = self._folder / f"partial-{uuid.uuid4().hex}.npy"
-            np.save(partial, _sorted([_rows(whole), *map(_rows, shards)]))
-            if whole.is_dir():
-                remove(whole)
-            partial.rename(whole)
+            np.save(partial, _unique([_rows(merged), *map(_rows, shards)]))
+            if merged.is_dir():
+                remove(merged)
+            partial.rename(merged)
             for shard in shards:
                 remove(shard)
 
@@ -283,51 +301,53 @@ class _KnownFiles:
         return sorted(self._folder.glob("found-*.npy"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def _sorted(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """By key, each once: the last."""
+def _unique(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Join rows, sort them by key and keep the last of each key."""
+    # Reversed, since np.unique returns the first index of each key.
     joined = np.concatenate([np.empty(0, _ROW), *rows])[::-1]
     return joined[np.unique(joined["key"], return_index=True)[1]]
 
 
 def _rows(path: Path, mode: Literal["r"] | None = None) -> np.ndarray:
-    """What is kept in one file; none where it is not there or not whole, and those headers are read again."""
+    """Load the rows of one file; none where it is missing or damaged, so that those headers are read again."""
     try:
         rows = np.load(path, mmap_mode=mode)
-    except Exception:  # of a file that is not whole, NumPy's reader raises what its parser stumbles over
+    except Exception:  # NumPy's parser raises nearly anything on a damaged file
         return np.empty(0, _ROW)
     return rows if rows.dtype == _ROW and rows.ndim == 1 else np.empty(0, _ROW)
 
 
-def _sealed(stamp: int, size: tuple[int, int]) -> int:
-    """What a row has as its stamp: with a size that storage has changed, it is that of no file."""
+def _seal(stamp: int, size: tuple[int, int]) -> int:
+    """Hash the stamp with the size, so that a row whose size storage has changed matches no file."""
     return _hash(f"{stamp} {size[0]} {size[1]}")
 
 
 def _read_bad(path: Path) -> dict[tuple[int, int], str]:
-    """What is whole of the bad files' lines: a killed run may have left half of one."""
-    found = {}
+    """Read the bad files' reasons; a line that a killed run left unfinished is skipped."""
+    reasons = {}
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         with suppress(ValueError, TypeError, RecursionError):
             key, stamp, reason = json.loads(line)
-            found[key, stamp] = str(reason)
-    return found
+            reasons[key, stamp] = str(reason)
+    return reasons
 
 
 def _hash(text: str) -> int:
+    # 64 bits: a wrong size needs a collision of the name's hash and of the stamp's at once.
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _probed(stored: Stored, kind: Medium, probe: Probe) -> tuple[int, int]:
+def _read_header(stored: Stored, kind: Medium, probe: Probe) -> tuple[int, int]:
     with stored.open() as file:
         try:
             first, second = probe(file)
         except Unreadable:
             raise
-        except Exception as error:  # decoders raise what they like for hostile bytes
-            told = " ".join(str(error).split())[:200] or type(error).__name__
-            if isinstance(error, OSError) and error.errno is not None:  # of reading, not of what was read
-                raise Unreadable(f"{stored.name} cannot be read: {told}") from None
-            raise BadSample(f"{stored.name} is a bad {kind} file: {told}") from None
+        except Exception as error:  # decoders raise nearly anything on hostile bytes
+            text = " ".join(str(error).split())[:200] or type(error).__name__
+            if isinstance(error, OSError) and error.errno is not None:  # an I/O error; decoders set no errno
+                raise Unreadable(f"{stored.name} cannot be read: {text}") from None
+            raise BadSample(f"{stored.name} is a bad {kind} file: {text}") from None
     if first <= 0 or second <= 0:
         raise BadSample(f"{stored.name} is an empty {kind}: {first} x {second}")
     return int(first), int(second)

@@ -1,4 +1,4 @@
-"""Where a data set's media lie: a folder, a URL or an archive, and nothing outside of it."""
+"""Resolve the paths of a data set's records to files in its media folder, URL or archive, and nowhere else."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ import numpy as np
 
 from mmjax.config import Outside
 from mmjax.data.conversation import BadSample
-from mmjax.data.kept import Damaged, keep, kept, note
+from mmjax.data.kept import keep, kept, kept_if_sound
 from mmjax.data.stored import File, Inline, LocalFile, Piece, RemoteFile, Stored, digest, is_url, one_line, stored
 from mmjax.errors import UserError
 
 ARCHIVES = (".zip", ".tar")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a member of a .zip: its name and extra field follow
-_NAMES = ("name", "where")  # of what is kept of an archive
-_LINK, _ENCRYPTED, _METHOD = 2, 3, 4  # why a member cannot be read; 0 is stored as it is, 1 is deflated
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a .zip member: signature, lengths of its name and its extra field
+_NAMES = ("name", "where")  # arrays of an archive's index
+# Kinds of members: 0 is stored as it is, 1 is deflated, these cannot be read.
+_LINK = 2
+_ENCRYPTED = 3
+_METHOD = 4
 _WHY = {_LINK: "is a link", _ENCRYPTED: "is encrypted", _METHOD: "is packed by an unknown method"}
 
 
 @dataclass(frozen=True)
 class MediaFolder:
-    """Finds what a record refers to.
+    """A folder, a URL, or a .zip or .tar whose members are indexed once, under `cache`, in which records name their
+    media.
 
-    root: a folder, a URL, or a .zip or .tar, whose members are indexed once, under `cache`. Unless `outside` is
-    "allow", a reference that leaves it is refused: an absolute path, a URL, `..`, a link.
+    Unless `outside` is "allow", a reference that leaves it is refused: an absolute path, a URL, `..`, a link.
     """
 
     root: str
@@ -46,7 +49,7 @@ class MediaFolder:
     cache: Path
 
     def find(self, reference: str) -> Stored:
-        """The file of a path in this folder, or the bytes of a data: URL. Raises BadSample, naming the reference."""
+        """Resolve a path in this folder, or a data: URL. Raises BadSample, naming the reference."""
         if any("\ud800" <= character <= "\udfff" for character in reference):
             raise BadSample(f"refers to a file by what is not Unicode text: {reference[:200]!r}")
         if reference.startswith("data:"):
@@ -55,23 +58,24 @@ class MediaFolder:
             raise BadSample(f"refers to a file without a name: {reference!r}")
         if is_url(reference) or os.path.isabs(reference):
             if self.outside == "refuse":
-                raise self._leaves(reference)
+                raise self._points_outside(reference)
             return stored(reference)
-        plain = unquote(reference) if is_url(self.root) else reference  # a server would take %2e for a point
-        inside = posixpath.normpath(plain)
+        unquoted = unquote(reference) if is_url(self.root) else reference  # a server would decode %2e to a dot
+        inside = posixpath.normpath(unquoted)
         if (inside == ".." or inside.startswith(("../", "/"))) and self.outside == "refuse":
-            raise self._leaves(reference)
+            raise self._points_outside(reference)
         if self._archive is not None:
             return self._archive.find(inside)
         if is_url(self.root):
             return RemoteFile(posixpath.join(self.root, reference))
+        # normpath has removed `..`, but a link inside the folder may still lead out of it.
         path = os.path.join(self._real_root, inside)
-        leads = os.path.realpath(path)
-        if self.outside == "refuse" and os.path.commonpath([self._real_root, leads]) != self._real_root:
+        target = os.path.realpath(path)
+        if self.outside == "refuse" and os.path.commonpath([self._real_root, target]) != self._real_root:
             raise BadSample(f"{reference!r} is a link that leads outside of {self.root} (outside=allow reads it)")
         return LocalFile(path)
 
-    def _leaves(self, reference: str) -> BadSample:
+    def _points_outside(self, reference: str) -> BadSample:
         return BadSample(f"{reference[:200]!r} points outside of {self.root} (outside=allow reads it)")
 
     @cached_property
@@ -87,65 +91,65 @@ class MediaFolder:
 
 @dataclass(frozen=True)
 class Archive:
-    """The members of a .zip or .tar: where each lies, sorted by the hash of its name, memory-mapped."""
+    """The index of a .zip's or .tar's members, sorted by the hash of their names and memory-mapped."""
 
     file: File
     stamp: str
     name: np.ndarray  # "S32" [n], sorted
-    where: np.ndarray  # int64 [n, 4]: start and stop in the archive, size when inflated, how it is kept
+    where: np.ndarray  # int64 [n, 4]: start and stop in the archive, size when inflated, kind
 
     @classmethod
     def open(cls, path: str, cache: Path) -> Archive:
-        """Index an archive, or open what was kept of it. Raises UserError where it is none."""
+        """Index an archive, or open its cached index. Raises UserError where it is no archive."""
         file = stored(path)
         try:
             stamp = file.stamp()
             folder = cache / f"members-{digest(os.path.abspath(path) if not is_url(path) else path, stamp)}"
-            try:
-                members = kept(folder, _NAMES)
-            except Damaged as damage:
-                note(damage)
-                _keep(folder, file)
+            if (members := kept_if_sound(folder, _NAMES)) is None:
+                _write_index(folder, file)
                 members = kept(folder, _NAMES)
         except (BadSample, OSError, zipfile.BadZipFile, tarfile.TarError, RuntimeError) as error:
             raise UserError(f"{path}: the archive cannot be read: {one_line(error)}") from None
         return cls(file, stamp, members["name"], members["where"])
 
     def find(self, member: str) -> Piece:
-        """Raises BadSample where there is none of this name, or it is a link or can't be unpacked."""
-        at = int(np.searchsorted(self.name, digest(member).encode(), side="right")) - 1
-        if at < 0 or self.name[at] != digest(member).encode():
+        """Find a member. Raises BadSample where it is missing, a link or can't be unpacked."""
+        key = digest(member).encode()
+        row = int(np.searchsorted(self.name, key, side="right")) - 1  # of equal names the last counts, as in unpacking
+        if row < 0 or self.name[row] != key:
             raise BadSample(f"{self.file.name}::{member} is missing")
-        start, stop, size, kind = map(int, self.where[at])
+        start, stop, size, kind = map(int, self.where[row])
         if kind in _WHY:
             raise BadSample(f"{self.file.name}::{member} {_WHY[kind]}")
         if self.file.name.endswith(".zip"):
-            start, stop = self._after_header(member, start, stop)
-        return Piece(self.file, self.stamp, member, start, stop, size, kind)
+            # The directory has the position of the member's own header, which alone has that header's length.
+            header = self.file.range(start, start + _LOCAL_HEADER.size)
+            if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+                raise BadSample(f"{self.file.name}::{member} is corrupt: it does not start where the directory says")
+            skipped = _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header)[1:])
+            start += skipped
+            stop += skipped
+        return Piece(
+            file=self.file, file_stamp=self.stamp, member=member, start=start, stop=stop, size=size, deflated=kind
+        )
 
-    def _after_header(self, member: str, start: int, stop: int) -> tuple[int, int]:
-        """A .zip's directory says where a member's own header is, of a length that only this header tells."""
-        header = self.file.range(start, start + _LOCAL_HEADER.size)
-        if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
-            raise BadSample(f"{self.file.name}::{member} is corrupt: it does not start where the directory says")
-        skipped = _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header)[1:])
-        return start + skipped, stop + skipped
 
-
-def _keep(folder: Path, file: File) -> None:
+def _write_index(folder: Path, file: File) -> None:
     with file.open() as opened:
-        rows = list(_zipped(opened) if file.name.endswith(".zip") else _taped(opened))
+        rows = list(_zip_members(opened) if file.name.endswith(".zip") else _tar_members(opened))
+    # Hashes have one length, so that names can be searched in a memory-mapped array.
     inside = [(digest(name), where) for name, where in rows if not name.startswith(("/", "../"))]
     members = np.array(inside, [("name", "S32"), ("where", np.int64, 4)])
-    members = members[np.argsort(members["name"], kind="stable")]  # of equal names the last counts, as in unpacking
+    members = members[np.argsort(members["name"], kind="stable")]
     keep(folder, {name: np.ascontiguousarray(members[name]) for name in _NAMES})
 
 
-def _zipped(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+def _zip_members(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
     with zipfile.ZipFile(opened) as archive:
         for member in archive.infolist():
             if member.is_dir():
                 continue
+            # Encrypted and linked members are indexed too, so that a record that names one is told why.
             kind = {zipfile.ZIP_STORED: 0, zipfile.ZIP_DEFLATED: 1}.get(member.compress_type, _METHOD)
             if member.flag_bits & 1:
                 kind = _ENCRYPTED
@@ -155,13 +159,13 @@ def _zipped(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
             yield posixpath.normpath(member.filename), (start, start + member.compress_size, member.file_size, kind)
 
 
-def _taped(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+def _tar_members(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
     with tarfile.open(fileobj=opened, mode="r:") as archive:
         for member in archive:
             if not member.isdir():
-                plain = member.isreg() and not member.issparse()
+                regular = member.isreg() and not member.issparse()
                 start = member.offset_data
-                kind = 0 if plain else _LINK if member.islnk() or member.issym() else _METHOD
+                kind = 0 if regular else _LINK if member.islnk() or member.issym() else _METHOD
                 yield posixpath.normpath(member.name), (start, start + member.size, member.size, kind)
 
 
@@ -174,7 +178,7 @@ def data_url(url: str) -> bytes:
 
 
 def unbase64(text: str) -> bytes:
-    """Raises BadSample where it is no base64."""
+    """Decode base64. Raises BadSample."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:

@@ -1,11 +1,11 @@
-"""Turn images and clips of a conversation into items of an encoder, and their tokens in the text."""
+"""Convert a conversation's images and clips to encoder items, and place their tokens in the text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,33 +21,21 @@ from mmjax.data.media_facts import Probe
 from mmjax.data.sample import Arranged, Facts, Item, Sample
 from mmjax.errors import UserError
 
-MEASURED = 1 << 16  # media whose items' sizes are kept
+CACHED_SIZES = 1 << 16  # media whose items' sizes are cached
 
-Functions = Mapping[str, Callable[..., Any]]  # that the encoders' callbacks name
-
-
-def probe_image(file: BinaryIO) -> tuple[int, int]:
-    """(height, width), from the header."""
-    return image_size(file)
-
-
-def probe_clip(file: BinaryIO) -> tuple[int, int]:
-    """(frames, rate), from the header."""
-    return clip_facts(file)
-
-
-PROBES: dict[Medium, Probe] = {"image": probe_image, "audio": probe_clip}
+Functions = Mapping[str, Callable[..., Any]]  # encoder callbacks by the names that the config gives them
+PROBES: dict[Medium, Probe] = {"image": image_size, "audio": clip_facts}
 
 
 class MediumItems(NamedTuple):
-    """The items of one medium, known from its header."""
+    """The items of one medium, computed from its header."""
 
     encoder: str
-    sizes: tuple[tuple[int, ...], ...]  # of each item
-    tokens: Arrangement | None = None  # of an image whose tokens are not simply those of its items
+    sizes: tuple[tuple[int, ...], ...]  # one per item
+    tokens: Arrangement | None = None  # of an image whose tokens are arranged; None: its items' tokens in order
 
     def count(self, encoders: Encoders) -> int:
-        """Tokens of the LLM."""
+        """Count the LLM tokens."""
         encoder = encoders[self.encoder]
         return sum(item_size(encoder, size).tokens for size in self.sizes) if self.tokens is None else len(self.tokens)
 
@@ -57,47 +45,49 @@ class Senses:
 
     def __init__(self, encoders: Encoders, functions: Functions | None = None) -> None:
         self.encoders = dict(encoders)
-        seeing = {name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)}
-        self._eyes = {name: Eyes.of(name, encoder, functions or {}) for name, encoder in seeing.items()}
-        self.items = lru_cache(maxsize=MEASURED)(self._items)
+        vision = {name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)}
+        self._eyes = {name: Eyes.of(name, encoder, functions or {}) for name, encoder in vision.items()}
+        # Many media have one of few sizes, and arranging the tokens of an image takes longer than looking them up.
+        self.items = lru_cache(maxsize=CACHED_SIZES)(self._items)
 
     def encoder(self, kind: Medium) -> str:
-        """The encoder that takes media of a kind, by name. Raises UserError where there is none."""
-        wanted = {"image": VisionConfig, "audio": AudioConfig}[kind]
-        name = next((name for name, encoder in self.encoders.items() if isinstance(encoder, wanted)), None)
+        """Return the name of the encoder that takes media of a kind. Raises UserError where there is none."""
+        config_type = {"image": VisionConfig, "audio": AudioConfig}[kind]
+        name = next((name for name, encoder in self.encoders.items() if isinstance(encoder, config_type)), None)
         if name is None:
             raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; add one")
         return name
 
     def _items(self, kind: Medium, facts: tuple[int, int], images: int) -> MediumItems:
-        """Return the items of a medium by its header; images: the number of images of its sample. Raises BadMedia."""
+        """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia."""
         name = self.encoder(kind)
         if kind == "image":
             return self._eyes[name].items(facts, images)
         encoder = self.encoders[name]
-        samples = clip_samples(ClipFacts(*facts), encoder.sample_rate)
+        samples = clip_samples(ClipFacts(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediumItems(name, tuple((stop - start,) for start, stop in pieces(encoder, samples)))
 
     def decoded(self, kind: Medium, encoded: bytes, images: int) -> tuple[np.ndarray, ...]:
-        """The items of a medium's file, of the sizes that `items` says. Raises BadMedia."""
+        """Decode a medium's file to its items, of the sizes that `items` returns. Raises BadMedia."""
         name = self.encoder(kind)
         if kind == "image":
             items = items_of_image(self._eyes[name].before_encoder, decode_image(encoded), images)
             return tuple(map(grey, items)) if self.encoders[name].channels == 1 else items
         encoder = self.encoders[name]
         wave = decode_clip(encoded, encoder.sample_rate)
+        # Cut after resampling, as `_items` does from the header's length.
         return tuple(wave[start:stop] for start, stop in pieces(encoder, len(wave)))
 
     def facts(self, text_tokens: int, media: Sequence[MediumItems]) -> Facts:
         """Return the lengths of a sample with these media."""
-        plain = all(medium.tokens is None for medium in media)
-        tokens = None if plain else sum(medium.count(self.encoders) for medium in media)
+        arranged = any(medium.tokens is not None for medium in media)
+        tokens = sum(medium.count(self.encoders) for medium in media) if arranged else None
         return Facts(text_tokens, tuple((medium.encoder, size) for medium in media for size in medium.sizes), tokens)
 
 
 @dataclass(frozen=True)
 class Eyes:
-    """An encoder of images, and how these come to it and to the LLM."""
+    """An image encoder with the functions that prepare its images and arrange their tokens."""
 
     name: str
     encoder: VisionConfig
@@ -106,38 +96,44 @@ class Eyes:
 
     @classmethod
     def of(cls, name: str, encoder: VisionConfig, functions: Functions) -> Eyes:
-        """With its own callbacks, by their names, where it has some."""
-        first, last = encoder.callbacks.before_encoder, encoder.callbacks.before_llm
-        ways = functions[first] if first else before_encoder(encoder.images)
-        return cls(name, encoder, ways, functions[last] if last else before_llm(encoder))
+        """Use the encoder's callbacks where its config names some, else the standard functions."""
+        callbacks = encoder.callbacks
+        return cls(
+            name,
+            encoder,
+            functions[callbacks.before_encoder] if callbacks.before_encoder else before_encoder(encoder.images),
+            functions[callbacks.before_llm] if callbacks.before_llm else before_llm(encoder),
+        )
 
     def items(self, size: tuple[int, int], images: int) -> MediumItems:
-        """Return the items of an image of (height, width), one of so many of its sample. Raises BadMedia."""
+        """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
         sizes = sizes_of_items(self.before_encoder, size, images)
         if self.before_llm is None:
             return MediumItems(self.name, sizes)
-        grids = [token_grid(self.encoder, of)[1:] for of in sizes]
+        grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
         return MediumItems(self.name, sizes, self.before_llm(size, grids))
 
 
 def grey(image: np.ndarray) -> np.ndarray:
-    """Turn an image uint8 `[h, w, 3]` into its luma `[h, w, 1]` (ITU-R 601), as an encoder of one channel takes it."""
+    """Convert an image uint8 `[h, w, 3]` to its luma `[h, w, 1]` (ITU-R 601), for an encoder of one channel."""
     return ((image @ np.array([299, 587, 114]) + 500) // 1000).astype(np.uint8)[..., None]
 
 
 def names(media: Sequence[MediumItems]) -> list[list[str]]:
-    """The encoder of each item of every medium."""
+    """List the encoder name of each item of every medium."""
     return [[medium.encoder] * len(medium.sizes) for medium in media]
 
 
 def in_rows(sample: Sample, media: Sequence[MediumItems]) -> Sample:
-    """The sample with one place for all items of each image whose tokens are arranged."""
-    place: dict[int, Arranged | None] = {}  # by item; None: it goes with one before it
+    """Replace the items of each image whose tokens are arranged with one `Arranged` segment."""
+    replacement: dict[int, Arranged | None] = {}  # by item number; None: covered by the `Arranged` of an earlier item
     number = 0
     for medium in media:
         items = range(number, number + len(medium.sizes))
         if medium.tokens is not None:
-            place |= dict.fromkeys(items) | {number: Arranged(medium.encoder, number, len(items), medium.tokens)}
+            replacement |= dict.fromkeys(items)
+            replacement[number] = Arranged(medium.encoder, number, len(items), medium.tokens)
         number = items.stop
-    segments = (place.get(s.number, s) if isinstance(s, Item) else s for s in sample.segments)
+    # An image's items follow each other in the sample, so its first item's segment can stand for all of them.
+    segments = (replacement.get(s.number, s) if isinstance(s, Item) else s for s in sample.segments)
     return Sample(tuple(segment for segment in segments if segment is not None))

@@ -1,4 +1,4 @@
-"""An image on its way to an encoder: with its pixels, or its size alone."""
+"""Image operations that also run without pixels, to compute the sizes of what they would produce."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ FILTERS: dict[Filter, Image.Resampling] = {
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An image, or as much of it as its size says: then what is made of it has no pixels either.
+    """An image, or its size alone: what is made of a picture without pixels has none either.
 
-    BadMedia where something larger than `most` pixels would be made.
+    Operations raise BadMedia where the result would exceed `max_pixels`.
     """
 
     size: Size
     pixels: np.ndarray | None = None  # uint8 [height, width, 3], read only
-    most: int = MediaLimits.pixels
+    max_pixels: int = MediaLimits.pixels
 
     def resized(self, size: Size, filter: Filter = "bicubic") -> Picture:
-        """All of it, in another size."""
+        """Resize to (height, width)."""
         if self.pixels is None or size == self.size:
             return self._with(size, self.pixels)
         self._check(size)
@@ -43,48 +43,48 @@ class Picture:
         return self._with(size, np.asarray(image))
 
     def squared(self, color: tuple[int, ...] = (0, 0, 0)) -> Picture:
-        """In the middle of a square of its longer side; an odd row or column goes after it."""
+        """Pad to a square of the longer side, centred; an odd row or column of padding goes after the image."""
         side = max(self.size)
-        return self._on((side, side), color)
+        return self._centred((side, side), color)
 
     def fitted(self, canvas: Size, filter: Filter = "bicubic") -> Picture:
-        """As large as it fits into a canvas, in its middle on black."""
-        (height, width), (most_rows, most_columns) = self.size, canvas
-        across, down = most_columns / width, most_rows / height
-        if across < down:
-            size = (min(math.ceil(height * across), most_rows), most_columns)
+        """Resize to fit a canvas, keeping the aspect ratio, and centre it there on black."""
+        height, width = self.size
+        max_height, max_width = canvas
+        # The side that limits gets its full size; the other is rounded up, as in transformers' get_patch_output_size.
+        scale = min(max_width / width, max_height / height)
+        if max_width / width < max_height / height:
+            size = (min(math.ceil(height * scale), max_height), max_width)
         else:
-            size = (most_rows, min(math.ceil(width * down), most_columns))
+            size = (max_height, min(math.ceil(width * scale), max_width))
         self._check(canvas)
-        return self.resized(size, filter)._on(canvas, (0, 0, 0))
+        return self.resized(size, filter)._centred(canvas, (0, 0, 0))
 
     def cropped(self, size: Size) -> Picture:
-        """The middle of it, on black where it is smaller than that."""
+        """Crop to the centre, padding with black where the picture is smaller."""
         if self.pixels is None:
             return self._with(size, None)
-        (top, above, height), (left, before, width) = map(_middle, self.size, size)
-        inner = self.pixels[top : top + height, left : left + width]
-        if inner.shape[:2] == size:
-            return self._with(size, inner)
-        canvas = np.zeros((*size, 3), np.uint8)
-        canvas[above : above + height, before : before + width] = inner
-        return self._with(size, canvas)
+        y, x = (max(0, have - want) // 2 for have, want in zip(self.size, size, strict=True))
+        inner = self.pixels[y : y + size[0], x : x + size[1]]
+        # An odd row or column of padding goes before the image, as in transformers' center_crop.
+        padding = [((want - have + 1) // 2, (want - have) // 2) for have, want in zip(inner.shape, size, strict=False)]
+        return self._with(size, np.pad(inner, (*padding, (0, 0))))
 
     def cut(self, rows: int, columns: int) -> tuple[Picture, ...]:
-        """The tiles of a grid, row by row."""
+        """Cut into the tiles of a grid, row by row."""
         tile = self.size[0] // rows, self.size[1] // columns
         if self.pixels is None:
             return (self._with(tile, None),) * (rows * columns)
         parts = [part for row in np.split(self.pixels, rows) for part in np.split(row, columns, axis=1)]
         return tuple(self._with(tile, part) for part in parts)
 
-    def _on(self, canvas: Size, color: tuple[int, ...]) -> Picture:
+    def _centred(self, canvas: Size, color: tuple[int, ...]) -> Picture:
         self._check(canvas)
         if self.pixels is None:
             return self._with(canvas, None)
-        (height, width), pixels = self.size, np.full((*canvas, 3), color, np.uint8)
-        top, left = (canvas[0] - height) // 2, (canvas[1] - width) // 2
-        pixels[top : top + height, left : left + width] = self.pixels
+        pixels = np.full((*canvas, 3), color, np.uint8)
+        y, x = ((outer - inner) // 2 for outer, inner in zip(canvas, self.size, strict=True))
+        pixels[y : y + self.size[0], x : x + self.size[1]] = self.pixels
         return self._with(canvas, pixels)
 
     def _with(self, size: Size, pixels: np.ndarray | None) -> Picture:
@@ -92,12 +92,6 @@ class Picture:
         return replace(self, size=size, pixels=pixels)
 
     def _check(self, size: Size) -> None:
-        if size[0] * size[1] > self.most:
-            raise BadMedia(f"preparing it would need {size[0]} x {size[1]} pixels, which is more than {self.most}")
-
-
-def _middle(have: int, want: int) -> tuple[int, int, int]:
-    """Where the middle `want` of `have` starts, where it goes, and how much of it there is."""
-    if have >= want:
-        return (have - want) // 2, 0, want
-    return 0, (want - have + 1) // 2, have
+        height, width = size
+        if height * width > self.max_pixels:
+            raise BadMedia(f"preparing it would need {height} x {width} pixels, which is more than {self.max_pixels}")

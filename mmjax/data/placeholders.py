@@ -1,13 +1,12 @@
-"""How images and clips stand in the text of each family of checkpoints, as their processors write it."""
+"""The text that stands for images and clips in each family of checkpoints, as their processors write it."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from mmjax.config import Placeholder
 from mmjax.data.conversation import BadSample
@@ -16,13 +15,15 @@ from mmjax.data.tokenizer import read_json, tokenizer_config
 
 
 def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Placeholder]:
-    """By medium, for the family of a Hugging Face folder; `named` are its tokenizer's special tokens.
+    """Return the placeholder of each medium for a Hugging Face folder; `named` are its tokenizer's special tokens.
 
-    Empty for a folder of a model that takes nothing but text, or of a family that is not known.
+    Empty for a text-only model, or an unknown family.
     """
     path = Path(folder)
     processor = read_json(path / "processor_config.json")
+    # The tokenizer's names override the processor's.
     named = {k: v for k, v in processor.items() if k.endswith("_token") and isinstance(v, str)} | dict(named)
+    # The texts are those that the families' processors in transformers write, unless the folder names others.
     for family in _families(path, processor):
         match family:
             case "llava" | "llavanext" | "llavaonevision":
@@ -32,15 +33,20 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
             case "qwen2audio":
                 return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
             case "internvl":
-                before, after = named.get("start_image_token", "<img>"), named.get("end_image_token", "</img>")
-                return {"image": Placeholder(named.get("context_image_token", "<IMG_CONTEXT>"), "", before, after)}
+                return {
+                    "image": Placeholder(
+                        named.get("context_image_token", "<IMG_CONTEXT>"),
+                        before=named.get("start_image_token", "<img>"),
+                        after=named.get("end_image_token", "</img>"),
+                    )
+                }
             case "internvlchat":
                 return {"image": Placeholder("<image>", "<IMG_CONTEXT>", "<img>", "</img>")}
     return {}
 
 
 def _families(path: Path, processor: Mapping[str, object]) -> list[str]:
-    """What the folder's files call the model: "Qwen2_5_VLProcessor" and "qwen2_5_vl" are both "qwen25vl"."""
+    """List the names of the model in the folder's files: "Qwen2_5_VLProcessor" and "qwen2_5_vl" become "qwen25vl"."""
     names = [read_json(path / "config.json").get("model_type")]
     for config in (processor, read_json(path / "preprocessor_config.json"), tokenizer_config(str(path))):
         names.append(config.get("processor_class"))
@@ -48,52 +54,63 @@ def _families(path: Path, processor: Mapping[str, object]) -> list[str]:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds any of these texts, the longest first."""
+    """Compile a pattern that finds any of these texts, longer ones first."""
     return re.compile("|".join(map(re.escape, sorted({t for t in texts if t}, key=len, reverse=True))) or "(?!)")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A conversation's text as it is tokenized: one token for each medium."""
+    """A conversation's text as it is tokenized, with one token for each medium."""
 
     text: str
-    answers: tuple[Span, ...]  # that train
-    weights: tuple[float, ...]  # of these
-    prompts: tuple[int, ...]  # where the prompts of these end
-    media: tuple[Span, ...]  # with what stands around them
+    answers: tuple[Span, ...]  # that are trained on
+    weights: tuple[float, ...]  # of these answers
+    prompts: tuple[int, ...]  # ends of these answers' prompts
+    media: tuple[Span, ...]  # including the text around them, such as <img> and </img>
     kinds: tuple[str, ...]  # of these media
 
 
 def write_media(rendered: Rendered, places: Mapping[str, Placeholder], written: re.Pattern[str]) -> Line:
-    """Put each medium's one token, and what belongs around it, where the template wrote it. `written` finds those."""
-    kinds = {p.written: kind for kind, p in places.items()}
-    pieces, media, found, moved = [], [], [], [(0, 0)]
-    length = last = 0
+    """Replace what the template wrote for each medium, found by `written`, with its token and the text around it."""
+    kind_of = {p.written: kind for kind, p in places.items()}
+    pieces = []
+    media = []
+    kinds = []
+    length = last = 0  # of the new text, and in the rendered one
+    # From position `starts[k]` of the rendered text on, positions move by `shifts[k]`: where "<image>" becomes "<img>"
+    # in "a<image>b", b moves from 8 to 6, so the second entries are 8 and -2.
+    starts = [0]
+    shifts = [0]
     for match in written.finditer(rendered.text):
-        place = places[kinds[match[0]]]
-        expansion = place.before + (place.token or place.written) + place.after
+        kind = kind_of[match[0]]
+        expansion = places[kind].before + (places[kind].token or places[kind].written) + places[kind].after
         pieces += rendered.text[last : match.start()], expansion
         length += match.start() - last
         media.append((length, length + len(expansion)))
-        found.append(kinds[match[0]])
-        length, last = length + len(expansion), match.end()
-        moved.append((last, length - last))
-    starts, shifts = np.array(moved).T
+        kinds.append(kind)
+        length += len(expansion)
+        last = match.end()
+        starts.append(last)
+        shifts.append(length - last)
 
-    def move(at: int) -> int:
-        return at + int(shifts[np.searchsorted(starts, at, side="right") - 1])
+    def move(position: int) -> int:
+        return position + shifts[bisect_right(starts, position) - 1]
 
-    answers = tuple((move(begin), move(end)) for begin, end in rendered.answers)
-    text = "".join([*pieces, rendered.text[last:]])
-    prompts = tuple(map(move, rendered.prompts))
-    return Line(text, answers, rendered.weights, prompts, media=tuple(media), kinds=tuple(found))
+    return Line(
+        text="".join([*pieces, rendered.text[last:]]),
+        answers=tuple((move(begin), move(end)) for begin, end in rendered.answers),
+        weights=rendered.weights,
+        prompts=tuple(map(move, rendered.prompts)),
+        media=tuple(media),
+        kinds=tuple(kinds),
+    )
 
 
-def check_places(found: Sequence[str], wanted: Sequence[str]) -> None:
-    """Raises BadSample unless there is a place for each medium."""
-    for kind in dict.fromkeys([*found, *wanted]):
-        if found.count(kind) != wanted.count(kind):
+def check_places(places: Sequence[str], media: Sequence[str]) -> None:
+    """Raise BadSample unless there is one place for each medium; both are lists of kinds."""
+    for kind in dict.fromkeys([*places, *media]):
+        if places.count(kind) != media.count(kind):
             raise BadSample(
-                f"its text has {found.count(kind)} places for {wanted.count(kind)} media of the kind {kind}: "
+                f"its text has {places.count(kind)} places for {media.count(kind)} media of the kind {kind}: "
                 "the chat template does not write each of them once"
             )

@@ -1,7 +1,7 @@
-"""What may be asked about a sample of digits, tones and text, and the answers.
+"""Generate questions and answers about a sample of digits, tones and text.
 
-The tasks are fixed. No answer can be told from a question's words (positions are letters, a = first) nor well from the
-sizes of the media: nothing is counted, and the largest digit is asked of at most four.
+The tasks are fixed. No answer can be inferred from a question's words (positions are letters, a = first) nor well from
+the sizes of the media: nothing is counted, and the largest digit is only asked of at most four.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENCODER = {Strip: "vision", Clip: "audio"}
 
 
 class Ask(NamedTuple):
-    """One question that a sample could be asked."""
+    """One possible question about a sample."""
 
     task: str  # family.name
     text: str
@@ -29,21 +29,23 @@ class Ask(NamedTuple):
 
 
 def possible(family: Family, media: Sequence[Strip | Clip], passage: str) -> list[list[Ask]]:
-    """Every question about a sample, one list per task; `passage` is what a text-only sample is about."""
+    """List every question about a sample, one list per task; `passage` is the text of a text-only sample."""
     if family == "text":
         return _of_passage(passage)
     reads = [Ask(f"{family}.read", f"read {o}?", m.text, ("vision",)) for o, m in _numbered(media, Strip)]
     writes = [Ask(f"{family}.write", f"write {o}?", m.text, ("audio",)) for o, m in _numbered(media, Clip)]
+    # A task's questions count as one in the draw, so a sample with many items does not ask to read all the time.
     tasks = [reads, writes]
     if family == "image" and len(media) == 1:
-        at = zip(ORDINALS, media[0].text, strict=False)
-        tasks.append([Ask("image.at", f"at {letter}?", digit, ("vision",)) for letter, digit in at])
+        by_letter = zip(ORDINALS, media[0].text, strict=False)
+        tasks.append([Ask("image.at", f"at {letter}?", digit, ("vision",)) for letter, digit in by_letter])
     if family == "audio" and len(media) == 1:
         tasks.append([Ask("audio.first", "first?", media[0].text[0], ("audio",))])
         tasks.append([Ask("audio.last", "last?", media[0].text[-1], ("audio",))])
     if family == "mixed" and len(media) == 2:
         tasks.append([Ask("mixed.both", "both?", f"{writes[0].answer} {reads[0].answer}", ("vision", "audio"))])
     digits = "".join([m.text for m in media])
+    # The largest of many digits is nearly always 9, which would be a good guess.
     if family != "audio" and 2 <= len(digits) <= 4:
         needs = ("vision", "audio") if family == "mixed" else ("vision",)
         tasks.append([Ask(f"{family}.max", "max?", max(digits), needs)])
@@ -51,14 +53,13 @@ def possible(family: Family, media: Sequence[Strip | Clip], passage: str) -> lis
 
 
 def _numbered(media: Sequence[Strip | Clip], kind: type) -> Iterator[tuple[str, Strip | Clip]]:
-    """The items of one kind, each with its letter among all items of the sample."""
+    """Iterate over the items of one kind, each with its letter among all items of the sample."""
     return ((letter, item) for letter, item in zip(ORDINALS, media, strict=False) if type(item) is kind)
 
 
 def _of_passage(passage: str) -> list[list[Ask]]:
     if "+" in passage:
-        left, right = passage.split("+")
-        return [[Ask("text.add", "add?", str(int(left) + int(right)), ())]]
+        return [[Ask("text.add", "add?", str(sum(map(int, passage.split("+")))), ())]]
     tasks = [[Ask("text.read", "read a?", passage, ())], [Ask("text.last", "last?", passage[-1], ())]]
     if len(passage) <= 4:
         tasks.append([Ask("text.max", "max?", max(passage), ())])
@@ -66,7 +67,7 @@ def _of_passage(passage: str) -> list[list[Ask]]:
 
 
 def choose(u: Iterator[float], tasks: list[list[Ask]], count: int) -> tuple[Ask, ...]:
-    """`count` of the questions (or all there are), none twice: tasks equally likely, then questions of a task."""
+    """Draw up to `count` questions without replacement: tasks are equally likely, then questions of a task."""
     # An exponential race: the first to arrive is drawn with probability proportional to its rate, 1 / len(asks).
     arrivals = [(-log(1 - next(u)) * len(asks), ask) for asks in tasks for ask in asks]
     return tuple([ask for _, ask in sorted(arrivals)[:count]])

@@ -1,4 +1,4 @@
-"""Where encoded bytes lie: local files, files behind any fsspec URL, pieces of them, and bytes at hand."""
+"""Files that hold encoded media or records: local, behind any fsspec URL, inside an archive, or bytes in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import os
 import stat
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,19 +18,20 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 import fsspec
 
-from mmjax.data.conversation import BadSample, Conversations
+from mmjax.data.conversation import BadSample, Conversation
 from mmjax.errors import UserError
 
-HEAD = 4096  # bytes of a remote file that are read first; most headers are shorter
-LARGEST = 1 << 30  # bytes of one encoded file: a larger one is no image or clip
+HEAD = 4096  # bytes of the first read of a remote file; most headers are shorter
+MAX_BYTES = 1 << 30  # of one encoded file: a larger one is no image or clip
 _ATTEMPTS = 4
+# What file systems call their tag or time of change: HTTP and S3, GCS, Azure, SFTP, ...
 _STAMPS = ("ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime", "last_modified")
 
 T = TypeVar("T")
 
 
 class Unreadable(BadSample):
-    """A file that is missing or cannot be read; that may change, other than what is wrong with its bytes."""
+    """A missing or unreadable file. That may pass, while other BadSamples are faults of its bytes."""
 
 
 class Stored(Protocol):
@@ -37,137 +39,122 @@ class Stored(Protocol):
 
     @property
     def name(self) -> str:
-        """Tells it from all others."""
+        """Return a name that no other file has."""
 
     def stamp(self) -> str:
-        """Changes when its bytes change."""
+        """Return a string that changes when the bytes change."""
 
     def open(self) -> BinaryIO:
-        """For headers: reads no more than is asked for, or little more."""
+        """Open it to read a header: fetches little more than what is read."""
 
-    def read(self) -> bytes: ...
+    def read(self) -> bytes:
+        """Read all of it."""
 
 
-class StoredConversations(Conversations, Protocol):
-    """Conversations that say where their media lie, so that a header can be read without the rest."""
+class StoredConversations(Protocol):
+    """Random access to the records of a data set, and to the files of their media. Nothing is decoded.
+
+    `conversation` and `media` raise BadSample for a record that cannot be used.
+    """
+
+    def __len__(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """Return a hash that changes when any record changes."""
+
+    def files(self) -> list[tuple[str, int]]:
+        """List the data set's files with the number of records in each, in order."""
+
+    def conversation(self, index: int) -> Conversation:
+        """Read a record's conversation."""
 
     def media(self, index: int) -> tuple[Stored, ...]:
-        """The record's media, in order. Raises BadSample."""
+        """Return the files of a record's media, in order: JPEG, PNG, WAV, FLAC, ..."""
 
 
 @dataclass(frozen=True)
 class Inline:
-    """Bytes that came with their record."""
+    """Bytes that are part of their record; name and stamp are a hash of them."""
 
     content: bytes
 
     @property
     def name(self) -> str:
-        """By content."""
         return f"inline:{self.stamp()}"
 
     def stamp(self) -> str:
-        """A hash."""
         return hashlib.blake2b(self.content, digest_size=16).hexdigest()
 
     def open(self) -> BinaryIO:
-        """From memory."""
         return io.BytesIO(self.content)
 
     def read(self) -> bytes:
-        """All of it."""
         return self.content
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file of this machine."""
+    """A file of this machine, stamped with its size and time of change."""
 
-    path: str
-
-    @property
-    def name(self) -> str:
-        """Its path."""
-        return self.path
+    name: str  # its path
 
     def stamp(self) -> str:
-        """Size and time of change."""
-        try:
-            found = os.stat(self.path)
-        except (OSError, ValueError) as error:
-            raise _unreadable(self.path, error) from None
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its writer
-            raise Unreadable(f"{self.path} is not a file")
-        return f"{found.st_size}-{found.st_mtime_ns}"
+        with _raise_unreadable(self.name):
+            status = os.stat(self.name)
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+            raise Unreadable(f"{self.name} is not a file")
+        return f"{status.st_size}-{status.st_mtime_ns}"
 
     def open(self) -> BinaryIO:
-        """As Python does."""
         self.stamp()
-        try:
-            return open(self.path, "rb")
-        except OSError as error:
-            raise _unreadable(self.path, error) from None
+        with _raise_unreadable(self.name):
+            return open(self.name, "rb")
 
     def read(self) -> bytes:
-        """All of it."""
-        with self.open() as file:
-            try:
-                if os.fstat(file.fileno()).st_size > LARGEST:
-                    raise BadSample(f"{self.path} has more than {LARGEST >> 20} MB")
-                return file.read()
-            except OSError as error:
-                raise _unreadable(self.path, error) from None
+        with self.open() as file, _raise_unreadable(self.name):
+            if os.fstat(file.fileno()).st_size > MAX_BYTES:
+                raise BadSample(f"{self.name} has more than {MAX_BYTES >> 20} MB")
+            return file.read()
 
     def range(self, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` - 1."""
-        with self.open() as file:
-            try:
-                return os.pread(file.fileno(), stop - start, start)
-            except OSError as error:
-                raise _unreadable(self.path, error) from None
+        """Read bytes `start` to `stop` - 1."""
+        with self.open() as file, _raise_unreadable(self.name):
+            return os.pread(file.fileno(), stop - start, start)
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file behind an fsspec URL."""
+    """A file behind an fsspec URL, stamped with its size and the server's tags or time of change."""
 
-    url: str
-
-    @property
-    def name(self) -> str:
-        """Its URL."""
-        return self.url
+    name: str  # its URL
 
     def stamp(self) -> str:
-        """The server's tag or time of change, and the size. Raises Unreadable."""
-        found = self._info
-        told = [f"{key}={found[key]}" for key in _STAMPS if found.get(key) is not None]
-        return f"{found.get('size')}-{'-'.join(told)}"
+        info = self._info
+        tags = [f"{key}={info[key]}" for key in _STAMPS if info.get(key) is not None]
+        return f"{info.get('size')}-{'-'.join(tags)}"
 
     def open(self) -> BinaryIO:
-        """A window that grows as more is read."""
-        return io.BufferedReader(_Ranges(self, self.size()), HEAD)
+        return io.BufferedReader(_RangeReader(self, self.size()), HEAD)
 
     def size(self) -> int:
-        """Bytes. Raises Unreadable where the server does not say."""
+        """Return the size in bytes. Raises Unreadable where the server does not say."""
         if (size := self._info.get("size")) is None:
-            raise Unreadable(f"{self.url}: the server does not say how long it is")
+            raise Unreadable(f"{self.name}: the server does not say how long it is")
         return int(size)
 
     def read(self) -> bytes:
-        """All of it."""
-        return _tried(self.url, lambda: filesystem(self.url).cat_file(self.url))
+        return _retry(self.name, lambda: filesystem(self.name).cat_file(self.name))
 
     def range(self, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` - 1, also from a server that can only give the whole file."""
-        found: bytes = _tried(self.url, lambda: filesystem(self.url).cat_file(self.url, start=start, end=stop))
-        return found if len(found) <= stop - start else found[start:stop]
+        """Read bytes `start` to `stop` - 1, also from a server that only serves whole files."""
+        data: bytes = _retry(self.name, lambda: filesystem(self.name).cat_file(self.name, start=start, end=stop))
+        return data if len(data) <= stop - start else data[start:stop]
 
     @property
     def _info(self) -> dict[str, Any]:
-        """Asked once; not a cached_property, which before Python 3.12 makes all threads wait for each other."""
+        # Requested once; not a cached_property, which before Python 3.12 makes all threads wait for each other.
         if "info" not in self.__dict__:
-            self.__dict__["info"] = _tried(self.url, lambda: _info(self.url))
+            self.__dict__["info"] = _retry(self.name, lambda: _info(self.name))
         return self.__dict__["info"]
 
 
@@ -176,52 +163,54 @@ File = LocalFile | RemoteFile
 
 @dataclass(frozen=True)
 class Piece:
-    """A member of an archive: bytes of a file, as they are or deflated to `size`."""
+    """A member of an archive, stamped with the archive's stamp when it was opened."""
 
     file: File
     file_stamp: str
     member: str
-    start: int
+    start: int  # bytes of the archive
     stop: int
-    size: int
-    deflated: int
+    size: int  # bytes when inflated
+    deflated: int  # 0 or 1
 
     @property
     def name(self) -> str:
-        """Of the archive and the member."""
         return f"{self.file.name}::{self.member}"
 
     def stamp(self) -> str:
-        """The archive's, as it was opened."""
         return f"{self.file_stamp}-{self.start}"
 
     def open(self) -> BinaryIO:
-        """A window of an archive that is not compressed; else all of it, from memory."""
         if self.deflated:
             return io.BytesIO(self.read())
-        return io.BufferedReader(_Ranges(self.file, self.size, self.start), HEAD)
+        return io.BufferedReader(_RangeReader(self.file, self.size, self.start), HEAD)
 
     def read(self) -> bytes:
-        """All of it. Raises BadSample also where it inflates to more than the archive says."""
-        if self.size > LARGEST:
-            raise BadSample(f"{self.name} has more than {LARGEST >> 20} MB")
-        found = self.file.range(self.start, self.stop)
+        """Read all of it. Raises BadSample also where it inflates to another size than the archive says."""
+        if self.size > MAX_BYTES:
+            raise BadSample(f"{self.name} has more than {MAX_BYTES >> 20} MB")
+        data = self.file.range(self.start, self.stop)
         if self.deflated:
-            try:
-                found = zlib.decompressobj(-15).decompress(found, self.size + 1)
+            try:  # -15: raw deflate, without zlib's header; the limit stops a decompression bomb
+                data = zlib.decompressobj(-15).decompress(data, self.size + 1)
             except zlib.error as error:
                 raise BadSample(f"{self.name} is corrupt: {error}") from None
-        if len(found) != self.size:
-            raise BadSample(f"{self.name} is truncated or corrupt: {len(found)} bytes, not {self.size}")
-        return found
+        if len(data) != self.size:
+            raise BadSample(f"{self.name} is truncated or corrupt: {len(data)} bytes, not {self.size}")
+        return data
 
 
-class _Ranges(io.RawIOBase):
-    """Reads of a file by ranges, each at least twice as long as the one before, so that a long header takes few."""
+class _RangeReader(io.RawIOBase):
+    """Read a file by ranges, each at least twice as long as the one before: a long header takes few requests."""
 
     def __init__(self, file: File, size: int, offset: int = 0) -> None:
-        self._file, self._size, self._offset = file, size, offset
-        self._at, self._start, self._held, self._next = 0, 0, b"", HEAD
+        self._file = file
+        self._size = size
+        self._offset = offset  # of our byte 0 in the file
+        self._position = 0
+        self._window = b""  # bytes from `_window_start` on
+        self._window_start = 0
+        self._next_size = HEAD
 
     def readable(self) -> bool:
         return True
@@ -230,39 +219,43 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
-        return self._at
+        self._position = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence])
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), max(0, self._size - self._at))
-        if not self._start <= self._at <= self._at + wanted <= self._start + len(self._held):
-            stop = min(self._size, self._at + max(wanted, self._next))
-            self._held = self._file.range(self._offset + self._at, self._offset + stop)
-            self._start, self._next = self._at, 2 * self._next
-        found = self._held[self._at - self._start :][:wanted]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        start = self._position
+        count = min(len(buffer), max(0, self._size - start))
+        # Read ahead: most headers are in the first 4 KB, and a long one takes log2 of its size in requests.
+        if not self._window_start <= start <= start + count <= self._window_start + len(self._window):
+            stop = min(self._size, start + max(count, self._next_size))
+            self._window = self._file.range(self._offset + start, self._offset + stop)
+            self._window_start = start
+            self._next_size *= 2
+        data = self._window[start - self._window_start :][:count]
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 # -------------------------------------------------------------------------------------------------- paths and URLs
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec is to read it; anything else is a path of this machine."""
+    """Return whether fsspec is to read it; anything else is a path of this machine."""
     return "://" in path
 
 
 def stored(path: str) -> File:
-    """The file of a path or URL."""
+    """Return the file of a path or URL."""
     return RemoteFile(path) if is_url(path) else LocalFile(path)
 
 
 @cache
 def _filesystem(process: int, url_start: str) -> Any:
+    # `process` is part of the cache's key alone: a forked worker must not share its parent's connections.
     try:
         return fsspec.core.url_to_fs(url_start)[0]
     except (ImportError, ValueError) as error:
@@ -270,40 +263,41 @@ def _filesystem(process: int, url_start: str) -> Any:
 
 
 def filesystem(url: str) -> Any:
-    """fsspec's, one for each server and process: its connections are kept, and do not survive a fork."""
+    """Return fsspec's file system of a URL, one per server and process: its connections do not survive a fork."""
     scheme, _, rest = url.partition("://")
     return _filesystem(os.getpid(), f"{scheme}://{rest.partition('/')[0]}")
 
 
 def found_files(path: str, key: str) -> list[str]:
-    """The files of a path, URL or pattern with `*`, sorted. Raises UserError, naming the config's `key`, for none."""
+    """List the files of a path, URL or pattern with `*`, sorted. Raises UserError, which names config key `key`."""
     try:
-        if not any(mark in path for mark in "*?["):
+        if not any(character in path for character in "*?["):
             stored(path).stamp()
-            found = [path]
+            files = [path]
         elif is_url(path):
-            found = [filesystem(path).unstrip_protocol(name) for name in filesystem(path).glob(path)]
+            files = [filesystem(path).unstrip_protocol(name) for name in filesystem(path).glob(path)]
         else:
-            found = local_glob.glob(path, recursive=True)
+            files = local_glob.glob(path, recursive=True)
     except BadSample as error:
         raise UserError(f"{key}: {error}; give a path, a pattern with * or a URL that fsspec opens") from None
     except Exception as error:  # each client library behind fsspec has its own
         raise UserError(f"{key}={path}: {one_line(error)}") from None
-    if not found:
+    if not files:
         raise UserError(f"{key}={path}: no such file; give a path, a pattern with * or a URL that fsspec opens")
-    return sorted(found)
+    return sorted(files)
 
 
 def local_copy(path: str, folder: Path) -> Path:
-    """The file itself where it is of this machine, else a copy in `folder`, made once for each stamp."""
+    """Return a local file as it is; copy a remote one into `folder`, once per stamp."""
     if not is_url(path):
         return Path(path)
     file = RemoteFile(path)
     copy = folder / f"{digest(path, file.stamp())}{Path(path).suffix}"
     if not copy.exists():
         folder.mkdir(parents=True, exist_ok=True)
+        # Several processes may copy at once: each writes a file of its own, and the renames replace each other.
         partial = copy.with_name(f"{copy.name}.{os.getpid()}.partial")
-        _tried(path, lambda: filesystem(path).get_file(path, str(partial)))
+        _retry(path, lambda: filesystem(path).get_file(path, str(partial)))
         if partial.stat().st_size != file.size():
             raise UserError(f"{path}: only {partial.stat().st_size} of {file.size()} bytes came; run again")
         partial.rename(copy)
@@ -311,32 +305,45 @@ def local_copy(path: str, folder: Path) -> Path:
 
 
 def digest(*parts: str) -> str:
-    """A name for these strings together, 32 hexadecimal digits."""
+    """Hash these strings together to 32 hexadecimal digits."""
     return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _info(url: str) -> dict[str, Any]:
     try:
         return dict(filesystem(url).info(url))
-    except FileNotFoundError:  # HTTP's says so whatever went wrong; reading tells
+    except FileNotFoundError:
+        # fsspec's HTTP raises this for any error; a read raises the actual one.
         filesystem(url).cat_file(url, start=0, end=1)
         return dict(filesystem(url).info(url))
 
 
-def _tried(url: str, read: Callable[[], T]) -> T:
-    """What `read` gives, tried again after a while where the fault may pass. Raises Unreadable."""
+def _retry(url: str, read: Callable[[], T]) -> T:
+    """Call `read`, again after 0.25, 1 and 4 s where the error may be transient. Raises Unreadable."""
     for attempt in range(_ATTEMPTS):
         try:
             return read()
         except (UserError, BadSample):
             raise
         except Exception as error:  # each client library behind fsspec has its own
-            lasting = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
+            # Client errors (4xx) stay, except 408 (timeout) and 429 (rate limit).
+            permanent = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
             refused = 400 <= getattr(error, "status", 0) < 500 and error.status not in (408, 429)
-            if lasting or refused or attempt + 1 == _ATTEMPTS:
+            if permanent or refused or attempt + 1 == _ATTEMPTS:
                 raise _unreadable(url, error) from None
             time.sleep(0.25 * 4**attempt)
     raise AssertionError("unreachable")
+
+
+@contextmanager
+def _raise_unreadable(path: str) -> Iterator[None]:
+    """Turn errors of the operating system into Unreadable."""
+    try:
+        yield
+    except BadSample:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        raise _unreadable(path, error) from None
 
 
 def _unreadable(path: str, error: Exception) -> Unreadable:
@@ -346,6 +353,6 @@ def _unreadable(path: str, error: Exception) -> Unreadable:
 
 
 def one_line(error: Exception) -> str:
-    """What went wrong, for a message: libraries say it in several lines, or not at all."""
-    told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(told.split())[:200] or type(error).__name__
+    """Describe an error in one line, for a message: libraries use several lines, or none."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())[:200] or type(error).__name__

@@ -1,7 +1,7 @@
-"""A checkpoint's chat template: from messages to the text that its model knows, and where in it the answers stand.
+"""Render conversations with a checkpoint's chat template, and locate the answers in the text.
 
 Templates are foreign code: they run in Jinja's sandbox, see nothing but strings, lists and dictionaries, and change
-nothing. What they may use is what `transformers` gives them.
+nothing. They get the functions and variables that `transformers` gives them.
 """
 
 from __future__ import annotations
@@ -25,59 +25,64 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mmjax.config import ChatFormat
-from mmjax.data.conversation import BadSample, Conversation, Media, Medium, Message
+from mmjax.data.conversation import BadSample, Conversation, Media, Message
 from mmjax.data.tokenizer import Tokenizer, read_json, tokenizer_config
 from mmjax.errors import UserError
 
-Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
+Span = tuple[int, int]  # characters of a text: [begin, end)
 
 ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT)
-# Written around what a template marks as generated. Unicode keeps these two for a program's own use: no text has them.
-BEGIN, END = "\ufdd0", "\ufdd1"
+# Marks around what a template declares as generated. Unicode reserves these two for internal use: no text has them.
+BEGIN = "\ufdd0"
+END = "\ufdd1"
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = "7f3a"
-MOST_WORK = 2_000_000  # turns of loops in one rendering: some seconds
-CALL_WORK = 10  # turns that a call takes as long as
+_PROBE = "7f3a"  # a text that no template contains
+MOST_WORK = 2_000_000  # loop iterations in one rendering: some seconds
+CALL_WORK = 10  # loop iterations that take as long as a call
 MOST_TEXT = 64_000_000  # characters
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text, and the stretches that the assistant says: each with the end of its turn."""
+    """A conversation's text with the spans of the answers, each including the end of its turn."""
 
     text: str
     answers: tuple[Span, ...]
     weights: tuple[float, ...] = ()  # of these answers
-    prompts: tuple[int, ...] = ()  # where the prompts of these answers end, as they are asked
+    prompts: tuple[int, ...] = ()  # ends of these answers' prompts
 
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template that was read, and what it was seen to take."""
+    """A chat template, and the form of messages that it takes."""
 
-    where: str  # for messages
+    where: str  # its file, for error messages
     source: str
-    variables: dict[str, Any]  # with the tokenizer's special tokens
-    marked: bool  # it says by {% generation %} what the assistant says
+    variables: dict[str, Any]  # including the tokenizer's special tokens
+    marked: bool  # whether it marks answers with {% generation %}
     lists: frozenset[str]  # roles whose message is a list of texts and media; others are one string
     special: tuple[str, ...]  # tokens, one of which may end a turn
 
     def messages(self, conversation: Conversation, written: Mapping[str, str]) -> list[dict[str, Any]]:
-        """A conversation as templates take it; where a message must be a string, media stand in it as `written`."""
+        """Convert a conversation to the template's messages; where one must be a string, media are as `written`."""
         return [self._message(message, written) for message in conversation.messages]
 
     def _message(self, message: Message, written: Mapping[str, str]) -> dict[str, Any]:
         if (message.role if message.role in ROLES else "user") not in self.lists:
             return {"role": message.role, "content": _as_string(message.parts, written)}
-        parts = [_text(p) if isinstance(p, str) else _medium(p.kind) for p in message.parts]
+        # Templates test a medium's type or whether its key exists; none reads the value.
+        parts = [
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind, p.kind: p.kind}
+            for p in message.parts
+        ]
         return {"role": message.role, "content": parts}
 
     def render(self, messages: Sequence[dict[str, Any]], prompt: bool) -> tuple[str, tuple[Span, ...]]:
-        """The text, with the beginning of an answer behind it if `prompt`; and what the template marks as generated.
+        """Render the text, with a generation prompt at its end if `prompt`, and return it with the marked spans.
 
-        Raises BadSample where the template refuses the messages, fails on them or does too much.
+        Raises BadSample where the template refuses the messages, fails on them or exceeds the limits.
         """
         try:
             text = _rendered(
@@ -97,37 +102,40 @@ class Template:
     def rendered(
         self, messages: Sequence[dict[str, Any]], last_only: bool = False, weights: Sequence[float] | None = None
     ) -> Rendered:
-        """The text of a whole conversation, and its answers or only the last of them.
+        """Render a whole conversation and locate its answers, or only the last of them.
 
-        By the template's marks; without marks by prefixes: an answer is what its message adds to the prompt before it,
-        up to the token that ends the turn. weights: of the messages, default 1; answers of weight 0 are left out.
-        Raises UserError where a prompt is no prefix of the text, BadSample where marks go with no message.
+        Answers are what the template marks; without marks, what their message adds to the prompt before it, up to the
+        token that ends the turn. weights: of the messages, default 1; answers of weight 0 are left out. Raises
+        UserError where a prompt is no prefix of the text, BadSample where a mark belongs to no message.
         """
         weights = [1.0] * len(messages) if weights is None else weights
         text, marks = self.render(messages, False)
-        said = [k for k, message in enumerate(messages) if message["role"] == ASSISTANT]
-        said = said[-1:] if last_only else said
-        trained = [k for k in said if weights[k]]
+        answered = [k for k, message in enumerate(messages) if message["role"] == ASSISTANT]
+        answered = answered[-1:] if last_only else answered
+        trained = [k for k in answered if weights[k]]
         if not self.marked:
             answers = tuple(self._added(messages, k, text) for k in trained)
             return Rendered(text, answers, tuple(weights[k] for k in trained), tuple(begin for begin, _ in answers))
         if not trained:
             return Rendered(text, ())
         prompts = tuple(self._prompts(messages, trained, text))
-        if len({weights[k] for k in said}) > 1:
-            return self._weighted(messages, text, marks, {k: weights[k] for k in trained}, prompts)
-        if last_only and said:
-            marks = marks[len(self.render(messages[: said[0]], False)[1]) :] if said[0] else marks
-        return Rendered(text, marks, (weights[said[0]],) * len(marks), prompts)
+        if len({weights[k] for k in answered}) > 1:
+            spans = [(k, mark) for k in trained for mark in self._marks_of(messages, k, marks)]
+            return Rendered(text, tuple(mark for _, mark in spans), tuple(weights[k] for k, _ in spans), prompts)
+        # All answers have one weight, so that it does not matter which mark belongs to which message.
+        if last_only and answered[0]:
+            marks = marks[len(self.render(messages[: answered[0]], False)[1]) :]
+        return Rendered(text, marks, (weights[answered[0]],) * len(marks), prompts)
 
     def _prompts(self, messages: Sequence[dict[str, Any]], trained: Sequence[int], text: str) -> Iterator[int]:
-        """Yield where in the text the prompts of answers end; a template may rewrite earlier answers once more follows.
+        """Yield the ends of the answers' prompts in the text; a template may rewrite earlier answers once more follows.
 
         Raises BadSample where the text of the last answer does not begin with its prompt.
         """
         for k in trained:
             if not k:
                 continue
+            # The prompt as generation renders it: the messages before the answer, then the template's opening of one.
             prompt, _ = self.render(messages[:k], True)
             if text.startswith(prompt):
                 yield len(prompt)
@@ -138,52 +146,37 @@ class Template:
                     "give the copy as chat.template"
                 )
 
-    def _weighted(
-        self,
-        messages: Sequence[dict[str, Any]],
-        text: str,
-        marks: tuple[Span, ...],
-        weights: Mapping[int, float],
-        prompts: tuple[int, ...],
-    ) -> Rendered:
-        """Assign the template's marks to messages with weights, by the marks in the text up to each message."""
-        of: list[tuple[Span, float]] = []
-        for k, weight in weights.items():
-            before = len(self.render(messages[:k], False)[1]) if k else 0
-            until = len(self.render(messages[: k + 1], False)[1])
-            if not 0 <= before < until <= len(marks):
-                raise BadSample(
-                    f"message {k} has a weight of its own, but the chat template marks no answer that is its alone"
-                )
-            of += ((mark, weight) for mark in marks[before:until])
-        return Rendered(text, tuple(mark for mark, _ in of), tuple(weight for _, weight in of), prompts)
+    def _marks_of(self, messages: Sequence[dict[str, Any]], k: int, marks: tuple[Span, ...]) -> tuple[Span, ...]:
+        """Return the marks of message `k`: those that the text with it has and the text before it has not."""
+        first = len(self.render(messages[:k], False)[1]) if k else 0
+        stop = len(self.render(messages[: k + 1], False)[1])
+        if not 0 <= first < stop <= len(marks):
+            raise BadSample(
+                f"message {k} has a weight of its own, but the chat template marks no answer that is its alone"
+            )
+        return marks[first:stop]
 
     def _added(self, messages: Sequence[dict[str, Any]], k: int, text: str) -> Span:
         """Return the span that message `k` adds to its prompt, without white space behind its end-of-turn token."""
         if not k:
             raise BadSample("it begins with the assistant, and the chat template marks no answers; begin with the user")
-        begin = self._prefix(self.render(messages[:k], True)[0], text)
-        end = self._prefix(self.render(messages[: k + 1], False)[0], text) if k + 1 < len(messages) else len(text)
-        if end < begin:
-            self._refuse()
+        prompt, _ = self.render(messages[:k], True)
+        until = self.render(messages[: k + 1], False)[0] if k + 1 < len(messages) else text
+        if not (text.startswith(prompt) and text.startswith(until) and len(prompt) <= len(until)):
+            raise UserError(
+                f"the chat template {self.where} writes an answer otherwise once more follows it than as its prompt "
+                "begins or ends it, so what the assistant says can't be told apart; put {% generation %} and "
+                "{% endgeneration %} around that in a copy of it, and give the copy as chat.template"
+            )
+        begin = len(prompt)
+        end = len(until)
+        # Templates often write a line break behind the end-of-turn token, which a model need not generate.
         answer = text[begin:end].rstrip()
         return begin, begin + len(answer) if answer.endswith(self.special) else end
 
-    def _prefix(self, prefix: str, text: str) -> int:
-        if not text.startswith(prefix):
-            self._refuse()
-        return len(prefix)
-
-    def _refuse(self) -> None:
-        raise UserError(
-            f"the chat template {self.where} writes an answer otherwise once more follows it than as its prompt begins "
-            "or ends it, so what the assistant says can't be told apart; put {% generation %} and {% endgeneration %} "
-            "around that in a copy of it, and give the copy as chat.template"
-        )
-
 
 def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
-    """The chat template of a folder with this tokenizer. Raises UserError where there is none that Jinja reads."""
+    """Load the chat template of a folder with this tokenizer. Raises UserError where there is none that compiles."""
     source, where = template_source(form)
     try:
         _compiled(source)
@@ -195,13 +188,21 @@ def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
         today = datetime.fromisoformat(form.date)
     except ValueError as error:
         raise UserError(f"chat.date={form.date!r}: {error}; write it as 2025-01-31") from error
+    # A fixed date, where transformers has today's: tokens must not depend on the day of the run.
     variables = {**tokenizer.named, "strftime_now": today.strftime, **form.variables}
-    marked = bool(_MARK.search(source))
-    return _with_lists(Template(where, source, variables, marked, frozenset(), tuple(tokenizer.special)))
+    template = Template(
+        where=where,
+        source=source,
+        variables=variables,
+        marked=bool(_MARK.search(source)),
+        lists=frozenset(),
+        special=tuple(tokenizer.special),
+    )
+    return _with_lists(template)
 
 
 def template_source(form: ChatFormat) -> tuple[str, str]:
-    """A template and where it stands: what the config names, else where transformers looks, in its order."""
+    """Return a template and its file: what the config names, else where transformers looks, in its order."""
     folder = Path(form.folder)
     if form.template:
         path = Path(form.template)
@@ -209,84 +210,79 @@ def template_source(form: ChatFormat) -> tuple[str, str]:
             raise UserError(f"chat.template={form.template!r} is no file; name a Jinja template")
         return path.read_text(encoding="utf-8"), str(path)
     for name in ("processor_config.json", "chat_template.json"):
-        if found := read_json(folder / name).get("chat_template"):
-            return _default(found, folder / name)
+        if templates := read_json(folder / name).get("chat_template"):
+            return _default(templates, folder / name)
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8"), str(path)
-    if found := tokenizer_config(form.folder).get("chat_template"):
-        return _default(found, folder / "tokenizer_config.json")
+    if templates := tokenizer_config(form.folder).get("chat_template"):
+        return _default(templates, folder / "tokenizer_config.json")
     raise UserError(
         f"{folder} has no chat template (chat_template.jinja); give a Jinja file as chat.template, "
         "such as that of the model's chat version"
     )
 
 
-def _default(found: Any, path: Path) -> tuple[str, str]:
-    """The template itself, or of several named ones the default."""
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}
-    if isinstance(found, dict):
-        if "default" not in found:
-            raise UserError(f"{path} has the chat templates {', '.join(found)} and no default; name one: chat.template")
-        found = found["default"]
-    return found, str(path)
+def _default(templates: Any, path: Path) -> tuple[str, str]:
+    """Return the template itself, or the default of several named ones."""
+    if isinstance(templates, list):
+        templates = {entry["name"]: entry["template"] for entry in templates}
+    if isinstance(templates, dict):
+        if "default" not in templates:
+            raise UserError(
+                f"{path} has the chat templates {', '.join(templates)} and no default; name one: chat.template"
+            )
+        templates = templates["default"]
+    return templates, str(path)
 
 
 def _as_string(parts: Sequence[str | Media], written: Mapping[str, str]) -> str:
-    """Write a message as one string, media as `written`: on lines of their own, but where a space is beside them."""
+    """Join a message to one string, with media as `written`: on lines of their own unless beside white space."""
     pieces: list[str] = []
     for k, part in enumerate(parts):
         piece = part if isinstance(part, str) else written[part.kind]
-        of_media = k > 0 and not (isinstance(part, str) and isinstance(parts[k - 1], str))
-        if of_media and not (pieces[-1][-1:].isspace() or piece[:1].isspace()):
+        beside_medium = k > 0 and not (isinstance(part, str) and isinstance(parts[k - 1], str))
+        if beside_medium and not (pieces[-1][-1:].isspace() or piece[:1].isspace()):
             pieces.append("\n")
         pieces.append(piece)
     return "".join(pieces)
 
 
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def _medium(kind: Medium) -> dict[str, str]:
-    """Templates ask for the type or whether there is such a key; none reads what it holds."""
-    return {"type": kind, kind: kind}
-
-
 def _with_lists(template: Template) -> Template:
-    """The template, knowing whose messages it writes out as text when they come as lists of parts."""
-    found: set[str] = set()
+    """Find the roles whose messages the template accepts as lists of parts, by rendering one for each."""
+    lists: set[str] = set()
+    # Users come first, since the probes of the other roles need a user's message before or after them.
     for role in ("user", ASSISTANT, "system"):
-        probe = {"role": role, "content": [_text(_PROBE)]}
-        user = {"role": "user", "content": [_text("a")] if "user" in found else "a"}
+        probe = {"role": role, "content": [{"type": "text", "text": _PROBE}]}
+        user = {"role": "user", "content": [{"type": "text", "text": "a"}] if "user" in lists else "a"}
         try:
             text, _ = template.render({"user": [probe], ASSISTANT: [user, probe], "system": [probe, user]}[role], False)
         except (BadSample, UserError):
             continue
+        # A template that expects a string prints the list as Python or JSON: {'type': 'text', 'text': '7f3a'}.
         if _PROBE in text and not re.search(rf"""['"]text['"]: ?['"]{_PROBE}""", text):
-            found.add(role)
-    return replace(template, lists=frozenset(found))
+            lists.add(role)
+    return replace(template, lists=frozenset(lists))
 
 
 # ---------------------------------------------------------------------------------------------------------- Jinja
 
 
 class _Refusal(Exception):
-    """An error that a template raises by raise_exception."""
+    """An error that a template raises with raise_exception."""
 
 
 class _TooMuch(Exception):
-    """A template that loops, calls or writes without an end."""
+    """A template exceeds the limits on loops, calls or text."""
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what stands between them is the assistant's."""
+    """Parse `{% generation %} ... {% endgeneration %}`, the block around an answer."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block, with a mark before and behind what it writes."""
+        """Write marks before and behind the block's text."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -296,30 +292,27 @@ class _Generation(Extension):
 
 
 def _without_marks(text: str) -> tuple[str, tuple[Span, ...]]:
-    """The text, and the stretches between marks that hold something."""
-    kept, spans, length, begin = [], [], 0, 0
+    """Remove the marks; return the text and the non-empty spans between marks."""
+    texts = []
+    spans = []
+    length = begin = 0
     for piece in re.split(f"([{BEGIN}{END}])", text):
         if piece == BEGIN:
             begin = length
         elif piece == END:
             spans.append((begin, length))
         else:
-            kept.append(piece)
+            texts.append(piece)
             length += len(piece)
-    return "".join(kept), tuple(span for span in spans if span[0] < span[1])
+    return "".join(texts), tuple(span for span in spans if span[0] < span[1])
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise _Refusal(message)
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    """JSON as it is, where Jinja's own filter writes it for HTML."""
-    return json.dumps(value, **{"ensure_ascii": False, **options})
-
-
 class _CountedCode(CodeGenerator):
-    """Code whose loops and joined strings go through the environment, which counts them.
+    """Compile loops and joined strings to calls of the environment, which counts them.
 
     Jinja's sandbox limits what a template may touch, not how long it runs; this goes when it has such a limit.
     """
@@ -337,7 +330,7 @@ class _CountedCode(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox that ends a template which does too much, after the same work on every machine, however slow."""
+    """A sandbox that stops a template after the same amount of work on every machine."""
 
     code_generator_class = _CountedCode
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -347,13 +340,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def count(self, work: int = 1) -> None:
-        """Take some of the work that is left of this rendering."""
-        _work.left -= work
-        if _work.left < 0:
+        """Subtract from the rendering's budget of work."""
+        _work.budget -= work
+        # Thread-local, since one environment renders in many threads.
+        if _work.budget < 0:
             raise _TooMuch(f"it takes more than {MOST_WORK:,} loops and calls")
 
     def count_loop(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over values, each of which counts."""
+        """Iterate over values, counting each."""
         for value in values:
             self.count()
             yield value
@@ -364,19 +358,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._check_length(sum(map(len, texts)))
         return "".join(texts)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute a sum, product, power or format, unless it is huge."""
-        if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            self._check_length(len(left) + len(right))
+    def call_binop(self, context: Context, operator: str, x: Any, y: Any) -> Any:
+        """Compute a sum, product, power or format unless its result is huge."""
+        if operator == "+" and hasattr(x, "__len__") and hasattr(y, "__len__"):
+            self._check_length(len(x) + len(y))
         elif operator == "*":
-            for many, times in ((left, right), (right, left)):
-                if hasattr(many, "__len__") and isinstance(times, int):
-                    self._check_length(len(many) * times)
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            self._check_length(left.bit_length() * right)
-        elif operator == "%" and isinstance(left, str):
-            self._check_length(sum(map(int, re.findall(r"\d{1,18}", left))))  # the widths of what it formats
-        return super().call_binop(context, operator, left, right)
+            for value, times in ((x, y), (y, x)):
+                if hasattr(value, "__len__") and isinstance(times, int):
+                    self._check_length(len(value) * times)
+        elif operator == "**" and isinstance(x, int) and isinstance(y, int):
+            self._check_length(x.bit_length() * y)
+        elif operator == "%" and isinstance(x, str):
+            self._check_length(sum(map(int, re.findall(r"\d{1,18}", x))))  # field widths, as in "%99999d"
+        return super().call_binop(context, operator, x, y)
 
     def _check_length(self, length: int) -> None:
         if length > MOST_TEXT:
@@ -388,8 +382,9 @@ _work = threading.local()
 
 def _rendered(source: str, **variables: Any) -> str:
     """Render a template. Raises what its code raises, and _TooMuch."""
-    _work.left = MOST_WORK
-    pieces, length = [], 0
+    _work.budget = MOST_WORK
+    pieces = []
+    length = 0
     for piece in _compiled(source).generate(**variables):
         pieces.append(piece)
         length += len(piece)
@@ -399,18 +394,20 @@ def _rendered(source: str, **variables: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Say in one line what went wrong."""
+    """Describe an error in one line."""
     text = " ".join(str(error).split())[:200]
     return text if isinstance(error, jinja2.TemplateError | _TooMuch) and text else f"{type(error).__name__}: {text}"
 
 
 @functools.cache
 def _environment() -> _Environment:
+    # trim_blocks and lstrip_blocks are what transformers sets, and decide where line breaks stay.
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    # Jinja's own filter escapes for HTML.
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
+    environment.globals["raise_exception"] = _raise_exception
     return environment
 
 

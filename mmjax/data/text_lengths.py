@@ -1,4 +1,4 @@
-"""How many tokens of text each conversation of a data set has: counted once, on all cores, and kept."""
+"""Count the text tokens of each conversation of a data set: once, on all cores, and cached."""
 
 from __future__ import annotations
 
@@ -14,119 +14,102 @@ import numpy as np
 
 from mmjax.config import ChatFormat
 from mmjax.data.chat import Chat, load_chat
-from mmjax.data.conversation import BadSample, Conversation, Conversations
-from mmjax.data.kept import Damaged, keep, kept, note, remove
+from mmjax.data.conversation import BadSample
+from mmjax.data.kept import keep, kept, kept_if_sound, remove
 from mmjax.data.media_facts import Progress
 from mmjax.data.stored import StoredConversations, digest
 
-Reopen = Callable[[], StoredConversations]  # in another process: it must pickle
+# Opens the conversations in another process, so it must pickle; open files and locks do not.
+Reopen = Callable[[], StoredConversations]
 
 _VERSION = "3"
 _NAMES = ("tokens", "bad", "reason")
 _CHUNK = 8192  # records that a killed run counts again, for each core
-_ALONE = 3 * _CHUNK  # as many are counted before another process has started
+_ALONE = 3 * _CHUNK  # records below which starting worker processes takes longer than counting
 
 
 @dataclass(frozen=True)
 class TextLengths:
-    """Of all records of a data set."""
+    """Text tokens of all records of a data set."""
 
-    tokens: np.ndarray  # int32 [n]: of text, media left out; 0 of a bad record
+    tokens: np.ndarray  # int32 [n]: of text, without media; 0 for a bad record
     bad: np.ndarray  # int64 [b]: records whose text cannot be used, in order
     reason: np.ndarray  # str [b]
 
 
 def open_text_lengths(conversations: StoredConversations, chat: Chat, cache: Path) -> TextLengths | None:
-    """What `count_text` found for these records and this template; None where it was not called."""
-    return _read(_path(conversations, chat, cache))
+    """Open the lengths that `count_text` cached for these records and this template; None if there are none."""
+    arrays = kept_if_sound(_path(conversations, chat, cache), _NAMES)
+    return None if arrays is None else TextLengths(**arrays)
 
 
 def count_text(
-    conversations: StoredConversations,
-    reopen: Reopen,
-    chat: Chat,
-    cache: Path,
-    progress: Progress = lambda done: None,
+    conversations: StoredConversations, reopen: Reopen, chat: Chat, cache: Path, progress: Progress = lambda done: None
 ) -> TextLengths:
-    """The lengths of all records. What was counted before a run was killed is not counted again."""
-    path = _path(conversations, chat, cache)
-    if (known := _read(path)) is not None:
+    """Count the text tokens of all records. A killed run resumes where it was."""
+    if (known := open_text_lengths(conversations, chat, cache)) is not None:
         return known
+    path = _path(conversations, chat, cache)
+    # Each chunk is saved in a folder of its own until all are counted.
     parts = path.with_suffix(".parts")
     chunks = [range(k, min(k + _CHUNK, len(conversations))) for k in range(0, len(conversations), _CHUNK)]
-    missing = [chunk for chunk in chunks if _read(_part(parts, chunk)) is None]
+    folders = {chunk: parts / f"{chunk.start}-{chunk.stop}" for chunk in chunks}
+    missing = [chunk for chunk in chunks if kept_if_sound(folders[chunk], _NAMES) is None]
     done = len(conversations) - sum(map(len, missing))
-    for chunk, found in _counted(missing, conversations, reopen, chat):
-        _write(_part(parts, chunk), found)
+    for chunk, lengths in _count_chunks(missing, conversations, reopen, chat):
+        keep(folders[chunk], vars(lengths))
         progress(done := done + len(chunk))
-    whole = [kept(_part(parts, chunk), _NAMES) for chunk in chunks]
-    joined = TextLengths(*(np.concatenate([part[name] for part in whole]) for name in _NAMES))
-    _write(path, joined)
+    saved = [kept(folders[chunk], _NAMES) for chunk in chunks]
+    joined = TextLengths(**{name: np.concatenate([part[name] for part in saved]) for name in _NAMES})
+    keep(path, vars(joined))
     remove(parts)
     return joined
 
 
-def _counted(
+def _count_chunks(
     chunks: Sequence[range], conversations: StoredConversations, reopen: Reopen, chat: Chat
 ) -> Iterator[tuple[range, TextLengths]]:
     cores = len(os.sched_getaffinity(0))
     if cores == 1 or sum(map(len, chunks)) <= _ALONE:
         yield from ((chunk, _lengths(chunk, conversations, chat)) for chunk in chunks)
         return
-    # Not forked: the threads that JAX has started would be missing in it.
-    started = partial(_start, reopen, chat.form)
-    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), started) as pool:
-        yield from zip(chunks, pool.map(_in_worker, chunks), strict=True)
+    # Spawned, since a fork copies JAX's locks but not the threads that would release them.
+    initializer = partial(_open_in_worker, reopen, chat.form)
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer) as pool:
+        yield from zip(chunks, pool.map(_count_in_worker, chunks), strict=True)
 
 
-_opened: tuple[StoredConversations, Chat] | None = None  # of a worker
+_opened: tuple[StoredConversations, Chat] | None = None  # in a worker process
 
 
-def _start(reopen: Reopen, form: ChatFormat) -> None:
+def _open_in_worker(reopen: Reopen, form: ChatFormat) -> None:
     global _opened
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core already
     _opened = reopen(), load_chat(form)
 
 
-def _in_worker(chunk: range) -> TextLengths:
+def _count_in_worker(chunk: range) -> TextLengths:
     return _lengths(chunk, *_opened)
 
 
-def _lengths(chunk: range, conversations: Conversations, chat: Chat) -> TextLengths:
-    read = [_conversation(conversations, index) for index in chunk]
-    counted = iter(chat.text_tokens([found for found in read if isinstance(found, Conversation)]))
-    found = [next(counted) if isinstance(of, Conversation) else of for of in read]
-    bad = {k: str(of) for k, of in enumerate(found) if isinstance(of, BadSample)}
-    return TextLengths(
-        np.array([0 if isinstance(of, BadSample) else of for of in found], np.int32),
-        np.array(list(bad), np.int64) + chunk.start,
-        np.array(list(bad.values()), np.str_),
-    )
-
-
-def _conversation(conversations: Conversations, index: int) -> Conversation | BadSample:
-    try:
-        return conversations.conversation(index)
-    except BadSample as bad:
-        return bad
+def _lengths(chunk: range, conversations: StoredConversations, chat: Chat) -> TextLengths:
+    readable = {}
+    bad = {}  # reasons by index
+    for index in chunk:
+        try:
+            readable[index] = conversations.conversation(index)
+        except BadSample as error:
+            bad[index] = str(error)
+    # Readable conversations are tokenized as one batch.
+    tokens = np.zeros(len(chunk), np.int32)
+    for index, count in zip(readable, chat.text_tokens(list(readable.values())), strict=True):
+        if isinstance(count, BadSample):
+            bad[index] = str(count)
+        else:
+            tokens[index - chunk.start] = count
+    indices = sorted(bad)
+    return TextLengths(tokens, np.array(indices, np.int64), np.array([bad[k] for k in indices], np.str_))
 
 
 def _path(conversations: StoredConversations, chat: Chat, cache: Path) -> Path:
     return cache / f"text-{digest(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"
-
-
-def _part(folder: Path, chunk: range) -> Path:
-    return folder / f"{chunk.start}-{chunk.stop}"
-
-
-def _read(folder: Path) -> TextLengths | None:
-    """What was counted; None where it was not, or is not whole."""
-    try:
-        return TextLengths(**kept(folder, _NAMES))
-    except Damaged as damage:
-        note(damage)
-        return None
-
-
-def _write(folder: Path, lengths: TextLengths) -> None:
-    keep(folder, {name: getattr(lengths, name) for name in _NAMES})

@@ -1,7 +1,6 @@
-"""The tokenizer of a Hugging Face folder: its `tokenizer.json`, with the special tokens that the files beside it name.
+"""Load the tokenizer of a Hugging Face folder: its `tokenizer.json`, with the special tokens of the files beside it.
 
-What `transformers` would load, without it: ids and texts are those of its `AutoTokenizer` wherever that uses the
-folder's `tokenizer.json` as it stands.
+Ids and texts equal those of transformers' `AutoTokenizer` wherever that uses the folder's `tokenizer.json` as it is.
 """
 
 from __future__ import annotations
@@ -22,85 +21,72 @@ Json = dict[str, Any]
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
-SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # that WordPiece and Unigram may leave
+# Decoded WordPiece and Unigram text may have these instead of their stripped form (clean_up_tokenization_spaces).
+SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One text's tokens. A token's place is where its characters are in the text."""
+    """One text's tokens, with the characters of the text that each covers."""
 
     ids: np.ndarray  # int32 [n]
-    begin: np.ndarray  # int64 [n]
-    end: np.ndarray  # int64 [n]: behind its last character
+    begin: np.ndarray  # int64 [n]: first character
+    end: np.ndarray  # int64 [n]: behind the last character
 
     def touching(self, begin: int, end: int) -> slice:
-        """The tokens that hold any character of a stretch of the text."""
-        first = np.searchsorted(self.end, begin, side="right")
-        return slice(int(first), max(int(first), int(np.searchsorted(self.begin, end, side="left"))))
+        """Return the tokens that cover any of the text's characters `begin` to `end` - 1."""
+        # Tokens "a", " b" and "c" end at 1, 3 and 4 and begin at 0, 1 and 3: characters 2 to 3 touch tokens 1 to 2.
+        first = int(np.searchsorted(self.end, begin, side="right"))
+        return slice(first, max(first, int(np.searchsorted(self.begin, end, side="left"))))
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A fast tokenizer. Nothing is added to a text and nothing is cut, unless said."""
+    """A fast tokenizer. By default nothing is added to a text, and nothing is truncated."""
 
     folder: str
     backend: tokenizers.Tokenizer
-    named: dict[str, str]  # special tokens by name, as templates know them: bos_token, eos_token, image_token, ...
-    special: frozenset[str]  # all tokens that are never part of a longer one and not text
-    around: tuple[tuple[int, ...], tuple[int, ...]]  # put before and after a text that no template wrote: <s>
+    named: dict[str, str]  # special tokens by name, as templates use them: bos_token, eos_token, image_token, ...
+    special: frozenset[str]  # tokens that are matched as a whole and are not text
+    around: tuple[tuple[int, ...], tuple[int, ...]]  # ids that it adds before and after a text, such as <s>
     ends: tuple[int, ...]  # any of these ends an answer
-    cleans: bool  # spaces before punctuation are taken out of decoded text
+    cleans: bool  # whether decoding removes spaces before punctuation
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def id(self, token: str | None) -> int | None:
-        """The number of a token; None where there is no such token."""
+        """Return the id of a token; None for none."""
         return None if token is None else self.backend.token_to_id(token)
 
-    @property
-    def bos(self) -> int | None:
-        """Begins a text; None where the model has none."""
-        return self.id(self.named.get("bos_token"))
-
-    @property
-    def eos(self) -> int | None:
-        """Ends a text; None where the model has none."""
-        return self.id(self.named.get("eos_token"))
-
-    @property
-    def pad(self) -> int | None:
-        """Fills what holds nothing; None where the model has none."""
-        return self.id(self.named.get("pad_token"))
-
     def encode(self, text: str, around: bool = False) -> Encoded:
-        """Tokens of a text, in which special tokens are found; with what belongs before and after it, if wanted."""
+        """Tokenize a text, parsing special tokens in it; around: add the tokens before and after it."""
         return _encoded(self.backend.encode(text, add_special_tokens=around))
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[Encoded]:
-        """Tokens of each text; made at once, on all cores that the variable TOKENIZERS_PARALLELISM allows."""
+        """Tokenize texts as a batch, on all cores unless the variable TOKENIZERS_PARALLELISM is false."""
         return map(_encoded, self.backend.encode_batch(texts, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of these tokens."""
+        """Decode tokens to text."""
         text = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
         for spaced in SPACED if self.cleans else ():
             text = text.replace(spaced, spaced.strip())
         return text
 
     def fingerprint(self) -> str:
-        """Changes when a text's tokens may."""
+        """Hash everything that a text's tokens depend on."""
         parts = (self.backend.to_str(), json.dumps(self.named, sort_keys=True))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _encoded(encoding: tokenizers.Encoding) -> Encoded:
-    places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    return Encoded(np.array(encoding.ids, np.int32), places[:, 0], places[:, 1])
+    begin, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    return Encoded(np.array(encoding.ids, np.int32), begin, end)
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder. Raises UserError where it has none that can be read without code."""
+    """Load the tokenizer of a Hugging Face folder. Raises UserError where it has none that can be read without code."""
     path = Path(folder) / "tokenizer.json"
     if not Path(folder).is_dir():
         raise UserError(f"{folder} is not a folder; give one that holds a Hugging Face checkpoint")
@@ -117,6 +103,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
     backend.no_truncation()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     special = {str(t.content) for t in backend.get_added_tokens_decoder().values() if t.special}
+    # transformers ignores the setting for BPE, whose decoder restores spaces exactly.
     bpe = isinstance(backend.model, tokenizers.models.BPE)
     return Tokenizer(
         folder=folder,
@@ -130,7 +117,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
 
 
 def read_json(path: Path) -> Json:
-    """A JSON object; empty where there is no such file. Raises UserError where it is something else."""
+    """Read a JSON object; empty where the file is missing. Raises UserError where it is something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
@@ -141,7 +128,7 @@ def read_json(path: Path) -> Json:
 
 
 def tokenizer_config(folder: str) -> Json:
-    """`tokenizer_config.json`, with what older versions of transformers keep beside it."""
+    """Read `tokenizer_config.json`, with what older versions of transformers write to a file beside it."""
     config = read_json(Path(folder) / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= read_json(Path(folder) / "special_tokens_map.json")
@@ -149,9 +136,10 @@ def tokenizer_config(folder: str) -> Json:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
-    """The file's tokenizer. Spaces count as characters of their token, in places as in the text; ids don't change."""
+    """Load the file's tokenizer, with ByteLevel's leading spaces counted in offsets; ids don't change."""
     content = read_json(path)
     post = content.get("post_processor") or {}
+    # With trim_offsets the token " cat" would begin at "c", and the space would belong to no token.
     for processor in post.get("processors", [post]):
         if processor.get("type") == "ByteLevel":
             processor["trim_offsets"] = False
@@ -162,7 +150,7 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(config: Json) -> tuple[dict[str, str | Json], list[str | Json]]:
-    """Special tokens by name, and those without one. A token is its text, or an object with its text and its ways."""
+    """Return special tokens by name, and those without one. A token is its text, or an object with text and options."""
     extra: list[str | Json] = []
     named = {k: v for k, v in config.items() if k in NAMED and v is not None}
     named |= {k: v for k, v in config.items() if k.endswith("_token") and isinstance(v, (str, dict))}
@@ -180,38 +168,40 @@ def _content(token: str | Json) -> str:
 
 
 def _added(token: str | Json) -> tokenizers.AddedToken:
-    ways = {} if isinstance(token, str) else {k: token[k] for k in token.keys() & _WAYS}
-    return tokenizers.AddedToken(_content(token), **{"special": True, **ways})
+    options = {} if isinstance(token, str) else {k: token[k] for k in token.keys() & _OPTIONS}
+    return tokenizers.AddedToken(_content(token), **{"special": True, **options})
 
 
-_WAYS = {"lstrip", "rstrip", "single_word", "normalized", "special"}
+_OPTIONS = {"lstrip", "rstrip", "single_word", "normalized", "special"}
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Json, named: Sequence[str | Json]) -> None:
-    """Add what the files beside `tokenizer.json` say and it does not: in the order of their numbers, then the named."""
+    """Add the tokens that only the files beside `tokenizer.json` have: declared ones by id, then the named ones."""
+    # The order gives new tokens the ids that transformers gives them.
     declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    have = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    wanted = [token for _, entry in declared if repr(token := _added(entry)) not in have]
-    known = {t.content for t in backend.get_added_tokens_decoder().values()} | {t.content for t in wanted}
+    present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    missing = [token for _, entry in declared if repr(token := _added(entry)) not in present]
+    contents = {t.content for t in [*backend.get_added_tokens_decoder().values(), *missing]}
     for token in named:
-        if _content(token) not in known:
-            known.add(_content(token))
-            wanted.append(_added(token))
-    if wanted:
-        backend.add_tokens(wanted)
+        if _content(token) not in contents:
+            contents.add(_content(token))
+            missing.append(_added(token))
+    if missing:
+        backend.add_tokens(missing)
 
 
 def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the tokenizer itself puts before and after a text."""
+    """Return the ids that the tokenizer's post-processor adds before and after a text."""
     if not backend.num_special_tokens_to_add(is_pair=False):
         return (), ()
     encoding = backend.encode("a", add_special_tokens=True)
+    # "a" may be several tokens itself; what lies outside the ones that are not special was added.
     inner = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
     return tuple(encoding.ids[: inner[0]]), tuple(encoding.ids[inner[-1] + 1 :])
 
 
 def _ends(folder: str, backend: tokenizers.Tokenizer, eos: str | Json | None) -> tuple[int, ...]:
-    """The tokens that end an answer: those of `generation_config.json`, else the tokenizer's own."""
+    """Return the tokens that end an answer: those of `generation_config.json`, else the tokenizer's own."""
     value = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
     if value is None and eos is not None:
         value = backend.token_to_id(_content(eos))

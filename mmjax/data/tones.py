@@ -1,4 +1,4 @@
-"""Telephone keypad tones (DTMF) with jitter and noise: clips of very different length that say something readable."""
+"""Telephone keypad tones (DTMF) with jitter and noise: clips of very different lengths with a text to transcribe."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import numpy as np
 SAMPLE_RATE = 4000  # Hz; the highest tone is 1477 Hz
 DIGITS = "0123456789"
 KEYS = DIGITS + "*#"
+# Hz: keys in one row of the keypad share the low tone, those in one column the high one.
 LOW = {key: low for low, row in zip((697, 770, 852, 941), ("123", "456", "789", "*0#"), strict=True) for key in row}
 HIGH = {key: high for high, row in zip((1209, 1336, 1477), ("147*", "2580", "369#"), strict=True) for key in row}
-# In training long clips come more often: keeping count is what takes practice. Held-out clips keep their long tail.
+# Long clips are more frequent in training, since keeping count needs practice. Held-out clips keep their long tail.
 PRACTICE = tuple(accumulate((0.33, 0.19, 0.12, 0.09, 0.08, 0.07, 0.06, 0.06)))  # of 1..8 keys in a clip
 PRACTICE_FEW = tuple(accumulate((0.40, 0.26, 0.18, 0.16)))  # of 1..4 keys, where a sample has more items than one
 COUNTS = tuple(accumulate((0.37, 0.25, 0.14, 0.08, 0.06, 0.04, 0.035, 0.025)))  # the same, held out
 FEW = tuple(accumulate((0.45, 0.27, 0.16, 0.12)))
 
 _LONGEST = 700  # samples of a tone: 140 ms at the slowest speed
-_PHASES = 100  # samples by which a tone may start later in its table
+_PHASES = 100  # offsets in samples at which a tone may start in its table
 
 
 class Clip(NamedTuple):
-    """One clip: each key's tone and the silence after it; what `samples` exceeds them by is silence at the end."""
+    """One clip: each key's tone and the silence after it; the rest of `samples` is silence at the end."""
 
     text: str  # its keys
     lead: int  # silence before the first tone, in samples
@@ -35,7 +36,7 @@ class Clip(NamedTuple):
 
 
 def draw_clip(u: Iterator[float], counts: Sequence[float], keys: str) -> Clip:
-    """A clip's keys and timing from uniform draws; `counts` is the cumulative distribution of 1, 2, ... keys."""
+    """Draw a clip's keys and timing; `u` yields uniform draws, `counts` is the CDF of 1, 2, ... keys."""
     draw = next(u)
     count = 1 + sum(draw >= bound for bound in counts[:-1])
     text = "".join([keys[int(next(u) * len(keys))] for _ in range(count)])
@@ -48,21 +49,22 @@ def draw_clip(u: Iterator[float], counts: Sequence[float], keys: str) -> Clip:
 
 
 def render_clip(clip: Clip, rng: np.random.Generator) -> np.ndarray:
-    """The clip, float32 `[samples]` in -1..1, its loudness, phases and noise from `rng`."""
+    """Synthesise the clip, float32 `[samples]` in -1..1, with loudness, phases and noise from `rng`."""
+    # The order of draws is part of the data set: noise, its loudness, phases, gains.
     table = _tones()
     wave = rng.standard_normal(clip.samples, np.float32)
     wave *= np.float32(rng.uniform(0.02, 0.12))
     phases = rng.integers(_PHASES, size=len(clip.text)).tolist()
     gains = rng.uniform(0.25, 0.45, (len(clip.text), 2, 1)).astype(np.float32)
-    at = clip.lead
+    start = clip.lead
     for key, length, gap, phase, gain in zip(clip.text, clip.tones, clip.gaps, phases, gains, strict=True):
-        wave[at : at + length] += (table[KEYS.index(key), :, phase : phase + length] * gain).sum(0)
-        at += length + gap
+        wave[start : start + length] += (table[KEYS.index(key), :, phase : phase + length] * gain).sum(0)
+        start += length + gap
     return np.clip(wave, -1, 1)
 
 
 @functools.cache
 def _tones() -> np.ndarray:
-    """The low and the high sine of each key, float32 `[12, 2, samples]`."""
+    """Compute the low and the high sine of each key, float32 `[12, 2, samples]`."""
     hertz = np.array([(LOW[key], HIGH[key]) for key in KEYS])
     return np.sin(2 * np.pi / SAMPLE_RATE * hertz[..., None] * np.arange(_LONGEST + _PHASES)).astype(np.float32)

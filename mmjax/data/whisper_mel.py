@@ -1,7 +1,7 @@
-"""Log-mel frames as Whisper's feature extractor makes them, of the clip alone instead of a whole window.
+"""Log-mel frames of Whisper's feature extractor, computed for the clip alone instead of a whole window.
 
-The extractor pads a clip with silence to `WhisperMel.seconds`. Frames far beyond the clip's end hold nothing but that
-silence, so only those are made that are asked for; what they hold is the same.
+The extractor pads a clip with silence to `WhisperMel.seconds`. Frames far behind the clip's end depend on that silence
+only, so just the requested frames are computed; their values are the extractor's.
 """
 
 from __future__ import annotations
@@ -9,72 +9,74 @@ from __future__ import annotations
 import numpy as np
 
 from mmjax.config import WhisperMel
-from mmjax.data.log_mel import hann, mel_filters
+from mmjax.data.log_mel import mel_power
 from mmjax.errors import BadMedia
 
 FLOOR = 1e-10  # of power
-RANGE = 8.0  # decades kept below the window's loudest bin
+RANGE = 8.0  # decades below the window's loudest bin at which power is clamped
 
 
-def most_frames(how: WhisperMel) -> int:
-    """Frames of a whole window."""
-    return how.seconds * how.sample_rate // how.hop
+def most_frames(config: WhisperMel) -> int:
+    """Count the frames of a whole window."""
+    return config.seconds * config.sample_rate // config.hop
 
 
-def valid_frames(how: WhisperMel, samples: int) -> int:
-    """Frames whose middle lies in a clip of that many samples: what the extractor's attention mask counts."""
-    return min(-(-samples // how.hop), most_frames(how))
+def valid_frames(config: WhisperMel, samples: int) -> int:
+    """Count the frames centred inside a clip of that many samples: those that the extractor's attention mask counts."""
+    return min(-(-samples // config.hop), most_frames(config))
 
 
-def pieces(how: WhisperMel, samples: int) -> tuple[tuple[int, int], ...]:
-    """Where to cut a clip, (start, stop) in samples: one piece where it fits the window, else as `longer` says.
+def pieces(config: WhisperMel, samples: int) -> tuple[tuple[int, int], ...]:
+    """Cut a clip, (start, stop) in samples: one piece where it fits the window, else as `config.longer` says.
 
-    Pieces fill the window but for the last. BadMedia for an empty clip, and for a longer one that is to be refused
-    (Qwen2-Audio's processor would cut it off there).
+    Pieces fill the window but for the last. Raises BadMedia for an empty clip, and for a longer one that is to be
+    refused (Qwen2-Audio's processor would truncate it).
     """
     if samples < 1:
         raise BadMedia("a clip of 0 samples is empty")
-    window = how.seconds * how.sample_rate
-    if samples > window and how.longer == "refuse":
-        given = f"{samples / how.sample_rate:.1f} s"
-        raise BadMedia(f"a clip of {given} is longer than the encoder's {how.seconds} s, and longer clips are refused")
+    window = config.seconds * config.sample_rate
+    if samples > window and config.longer == "refuse":
+        seconds = f"{samples / config.sample_rate:.1f} s"
+        raise BadMedia(
+            f"a clip of {seconds} is longer than the encoder's {config.seconds} s, and longer clips are refused"
+        )
     return tuple((start, min(start + window, samples)) for start in range(0, samples, window))
 
 
-def one_piece(how: WhisperMel, samples: int) -> None:
-    """BadMedia for an empty clip, or one that is longer than the window: cut it as `pieces` says."""
-    if len(pieces(how, samples)) > 1:
-        raise BadMedia(f"a piece of {samples} samples is longer than the encoder's {how.seconds} s")
+def one_piece(config: WhisperMel, samples: int) -> None:
+    """Raise BadMedia for an empty clip, or one longer than the window, which `pieces` would cut."""
+    if len(pieces(config, samples)) > 1:
+        raise BadMedia(f"a piece of {samples} samples is longer than the encoder's {config.seconds} s")
 
 
-def log_mel(how: WhisperMel, wave: np.ndarray, extra_frames: int = 0) -> np.ndarray:
-    """Frames float32 `[valid_frames + extra_frames, mels]` of a clip float32 `[n]` at `how.sample_rate`.
+def log_mel(config: WhisperMel, wave: np.ndarray, extra_frames: int = 0) -> np.ndarray:
+    """Compute frames float32 `[valid_frames + extra_frames, mels]` of a clip float32 `[n]` at `config.sample_rate`.
 
     extra_frames: frames after the valid ones, out of the silence that pads the clip (no more than the window has).
-    BadMedia as `one_piece`.
+    Raises BadMedia as `one_piece`.
     """
     if wave.ndim != 1 or not np.issubdtype(wave.dtype, np.floating):
         raise ValueError(f"a clip must be floats [samples], not {wave.dtype} {list(wave.shape)}")
-    one_piece(how, wave.size)
-    valid = valid_frames(how, wave.size)
-    frames = min(valid + extra_frames, most_frames(how))
-    # The frames that reach into the clip, which may be some after the last valid one; all others are silent.
-    heard = min(-(-(wave.size + how.window // 2) // how.hop), most_frames(how))
-    decades = np.full((max(frames, heard), how.mels), np.log10(np.float32(FLOOR)))
-    decades[:heard] = np.log10(np.maximum(_mel_power(how, wave, heard), FLOOR))
+    one_piece(config, wave.size)
+    valid = valid_frames(config, wave.size)
+    frames = min(valid + extra_frames, most_frames(config))
+    # Frames that overlap the clip, which may be some after the last valid one; all others are silent. They are computed
+    # even if not returned, since power is clamped relative to the window's maximum.
+    overlapping = min(-(-(wave.size + config.window // 2) // config.hop), most_frames(config))
+    decades = np.full((max(frames, overlapping), config.mels), np.log10(np.float32(FLOOR)))
+    decades[:overlapping] = np.log10(np.maximum(_centred_power(config, wave, overlapping), FLOOR))
     return ((np.maximum(decades, decades.max() - RANGE) + 4) / 4)[:frames].astype(np.float32)
 
 
-def _mel_power(how: WhisperMel, wave: np.ndarray, count: int) -> np.ndarray:
-    """Power `[count, mels]` of the first frames, each about its own middle, the window mirrored beyond its ends."""
-    half, window = how.window // 2, how.seconds * how.sample_rate
-    padded = np.zeros(half + max(wave.size, half + 1, (count - 1) * how.hop + half), np.float32)
+def _centred_power(config: WhisperMel, wave: np.ndarray, count: int) -> np.ndarray:
+    """Compute mel power `[count, mels]` of the first frames, as torch.stft(center=True, pad_mode="reflect")."""
+    # Frame k is centred on sample k * hop of the window, whose samples are mirrored about its first and its last.
+    half = config.window // 2
+    window_end = half + config.seconds * config.sample_rate
+    padded = np.zeros(half + max(wave.size, half + 1, (count - 1) * config.hop + half), np.float32)
     padded[half : half + wave.size] = wave
+    # With half 2 and samples a b c d: c b | a b c d | c b, without repeating a and d.
     padded[:half] = padded[2 * half : half : -1]
-    if (beyond := padded.size - half - window) > 0:
-        padded[half + window :] = padded[half + window - 2 : half + window - 2 - beyond : -1]
-    stride = padded.strides[0]
-    frames = np.lib.stride_tricks.as_strided(padded, (count, how.window), (stride * how.hop, stride))
-    spectrum = np.fft.rfft(frames * hann(how.window))
-    power = np.square(spectrum.real) + np.square(spectrum.imag)
-    return power @ mel_filters(how.sample_rate, how.window, how.mels)
+    if (beyond := padded.size - window_end) > 0:
+        padded[window_end:] = padded[window_end - 2 : window_end - 2 - beyond : -1]
+    return mel_power(padded, config.sample_rate, config.window, config.hop, config.mels, count)

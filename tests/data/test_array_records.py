@@ -79,8 +79,8 @@ def test_records_of_all_shards_are_read_in_any_order(tmp_path: Path) -> None:
     assert len(got) == 5
     for index, (number, k) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]):
         assert got.conversation(index) == TALK
-        assert got.encoded(index, 0) == b"image" * (k + 1)
-        assert got.encoded(index, 1) == bytes([number, k])
+        assert got.media(index)[0].read() == b"image" * (k + 1)
+        assert got.media(index)[1].read() == bytes([number, k])
     with pytest.raises(IndexError):
         got.media(5)
 
@@ -92,7 +92,7 @@ def test_shards_behind_http_are_copied_when_they_are_needed(tmp_path: Path) -> N
         assert got.conversation(4) == TALK
         copies = tmp_path / "cache" / "copies"
         assert not list(copies.glob("*.arrayrecord"))
-        assert got.encoded(4, 1) == bytes([1, 1])
+        assert got.media(4)[1].read() == bytes([1, 1])
         assert len(list(copies.glob("*.arrayrecord"))) == 1
 
 
@@ -111,6 +111,6 @@ def test_a_shard_that_was_cut_off_is_a_bad_sample_not_a_crash(tmp_path: Path) ->
     shard = folder / "00001.arrayrecord"
     shard.write_bytes(shard.read_bytes()[:100])
     got = opened(folder, tmp_path)
-    assert got.encoded(0, 0) == b"image"
+    assert got.media(0)[0].read() == b"image"
     with pytest.raises(BadSample, match="cannot be read"):
-        got.encoded(4, 0)
+        got.media(4)[0].read()

@@ -53,7 +53,7 @@ def test_llava_as_one_array_and_as_lines_say_the_same(tmp_path: Path) -> None:
         )
         assert got.conversation(1).messages[0].parts == (IMAGE, " and\u2028", IMAGE, "?")
         assert got.conversation(2).messages[0].parts == ("No image at all {",)
-        assert [got.encoded(1, k) for k in (0, 1)] == [picture(colour=2), picture(colour=1)]
+        assert [got.media(1)[k].read() for k in (0, 1)] == [picture(colour=2), picture(colour=1)]
 
 
 def test_sharegpt_has_images_and_clips_in_the_order_of_their_places(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_sharegpt_has_images_and_clips_in_the_order_of_their_places(tmp_path: Pa
     messages = got.conversation(0).messages
     assert [m.role for m in messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert messages[1].parts == (IMAGE, "x", AUDIO, "y", IMAGE)
-    assert [got.encoded(0, k) for k in range(3)] == [picture(colour=1), clip(), picture(colour=2)]
+    assert [got.media(0)[k].read() for k in range(3)] == [picture(colour=1), clip(), picture(colour=2)]
 
 
 def test_messages_take_media_from_parts_from_data_urls_and_from_beside_the_text(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_messages_take_media_from_parts_from_data_urls_and_from_beside_the_text(
     got = opened(MessagesSource(path), tmp_path)
     assert got.conversation(0).messages[0].parts == ("literally <image>", IMAGE, AUDIO, IMAGE, AUDIO)
     files = [picture(colour=9), clip(), picture(), clip(kind="FLAC")]
-    assert [got.encoded(0, k) for k in range(4)] == files
+    assert [got.media(0)[k].read() for k in range(4)] == files
     assert got.conversation(1).messages[0].parts == (AUDIO, "What?")
-    assert got.encoded(2, 0) == picture()
+    assert got.media(2)[0].read() == picture()
 
 
 def test_a_manifest_gives_the_stretch_that_its_line_names(tmp_path: Path) -> None:
@@ -114,14 +114,14 @@ def test_a_manifest_gives_the_stretch_that_its_line_names(tmp_path: Path) -> Non
     got = opened(ManifestSource(lines(tmp_path / "m.json", records), prompt="Write."), tmp_path)
     assert got.conversation(0).messages[0].parts == (AUDIO, "Write.")
     assert got.conversation(1).messages[0].parts == ("Say ", AUDIO, " again")
-    assert got.encoded(0, 0) == rising
+    assert got.media(0)[0].read() == rising
     wav, flac = (soundfile.read(tmp_path / name, dtype="int16")[0] for name in ("a.wav", "b.flac"))
     for index, stretch in ((1, wav[2000:6000]), (2, flac[4000:])):
-        cut, at = soundfile.read(io.BytesIO(got.encoded(index, 0)), dtype="int16")
+        cut, at = soundfile.read(io.BytesIO(got.media(index)[0].read()), dtype="int16")
         assert at == rate
         assert np.array_equal(cut, stretch)
-    assert "is to last 0.5 s from 0.75 s" in reason(lambda: got.encoded(3, 0))
-    assert "is to start at 2.0 s" in reason(lambda: got.encoded(4, 0))
+    assert "is to last 0.5 s from 0.75 s" in reason(lambda: got.media(3)[0].read())
+    assert "is to start at 2.0 s" in reason(lambda: got.media(4)[0].read())
     assert "offset=-1" in reason(lambda: got.conversation(5))
     assert "empty clip" in reason(lambda: got.conversation(6))
     assert "has a prompt that is a int, not text" in reason(lambda: got.conversation(7))
@@ -322,10 +322,10 @@ def test_annotations_and_media_behind_http_are_read_like_local_ones(tmp_path: Pa
     lines(tmp_path / "site" / "d.jsonl", records)
     with served(tmp_path / "site") as server:
         got = opened(LlavaSource(f"{server.url}/d.jsonl", images=f"{server.url}/photos"), tmp_path)
-        assert got.encoded(0, 0) == picture()
+        assert got.media(0)[0].read() == picture()
         server.broken["/photos/c.png"] = 2
-        assert got.encoded(1, 0) == picture(colour=3)
-        assert "gone.png is missing" in reason(lambda: got.encoded(2, 0))
+        assert got.media(1)[0].read() == picture(colour=3)
+        assert "gone.png is missing" in reason(lambda: got.media(2)[0].read())
         asked_before = server.asked["GET"]
         assert len(opened(LlavaSource(f"{server.url}/d.jsonl", images=f"{server.url}/photos"), tmp_path)) == 3
         assert server.asked["GET"] == asked_before

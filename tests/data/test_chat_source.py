@@ -192,7 +192,7 @@ def test_a_clip_beyond_the_encoders_window_is_several_items_in_turn_or_bad(clips
     assert np.diff(index.item_start).tolist() == [1, 1, 3, 3]
     whole = [source.item(2, k) for k in range(3)]
     assert [len(piece) for piece in whole] == [16_000, 16_000, 4_800]
-    np.testing.assert_array_equal(np.concatenate(whole), decode_clip(source.conversations.encoded(2, 0), 16_000))
+    np.testing.assert_array_equal(np.concatenate(whole), decode_clip(source.conversations.media(2)[0].read(), 16_000))
     assert [s for s in source.sample(2).segments if isinstance(s, Item)] == [Item("audio", k) for k in range(3)]
     planner, _ = make_planner(index, config, [1.0])
     (plan,) = planner.plan_once(np.arange(4))

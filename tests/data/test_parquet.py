@@ -52,7 +52,7 @@ def test_questions_with_one_image_each_over_many_files_and_row_groups(tmp_path: 
         user, assistant = got.conversation(index).messages
         assert user.parts == (IMAGE, f"{k}.{i}?")
         assert assistant.parts == (f"a{i}",)
-        assert got.encoded(index, 0) == picture(colour=10 * k + i)
+        assert got.media(index)[0].read() == picture(colour=10 * k + i)
 
 
 def test_messages_with_lists_of_images_and_clips(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_messages_with_lists_of_images_and_clips(tmp_path: Path) -> None:
     path = parquet(tmp_path / "d.parquet", columns)
     got = opened(ParquetSource(path, messages="messages", images="images", audio="sounds"), tmp_path)
     assert got.conversation(0).messages[0].parts == (IMAGE, "and", IMAGE)
-    assert [got.encoded(0, k) for k in (0, 1)] == [picture(colour=1), picture(colour=2)]
+    assert [got.media(0)[k].read() for k in (0, 1)] == [picture(colour=1), picture(colour=2)]
     assert got.conversation(1).messages[0].parts == (AUDIO, "?")
-    assert got.encoded(1, 0) == clip()
+    assert got.media(1)[0].read() == clip()
     assert got.media(2) == ()
     with pytest.raises(BadSample, match="has 1 places <image> for 2"):
         got.conversation(3)
@@ -83,7 +83,7 @@ def test_typed_parts_take_the_column_s_images_in_order(tmp_path: Path) -> None:
         ParquetSource(parquet(tmp_path / "d.parquet", columns), messages="messages", images="images"), tmp_path
     )
     assert got.conversation(0).messages[0].parts == ("Compare", IMAGE, IMAGE)
-    assert [got.encoded(0, k) for k in (0, 1)] == [picture(colour=1), picture(colour=2)]
+    assert [got.media(0)[k].read() for k in (0, 1)] == [picture(colour=1), picture(colour=2)]
 
 
 def test_the_bytes_of_media_are_not_read_for_the_texts(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_bytes_of_media_are_not_read_for_the_texts(tmp_path: Path) -> None:
     got = opened(ParquetSource(path, question="q", answer="a", images="image"), tmp_path)
     for index in range(6):
         got.conversation(index)
-    assert {leaf for _, _, leaf in got._files[0]._held._groups} == {"q", "a", "image.path"}
+    assert set(got._files[0]._cache) == {"q", "a", "image.path"}
 
 
 def test_only_a_few_row_groups_of_all_files_stay_in_memory(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_only_a_few_row_groups_of_all_files_stay_in_memory(tmp_path: Path) -> No
         parquet(tmp_path / f"{k}.parquet", {"q": ["?"] * 9, "a": ["!"] * 9, "image": [struct(picture())] * 9})
     got = opened(ParquetSource(str(tmp_path / "*.parquet"), question="q", answer="a", images="image"), tmp_path)
     for index in range(len(got)):
-        assert got.encoded(index, 0) == picture()
-    assert len(got._files[0]._held._groups) <= 4 * 4
+        assert got.media(index)[0].read() == picture()
+    assert all(1 <= read.cache_info().currsize <= 4 for read in got._files[0]._cache.values())
 
 
 def test_a_path_without_bytes_is_read_beside_the_file_and_nowhere_else(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_a_path_without_bytes_is_read_beside_the_file_and_nowhere_else(tmp_path:
     columns = {"q": ["?"] * 4, "a": ["!"] * 4, "image": rows}
     path = parquet(tmp_path / "set" / "d.parquet", columns)
     got = opened(ParquetSource(path, question="q", answer="a", images="image"), tmp_path)
-    assert got.encoded(0, 0) == picture()
+    assert got.media(0)[0].read() == picture()
     with pytest.raises(BadSample, match="points outside"):
-        got.encoded(1, 0)
+        got.media(1)[0].read()
     with pytest.raises(BadSample, match="neither bytes nor a path"):
-        got.encoded(2, 0)
+        got.media(2)[0].read()
     assert got.conversation(3).messages[0].parts == ("?",)
 
 
@@ -159,4 +159,4 @@ def test_parquet_behind_http_is_read_by_ranges(tmp_path: Path) -> None:
         source = ParquetSource(f"{server.url}/d.parquet", question="q", answer="a", images="image")
         got = opened(source, tmp_path)
         assert got.conversation(20).messages[0].parts == (IMAGE, "20?")
-        assert got.encoded(20, 0)[-1] == 20
+        assert got.media(20)[0].read()[-1] == 20
