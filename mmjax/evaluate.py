@@ -1,7 +1,7 @@
 """Score a model's answers: ``python -m mmjax.evaluate RUN|HF_FOLDER [--data questions.jsonl] [--json]``.
 
-A run is asked what its config has: the questions of its test split. ``--data`` names other questions, for a run or a
-Hugging Face checkpoint: a file of records as `data.sources` reads them (docs/data.md).
+A run answers the questions of its own test split. ``--data`` names a file of other questions, for a run or a Hugging
+Face checkpoint, in any format that `data.sources` reads (docs/data.md).
 """
 
 from __future__ import annotations
@@ -42,54 +42,56 @@ from mmjax.training.run_folder import RunFolder
 from mmjax.training.served import Served
 from mmjax.training.state import parameter_shardings
 
-ASKED = "asked"  # the source of --data
-WRITTEN, HEARD = ("exact_match", "anls", "vqa_accuracy"), ("exact_match", "wer")  # measures, where none are named
+DATA_SOURCE = "asked"  # the name in data.sources of what --data names
+WRITTEN_MEASURES = ("exact_match", "anls", "vqa_accuracy")  # by default
+SPOKEN_MEASURES = ("exact_match", "wer")  # by default, for transcripts: manifests of audio
 
 
 def evaluate(run: Path, split: str = "test", swap: str = "", overrides: Sequence[str] = ()) -> Scores:
-    """Scores of the newest checkpoint of a run without conversations, from its folder alone: greedy, packed.
+    """Score the newest checkpoint of a run without conversations, from its folder alone, with greedy decoding.
 
-    Beside `exact_match_*` and `samples`, `step` is the number of updates that the checkpoint has seen. `swap` names an
-    encoder whose items come from another sample: of the questions that need them, what is still answered right was
-    guessed, and should be no more than `chance_*`.
+    Returns `exact_match_*`, `samples`, and the checkpoint's number of updates as `step`. swap: an encoder whose items
+    are replaced by those of another sample. The questions that need them can then only be guessed, so their exact
+    match should be no more than `chance_*`.
     """
-    evaluator, params, step = _evaluator(run, split, swap, overrides)
-    answered = evaluator.ask_all(params, split)
-    about = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
+    evaluator, params, step = _open_evaluator(run, split, swap, overrides)
+    answers = evaluator.ask_all(params, split)
+    scores = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
     if not swap:
-        return about | exact_match(answered)
-    blind = [a for a in answered if swap in a.needs]
-    return about | exact_match(blind) | chance(blind)
+        return scores | exact_match(answers)
+    swapped = [a for a in answers if swap in a.needs]
+    return scores | exact_match(swapped) | chance(swapped)
 
 
 def ask(run: Path, samples: Sequence[int], source: str = "", split: Split = "test") -> list[Answered]:
-    """Answer the questions of these samples of a run's split with its newest checkpoint: greedy, packed.
+    """Answer the questions of some samples of a run's split with its newest checkpoint and greedy decoding.
 
-    source: a name of the config's `data.sources`; by default the first one that has questions. Those that cannot be
-    read are left out. Raises UserError where the run has no such source.
+    source: a name of the config's `data.sources`; by default the first one that has questions. Unreadable samples are
+    left out. Raises UserError where the run has no such source.
     """
-    evaluator, params, _ = _evaluator(run, split)
+    evaluator, params, _ = _open_evaluator(run, split)
     named = f"{split}/{source}" if source else next(iter(evaluator.sources))
     if named not in evaluator.sources:
         raise UserError(f"{run}: {named} has no questions; those that have: {', '.join(evaluator.sources)}")
     return evaluator.ask(params, named, samples)
 
 
-def _evaluator(
+def _open_evaluator(
     run: Path, split: str, swap: str = "", overrides: Sequence[str] = ()
 ) -> tuple[Evaluator, dict[str, Any], int]:
-    """The evaluator of a run's questions, its newest parameters, and the number of their updates."""
+    """Open the evaluator of a run's questions, its newest parameters, and the number of updates they have had."""
     folder = RunFolder(run)
     config = edit(folder.read_config(), overrides)
     sources = question_sources(config, (split,), folder.path)
     if not sources:
         raise UserError(f"{run}: none of its sources has questions to score")
     if swap:
-        sources = {name: _swapped(name, source, swap, config) for name, source in sources.items()}
+        sources = {name: _swap_items(name, source, swap, config) for name, source in sources.items()}
     step = newest(folder.checkpoints)
     mesh = make_mesh(MeshConfig(), choose_devices(config.device))
     keep_programs(folder.programs)
-    functions, rules = callbacks_of(config.model, folder.path), ShardingRules()
+    rules = ShardingRules()
+    functions = callbacks_of(config.model, folder.path)
     model = Model.build(config.model, jnp.dtype(config.training.precision), functions=functions)
     params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
     return Evaluator(model, mesh, rules, sources, config, topology_of(mesh, MeshConfig())), params, step
@@ -98,40 +100,43 @@ def _evaluator(
 def answer(
     served: Served, sources: Mapping[str, ChatSource], most: int = MOST, limit: int | None = None, show: bool = True
 ) -> dict[str, Replies]:
-    """Answer the questions of each source with a run or a checkpoint, greedily, on all devices at once.
+    """Answer the questions of each source with a run or a checkpoint, with greedy decoding on all devices.
 
-    show: say how far it is.
+    most: tokens of an answer. limit: answer only so many questions of each source. show: print a progress line.
     """
-    config, chat = served.config, served.chat()
-    mesh, rules = make_mesh(config.mesh, choose_devices(config.device)), ShardingRules.of(config.mesh)
+    config = served.config
+    chat = served.chat()
+    mesh = make_mesh(config.mesh, choose_devices(config.device))
+    rules = ShardingRules.of(config.mesh)
     keep_programs(served.programs())
     model, params = served.load(mesh, rules)
     generator = Generator(model, mesh, rules, chat.ends, chat.said, most=most)
-    found = {}
+    replies = {}
     for name, source in sources.items():
-        asked = partial(ask_all, generator, params, source, limit)
+        answer_all = partial(ask_all, generator, params, source, limit)
         if not show:
-            found[name] = asked()
+            replies[name] = answer_all()
             continue
         with ProgressLine(0, min(len(source), limit or len(source)), "question") as line:
-            found[name] = asked(lambda done, line=line, told=name: line.show(done, lambda: told))
-    return found
+            replies[name] = answer_all(lambda done, line=line, name=name: line.show(done, lambda: name))
+    return replies
 
 
-def _sources(served: Served, data: str, split: Split, folders: Mapping[str, str], more: Sequence[str]) -> Config:
-    """The config with the questions that are to be asked as its sources."""
+def _with_questions(served: Served, data: str, folders: Mapping[str, str], overrides: Sequence[str]) -> Config:
+    """Make the file of --data the only source of a config. Raises UserError where there is nothing to ask."""
     config = served.config
     if data:
         cache = cache_folder(config.data)
         cache.mkdir(parents=True, exist_ok=True)
         source = source_of(data, "--data", cache, **folders)
-        config = replace(config, data=replace(config.data, sources={ASKED: source}))
+        config = replace(config, data=replace(config.data, sources={DATA_SOURCE: source}))
     elif served.run is None:
         raise UserError(f"{served.path} is a checkpoint, which has no data of its own; name questions with --data")
-    return edit(config, more)
+    return edit(config, overrides)
 
 
-def _swapped(name: str, source: QuestionSource, swap: str, config: Config) -> QuestionSource:
+def _swap_items(name: str, source: QuestionSource, swap: str, config: Config) -> QuestionSource:
+    """Give each sample of a source another one's items of the encoder `swap`. Raises UserError where that cannot be."""
     if swap not in config.model.encoders:
         known = ", ".join(config.model.encoders) or "none"
         raise UserError(f"--swap={swap} names no encoder of this run; it has {known}")
@@ -143,45 +148,43 @@ def _swapped(name: str, source: QuestionSource, swap: str, config: Config) -> Qu
 
 
 def score(args: argparse.Namespace) -> None:
-    """Ask conversations, and say how right the answers are."""
-    own = [word for word in args.overrides if word.startswith(f"data.sources.{ASKED}.")]
-    served = Served.open(args.model, [word for word in args.overrides if word not in own])
-    config = _sources(served, args.data, args.split, {"images": args.images, "audio": args.audio}, own)
+    """Answer questions in conversations, and print or write the answers' scores."""
+    # Overrides of the source that --data makes apply once it is in the config.
+    of_data = [word for word in args.overrides if word.startswith(f"data.sources.{DATA_SOURCE}.")]
+    served = Served.open(args.model, [word for word in args.overrides if word not in of_data])
+    config = _with_questions(served, args.data, {"images": args.images, "audio": args.audio}, of_data)
     split: Split = "train" if args.data else args.split
-    opened = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
-    if not opened:
+    sources = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
+    if not sources:
         raise UserError(f"{args.model}: no source of its has a {args.split} split to ask; name questions with --data")
-    for source in opened.values():
+    for source in sources.values():
         processes.led(lambda source=source: len(source.read_headers()))
         processes.led(source.count_tokens)
-    replies = answer(served, opened, args.max_tokens, args.limit, show=not args.json)
+    replies = answer(served, sources, args.max_tokens, args.limit, show=not args.json)
     if not processes.leads():
         return
     spoken = {name for name, source in config.data.sources.items() if isinstance(source, ManifestSource)}
-    chosen = {name: args.measures or (HEARD if name in spoken else WRITTEN) for name in replies}
-    scores = {name: found.scores(chosen[name]) for name, found in replies.items()}
+    measures = {name: args.measures or (SPOKEN_MEASURES if name in spoken else WRITTEN_MEASURES) for name in replies}
+    scores = {name: reply.scores(measures[name]) for name, reply in replies.items()}
+    counts = {n: {"asked": len(reply.replies), "left_out": len(reply.left_out)} for n, reply in replies.items()}
     if args.out:
-        told = (json.dumps(line, ensure_ascii=False) + "\n" for n, found in replies.items() for line in lines(found, n))
-        args.out.write_text("".join(told))
+        records = [record for name, reply in replies.items() for record in lines(reply, name)]
+        args.out.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     if args.json:
-        say(json.dumps({name: _counts(found) | scores[name] for name, found in replies.items()}))
+        say(json.dumps({name: counts[name] | scores[name] for name in replies}))
         return
-    names = [measure for measure in MEASURES if any(measure in of for of in scores.values())]
-    rows = [("questions of", "asked", "left out", *names)]
-    for name, found in replies.items():
-        counts = map(str, _counts(found).values())
-        rows.append((name, *counts, *(f"{scores[name][m]:.3f}" if m in scores[name] else "" for m in names)))
+    columns = [measure for measure in MEASURES if any(measure in by_measure for by_measure in scores.values())]
+    rows = [("questions of", "asked", "left out", *columns)]
+    for name, values in scores.items():
+        cells = [f"{values[measure]:.3f}" if measure in values else "" for measure in columns]
+        rows.append((name, *map(str, counts[name].values()), *cells))
     say(*table(rows))
-    for name, found in replies.items():
-        for sample, reason in list(found.left_out.items())[:3]:
+    for name, reply in replies.items():
+        for sample, reason in list(reply.left_out.items())[:3]:
             say(f"left out {name}[{sample}]: {reason}")
 
 
-def _counts(replies: Replies) -> dict[str, Any]:
-    return {"asked": len(replies.replies), "left_out": len(replies.left_out)}
-
-
-def _measures(text: str) -> tuple[str, ...]:
+def _parse_measures(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in MEASURES]:
         raise UserError(f"--measures: there is no {unknown[0]!r}; known are {', '.join(MEASURES)}")
@@ -189,7 +192,7 @@ def _measures(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
@@ -204,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="ask no more than the first N of a source")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what was said to each question, JSON lines")
     args = parser.parse_intermixed_args(argv)
-    args.measures = _measures(args.measures) if args.measures else ()
+    args.measures = _parse_measures(args.measures) if args.measures else ()
     if args.max_tokens < 1 or (args.limit is not None and args.limit < 1):
         raise UserError("--max-tokens and --limit are 1 or more")
     if not processes.leads():

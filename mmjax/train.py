@@ -55,7 +55,7 @@ class Start:
 
     devices: Sequence[jax.Device]
     watchdog: Watchdog
-    stop_flags: Asked
+    flags: Asked
     permitted: Permitted = NOTHING
     profile: bool = False
 
@@ -80,15 +80,7 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
     model = Model.build(memory_plan.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
     rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)
-    executor = Executor(
-        model,
-        optimizer,
-        mesh,
-        rules,
-        sources=data.sources,
-        exchange=config.mesh.exchange,
-        loss_chunks=memory_plan.loss_chunks,
-    )
+    executor = Executor(model, optimizer, mesh, rules, data.sources, config.mesh.exchange, memory_plan.loss_chunks)
     retention = Retention(config.training.keep, config.training.keep_every)
     checkpoints = Checkpoints(folder.checkpoints, executor, retention)
     topology = topology_of(mesh, config.mesh)
@@ -108,7 +100,7 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
         programs=programs,
         peak=peak_of(start.devices, config.training.precision),
         fitted=memory_plan,
-        asked=start.stop_flags,
+        asked=start.flags,
         watchdog=start.watchdog,
     )
 
@@ -142,19 +134,19 @@ def train(
     devices: Sequence[jax.Device] | None = None,
     profile: bool = False,
     permitted: Permitted = NOTHING,
-    stop_flags: Asked | None = None,
+    flags: Asked | None = None,
     watchdog: Watchdog | None = None,
 ) -> Session:
     """Train a config to its last step, or until a stop is requested, and return the closed session.
 
     source: the config's file, which is copied into the run folder. devices: by default all of the config's kind.
     profile: time layers before `remat=auto` is decided. permitted: what may differ from the run that is resumed.
-    stop_flags: set by signal handlers. watchdog: ends this process when it hangs.
+    flags: what signals ask for, such as a stop. watchdog: ends this process when it hangs.
     """
     refuse_in_worker()
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, run_folder(config).stacks)
-    start = Start(devices, watchdog, stop_flags or Asked(), permitted, profile)
+    start = Start(devices, watchdog, flags or Asked(), permitted, profile)
     with heed_interrupts(), lock_run(run_folder(config).path):
         with claim_run(config, source, mode, permitted) as (folder, resumed):
             session, state = begin(config, folder, resumed, start)
@@ -168,15 +160,13 @@ def train(
             accumulated = session.compile(state, example, first)
             with ProgressLine(first, training.steps) as progress:
                 for step, ready in enumerate(batches, start=first):
+                    hyper = session.hyperparameters(step)
+                    noise = session.noise(step)
+                    unreadable = session.left_out.of_step(ready.loaded)
                     state, accumulated, report = session.executor.step(
-                        state,
-                        accumulated,
-                        ready.arrays,
-                        session.hyperparameters(step),
-                        session.said(ready),
-                        session.noise(step),
-                        session.left_out.of_step(ready.loaded),
+                        state, accumulated, ready.arrays, hyper, session.said(ready), noise, unreadable
                     )
+                    # Logs the step before this one: its numbers are there by now, while this one still computes.
                     session.ran(step, ready, report, state, progress)
                     if session.stopping:
                         session.stop(step + 1, state, progress)
@@ -299,17 +289,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if permitted != NOTHING and not args.resume:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
     mode = "overwrite" if args.overwrite else args.resume or "new"
-    stop_flags = heed()
+    flags = heed()
     with Watchdog(config.training.watch, run_folder(config).stacks) as watchdog, processes.joined():
-        train(
-            config,
-            path,
-            mode,
-            profile=args.profile,
-            permitted=permitted,
-            stop_flags=stop_flags,
-            watchdog=watchdog,
-        )
+        train(config, path, mode, profile=args.profile, permitted=permitted, flags=flags, watchdog=watchdog)
 
 
 if __name__ == "__main__":
