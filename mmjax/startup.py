@@ -96,7 +96,7 @@ def seconds() -> dict[str, float]:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Exit at once: nothing needs cleaning up yet, and imports may swallow a KeyboardInterrupt."""
+    """Exit at once: nothing needs cleaning up yet."""
     os.write(2, b"interrupted\n")
     os._exit(130)
 
