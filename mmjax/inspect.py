@@ -24,6 +24,7 @@ from mmjax.config import AudioConfig
 from mmjax.data.index import index_key
 from mmjax.data.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
 from mmjax.errors import UserError, leave, run_command
+from mmjax.reporting.rows import item_image
 from mmjax.training.console import say, table
 from mmjax.training.metrics_log import logged_records
 from mmjax.training.run_data import loader_of
@@ -239,11 +240,6 @@ def write(replayed: Replayed, rows: Sequence[PackedRow], out: Path) -> Path:
                 else:
                     item_image(value).save(out / f"{stem}.png")
     return out
-
-
-def item_image(value: np.ndarray) -> Image.Image:
-    """Make a Pillow image of a decoded item, `[height, width, channels]`; a single channel is grey."""
-    return Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)
 
 
 def _write_clip(path: Path, samples: np.ndarray, rate: int) -> None:
