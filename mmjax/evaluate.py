@@ -202,12 +202,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default="", metavar="FILE", help="questions to ask; docs/data.md has the formats")
     parser.add_argument("--images", default="", metavar="FOLDER", help="that their images are relative to")
     parser.add_argument("--audio", default="", metavar="FOLDER", help="that their clips are relative to")
-    parser.add_argument("--measures", type=str, default="", metavar="A,B", help=f"of {', '.join(MEASURES)}")
+    parser.add_argument("--measures", type=_parse_measures, default=(), metavar="A,B", help=f"of {', '.join(MEASURES)}")
     parser.add_argument("--max-tokens", type=int, default=MOST, metavar="N", help=f"of an answer ({MOST})")
     parser.add_argument("--limit", type=int, metavar="N", help="ask no more than the first N of a source")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what was said to each question, JSON lines")
     args = parser.parse_intermixed_args(argv)
-    args.measures = _parse_measures(args.measures) if args.measures else ()
     if args.max_tokens < 1 or (args.limit is not None and args.limit < 1):
         raise UserError("--max-tokens and --limit are 1 or more")
     if not processes.leads():

@@ -26,7 +26,7 @@ from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError, leave, run_command
 from mmjax.outputs import PICTURES, check_output
-from mmjax.planning.clusters import Cluster, cluster_of
+from mmjax.planning.clusters import cluster_of
 from mmjax.planning.cost import parameters
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import saved_bytes
@@ -87,7 +87,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.profile and not on_this_machine:
         raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={options['cluster']}")
     cluster = cluster_here() if on_this_machine else cluster_of(options["cluster"])
-    devices = _compile_targets(cluster) if args.compile else None
+    if args.compile and cluster.device.name not in COMPILED_FOR:
+        raise UserError(
+            f"--compile: there is no compiling for {cluster.device.name}, only for {', '.join(COMPILED_FOR)}"
+        )
+    devices = absent_h100(cluster.per_node, cluster.nodes) if args.compile else None
     index, weights, source = _open_lengths(config, path, args.lengths)
     measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None  # None: from the cluster's data sheet
     if on_this_machine:
@@ -114,15 +118,6 @@ def _write_plan(outlook: Outlook, path: Path) -> None:
     expected = {"seconds": way.time.total, "mfu": outlook.mfu(way), "memory": memory.device}
     text = plan_text(outlook.config, str(outlook.cluster), outlook.mesh, memory.policies, memory.loss_chunks, expected)
     path.write_text(text)
-
-
-def _compile_targets(cluster: Cluster) -> list[jax.Device]:
-    """Describe a cluster's GPUs to the compiler. Raises UserError where there is no compiler for them."""
-    if cluster.device.name not in COMPILED_FOR:
-        raise UserError(
-            f"--compile: there is no compiling for {cluster.device.name}, only for {', '.join(COMPILED_FOR)}"
-        )
-    return absent_h100(cluster.per_node, cluster.nodes)
 
 
 def _parse_price(text: str | None) -> float | None:

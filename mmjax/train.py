@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -49,33 +49,34 @@ from mmjax.training.step import Executor
 from mmjax.training.watchdog import Watchdog
 
 
-@dataclass(frozen=True)
-class Start:
-    """Options that a run is started or resumed with."""
+def open_session(
+    config: Config,
+    folder: RunFolder,
+    step: int,
+    devices: Sequence[jax.Device],
+    watchdog: Watchdog,
+    flags: Asked,
+    permitted: Permitted = NOTHING,
+    profile: bool = False,
+) -> Session:
+    """Build the data, model, optimizer, checkpoints and evaluator of a run that continues from `step`.
 
-    devices: Sequence[jax.Device]
-    watchdog: Watchdog
-    flags: Asked
-    permitted: Permitted = NOTHING
-    profile: bool = False
-
-
-def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> Session:
-    """Build the data, model, optimizer, checkpoints and evaluator of a run that continues from `step`."""
-    mesh = make_mesh(config.mesh, start.devices)
+    Other arguments are as of `train`.
+    """
+    mesh = make_mesh(config.mesh, devices)
     check_heads(mesh.shape, config.mesh, config.model)
-    keep_programs(folder.programs)
+    keep_programs(folder.programs)  # before anything is compiled
     programs = ProgramCounter()
 
     with activity("opening the data"):
-        data = open_data(config, folder, step, start.permitted, mesh)
+        data = open_data(config, folder, step, permitted, mesh)
     config = data.life.config  # training.epochs is resolved to training.steps here
     # A resumed run takes over the remat policies it was started with: others would be other programs, with other bits.
-    reuse_plan = step > 0 and not start.profile
+    reuse_plan = step > 0 and not profile
     stored_plan = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if reuse_plan else None
     with activity("predicting memory"):
         decision = Decision.of(stored_plan) if stored_plan else None
-        memory_plan = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), start.profile, decision)
+        memory_plan = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, decision)
     functions = callbacks_of(config.model, folder.path)
     model = Model.build(memory_plan.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
     rules = ShardingRules.of(config.mesh)
@@ -86,7 +87,7 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
     topology = topology_of(mesh, config.mesh)
     with activity("opening the questions"):
         questions = question_sources(config, ("validation", "test"), folder.path)
-        evaluator = Evaluator(model, mesh, rules, questions, config, topology, start.watchdog.beat)
+        evaluator = Evaluator(model, mesh, rules, questions, config, topology, watchdog.beat)
     return Session(
         config=config,
         folder=folder,
@@ -98,22 +99,23 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
         checkpoints=checkpoints,
         evaluator=evaluator,
         programs=programs,
-        peak=peak_of(start.devices, config.training.precision),
+        peak=peak_of(devices, config.training.precision),
         fitted=memory_plan,
-        asked=start.flags,
-        watchdog=start.watchdog,
+        asked=flags,
+        watchdog=watchdog,
     )
 
 
-def begin(config: Config, folder: RunFolder, resumed: bool, start: Start) -> tuple[Session, TrainState]:
+def restore_or_init(open_at: Callable[[int], Session], folder: RunFolder, resumed: bool) -> tuple[Session, TrainState]:
     """Open a session and its train state: fresh, or restored from the newest readable checkpoint of a resumed run.
 
-    Unreadable newer checkpoints are set aside. Raises UserError if there are checkpoints and none is readable.
+    open_at: opens a session that continues from a step. Unreadable newer checkpoints are set aside. Raises UserError if
+    there are checkpoints and none is readable.
     """
     torn: list[tuple[int, TornCheckpoint]] = []
     saved = processes.led(lambda: steps_in(folder.checkpoints)) if resumed else []
     for step in reversed(saved or [0]):
-        session = open_session(config, folder, step, start)
+        session = open_at(step)
         try:
             state = session.start()
         except TornCheckpoint as error:
@@ -146,15 +148,25 @@ def train(
     refuse_in_worker()
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, run_folder(config).stacks)
-    start = Start(devices, watchdog, flags or Asked(), permitted, profile)
     with heed_interrupts(), lock_run(run_folder(config).path):
         with claim_run(config, source, mode, permitted) as (folder, resumed):
-            session, state = begin(config, folder, resumed, start)
+            open_at = partial(
+                open_session,
+                config,
+                folder,
+                devices=devices,
+                watchdog=watchdog,
+                flags=flags or Asked(),
+                permitted=permitted,
+                profile=profile,
+            )
+            session, state = restore_or_init(open_at, folder, resumed)
         first = session.life.first
         training = session.config.training
         with closing(session):
             if session.complete(first):
                 return session
+            # One microbatch is enough to compile the programs of all shapes: they differ only in the rows' lengths.
             example = session.describe(first)
             batches = session.batches(first)  # starts the workers, which load while XLA compiles
             accumulated = session.compile(state, example, first)

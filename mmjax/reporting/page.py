@@ -16,7 +16,7 @@ from mmjax.errors import UserError
 from mmjax.reporting.charts import Figure
 from mmjax.reporting.lengths import length_figures, work_picture, work_table
 from mmjax.reporting.records import LIFE_HEADINGS, LeftOut, Rows, ShownLife, facts_of, left_out, lives_of, worst_table
-from mmjax.reporting.rows import WORST_LISTED, Room, Shower, ShownRow, ShownSample
+from mmjax.reporting.rows import WORST_LISTED, Shower, ShownRow, ShownSample
 from mmjax.reporting.run import Run, plan_again
 from mmjax.reporting.training import balance_figures, slowest_table, time_figures, time_table, training_figures
 
@@ -109,7 +109,7 @@ def part_of(run: Run, media: int) -> RunPart:
     part.ranks = planned.life.layout.topology.ranks
     part.work = work_picture(planned, run.modules)
     part.work_table = work_table(planned, run.modules)
-    shower = Shower(planned, Room(media))
+    shower = Shower(planned, media)
     part.row, part.missing_row = _or_reason(shower.row)
     if not part.missing_row:
         part.worst_samples = shower.worst(run.metrics.worst)

@@ -80,26 +80,12 @@ class ShownRow:
     more: int  # samples that are not shown
 
 
-class Room:
-    """The bytes of the page that media may still take."""
-
-    def __init__(self, free: int) -> None:
-        self.free = free
-
-    def take(self, content: str) -> bool:
-        """Take room for the content, and return whether there was enough."""
-        if len(content) > self.free:
-            return False
-        self.free -= len(content)
-        return True
-
-
-@dataclass(frozen=True)
+@dataclass
 class Shower:
     """Shows samples of planned steps."""
 
     planned: Planned
-    room: Room
+    room: int  # bytes of the page that images and clips may still take
 
     @cached_property
     def replayed(self) -> Replayed:
@@ -180,7 +166,7 @@ class Shower:
         }
 
     def _item(self, sample: int, number: int, encoder: str, caption: str) -> ShownItem:
-        if self.room.free <= 0:
+        if self.room <= 0:
             return ShownItem(f"{caption} (left out: the page is large enough)")
         config = self.planned.life.config.model.encoders[encoder]
         try:
@@ -194,8 +180,10 @@ class Shower:
                 item = ShownItem(f"{caption}; {value.shape[1]} x {value.shape[0]}", picture, "", width)
         except (OSError, ValueError, UserError) as error:
             return ShownItem(f"{caption}: cannot be opened: {error}")
-        if not self.room.take(item.picture + item.wave):
+        needed = len(item.picture) + len(item.wave)
+        if needed > self.room:
             return ShownItem(f"{caption} (left out: the page is large enough)")
+        self.room -= needed
         return item
 
     def _id(self, name: str) -> int | None:
