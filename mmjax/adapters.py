@@ -65,6 +65,7 @@ def adapted(model: ModelConfig) -> dict[str, LoraConfig]:
 
 def module_with(name: str) -> str:
     """Name the module that a linear layer belongs to: "llm", an encoder, or "<encoder>.connector"."""
+    # "vision.connector.mlp.up" is of "vision.connector", "vision.layers.*.mlp.up" of "vision".
     module, place, *_ = name.split(".")
     return f"{module}.connector" if place == "connector" else module
 

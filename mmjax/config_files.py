@@ -197,6 +197,7 @@ def _execute(path: Path, modules: Loaded) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    # Executed under a name of its own instead of imported: files of equal names in two folders stay apart.
     with _errors_with_line(path, modules):
         exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
     modules[path] = module
@@ -241,6 +242,7 @@ def _config_tree(
     if type(config) is not Config:
         line = make.__code__.co_firstlineno
         raise UserError(f"{path}:{line}: config() returns {type(config).__name__}, expected mmjax.config.Config")
+    # Constructors of dataclasses check no types; encoding does.
     try:
         return encode(Config, config, "")
     except UserError as error:
@@ -301,6 +303,7 @@ def differences(a: Config, b: Config) -> list[str]:
     old, new = (dict(leaves(Config, encode(Config, c, ""))) for c in (a, b))
     lines = []
     for key in [*old, *(key for key in new if key not in old)]:
+        # Of a section that one lacks only the section is listed, not each of its keys.
         parent_absent = any(key.startswith(f"{k}.") and (k in old) != (k in new) for k in (*old, *new))
         if old.get(key) != new.get(key) and not parent_absent:
             lines.append(f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}")

@@ -39,6 +39,7 @@ def _parse_comments(cls: type) -> dict[str, str]:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
         return {}
+    # The parser drops comments and the tokenizer has no fields: match both by line.
     by_line = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)

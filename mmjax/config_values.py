@@ -79,6 +79,7 @@ def encode(hint: Hint, value: Any, where: str) -> Tree:
         origin, args = get_origin(member), get_args(member)
         if dataclasses.is_dataclass(member) and type(value) is member:
             tree = {"kind": member.kind} if hasattr(member, "kind") else {}
+            # `kind` has a default but is a field, so a config can set another one.
             if "kind" in tree and value.kind != member.kind:
                 raise UserError(f"{where}.kind: got {value.kind!r}, but a {member.__name__} is a {member.kind!r}")
             return tree | {
@@ -305,6 +306,7 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
         if not path:
             tree[name] = _parse_assigned(hint, tree.get(name), text, where)
             return
+        # The key goes on below an entry that does not exist yet, or an optional section that is none.
         if tree.get(name) is None:
             tree[name] = _new_entry(hint, key, where)
         tree = tree[name]

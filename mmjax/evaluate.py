@@ -157,6 +157,7 @@ def score(args: argparse.Namespace) -> None:
     sources = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
     if not sources:
         raise UserError(f"{args.model}: no source of its has a {args.split} split to ask; name questions with --data")
+    # Process 0 fills the caches of headers and lengths, which the others then read.
     for source in sources.values():
         processes.led(lambda source=source: len(source.read_headers()))
         processes.led(source.count_tokens)

@@ -275,6 +275,7 @@ def _modules_to_save(
         # Read when it is written: tensors of a large model never are in memory together.
         def read(key: str = key, pieces: Sequence[Piece] = pieces):
             exporter.read([piece.name for piece in pieces])
+            # None: training has not changed the tensor.
             trained = exporter.tensor(source, key, pieces)
             return source.read(key) if trained is None else trained
 

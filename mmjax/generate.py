@@ -94,6 +94,7 @@ def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
     if config.mesh != MeshConfig():
         check_heads(mesh_sizes(config.mesh, len(devices)), config.mesh, config.model)
         return config.mesh, devices
+    # One question is one row, so more devices than share its layers would have nothing to do.
     heads = [config.model.llm.heads, config.model.llm.kv_heads, *(e.heads for e in config.model.encoders.values())]
     tensor = math.gcd(len(devices), *heads)
     return MeshConfig(data=1, tensor=tensor), devices[:tensor]

@@ -131,6 +131,7 @@ def _list_ids(folder: RunFolder, text: str, as_json: bool) -> None:
 
 def _check_readable(replayed: Replayed, life: Life, number: int) -> None:
     """Raises UserError where the step cannot be rebuilt because its data has changed."""
+    # Files that have changed may raise anything; the key of the index tells whether they did.
     try:
         _ = replayed.loaded
     except Exception as error:

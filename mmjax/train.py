@@ -52,12 +52,12 @@ from mmjax.training.watchdog import Watchdog
 def open_session(
     config: Config,
     folder: RunFolder,
-    step: int,
     devices: Sequence[jax.Device],
     watchdog: Watchdog,
     flags: Asked,
     permitted: Permitted = NOTHING,
     profile: bool = False,
+    step: int = 0,
 ) -> Session:
     """Build the data, model, optimizer, checkpoints and evaluator of a run that continues from `step`.
 
@@ -106,16 +106,17 @@ def open_session(
     )
 
 
-def restore_or_init(open_at: Callable[[int], Session], folder: RunFolder, resumed: bool) -> tuple[Session, TrainState]:
+def restore_or_init(open_at: Callable[..., Session], folder: RunFolder, resumed: bool) -> tuple[Session, TrainState]:
     """Open a session and its train state: fresh, or restored from the newest readable checkpoint of a resumed run.
 
-    open_at: opens a session that continues from a step. Unreadable newer checkpoints are set aside. Raises UserError if
-    there are checkpoints and none is readable.
+    open_at: `open_session` with all arguments but `step`. Unreadable newer checkpoints are set aside. Raises UserError
+    if there are checkpoints and none is readable.
     """
     torn: list[tuple[int, TornCheckpoint]] = []
+    # Process 0 lists the checkpoints for all, so that all try the same ones.
     saved = processes.led(lambda: steps_in(folder.checkpoints)) if resumed else []
     for step in reversed(saved or [0]):
-        session = open_at(step)
+        session = open_at(step=step)
         try:
             state = session.start()
         except TornCheckpoint as error:
@@ -149,17 +150,9 @@ def train(
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, run_folder(config).stacks)
     with heed_interrupts(), lock_run(run_folder(config).path):
+        # Until the state is restored or made, a failure leaves the folder as it was before.
         with claim_run(config, source, mode, permitted) as (folder, resumed):
-            open_at = partial(
-                open_session,
-                config,
-                folder,
-                devices=devices,
-                watchdog=watchdog,
-                flags=flags or Asked(),
-                permitted=permitted,
-                profile=profile,
-            )
+            open_at = partial(open_session, config, folder, devices, watchdog, flags or Asked(), permitted, profile)
             session, state = restore_or_init(open_at, folder, resumed)
         first = session.life.first
         training = session.config.training
@@ -180,6 +173,7 @@ def train(
                     )
                     # Logs the step before this one: its numbers are there by now, while this one still computes.
                     session.ran(step, ready, report, state, progress)
+                    # All processes agree to stop at the same step, or a collective would wait for the stopped ones.
                     if session.stopping:
                         session.stop(step + 1, state, progress)
                         return session

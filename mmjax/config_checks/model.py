@@ -34,12 +34,8 @@ def check_model(model: ModelConfig) -> None:
         where = f"model.encoders.{name}"
         check(name != "llm", f"{where}: 'llm' is the decoder's name; call this encoder something else")
         check(name.isidentifier(), f"{where}: an encoder's name must be a plain word: letters, digits and '_'")
-        at_least(1, where, encoder, ("layers", "width", "heads", "mlp_width"))
-        at_most(MAX_LAYERS, where, encoder, ("layers",))
-        above_zero(where, encoder, ("norm_eps",))
+        _check_tower(where, encoder)
         divides(where, encoder.width, "width", encoder.heads, "heads")
-        _check_remat(where, encoder)
-        _check_dropout(where, encoder)
         at_least(1, f"{where}.connector", encoder.connector, ("merge",))
         at_most(MAX_MERGE, f"{where}.connector", encoder.connector, ("merge",))
         at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
@@ -102,17 +98,15 @@ def _check_lora(model: ModelConfig) -> None:
 
 def _check_decoder(llm: DecoderConfig) -> None:
     where = "model.llm"
-    at_least(1, where, llm, ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width"))
-    at_most(MAX_LAYERS, where, llm, ("layers",))
-    above_zero(where, llm, ("rope_theta", "norm_eps"))
+    _check_tower(where, llm)
+    at_least(1, where, llm, ("kv_heads", "head_width"))
+    above_zero(where, llm, ("rope_theta",))
     divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
     check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
     _check_rope(where, llm)
     at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
-    _check_remat(where, llm)
-    _check_dropout(where, llm)
 
 
 def _check_rope(where: str, llm: DecoderConfig) -> None:
@@ -198,15 +192,16 @@ def _check_audio(where: str, encoder: AudioConfig) -> None:
         )
 
 
-def _check_remat(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
+def _check_tower(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
+    """Check the settings that the LLM and all encoders have."""
+    at_least(1, where, section, ("layers", "width", "heads", "mlp_width"))
+    at_most(MAX_LAYERS, where, section, ("layers",))
+    above_zero(where, section, ("norm_eps",))
+    rate = section.dropout
+    check(0 <= rate < 1, f"{where}.dropout={rate}: choose at least 0 (nothing is dropped) and less than 1")
     if isinstance(section.remat, tuple):
         policies = len(section.remat)
         check(
             policies == section.layers,
             f"{where}.remat gives {policies} policies for layers={section.layers}; give one for each, or one for all",
         )
-
-
-def _check_dropout(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
-    rate = section.dropout
-    check(0 <= rate < 1, f"{where}.dropout={rate}: choose at least 0 (nothing is dropped) and less than 1")

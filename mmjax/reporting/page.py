@@ -101,6 +101,7 @@ def part_of(run: Run, media: int) -> RunPart:
         lives=lives_of(run),
         config=describe(run.config),
     )
+    # All above is in the run folder; all below needs the data files too, which may be gone.
     planned, part.missing = _or_reason(lambda: plan_again(run))
     if planned is None:
         part.missing_row = part.missing

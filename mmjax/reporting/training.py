@@ -40,14 +40,9 @@ class Chart:
     noisy: bool = False
     wide: bool = False
 
-    @property
-    def is_prefix(self) -> bool:
-        """Return whether the key stands for all keys that start with it."""
-        return self.key[-1] in "/_"
-
     def curves(self, run: Run) -> dict[str, Curve]:
         """Select the curves of a run, by their names in a legend."""
-        if self.is_prefix:
+        if self.key.endswith(("/", "_")):
             return run.metrics.under(self.key)
         return {self.key: run.metrics.curves[self.key]} if self.key in run.metrics.curves else {}
 
@@ -119,7 +114,7 @@ def training_figures(runs: Sequence[Run]) -> Iterator[Figure]:
         for name in names:
             curves = {run_name: curves[name] for run_name, curves in by_run.items() if name in curves}
             colours = {run.name: run_colour(run) for run in runs if run.name in curves}
-            suffix = f" {name}" if chart.is_prefix else ""
+            suffix = "" if name == chart.key else f" {name}"
             yield _figure(chart, suffix, curves, colours, [step for run in runs for step in run.resumes])
 
 
