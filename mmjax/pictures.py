@@ -129,12 +129,12 @@ def draw_lengths(path: Path, title: str, subtitle: str, lengths: Mapping[str, Ma
     for k, (measure, by_source) in enumerate(lengths.items()):
         line, column = divmod(k, HISTOGRAMS)
         top = 112 + line * (PANEL + 62)
-        left = LEFT + column * (width + GAP)
+        x = LEFT + column * (width + GAP)
         joined = np.concatenate(list(by_source.values()))
         summary = f"median {count(np.median(joined))}, largest {count(joined.max())}"
-        _text(figure, left, top - 6, measure, weight="bold")
-        _text(figure, left + width, top - 6, summary, ha="right", color=PALE)
-        _draw_histogram(_add_axes(figure, left, top, width, PANEL), by_source, colours)
+        _text(figure, x, top - 6, measure, weight="bold")
+        _text(figure, x + width, top - 6, summary, ha="right", color=PALE)
+        _draw_histogram(_add_axes(figure, x, top, width, PANEL), by_source, colours)
     _save(figure, path, title)
 
 
@@ -265,8 +265,8 @@ def _draw_works(figure: Figure, top: float, works: Mapping[str, Work], headings:
         width = (INNER - GAP * (across - 1)) / across
         for k, (name, amounts) in enumerate(work.items()):
             line, column = divmod(k, across)
-            left = LEFT + column * (width + GAP)
-            _draw_panel(figure, left, top + 38 + line * (PANEL + 40), width, name, amounts, colours[name])
+            x = LEFT + column * (width + GAP)
+            _draw_panel(figure, x, top + 38 + line * (PANEL + 40), width, name, amounts, colours[name])
         top += _work_height(work)
     _draw_shade_legend(figure, top + 14, next(iter(works.values())))
 
@@ -275,16 +275,14 @@ def _work_height(work: Work) -> float:
     return 38 + -(-len(work) // ACROSS) * (PANEL + 40) - 8
 
 
-def _draw_panel(
-    figure: Figure, left: float, top: float, width: float, name: str, work: np.ndarray, colour: str
-) -> None:
+def _draw_panel(figure: Figure, x: float, top: float, width: float, name: str, work: np.ndarray, colour: str) -> None:
     """Draw the work `[steps, ranks]` of a module: steps from left to right, ranks downwards."""
     steps, ranks = work.shape
     cells = folded(work)
     last_rank = len(cells) - 1  # of the first column
-    _text(figure, left, top - 6, module_name(name), weight="bold", color=colour)
-    _text(figure, left + width, top - 6, f"dist ratio {dist_ratio(work).mean():.3f}", ha="right")
-    axes = _add_axes(figure, left, top, width, PANEL)
+    _text(figure, x, top - 6, module_name(name), weight="bold", color=colour)
+    _text(figure, x + width, top - 6, f"dist ratio {dist_ratio(work).mean():.3f}", ha="right")
+    axes = _add_axes(figure, x, top, width, PANEL)
     shades = LinearSegmentedColormap.from_list(name, ["white", colour], SHADES)
     # Cells of several pixels stay sharp in viewers that smooth an image when they enlarge it.
     for axis, pixels in enumerate((2 * PANEL, 2 * width)):
@@ -292,11 +290,11 @@ def _draw_panel(
     _draw_shades(axes, cells, shades, (0, steps, 0, 1))
     for step in range(1, steps) if ranks > TALLEST else ():
         axes.axvline(step, color=PAPER, linewidth=1.2)
-    _text(figure, left, top + PANEL + 13, "step 1", color=PALE)
-    _text(figure, left + width, top + PANEL + 13, f"{steps}", ha="right", color=PALE)
-    if left == LEFT:
-        _text(figure, left - 6, top + 9, "rank 0", ha="right", color=PALE)
-        _text(figure, left - 6, top + PANEL - 1, f"{last_rank}", ha="right", color=PALE)
+    _text(figure, x, top + PANEL + 13, "step 1", color=PALE)
+    _text(figure, x + width, top + PANEL + 13, f"{steps}", ha="right", color=PALE)
+    if x == LEFT:
+        _text(figure, x - 6, top + 9, "rank 0", ha="right", color=PALE)
+        _text(figure, x - 6, top + PANEL - 1, f"{last_rank}", ha="right", color=PALE)
 
 
 def _draw_shades(
@@ -361,9 +359,9 @@ def _height(figure: Figure) -> float:
     return float(figure.get_figheight()) * PIXELS
 
 
-def _add_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+def _add_axes(figure: Figure, x: float, top: float, width: float, height: float) -> Axes:
     figure_height = _height(figure)
-    box = (left / WIDTH, 1 - (top + height) / figure_height, width / WIDTH, height / figure_height)
+    box = (x / WIDTH, 1 - (top + height) / figure_height, width / WIDTH, height / figure_height)
     return figure.add_axes(box)
 
 
