@@ -1,62 +1,62 @@
-"""Which linear layers of a model have low-rank adapters (LoRA, Hu et al. 2021) beside them, from the config alone.
+"""Resolve which linear layers of a model have low-rank adapters (LoRA, Hu et al. 2021), from the config alone.
 
-A linear layer is called `llm.layers.*.attention.query`, `vision.layers.*.mlp.up` or `vision.connector.mlp.down`: its
-module, its place there, and `*` for the number of a layer, since the layers of a tower have the same adapters.
+A linear layer is named like `llm.layers.*.attention.query`, `vision.layers.*.mlp.up` or `vision.connector.mlp.down`: by
+its module and its path there, with `*` for the layer number, since all layers of a module have the same adapters.
 """
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from mmjax.config import ConnectorConfig, DecoderConfig, LoraConfig, ModelConfig, VisionConfig
+from mmjax.config import LoraConfig, ModelConfig, VisionConfig
 
 Sizes = dict[str, tuple[int, int]]  # (inputs, outputs) by name
 
 
 def linear_layers(model: ModelConfig) -> Sizes:
-    """Every linear layer that may have an adapter: those of the towers' layers and those of connectors.
+    """List the linear layers that may have an adapter: those of the transformer layers and of the connectors.
 
-    Embeddings, output tables, the convolutions at an encoder's start and the mergers of a deepstack are none.
+    Embeddings, output tables, an encoder's first convolutions and the mergers of a deepstack may not.
     """
     llm = model.llm
-    queries, keys = llm.heads * llm.head_width, llm.kv_heads * llm.head_width
-    found = _layer("llm", llm.width, queries, keys, llm.mlp_width, True)
+    query_width = llm.heads * llm.head_width
+    key_width = llm.kv_heads * llm.head_width
+    sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=True)
     for name, encoder in model.encoders.items():
+        width = encoder.width
         vision = isinstance(encoder, VisionConfig)
-        gated = vision and encoder.gated
-        found |= _layer(name, encoder.width, encoder.width, encoder.width, encoder.mlp_width, gated)
-        found |= _connector(name, encoder.connector, encoder.width, llm.width, 2 if vision else 1)
-    return found
+        sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
+        # A connector merges `merge` neighbours along both axes of an image, or along a clip's one.
+        merged = encoder.connector.merge ** (2 if vision else 1) * width
+        if hidden := encoder.connector.mlp_width:
+            sizes |= {f"{name}.connector.mlp.up": (merged, hidden), f"{name}.connector.mlp.down": (hidden, llm.width)}
+        else:
+            sizes[f"{name}.connector.linear"] = (merged, llm.width)
+    return sizes
 
 
-def _layer(tower: str, width: int, queries: int, keys: int, mlp: int, gated: bool) -> Sizes:
-    attention, hidden = f"{tower}.layers.*.attention", f"{tower}.layers.*.mlp"
-    gate = {f"{hidden}.gate": (width, mlp)} if gated else {}
+def _layer_sizes(module: str, width: int, query_width: int, key_width: int, mlp_width: int, gated: bool) -> Sizes:
+    attention = f"{module}.layers.*.attention"
+    mlp = f"{module}.layers.*.mlp"
+    gate = {f"{mlp}.gate": (width, mlp_width)} if gated else {}
     return {
-        f"{attention}.query": (width, queries),
-        f"{attention}.key": (width, keys),
-        f"{attention}.value": (width, keys),
-        f"{attention}.output": (queries, width),
+        f"{attention}.query": (width, query_width),
+        f"{attention}.key": (width, key_width),
+        f"{attention}.value": (width, key_width),
+        f"{attention}.output": (query_width, width),
         **gate,
-        f"{hidden}.up": (width, mlp),
-        f"{hidden}.down": (mlp, width),
+        f"{mlp}.up": (width, mlp_width),
+        f"{mlp}.down": (mlp_width, width),
     }
 
 
-def _connector(encoder: str, connector: ConnectorConfig, inputs: int, outputs: int, axes: int) -> Sizes:
-    merged, where = connector.merge**axes * inputs, f"{encoder}.connector.mlp"
-    if not connector.mlp_width:
-        return {f"{encoder}.connector.linear": (merged, outputs)}
-    return {f"{where}.up": (merged, connector.mlp_width), f"{where}.down": (connector.mlp_width, outputs)}
-
-
 def matching(lora: LoraConfig, names: Sizes) -> list[str]:
-    """The linear layers that an adapter's patterns match."""
+    """List the linear layers that an adapter's patterns match."""
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in lora.layers)]
 
 
 def adapted(model: ModelConfig) -> dict[str, LoraConfig]:
-    """The adapter of each linear layer that has one, by the layer's name."""
+    """Map each linear layer that has an adapter to the adapter's config."""
     if not model.lora:
         return {}
     names = linear_layers(model)
@@ -64,29 +64,31 @@ def adapted(model: ModelConfig) -> dict[str, LoraConfig]:
 
 
 def module_with(name: str) -> str:
-    """The module that a linear layer belongs to: "llm", an encoder's name, or "<encoder>.connector"."""
+    """Name the module that a linear layer belongs to: "llm", an encoder, or "<encoder>.connector"."""
+    # "vision.connector.mlp.up" is of "vision.connector", "vision.layers.*.mlp.up" of "vision".
     module, place, *_ = name.split(".")
     return f"{module}.connector" if place == "connector" else module
 
 
 def adapted_modules(model: ModelConfig) -> list[str]:
-    """The modules that have adapters."""
+    """List the modules that have adapters."""
     return list(dict.fromkeys(module_with(name) for name in adapted(model)))
 
 
 def frozen_by_adapters(model: ModelConfig) -> set[str]:
-    """The modules whose own weights are frozen because they have adapters."""
+    """List the modules whose base weights are frozen because they have adapters."""
     return {module_with(name) for name, lora in adapted(model).items() if lora.base == "frozen"}
 
 
 def scale(lora: LoraConfig) -> float:
-    """What an adapter's product is multiplied by."""
+    """Compute the factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) (rsLoRA)."""
     return lora.alpha / (lora.rank**0.5 if lora.scaling == "sqrt_rank" else lora.rank)
 
 
 def adapter_sizes(model: ModelConfig) -> dict[str, int]:
-    """Parameters of all adapters of each module that has some, as `<module>.lora`."""
-    names, counts = linear_layers(model), dict[str, int]()
+    """Count the parameters of each module's adapters, by `<module>.lora`."""
+    names = linear_layers(model)
+    counts: dict[str, int] = {}
     for name, lora in adapted(model).items():
         group = f"{module_with(name)}.lora"
         counts[group] = counts.get(group, 0) + lora.rank * sum(names[name]) * copies(model, name)
@@ -94,7 +96,7 @@ def adapter_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def copies(model: ModelConfig, name: str) -> int:
-    """How many linear layers a name stands for."""
-    tower, place, *_ = name.split(".")
-    config: DecoderConfig | VisionConfig = model.llm if tower == "llm" else model.encoders[tower]
+    """Count the linear layers that a name stands for: one for each layer of its module."""
+    module, place, *_ = name.split(".")
+    config = model.llm if module == "llm" else model.encoders[module]
     return config.layers if place == "layers" else 1

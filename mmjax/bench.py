@@ -33,7 +33,7 @@ from mmjax.errors import leave, run_command
 from mmjax.outputs import check_output
 from mmjax.training.console import say, table
 
-# run: a list of rows, one per variant
+# Benchmarks whose run() returns a list of rows, one per variant.
 COMPARISONS: dict[str, Any] = {
     "attention": attention,
     "compile": compile_time,
@@ -45,7 +45,7 @@ COMPARISONS: dict[str, Any] = {
     "remat": remat,
     "start": start,
 }
-# run: one Measurement
+# Benchmarks whose run() returns one Measurement.
 MEASUREMENTS: dict[str, Any] = {
     "balance-run": balance_run,
     "context": context,
@@ -58,47 +58,46 @@ MEASUREMENTS: dict[str, Any] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.bench", description=__doc__, allow_abbrev=False)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, benchmark in sorted((COMPARISONS | MEASUREMENTS).items()):
         options = names.add_parser(name, help=benchmark.__doc__, description=benchmark.__doc__, allow_abbrev=False)
-        what = "list" if name in COMPARISONS else "object"
-        options.add_argument("--json", action="store_true", help=f"print one JSON {what} and nothing else")
+        json_type = "list" if name in COMPARISONS else "object"
+        options.add_argument("--json", action="store_true", help=f"print one JSON {json_type} and nothing else")
         if name in MEASUREMENTS:
             options.add_argument("--out", type=Path, metavar="F.npz", help="write what the figures follow from")
         benchmark.add_arguments(options)
     args = parser.parse_args(argv)
     if args.name in COMPARISONS:
-        _compare(COMPARISONS[args.name].run(args), args.json)
+        _print_comparison(COMPARISONS[args.name].run(args), args.json)
         return
     if args.out is not None:
         check_output("--out", args.out)
-    _report(MEASUREMENTS[args.name].run(args), args.json, args.out)
+    _print_measurement(MEASUREMENTS[args.name].run(args), args.json, args.out)
 
 
-def _compare(rows: list[dict[str, Any]], as_json: bool) -> None:
+def _print_comparison(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         say(json.dumps(rows))
         return
-    say(*table([tuple(rows[0]), *(tuple(map(_cell, row.values())) for row in rows)], indent=""))
+    say(*table([tuple(rows[0]), *(tuple(map(_format_cell, row.values())) for row in rows)], indent=""))
 
 
-def _report(measured: Measurement, as_json: bool, out: Path | None) -> None:
+def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -> None:
     if out is not None:
-        with out.open("wb") as file:  # by name, NumPy would append .npz to what was asked for
+        with out.open("wb") as file:  # given a name, NumPy would append .npz to it
             np.savez(file, **measured.arrays)
     if as_json:
         say(json.dumps(dict(measured.figures)))
         return
-    rows = [(name, _cell(value), measured.paper.get(name, "")) for name, value in measured.figures.items()]
-    heading = ("figure", "measured", "published") if measured.paper else ("figure", "measured", "")
-    say(*table([heading, *rows], indent=""))
+    rows = [(name, _format_cell(value), measured.paper.get(name, "")) for name, value in measured.figures.items()]
+    say(*table([("figure", "measured", "published" if measured.paper else ""), *rows], indent=""))
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_cell(of) if isinstance(of, dict) else of}" for name, of in value.items())
+        return ", ".join(f"{name} {_format_cell(v) if isinstance(v, dict) else v}" for name, v in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -1,6 +1,6 @@
 """Read the meaning of each config key from the comments and docstrings of the dataclasses in `mmjax.config`.
 
-A field's meaning is the comment behind it, or on the lines right above it; a kind's is its docstring's first line.
+The meaning of a field is the comment behind it or right above it; that of a kind is its docstring's first line.
 """
 
 from __future__ import annotations
@@ -18,40 +18,42 @@ from mmjax.config_values import Leaf
 
 
 def meaning(leaf: Leaf) -> str:
-    """Say what a key of a config means: its field's comment, then the docstring of the kind that it names."""
-    comment = {} if leaf.owner is None else field_comments(leaf.owner)
+    """Describe a key of a config: its field's comment, then the docstring of the kind that is its value."""
+    comments = {} if leaf.owner is None else field_comments(leaf.owner)
     kind = "" if leaf.kind is None else (inspect.getdoc(leaf.kind) or "").partition("\n")[0]
-    return ": ".join(filter(None, [comment.get(leaf.field, ""), kind]))
+    return ": ".join(filter(None, [comments.get(leaf.field, ""), kind]))
 
 
 @functools.cache
 def field_comments(cls: type) -> dict[str, str]:
-    """Read the comments of a dataclass's fields by name; none where its source is not there."""
-    found: dict[str, str] = {}
+    """Read the comments of a dataclass's fields, inherited ones too; empty where its source is not available."""
+    comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            found |= _own_comments(base)
-    return found
+            comments |= _parse_comments(base)
+    return comments
 
 
-def _own_comments(cls: type) -> dict[str, str]:
+def _parse_comments(cls: type) -> dict[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
         return {}
-    comments = {
+    # The parser drops comments and the tokenizer has no fields: match both by line.
+    by_line = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
     (definition,) = ast.parse(source).body
-    found, end = {}, 0
+    comments = {}
+    previous_end = 0  # line where the statement before ends: comments after it belong to this one
     for node in definition.body:
-        own = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        if own and (lines := [text for at, text in comments.items() if end < at <= node.end_lineno]):
-            found[node.target.id] = " ".join(lines)
-        end = node.end_lineno
-    return found
+        is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if is_field and (lines := [text for n, text in by_line.items() if previous_end < n <= node.end_lineno]):
+            comments[node.target.id] = " ".join(lines)
+        previous_end = node.end_lineno
+    return comments
 
 
 def first_line(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Typed dataclasses to plain trees (what JSON holds) and back, strictly; and lines `a.b=value` that edit such a tree.
+"""Convert typed dataclasses to plain trees (as in JSON) and back, strictly, and edit such a tree by `a.b=value`.
 
-The types are those that `mmjax.config` uses: dataclasses, unions of dataclasses told apart by `kind`, `dict[str, T]`,
-`tuple[T, ...]`, `Literal`, None, bool, int, float and str. Nothing is converted but int to float.
+Supports the types that `mmjax.config` uses: dataclasses, unions of dataclasses discriminated by `kind`, `dict[str, T]`,
+`tuple[T, ...]`, `Literal`, None, bool, int, float and str. Only an int is converted, to a float.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from mmjax.errors import UserError
 Hint = Any  # what typing.get_type_hints gives for a field
 Tree = Any  # dict, list, str, int, float, bool or None, nested
 
-MOST_INT = 2**53
+MAX_INT = 2**53  # beyond, JSON readers that use floats change an int
 _KEY = re.compile(r"[\w.\-]+")
 
 
 def members(hint: Hint) -> tuple[Hint, ...]:
-    """The alternatives of a union, or the type itself alone."""
+    """List the alternatives of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 @functools.cache
 def field_hints(cls: type) -> dict[str, Hint]:
-    """Types of a dataclass's fields by name, without `kind`, which only says which dataclass it is."""
+    """Map a dataclass's fields to their types, without `kind`, which only discriminates a union."""
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "kind"}
 
 
 def kinds(hint: Hint) -> dict[str, type]:
-    """The dataclasses of a union by `kind`; empty for anything else."""
+    """Map the kinds of a union of dataclasses to the dataclasses; empty for any other type."""
     return {m.kind: m for m in members(hint) if dataclasses.is_dataclass(m) and hasattr(m, "kind")}
 
 
 def expected(hint: Hint) -> str:
     """Describe the values that a type allows, for a message."""
-    if found := kinds(hint):
-        return f"a kind: {', '.join(found)}"
+    if by_kind := kinds(hint):
+        return f"a kind: {', '.join(by_kind)}"
     parts = []
     for member in members(hint):
         origin, args = get_origin(member), get_args(member)
         if origin is Literal:
             parts.append(("one of " if len(args) > 1 else "") + ", ".join(map(str, args)))
         elif origin is tuple:
-            each = expected(args[0])
-            parts.append("several, with commas between them" + ("" if each in parts else f", of: {each}"))
+            item = expected(args[0])
+            parts.append("several, with commas between them" + ("" if item in parts else f", of: {item}"))
         elif origin is dict:
             parts.append(f"entries by name, each {expected(args[1])}")
         else:
@@ -62,10 +62,10 @@ def expected(hint: Hint) -> str:
     return " or ".join(parts)
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """`: did you mean '...'?`, or else what is known."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Suggest the closest known name, as `: did you mean '...'?`, or list the known ones."""
     known = list(known)
-    if close := difflib.get_close_matches(given, known, 1):
+    if close := difflib.get_close_matches(name, known, 1):
         return f": did you mean {close[0]!r}?"
     return f"; known: {', '.join(known[:20]) or 'none'}" + (", ..." if len(known) > 20 else "")
 
@@ -74,11 +74,12 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def encode(hint: Hint, value: Any, where: str) -> Tree:
-    """The plain tree of a value. Raises UserError, naming the key `where`, if it is not of this type."""
+    """Convert a value to a plain tree. Raises UserError, naming the key `where`, if it is not of this type."""
     for member in members(hint):
         origin, args = get_origin(member), get_args(member)
         if dataclasses.is_dataclass(member) and type(value) is member:
             tree = {"kind": member.kind} if hasattr(member, "kind") else {}
+            # `kind` has a default but is a field, so a config can set another one.
             if "kind" in tree and value.kind != member.kind:
                 raise UserError(f"{where}.kind: got {value.kind!r}, but a {member.__name__} is a {member.kind!r}")
             return tree | {
@@ -93,11 +94,11 @@ def encode(hint: Hint, value: Any, where: str) -> Tree:
 
 
 def decode(hint: Hint, tree: Tree, where: str) -> Any:
-    """The value that a plain tree stands for. Raises UserError, naming the key, where the tree does not fit."""
+    """Convert a plain tree to a value. Raises UserError, naming the key, where the tree does not fit the type."""
     for member in members(hint):
         origin, args = get_origin(member), get_args(member)
         if dataclasses.is_dataclass(member) and isinstance(tree, dict):
-            return _decode_dataclass(chosen(hint, tree, where), tree, where)
+            return _decode_dataclass(select_dataclass(hint, tree, where), tree, where)
         if origin is tuple and isinstance(tree, list):
             return tuple(decode(args[0], t, f"{where}[{i}]") for i, t in enumerate(tree))
         if origin is dict and isinstance(tree, dict):
@@ -105,15 +106,15 @@ def decode(hint: Hint, tree: Tree, where: str) -> Any:
     return _scalar(hint, tree, where)
 
 
-def chosen(hint: Hint, tree: Tree, where: str) -> type:
-    """The dataclass that a tree of this type describes, by its `kind` where there are several."""
+def select_dataclass(hint: Hint, tree: Tree, where: str) -> type:
+    """Select the dataclass that a tree describes: the only one of its type, or the one of its `kind`."""
     dataclass_members = [m for m in members(hint) if dataclasses.is_dataclass(m)]
     if len(dataclass_members) == 1:
         return dataclass_members[0]
-    found = kinds(hint)
-    if (kind := tree.get("kind")) not in found:
-        raise UserError(f"{where}: unknown kind {kind!r}{did_you_mean(str(kind), found)}")
-    return found[kind]
+    by_kind = kinds(hint)
+    if (kind := tree.get("kind")) not in by_kind:
+        raise UserError(f"{where}: unknown kind {kind!r}{did_you_mean(str(kind), by_kind)}")
+    return by_kind[kind]
 
 
 def _decode_dataclass(cls: type, tree: dict[str, Tree], where: str) -> Any:
@@ -132,13 +133,13 @@ def _decode_dataclass(cls: type, tree: dict[str, Tree], where: str) -> Any:
 
 
 def required(cls: type) -> list[str]:
-    """Fields of a dataclass that have no default."""
+    """List the fields of a dataclass that have no default."""
     missing = dataclasses.MISSING
     return [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
 
 
 def defaults(cls: type, where: str) -> dict[str, Tree]:
-    """The tree of a dataclass that has every default and nothing else."""
+    """Build the tree of a dataclass from its defaults; fields without one are missing."""
     tree: dict[str, Tree] = {"kind": cls.kind} if hasattr(cls, "kind") else {}
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for name, hint in field_hints(cls).items():
@@ -150,7 +151,7 @@ def defaults(cls: type, where: str) -> dict[str, Tree]:
 
 
 def join(where: str, name: str) -> str:
-    """The dotted key of a field of the thing at `where`, which is empty for the whole."""
+    """Join the dotted key of a section, empty for the root, and the name of a field in it."""
     return f"{where}.{name}" if where else name
 
 
@@ -161,10 +162,11 @@ def _key(key: Any, where: str) -> str:
 
 
 def _scalar(hint: Hint, value: Any, where: str) -> Tree:
-    if type(value) is int and abs(value) > MOST_INT:
-        raise UserError(f"{where}: a whole number beyond {MOST_INT}, which no float holds exactly; give a smaller one")
+    if type(value) is int and abs(value) > MAX_INT:
+        raise UserError(f"{where}: a whole number beyond {MAX_INT}, which no float holds exactly; give a smaller one")
     for member in members(hint):
         if get_origin(member) is Literal:
+            # By type too: True == 1 and 1.0 == 1.
             if any(value == v and type(value) is type(v) for v in get_args(member)):
                 return value
         elif type(value) is member and not (member is float and not math.isfinite(value)):
@@ -176,11 +178,12 @@ def _scalar(hint: Hint, value: Any, where: str) -> Tree:
     raise _mismatch(hint, f"{kind}, {value!r}" if simple else kind, str(value), where)
 
 
-def _mismatch(hint: Hint, given: str, text: str, where: str) -> UserError:
+def _mismatch(hint: Hint, got: str, text: str, where: str) -> UserError:
+    """Make the error for a value of another type. got: describes the value; text: is compared with the choices."""
     choices = [v for m in members(hint) if get_origin(m) is Literal for v in get_args(m)] + list(kinds(hint))
     close = difflib.get_close_matches(text, choices, 1)
     return UserError(
-        f"{where}: got {given}; expected {expected(hint)}" + (f": did you mean {close[0]!r}?" if close else "")
+        f"{where}: got {got}; expected {expected(hint)}" + (f": did you mean {close[0]!r}?" if close else "")
     )
 
 
@@ -188,8 +191,9 @@ def _mismatch(hint: Hint, given: str, text: str, where: str) -> UserError:
 
 
 def parse(hint: Hint, text: str, where: str) -> Tree:
-    """The tree of a value written as text. Raises UserError saying what was given and what is expected."""
+    """Parse a value of an override into a tree. Raises UserError with the text and what is expected."""
     options = {get_origin(m) or m: m for m in members(hint)}
+    # From the most to the least specific: only what is nothing else is a plain string.
     if dict in options and text == "{}":
         return {}
     if types.NoneType in options and text.lower() == "none":
@@ -211,7 +215,7 @@ def parse(hint: Hint, text: str, where: str) -> Tree:
 
 
 def text_of(hint: Hint, tree: Tree) -> str:
-    """A tree's value as text that `parse` reads back to the same."""
+    """Format a value of a tree as text that `parse` reads back to the same value."""
     if tree is None or isinstance(tree, bool):
         return str(tree).lower()
     if isinstance(tree, list):
@@ -219,6 +223,7 @@ def text_of(hint: Hint, tree: Tree) -> str:
     text = repr(tree) if isinstance(tree, float) else str(tree)
     if not isinstance(tree, str):
         return text
+    # A string that would be read as another type, such as "none", needs quotes.
     plain = text and text.isprintable() and text == text.strip() and not text.startswith('"')
     return text if plain and parse(hint, text, "") == tree else json.dumps(text)
 
@@ -244,17 +249,17 @@ def _unquoted(text: str) -> str:
 
 
 class Leaf(NamedTuple):
-    """A value of a tree, and the field that it is the value of."""
+    """A value of a tree, and the dataclass field that it belongs to."""
 
     key: str
     text: str
-    owner: type | None  # the dataclass that has the field; of an entry by name, that of the entries
+    owner: type | None  # the dataclass that has the field; for an entry of a dict, the one with the dict
     field: str
-    kind: type | None  # the dataclass that the text names, of a union
+    kind: type | None  # the dataclass of a union whose kind the text names
 
 
 def walk(hint: Hint, tree: Tree, where: str = "", owner: type | None = None, field: str = "") -> Iterator[Leaf]:
-    """Every value of a tree, a union's kind before its fields, an empty dict as `{}`."""
+    """Yield every value of a tree, a union's kind before its fields, an empty dict as `{}`."""
     member = next((m for m in members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
     if member is None or not isinstance(tree, dict):
         yield Leaf(where, text_of(hint, tree), owner, field, None)
@@ -264,7 +269,7 @@ def walk(hint: Hint, tree: Tree, where: str = "", owner: type | None = None, fie
         for key, value in tree.items():
             yield from walk(get_args(member)[1], value, join(where, key), owner, field)
     else:
-        cls = chosen(hint, tree, where)
+        cls = select_dataclass(hint, tree, where)
         if len(kinds(hint)) > 1:
             yield Leaf(where, tree["kind"], owner, field, cls)
         for name, field_hint in field_hints(cls).items():
@@ -272,17 +277,18 @@ def walk(hint: Hint, tree: Tree, where: str = "", owner: type | None = None, fie
 
 
 def leaves(hint: Hint, tree: Tree, where: str = "") -> Iterator[tuple[str, str]]:
-    """Every `(key, text)` of a tree, in the order of `walk`."""
+    """Yield every `(key, text)` of a tree, in the order of `walk`."""
     return ((leaf.key, leaf.text) for leaf in walk(hint, tree, where))
 
 
 def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
     """Edit a tree in place by one line `a.b=value`. Raises UserError for an unknown key or a value of another type."""
-    key, equals, text = line.partition("=")
-    key, text = key.strip(), text.strip()
+    key, equals, text = (part.strip() for part in line.partition("="))
     if not equals or not key:
         raise UserError(f"{line!r} is not an override; write key=value, such as training.steps=100")
-    root, where, path = tree, "", key.split(".")
+    root = tree
+    where = ""  # the key of `tree`
+    path = key.split(".")  # the rest of the key, below `tree`
     while True:
         member = next((m for m in members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
         if member is None:
@@ -291,24 +297,26 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
             hint = get_args(member)[1]
             name, path = _split_entry(hint, tree, path)
         else:
-            cls = chosen(hint, tree, where)
-            name, path = path[0], path[1:]
+            cls = select_dataclass(hint, tree, where)
+            name, *path = path
             if name not in field_hints(cls):
                 raise UserError(_unknown(key, join(where, name), hint, cls, root))
             hint = field_hints(cls)[name]
         where = join(where, name)
         if not path:
-            tree[name] = _assigned(hint, tree.get(name), text, where)
+            tree[name] = _parse_assigned(hint, tree.get(name), text, where)
             return
+        # The key goes on below an entry that does not exist yet, or an optional section that is none.
         if tree.get(name) is None:
             tree[name] = _new_entry(hint, key, where)
         tree = tree[name]
 
 
 def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[str, list[str]]:
-    """Find the end of an entry's name, which may hold dots: an entry that exists, else before the first field's name.
+    """Split a key below a dict into an entry's name, which may have dots, and the rest.
 
-    What follows an entry that exists is a field; else it is more of another entry's name.
+    The name is that of the longest entry that exists and has a field or nothing behind it, or else ends before the
+    first part that is a field's name: `llm.lora.learning_rate` is the field `learning_rate` of the entry `llm.lora`.
     """
     fields = {name for m in members(hint) if dataclasses.is_dataclass(m) for name in field_hints(m)}
     for n in range(len(path), 0, -1):
@@ -321,18 +329,18 @@ def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[st
 
 
 def _new_entry(hint: Hint, key: str, where: str) -> Tree:
-    if found := kinds(hint):
-        raise UserError(f"unknown key {key!r}: there is no {where!r}; say {where}=<kind> first ({', '.join(found)})")
+    if by_kind := kinds(hint):
+        raise UserError(f"unknown key {key!r}: there is no {where!r}; say {where}=<kind> first ({', '.join(by_kind)})")
     member = next(m for m in members(hint) if m is not type(None))
     return defaults(member, where) if dataclasses.is_dataclass(member) else {}
 
 
-def _assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
-    if found := kinds(hint):
-        if text not in found:
+def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
+    if by_kind := kinds(hint):
+        if text not in by_kind:
             raise _mismatch(hint, repr(text), text, where)
-        # Naming the kind that is there already must not throw its settings away.
-        return old if isinstance(old, dict) and old.get("kind") == text else defaults(found[text], where)
+        # Naming the kind that is set already must not reset its fields.
+        return old if isinstance(old, dict) and old.get("kind") == text else defaults(by_kind[text], where)
     if section := next((m for m in members(hint) if dataclasses.is_dataclass(m)), None):
         if text == "none" and type(None) in members(hint):
             return None
@@ -342,12 +350,13 @@ def _assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
 
 
 def _unknown(key: str, level: str, hint: Hint, cls: type, root: Tree) -> str:
+    """Describe an unknown key. level: its part that is unknown first; cls: the dataclass without that field."""
     parent, _, name = level.rpartition(".")
     if name == "kind" and hasattr(cls, "kind"):
         return f"unknown key {key!r}: say {parent}=<kind> ({', '.join(kinds(hint))})"
-    others = [kind for kind, other in kinds(hint).items() if other is not cls and name in field_hints(other)]
-    if others:
-        return f"unknown key {key!r}: {parent} is {cls.kind!r}; say {parent}={others[0]} first"
+    kinds_with_field = [kind for kind, member in kinds(hint).items() if name in field_hints(member)]
+    if kinds_with_field:
+        return f"unknown key {key!r}: {parent} is {cls.kind!r}; say {parent}={kinds_with_field[0]} first"
     known = [join(parent, n) for n in field_hints(cls)]
     elsewhere = [k for k in _keys(root) if k.endswith(f".{name}")]
     if elsewhere and not difflib.get_close_matches(level, known, 1):

@@ -1,4 +1,4 @@
-"""Report mistakes in a user's input in one line, handle Ctrl-C, and end commands with their exit codes."""
+"""Report a user's mistakes in one line, handle Ctrl-C, and end commands with their exit codes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import NoReturn
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: one line that says what is wrong, where, and what to do.
+    """A mistake in the user's input: one line that says what is wrong, where, and how to fix it.
 
-    everywhere: every process of the run raises the same, so that one of them need say it.
+    everywhere: every process of the run raises it, so that only one of them needs to print it.
     """
 
     def __init__(self, message: str, everywhere: bool = False) -> None:
@@ -27,13 +27,13 @@ class UserError(Exception):
 
 
 class BadMedia(ValueError):
-    """An image or a clip that cannot be used: one plain reason, without the name of what it belongs to."""
+    """An image or a clip that cannot be used: one plain reason, without the name of the sample."""
 
 
 def run_command(main: Callable[[], None]) -> int:
     """Run a command and return its exit code: 0, 2 for bad input (one line on stderr), 130 when interrupted.
 
-    Any other exception is a fault of mmjax's own and keeps its traceback.
+    Any other exception is a bug in mmjax and keeps its traceback.
     """
     try:
         with heed_interrupts():
@@ -49,18 +49,18 @@ def run_command(main: Callable[[], None]) -> int:
 
 @contextmanager
 def heed_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt for the first Ctrl-C, wherever it arrives, and for no other while that one is heeded.
+    """Raise KeyboardInterrupt for the first Ctrl-C, wherever it arrives, and ignore further ones during the clean-up.
 
-    Python cannot raise out of a destructor or a callback of the garbage collector (JAX has one): a Ctrl-C that arrives
-    there is printed as ignored, and the command would go on. It is sent once more then. Further ones would end what
-    the first has begun to tidy up.
+    Python cannot raise out of a destructor or a callback of the garbage collector (JAX has one): a KeyboardInterrupt
+    raised there is printed as ignored, and the command would go on. The signal is then sent again.
     """
-    before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler or getattr(before, "__module__", "") == "mmjax.startup"
-    if threading.current_thread() is not threading.main_thread() or not ours:
-        yield  # somebody else decides: a notebook, a caller that does this already, or a shell's background
+    previous = signal.getsignal(signal.SIGINT)
+    replaceable = previous is signal.default_int_handler or getattr(previous, "__module__", "") == "mmjax.startup"
+    if threading.current_thread() is not threading.main_thread() or not replaceable:
+        yield  # somebody else handles it: a notebook, a caller that did this already, or a shell's background job
         return
-    raised, hook = False, sys.unraisablehook
+    raised = False
+    hook = sys.unraisablehook
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal raised
@@ -71,37 +71,37 @@ def heed_interrupts() -> Iterator[None]:
         raised = True
         raise KeyboardInterrupt
 
-    def unraisable(dropped: sys.UnraisableHookArgs) -> None:
+    def unraisable(ignored: sys.UnraisableHookArgs) -> None:
         nonlocal raised
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
-            hook(dropped)
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            hook(ignored)
             return
         raised = False
-        # A real signal: `_thread.interrupt_main` does not wake a main thread that waits for something.
-        again = partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
-        threading.Timer(0.05, again).start()
+        # A real signal: `_thread.interrupt_main` does not wake a main thread that is waiting.
+        resend = partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
+        threading.Timer(0.05, resend).start()
 
     signal.signal(signal.SIGINT, interrupt)
     sys.unraisablehook = unraisable
     try:
         yield
     finally:
-        if sys.unraisablehook is unraisable:  # else another was put before it meanwhile, and stays
+        if sys.unraisablehook is unraisable:  # else another hook was installed over it meanwhile, and stays
             sys.unraisablehook = hook
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code`: as Python does, but for taking its interpreter down.
+    """Exit the process with `code` as Python does, but without finalising the interpreter.
 
-    That can end in an abort and code 134, also after work that is done: threads of libraries (XLA's, TensorStore's) may
+    Finalising can end in an abort and code 134 after all work is done: threads of libraries (XLA's, TensorStore's) may
     wait in native code for an interpreter that is gone.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is leaving
-    threading._shutdown()  # the threads that Python waits for, and what ends with them
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading._shutdown()  # joins non-daemon threads and runs their exit hooks, as finalising would
     if code:
-        gc.collect()  # what the frames of an error held: memory shared with workers
+        gc.collect()  # frees memory shared with workers that frames of an error still refer to
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

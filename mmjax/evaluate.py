@@ -1,7 +1,7 @@
 """Score a model's answers: ``python -m mmjax.evaluate RUN|HF_FOLDER [--data questions.jsonl] [--json]``.
 
-A run is asked what its config has: the questions of its test split. ``--data`` names other questions, for a run or a
-Hugging Face checkpoint: a file of records as `data.sources` reads them (docs/data.md).
+A run answers the questions of its own test split. ``--data`` names a file of other questions, for a run or a Hugging
+Face checkpoint, in any format that `data.sources` reads (docs/data.md).
 """
 
 from __future__ import annotations
@@ -50,41 +50,42 @@ from mmjax.training.run_folder import RunFolder
 from mmjax.training.served import Served
 from mmjax.training.state import parameter_shardings
 
-ASKED = "asked"  # the source of --data
 AT_ONCE = AtOnce(tokens=4096)  # small enough for the logits of all of them
-WRITTEN, HEARD = ("exact_match", "anls", "vqa_accuracy"), ("exact_match", "wer")  # measures, where none are named
+DATA_SOURCE = "asked"  # the name in data.sources of what --data names
+WRITTEN_MEASURES = ("exact_match", "anls", "vqa_accuracy")  # by default
+SPOKEN_MEASURES = ("exact_match", "wer")  # by default, for transcripts: manifests of audio
 
 
 def evaluate(
     run: Path, split: str = "test", swap: str = "", overrides: Sequence[str] = (), step: int | None = None
 ) -> Scores:
-    """Score a checkpoint of a run without conversations, by default the newest, from its folder alone: greedily.
+    """Score a checkpoint of a run without conversations, by default the newest, with greedy decoding.
 
-    Beside `exact_match_*` and `samples`, `step` is the number of updates that the checkpoint has seen. `swap` names an
-    encoder whose items come from another sample: of the questions that need them, what is still answered right was
-    guessed, and should be no more than `chance_*`.
+    Returns `exact_match_*`, `samples`, `loss`, and the checkpoint's number of updates as `step`. swap: an encoder whose
+    items are replaced by those of another sample. The questions that need them can then only be guessed, so their exact
+    match should be no more than `chance_*`, and no loss is returned.
     """
-    evaluator, params, step = _evaluator(run, split, swap, overrides, step=step)
-    answered = [a for replies in evaluator.answer(params).values() for a in replies.answered]
-    about = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
+    evaluator, params, step = _open_evaluator(run, split, swap, overrides, step=step)
+    answers = [answer for replies in evaluator.answer(params).values() for answer in replies.answered]
+    scores = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
     if not swap:
-        return about | exact_match(answered) | evaluator.loss(params)
-    blind = [a for a in answered if swap in a.needs]
-    return about | exact_match(blind) | chance(blind)
+        return scores | exact_match(answers) | evaluator.loss(params)
+    swapped = [a for a in answers if swap in a.needs]
+    return scores | exact_match(swapped) | chance(swapped)
 
 
 def ask(run: Path, samples: Sequence[int], source: str = "", split: Split = "test") -> list[Answered]:
-    """Answer the questions of these samples of a run's split with its newest checkpoint, greedily.
+    """Answer the questions of some samples of a run's split with its newest checkpoint and greedy decoding.
 
-    source: a name of the config's `data.sources`; by default the first one that has questions. Those that cannot be
-    read are left out. Raises UserError where the run has no such source.
+    source: a name of the config's `data.sources`; by default the first one that has questions. Unreadable samples are
+    left out. Raises UserError where the run has no such source.
     """
-    evaluator, params, _ = _evaluator(run, split, name=source, samples=samples)
+    evaluator, params, _ = _open_evaluator(run, split, name=source, samples=samples)
     (replies,) = evaluator.answer(params).values()
     return list(replies.answered)
 
 
-def _evaluator(
+def _open_evaluator(
     run: Path,
     split: str,
     swap: str = "",
@@ -93,72 +94,85 @@ def _evaluator(
     samples: Sequence[int] | None = None,
     step: int | None = None,
 ) -> tuple[Evaluator, dict[str, Any], int]:
-    """Make the evaluator of a run's questions; return it with a checkpoint's parameters and step.
+    """Open the evaluator of a run's split, with a checkpoint's parameters and the number of updates they have had.
 
-    samples: of one source, the first with questions unless it is named.
+    samples: of one source, the first with questions unless `name` says which. step: of the checkpoint; None: the
+    newest. The loss is computed where neither samples are chosen nor items swapped.
     """
     folder = RunFolder(run)
     config = edit(folder.read_config(), overrides)
-    opened = evaluation_sources(config, (split,), folder.path)
-    sources = opened
-    if swap or samples is not None:
-        sources = {name: source for name, source in opened.items() if hasattr(source, "question")}
+    with_loss = not swap and samples is None
+    sources = {
+        key: source
+        for key, source in evaluation_sources(config, (split,), folder.path).items()
+        if with_loss or hasattr(source, "question")
+    }
     if not sources:
         raise UserError(f"{run}: none of its sources has a {split} split to score")
     if samples is not None:
-        named = f"{split}/{name}" if name else next(iter(sources))
-        if named not in sources:
-            raise UserError(f"{run}: {named} has no questions; those that have: {', '.join(sources)}")
-        sources = {named: sources[named]}
+        key = f"{split}/{name}" if name else next(iter(sources))
+        if key not in sources:
+            raise UserError(f"{run}: {key} has no questions; those that have: {', '.join(sources)}")
+        sources = {key: sources[key]}
     if swap:
-        sources = {name: _swapped(name, source, swap, config) for name, source in sources.items()}
+        sources = {key: _swap_items(key, source, swap, config) for key, source in sources.items()}
     step = checkpoint_step(folder.checkpoints, step)
     mesh = make_mesh(MeshConfig(), choose_devices(config.device))
     keep_programs(folder.programs)
-    functions, rules = callbacks_of(config.model, folder.path), ShardingRules()
+    rules = ShardingRules()
+    functions = callbacks_of(config.model, folder.path)
     model = Model.build(config.model, jnp.dtype(config.training.precision), functions=functions)
     params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
-    chosen = None if samples is None else dict.fromkeys(sources, samples)
-    loss_chunks = max(1, config.training.loss_chunks) if sources is opened else None
-    evaluator = Evaluator(model, mesh, rules, sources, config, samples=chosen, at_once=AT_ONCE, loss_chunks=loss_chunks)
+    evaluator = Evaluator(
+        model,
+        mesh,
+        rules,
+        sources,
+        config,
+        samples=None if samples is None else dict.fromkeys(sources, samples),
+        at_once=AT_ONCE,
+        loss_chunks=max(1, config.training.loss_chunks) if with_loss else None,
+    )
     return evaluator, params, step
 
 
 def answer(
     served: Served, sources: Mapping[str, ChatSource], most: int = MOST, limit: int | None = None, show: bool = True
 ) -> dict[str, Replies]:
-    """Answer the questions of each source with a run or a checkpoint, greedily, on all devices at once.
+    """Answer the questions of each source with a run or a checkpoint, with greedy decoding on all devices.
 
-    show: say how far it is.
+    most: tokens of an answer. limit: answer only so many questions of each source. show: print a progress line.
     """
-    config = served.config
-    mesh, rules = make_mesh(config.mesh, choose_devices(config.device)), ShardingRules.of(config.mesh)
+    # Questions that cannot be asked are listed beside the answers, whatever training did with them.
+    config = replace(served.config, data=replace(served.config.data, on_bad_sample="skip"))
+    mesh = make_mesh(config.mesh, choose_devices(config.device))
+    rules = ShardingRules.of(config.mesh)
     keep_programs(served.programs())
     model, params = served.load(mesh, rules)
-    config = replace(config, data=replace(config.data, on_bad_sample="skip"))  # they are listed beside the answers
-    evaluate = partial(Evaluator, model, mesh, rules, sources, config, dict.fromkeys(sources, limit), max_tokens=most)
+    limits = dict.fromkeys(sources, limit)
+    make_evaluator = partial(Evaluator, model, mesh, rules, sources, config, limits, max_tokens=most)
     if not show:
-        return evaluate().answer(params)
-    with ProgressLine(
-        0, sum(min(len(source), limit or len(source)) for source in sources.values()), "question"
-    ) as line:
-        return evaluate(progress=lambda done: line.show(done, str)).answer(params)
+        return make_evaluator().answer(params)
+    questions = sum(min(len(source), limit or len(source)) for source in sources.values())
+    with ProgressLine(0, questions, "question") as line:
+        return make_evaluator(progress=lambda done: line.show(done, str)).answer(params)
 
 
-def _sources(served: Served, data: str, split: Split, folders: Mapping[str, str], more: Sequence[str]) -> Config:
-    """The config with the questions that are to be asked as its sources."""
+def _with_questions(served: Served, data: str, folders: Mapping[str, str], overrides: Sequence[str]) -> Config:
+    """Make the file of --data the only source of a config. Raises UserError where there is nothing to ask."""
     config = served.config
     if data:
         cache = cache_folder(config.data)
         cache.mkdir(parents=True, exist_ok=True)
         source = source_of(data, "--data", cache, **folders)
-        config = replace(config, data=replace(config.data, sources={ASKED: source}))
+        config = replace(config, data=replace(config.data, sources={DATA_SOURCE: source}))
     elif served.run is None:
         raise UserError(f"{served.path} is a checkpoint, which has no data of its own; name questions with --data")
-    return edit(config, more)
+    return edit(config, overrides)
 
 
-def _swapped(name: str, source: QuestionSource, swap: str, config: Config) -> QuestionSource:
+def _swap_items(name: str, source: QuestionSource, swap: str, config: Config) -> QuestionSource:
+    """Give each sample of a source another one's items of the encoder `swap`. Raises UserError where that cannot be."""
     if swap not in config.model.encoders:
         known = ", ".join(config.model.encoders) or "none"
         raise UserError(f"--swap={swap} names no encoder of this run; it has {known}")
@@ -170,45 +184,44 @@ def _swapped(name: str, source: QuestionSource, swap: str, config: Config) -> Qu
 
 
 def score(args: argparse.Namespace) -> None:
-    """Ask conversations, and say how right the answers are."""
-    own = [word for word in args.overrides if word.startswith(f"data.sources.{ASKED}.")]
-    served = Served.open(args.model, [word for word in args.overrides if word not in own], args.step)
-    config = _sources(served, args.data, args.split, {"images": args.images, "audio": args.audio}, own)
+    """Answer questions in conversations, and print or write the answers' scores."""
+    # Overrides of the source that --data makes apply once it is in the config.
+    of_data = [word for word in args.overrides if word.startswith(f"data.sources.{DATA_SOURCE}.")]
+    served = Served.open(args.model, [word for word in args.overrides if word not in of_data], args.step)
+    config = _with_questions(served, args.data, {"images": args.images, "audio": args.audio}, of_data)
     split: Split = "train" if args.data else args.split
-    opened = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
-    if not opened:
+    sources = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
+    if not sources:
         raise UserError(f"{args.model}: no source of its has a {args.split} split to ask; name questions with --data")
-    for source in opened.values():
+    # Process 0 fills the caches of headers and lengths, which the others then read.
+    for source in sources.values():
         processes.led(lambda source=source: len(source.read_headers()))
         processes.led(source.count_tokens)
-    replies = answer(served, opened, args.max_tokens, args.limit, show=not args.json)
+    replies = answer(served, sources, args.max_tokens, args.limit, show=not args.json)
     if not processes.leads():
         return
     spoken = {name for name, source in config.data.sources.items() if isinstance(source, ManifestSource)}
-    chosen = {name: args.measures or (HEARD if name in spoken else WRITTEN) for name in replies}
-    scores = {name: found.scores(chosen[name]) for name, found in replies.items()}
+    measures = {name: args.measures or (SPOKEN_MEASURES if name in spoken else WRITTEN_MEASURES) for name in replies}
+    scores = {name: reply.scores(measures[name]) for name, reply in replies.items()}
+    counts = {n: {"asked": len(reply.answered), "left_out": len(reply.left_out)} for n, reply in replies.items()}
     if args.out:
-        lines = (line for name, of_source in replies.items() for line in of_source.json_lines(name))
-        args.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        records = [record for name, reply in replies.items() for record in reply.json_lines(name)]
+        args.out.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     if args.json:
-        say(json.dumps({name: _counts(found) | scores[name] for name, found in replies.items()}))
+        say(json.dumps({name: counts[name] | scores[name] for name in replies}))
         return
-    names = [measure for measure in MEASURES if any(measure in of for of in scores.values())]
-    rows = [("questions of", "asked", "left out", *names)]
-    for name, found in replies.items():
-        counts = map(str, _counts(found).values())
-        rows.append((name, *counts, *(f"{scores[name][m]:.3f}" if m in scores[name] else "" for m in names)))
+    columns = [measure for measure in MEASURES if any(measure in by_measure for by_measure in scores.values())]
+    rows = [("questions of", "asked", "left out", *columns)]
+    for name, values in scores.items():
+        cells = [f"{values[measure]:.3f}" if measure in values else "" for measure in columns]
+        rows.append((name, *map(str, counts[name].values()), *cells))
     say(*table(rows))
-    for name, found in replies.items():
-        for sample, reason in list(found.left_out.items())[:3]:
+    for name, reply in replies.items():
+        for sample, reason in list(reply.left_out.items())[:3]:
             say(f"left out {name}[{sample}]: {reason}")
 
 
-def _counts(replies: Replies) -> dict[str, Any]:
-    return {"asked": len(replies.answered), "left_out": len(replies.left_out)}
-
-
-def _measures(text: str) -> tuple[str, ...]:
+def _parse_measures(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in MEASURES]:
         raise UserError(f"--measures: there is no {unknown[0]!r}; known are {', '.join(MEASURES)}")
@@ -216,7 +229,7 @@ def _measures(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
@@ -227,12 +240,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default="", metavar="FILE", help="questions to ask; docs/data.md has the formats")
     parser.add_argument("--images", default="", metavar="FOLDER", help="that their images are relative to")
     parser.add_argument("--audio", default="", metavar="FOLDER", help="that their clips are relative to")
-    parser.add_argument("--measures", type=str, default="", metavar="A,B", help=f"of {', '.join(MEASURES)}")
+    parser.add_argument("--measures", type=_parse_measures, default=(), metavar="A,B", help=f"of {', '.join(MEASURES)}")
     parser.add_argument("--max-tokens", type=int, default=MOST, metavar="N", help=f"of an answer ({MOST})")
     parser.add_argument("--limit", type=int, metavar="N", help="ask no more than the first N of a source")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what was said to each question, JSON lines")
     args = parser.parse_intermixed_args(argv)
-    args.measures = _measures(args.measures) if args.measures else ()
     if args.max_tokens < 1 or (args.limit is not None and args.limit < 1):
         raise UserError("--max-tokens and --limit are 1 or more")
     if not processes.leads():

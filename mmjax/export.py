@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ from mmjax.training.exporting import Exporter, Piece
 from mmjax.training.pretrained import by_folder
 from mmjax.training.run_folder import RunFolder
 
-PARTS = "parts.json"  # of a composed model: the folder of each module
+PARTS = "parts.json"  # the folder of each module of a model that is exported in parts
 
 
 def export(
@@ -41,10 +40,11 @@ def export(
     sources: Sequence[str] = (),
     again: bool = False,
 ) -> list[str]:
-    """Write the parameters of a run's checkpoint, by default the newest, to a folder that appears whole or not at all.
+    """Write a run's checkpoint, by default the newest, as a Hugging Face folder that appears whole or not at all.
 
-    adapter: only the adapters, as PEFT reads them. sources: folders that moved, each NEW, or MODULE=NEW. again: replace
-    what is at `out`. Returns what to tell. Raises UserError where something is missing or in the way.
+    adapter: only the adapters, as PEFT reads them. sources: new places of folders that weights came from, each NEW or
+    MODULE=NEW. again: replace what is at `out`. Returns lines for the user. Raises UserError where something is missing
+    or in the way.
     """
     folder = RunFolder(run)
     config = folder.read_config()
@@ -52,25 +52,26 @@ def export(
     step = checkpoint_step(folder.checkpoints, step)
     opened = {path: (_opened(path, names), names) for path, names in by_folder(model).items()}
     _check_out(out, [folder.path, *opened], again)
+    # Cut after every layer, so that parameters are read a layer at a time and never all at once.
     cuts = {name: tuple(range(1, c.layers)) for name, c in {"llm": model.llm, **model.encoders}.items()}
     built = Model.build(model, jnp.float32, cuts)
     exporter = Exporter(model, SavedParameters(folder.checkpoints, step, built))
-    with _whole(out, again) as partial:
+    with _new_folder(out, again) as partial:
         if adapter:
-            told = _adapter(exporter, built, list(opened.values()), partial)
-        elif len(opened) == 1 and not _born(model):
+            lines = _write_adapter(exporter, built, list(opened.values()), partial)
+        elif len(opened) == 1 and not _modules_without_source(model):
             ((source, modules),) = opened.values()
-            told = _folder(exporter, source, modules, partial)
+            lines = _write_source(exporter, source, modules, partial)
         else:
-            told = _composed(exporter, list(opened.values()), partial)
-    return [f"{run} after {step} steps: {out}", *told]
+            lines = _write_parts(exporter, list(opened.values()), partial)
+    return [f"{run} after {step} steps: {out}", *lines]
 
 
-# ------------------------------------------------------------------------------------------------------ where from
+# --------------------------------------------------------------------------------------------------- source folders
 
 
 def _with_sources(model: ModelConfig, sources: Sequence[str]) -> ModelConfig:
-    """The model with folders where they are now."""
+    """Point a model's modules to where the folders of their weights are now, as --source says."""
     folders = by_folder(model)
     modules = [module for names in folders.values() for module in names]
     for source in sources:
@@ -83,21 +84,22 @@ def _with_sources(model: ModelConfig, sources: Sequence[str]) -> ModelConfig:
             listed = "; ".join(f"{', '.join(names)} from {path}" for path, names in folders.items()) or "none"
             raise UserError(f"--source {source}: say of which module, --source MODULE=FOLDER ({listed})")
         moved = next(names for names in folders.values() if not named or module in names)
-        model = _moved(model, moved, str(checkpoint_folder(path).absolute()))
+        model = _with_weights(model, moved, str(checkpoint_folder(path).absolute()))
     return model
 
 
-def _moved(model: ModelConfig, modules: Sequence[str], path: str) -> ModelConfig:
-    def at(section, module: str):
+def _with_weights(model: ModelConfig, modules: Sequence[str], path: str) -> ModelConfig:
+    def set_weights(section, module: str):
         return replace(section, weights=path) if module in modules else section
 
     encoders = {
-        name: replace(at(e, name), connector=at(e.connector, f"{name}.connector")) for name, e in model.encoders.items()
+        name: replace(set_weights(e, name), connector=set_weights(e.connector, f"{name}.connector"))
+        for name, e in model.encoders.items()
     }
-    return replace(model, llm=at(model.llm, "llm"), encoders=encoders)
+    return replace(model, llm=set_weights(model.llm, "llm"), encoders=encoders)
 
 
-def _opened(path: Path, modules: Sequence[str]) -> HfFolder:
+def _open_source(path: Path, modules: Sequence[str]) -> HfFolder:
     if not path.is_dir():
         raise UserError(
             f"{path}, from which {', '.join(modules)} came, is not there; say where it is now with --source FOLDER"
@@ -105,36 +107,41 @@ def _opened(path: Path, modules: Sequence[str]) -> HfFolder:
     return HfFolder.open(path)
 
 
-def _born(model: ModelConfig) -> list[str]:
-    """The modules that came from no folder."""
-    modules = ["llm", *(part for name in model.encoders for part in (name, f"{name}.connector"))]
-    known = {module for names in by_folder(model).values() for module in names}
-    return [module for module in modules if module not in known]
+def _all_modules(model: ModelConfig) -> list[str]:
+    return ["llm", *(part for name in model.encoders for part in (name, f"{name}.connector"))]
 
 
-# --------------------------------------------------------------------------------------------------------- where to
+def _modules_without_source(model: ModelConfig) -> list[str]:
+    """List the modules that were initialised at random."""
+    loaded = {module for modules in by_folder(model).values() for module in modules}
+    return [module for module in _all_modules(model) if module not in loaded]
 
 
-def _check_out(out: Path, kept: Sequence[Path], again: bool) -> None:
-    here = out.expanduser().resolve()
-    for path in kept:
-        if path.resolve().is_relative_to(here):
+# --------------------------------------------------------------------------------------------------- the new folder
+
+
+def _check_out(out: Path, inputs: Sequence[Path], again: bool) -> None:
+    """Raises UserError where `out` exists and may not be replaced, or would replace a folder that is read."""
+    target = out.expanduser().resolve()
+    for path in inputs:
+        if path.resolve().is_relative_to(target):
             raise UserError(f"{out} is or holds {path}, which is needed; choose another folder")
     if out.exists() and not again:
         raise UserError(f"{out} is there already; choose another folder, or replace it with --overwrite")
 
 
 @contextmanager
-def _whole(out: Path, again: bool) -> Iterator[Path]:
-    """A folder to write into, which takes its name when all is written, and is gone where something fails."""
-    partial, old = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.replaced")
+def _new_folder(out: Path, again: bool) -> Iterator[Path]:
+    """Yield a partial folder to write into, renamed to `out` when all is written and removed where something fails."""
+    partial = out.with_name(f"{out.name}.partial")
+    old = out.with_name(f"{out.name}.replaced")
     try:
         for stale in (partial, old):
             shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         if again and out.exists():
-            out.rename(old)
+            out.rename(old)  # a folder cannot be renamed over one that is not empty
         partial.rename(out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}; choose another folder") from error
@@ -146,122 +153,130 @@ def _whole(out: Path, again: bool) -> Iterator[Path]:
         old.unlink(missing_ok=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- what
+# ---------------------------------------------------------------------------------------------------- what is written
 
 
-def _folder(exporter: Exporter, source: HfFolder, modules: Sequence[str], out: Path) -> list[str]:
-    """A source's folder again, with these modules as trained."""
-    left = copy_beside(source, out)
+def _write_source(exporter: Exporter, source: HfFolder, modules: Sequence[str], out: Path) -> list[str]:
+    """Write a copy of a source folder in which these modules have their trained weights. Returns lines for the user."""
+    left_out = copy_beside(source, out)
     changed = exporter.rewrite(source, modules, out)
     merged = [module for module in adapted_modules(exporter.model) if module in modules]
-    lines = [
+    return [
         f"  {changed} of {len(source.tensors)} tensors changed, all else as in {source.path}",
         *([f"  adapters of {', '.join(merged)} merged"] if merged else []),
-        *([f"  left out, as weights that nobody loaded: {', '.join(left)}"] if left else []),
+        *([f"  left out, as weights that nobody loaded: {', '.join(left_out)}"] if left_out else []),
     ]
-    return lines
 
 
-def _composed(exporter: Exporter, opened: Sequence[tuple[HfFolder, list[str]]], out: Path) -> list[str]:
-    """Every source's folder again inside `out`, and modules that came from none in mmjax's own layout."""
-    model, parts = exporter.model, dict[str, str]()
+def _write_parts(exporter: Exporter, opened: Sequence[tuple[HfFolder, list[str]]], out: Path) -> list[str]:
+    """Write a copy of each source folder inside `out`, and randomly initialised modules in mmjax's own layout."""
+    model = exporter.model
+    parts: dict[str, str] = {}
     rows = []
     for source, modules in opened:
-        _folder(exporter, source, modules, _made(out / modules[0]))
-        parts |= dict.fromkeys(modules, modules[0])
-        rows.append((f"{modules[0]}/", f"{', '.join(modules)}, as in {source.path}"))
-    for module in _born(model):
-        own = _made(out / module)
-        write_tensors(own / SINGLE, exporter.own_layout(module))
+        folder = out / modules[0]
+        folder.mkdir()
+        _write_source(exporter, source, modules, folder)
+        parts |= dict.fromkeys(modules, folder.name)
+        rows.append((f"{folder.name}/", f"{', '.join(modules)}, as in {source.path}"))
+    for module in _modules_without_source(model):
+        folder = out / module
+        folder.mkdir()
+        write_tensors(folder / SINGLE, exporter.own_layout(module))
         section = _section(model, module)
-        described = {"mmjax_module": module, **encode(type(section), section, module)}
-        (own / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        module_config = {"mmjax_module": module, **encode(type(section), section, module)}
+        (folder / "config.json").write_text(json.dumps(module_config, indent=2) + "\n")
         parts[module] = module
         rows.append((f"{module}/", "in mmjax's own layout, for it came from no folder"))
     (out / PARTS).write_text(json.dumps(parts, indent=2) + "\n")
     return ["  no class of transformers is this whole model, so its parts are exported", *table(rows)]
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
 def _section(model: ModelConfig, module: str):
+    """Find the part of a model's config that describes a module."""
     if module == "llm":
         return model.llm
     name = module.removesuffix(".connector")
     return model.encoders[name] if name == module else model.encoders[name].connector
 
 
-def _adapter(exporter: Exporter, built: Model, opened: Sequence[tuple[HfFolder, list[str]]], out: Path) -> list[str]:
-    """The adapters alone, as a folder that PEFT loads beside the source."""
+def _write_adapter(
+    exporter: Exporter, built: Model, opened: Sequence[tuple[HfFolder, list[str]]], out: Path
+) -> list[str]:
+    """Write the adapters alone, as a folder that PEFT loads beside the source folder. Returns lines for the user.
+
+    Modules that were trained without adapters are saved in full, as PEFT's `modules_to_save`.
+    """
     model = exporter.model
     modules = adapted_modules(model)
     if not modules:
         raise UserError("--adapter: this run has no adapters (model.lora); leave --adapter away to write it whole")
-    whole = sorted({"llm", *(n for e in model.encoders for n in (e, f"{e}.connector"))} - built.frozen)
-    if both := sorted(set(whole) & set(modules)):
+    full = sorted(set(_all_modules(model)) - built.frozen)
+    if both := sorted(set(full) & set(modules)):
         raise UserError(
             f"--adapter: {', '.join(both)} was trained whole beneath its adapters (base=trained), which no adapter "
             "holds; leave --adapter away"
         )
-    found = [(source, names) for source, names in opened if set(names) & {*modules, *whole}]
-    if len(found) != 1 or {*modules, *whole} - set(found[0][1]):
+    trained = {*modules, *full}
+    candidates = [(source, names) for source, names in opened if trained & set(names)]
+    if len(candidates) != 1 or trained - set(candidates[0][1]):
         raise UserError(
-            f"--adapter: {', '.join([*modules, *whole])} did not come from one Hugging Face folder, whose adapter it "
+            f"--adapter: {', '.join([*modules, *full])} did not come from one Hugging Face folder, whose adapter it "
             "could be; leave --adapter away to have them merged"
         )
-    source, names = found[0]
-    pieces = [piece for own in exporter.pieces(source, names).values() for piece in own if exporter.lora_of(piece.name)]
-    alone = names == ["llm"]
-    tensors, configs = {}, {}
-    for piece in pieces:
-        path = module_path(_plain(piece), alone)
-        configs[path] = exporter.lora_of(piece.name)
-        tensors |= _tensors(exporter, piece, path)
-    saved = _saved_modules(exporter, source, whole, alone)
-    write_tensors(out / ADAPTER_WEIGHTS, tensors | saved.tensors)
-    (out / ADAPTER_CONFIG).write_text(adapter_config(configs, str(source.path), alone, saved.paths))
-    told = [f"  adapters of {len(configs)} linear layers, for {source.path}"]
-    return [*told, *([f"  {', '.join(whole)} whole, as modules_to_save"] if whole else [])]
+    source, names = candidates[0]
+    text_only = names == ["llm"]  # transformers names the layers of a causal LM otherwise than inside a VLM
+    tensors: dict[str, NewTensor] = {}
+    configs = {}
+    for piece in (piece for pieces in exporter.pieces(source, names).values() for piece in pieces):
+        if lora := exporter.lora_of(piece.name):
+            path = module_path(_linear_weight(piece), text_only)
+            configs[path] = lora
+            tensors |= _adapter_tensors(exporter, piece, path)
+    paths, full_tensors = _modules_to_save(exporter, source, full, text_only)
+    write_tensors(out / ADAPTER_WEIGHTS, tensors | full_tensors)
+    (out / ADAPTER_CONFIG).write_text(adapter_config(configs, str(source.path), text_only, paths))
+    lines = [f"  adapters of {len(configs)} linear layers, for {source.path}"]
+    return [*lines, *([f"  {', '.join(full)} whole, as modules_to_save"] if full else [])]
 
 
-class SavedModules(NamedTuple):
-    """Modules that an adapter's folder saves whole: paths in transformers, and tensors as PEFT names them."""
+def _modules_to_save(
+    exporter: Exporter, source: HfFolder, modules: Sequence[str], text_only: bool
+) -> tuple[list[str], dict[str, NewTensor]]:
+    """List the `modules_to_save` of modules trained in full: paths in transformers, and tensors as PEFT names them.
 
-    paths: list[str]
-    tensors: dict[str, NewTensor]
-
-
-def _saved_modules(exporter: Exporter, source: HfFolder, whole: Sequence[str], alone: bool) -> SavedModules:
-    """Find the modules that were trained whole. Raises UserError for a tensor that is no weight or bias of a module."""
-    if "llm" in whole and exporter.model.llm.tied:
+    Raises UserError for a tensor that is no weight or bias of a torch module.
+    """
+    if "llm" in modules and exporter.model.llm.tied:
         raise UserError(
             "--adapter: llm was trained whole, and its tables are one, which PEFT would part; leave --adapter away"
         )
-    paths, tensors = dict[str, None](), dict[str, NewTensor]()
-    for key, pieces in exporter.pieces(source, whole).items():
+    paths: set[str] = set()
+    tensors: dict[str, NewTensor] = {}
+    for key, pieces in exporter.pieces(source, modules).items():
         path, _, last = key.rpartition(".")
         if last not in ("weight", "bias"):
             raise UserError(
                 f"--adapter: {key} was trained and is no module of its own in transformers, so PEFT has no place for "
                 "it; leave --adapter away"
             )
-        stored, path = source.stored(key), module_path(f"{path}.weight", alone)
+        stored = source.stored(key)
+        path = module_path(f"{path}.weight", text_only)
 
-        def made(key: str = key, pieces: Sequence[Piece] = pieces):
+        # Read when it is written: tensors of a large model never are in memory together.
+        def read(key: str = key, pieces: Sequence[Piece] = pieces):
             exporter.read([piece.name for piece in pieces])
+            # None: training has not changed the tensor.
             trained = exporter.tensor(source, key, pieces)
             return source.read(key) if trained is None else trained
 
-        paths[path] = None
-        tensors[saved_name(path, last)] = NewTensor(stored.dtype, stored.shape, made)
-    return SavedModules(sorted(paths), tensors)
+        paths.add(path)
+        tensors[saved_name(path, last)] = NewTensor(stored.dtype, stored.shape, read)
+    return sorted(paths), tensors
 
 
-def _plain(piece: Piece) -> str:
-    """The tensor of a piece that is one linear layer's whole weight."""
+def _linear_weight(piece: Piece) -> str:
+    """Name the checkpoint tensor of a linear layer. Raises UserError where the layer is only a part of a tensor."""
     if piece.part.order != TRANSPOSED or piece.part.rows is not None:
         raise UserError(
             f"--adapter: {piece.part.key} is no linear layer's own weight there, so PEFT has no place for its adapter; "
@@ -270,22 +285,24 @@ def _plain(piece: Piece) -> str:
     return piece.part.key
 
 
-def _tensors(exporter: Exporter, piece: Piece, path: str) -> dict[str, NewTensor]:
-    lora, (inputs, outputs) = exporter.lora_of(piece.name), piece.shape
+def _adapter_tensors(exporter: Exporter, piece: Piece, path: str) -> dict[str, NewTensor]:
+    """Name and describe the matrices of an adapter, which PEFT stores transposed: [rank, inputs], [outputs, rank]."""
+    rank = exporter.lora_of(piece.name).rank
+    inputs, outputs = piece.shape
 
-    def made(which: int):
+    def read(which: int):
         exporter.read([piece.name])
         return exporter.adapter(piece.name)[which].T
 
     a, b = tensor_names(path)
     return {
-        a: NewTensor("F32", (lora.rank, inputs), lambda: made(0)),
-        b: NewTensor("F32", (outputs, lora.rank), lambda: made(1)),
+        a: NewTensor("F32", (rank, inputs), lambda: read(0)),
+        b: NewTensor("F32", (outputs, rank), lambda: read(1)),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("out", type=Path, help="the folder to write")

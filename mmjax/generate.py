@@ -30,38 +30,41 @@ from mmjax.training.programs import keep_programs
 from mmjax.training.sampling import Sampling
 from mmjax.training.served import Served
 
-EVERY = 4  # tokens, after which a terminal shows what is new
-UNFINISHED = "\ufffd"  # how a character looks whose last byte is still to come
+EVERY = 4  # tokens between updates of a terminal
+UNFINISHED = "\ufffd"  # what a character decodes to while a token with its last bytes is still missing
 
 
 def generate(
-    served: Served, asked: Asked, sampling: Sampling | None = None, most: int = MOST, show: bool = False
+    served: Served, prompt: Asked, sampling: Sampling | None = None, most: int = MOST, show: bool = False
 ) -> tuple[Answer, float]:
-    """The answer to one question, of at most so many tokens, and the seconds that it took, loading left out.
+    """Answer one question, in at most `most` tokens. Returns the answer and its seconds, without loading the model.
 
-    show: write it to standard output as it comes. Raises UserError where the question cannot be used, or is too long
-    for the model.
+    show: stream it to standard output. Raises UserError where the question cannot be used, or is too long for the
+    model.
     """
-    config, form = served.config, served.prompt_format()
-    prompts = AskedPrompts([asked], form, config.model.encoders, served.functions())
-    most = min(most, _room(served, prompts))
-    mesh_config, devices = _where(config)
-    mesh, rules = make_mesh(mesh_config, devices), ShardingRules.of(mesh_config)
+    config = served.config
+    prompt_format = served.prompt_format()
+    prompts = AskedPrompts([prompt], prompt_format, config.model.encoders, served.functions())
+    most = min(most, _answer_room(served, prompts))
+    mesh_config, devices = _choose_mesh(config)
+    mesh = make_mesh(mesh_config, devices)
+    rules = ShardingRules.of(mesh_config)
     keep_programs(served.programs())
     model, params = served.load(mesh, rules)
-    generator = Generator(model, mesh, rules, form.ends, form.said, sampling, most)
-    begun = time.perf_counter()
+    generator = Generator(model, mesh, rules, prompt_format.ends, prompt_format.said, sampling, most)
+    start = time.perf_counter()
     if show:
-        answer = _shown(answer for _, answer in generator.answered(params, prompts, every=EVERY))
+        answer = _stream(answer for _, answer in generator.answered(params, prompts, every=EVERY))
     else:
         (answer,) = generator.answers(params, prompts)
-    return answer, time.perf_counter() - begun
+    return answer, time.perf_counter() - start
 
 
-def _shown(growing: Iterable[Answer]) -> Answer:
-    """The last of these answers, each written out as far as it says more than the one before."""
+def _stream(answers: Iterable[Answer]) -> Answer:
+    """Print an answer as it grows, and return it whole."""
     shown = ""
-    for answer in growing:
+    for answer in answers:
+        # The newest token may still change the text before it, or end inside a character: then wait for the next.
         if answer.text.startswith(shown) and not answer.text.endswith(UNFINISHED):
             print(answer.text.removeprefix(shown), end="", flush=True)
             shown = answer.text
@@ -69,8 +72,8 @@ def _shown(growing: Iterable[Answer]) -> Answer:
     return answer
 
 
-def _room(served: Served, prompts: AskedPrompts) -> int:
-    """Tokens that fit behind the prompt. Raises UserError where none does, or the prompt cannot be used."""
+def _answer_room(served: Served, prompts: AskedPrompts) -> int:
+    """Compute how many tokens fit behind the prompt. Raises UserError for none, or for a prompt that cannot be used."""
     try:
         prompts.facts(0)
     except BadSample as bad:
@@ -85,24 +88,25 @@ def _room(served: Served, prompts: AskedPrompts) -> int:
     return sys.maxsize if positions is None else positions - tokens
 
 
-def _where(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
-    """The mesh that was asked for; else as many devices as can share every head of one question's model."""
+def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
+    """Choose the config's mesh, or else tensor parallelism over as many devices as divide every head count."""
     devices = choose_devices(config.device)
     if config.mesh != MeshConfig():
         check_heads(mesh_sizes(config.mesh, len(devices)), config.mesh, config.model)
         return config.mesh, devices
+    # One question is one row, so more devices than share its layers would have nothing to do.
     heads = [config.model.llm.heads, config.model.llm.kv_heads, *(e.heads for e in config.model.encoders.values())]
     tensor = math.gcd(len(devices), *heads)
     return MeshConfig(data=1, tensor=tensor), devices[:tensor]
 
 
 def read_media(images: Sequence[Path], clips: Sequence[Path], encoders: Encoders) -> dict[Medium, list[bytes]]:
-    """The files, looked at. Raises UserError for what is no image or clip, or has no encoder."""
-    given: dict[Medium, Sequence[Path]] = {"image": images, "audio": clips}
-    return {kind: [_read(kind, path, encoders) for path in paths] for kind, paths in given.items() if paths}
+    """Read media files and probe their headers. Raises UserError for what is no image or clip, or has no encoder."""
+    files: dict[Medium, Sequence[Path]] = {"image": images, "audio": clips}
+    return {kind: [_read_medium(kind, path, encoders) for path in paths] for kind, paths in files.items() if paths}
 
 
-def _read(kind: Medium, path: Path, encoders: Encoders) -> bytes:
+def _read_medium(kind: Medium, path: Path, encoders: Encoders) -> bytes:
     try:
         Senses(encoders).encoder(kind)
     except UserError:
@@ -120,7 +124,7 @@ def _read(kind: Medium, path: Path, encoders: Encoders) -> bytes:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
     parser.add_argument("question", help="what to ask; <image> and <audio> in it are where media stand, else before it")
@@ -140,9 +144,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     served = Served.open(args.model, args.overrides, args.step)
-    asked = ask(args.question, read_media(args.image, args.audio, served.config.model.encoders), args.system)
+    prompt = ask(args.question, read_media(args.image, args.audio, served.config.model.encoders), args.system)
     show = sys.stdout.isatty() and not args.json
-    answer, seconds = generate(served, asked, sampling, args.max_tokens, show)
+    answer, seconds = generate(served, prompt, sampling, args.max_tokens, show)
     if args.json:
         say(json.dumps({"answer": answer.text, "tokens": list(answer.tokens), "seconds": round(seconds, 3)}))
         return

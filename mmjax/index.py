@@ -1,8 +1,8 @@
-"""See what the data of a config's files are like: ``python -m mmjax.index CONFIG [a.b=value ...]``.
+"""Scan the files of a config's data: ``python -m mmjax.index CONFIG [a.b=value ...]``.
 
-Reads the headers of all media, once for each file, counts and names what cannot be used, and draws how long everything
-is; in tokens where the config says how conversations become tokens. What is found is kept for training. ``--to
-arrayrecord OUT`` writes the format to train on at scale.
+Reads the headers of all media, once for each file, lists the bad samples, and draws the lengths of all others; in
+tokens where the config has a chat format. Training reuses the results from a cache. ``--to arrayrecord OUT`` writes the
+format to train on at scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from mmjax.training.console import ProgressLine, count, say, table
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 TO = "arrayrecord"
-PICTURE, BAD = "lengths.svg", "bad.jsonl"
+PICTURE = "lengths.svg"
+BAD = "bad.jsonl"
 
 T = TypeVar("T")
 
@@ -46,22 +47,22 @@ class Part:
     conversations: StoredConversations
     facts: MediaFacts
     encoders: tuple[str, ...] = ()
-    lengths: LengthIndex | None = None  # where the config has a template
+    lengths: LengthIndex | None = None  # None where the config has no chat format
 
     @property
     def bad(self) -> dict[int, str]:
-        """The records that cannot be used, and why."""
-        found = self.facts if self.lengths is None else self.lengths
-        return dict(zip(found.bad.tolist(), found.reason.tolist(), strict=True))
+        """Reasons of the records that cannot be used, by their index."""
+        scan = self.facts if self.lengths is None else self.lengths
+        return dict(zip(scan.bad.tolist(), scan.reason.tolist(), strict=True))
 
     @property
     def name(self) -> str:
-        """For a person; training's split, which most sources have alone, goes without saying."""
+        """Name of the source, and of the split unless it is train, which most sources have alone."""
         return self.source if self.split == "train" else f"{self.source} {self.split}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.index", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG | a.b=value", help="a config's file or name, and edits of it"
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--to {args.to[0]}: there is no writing that; say --to {TO} {args.to[1]}")
     named = next((word for word in args.words if "=" not in word), "")
     config = load(find(named) if named else default_config(), [word for word in args.words if word is not named])
-    out = _folder("--out", args.out or Path("index") / config.name)
+    out = _make_folder("--out", args.out or Path("index") / config.name)
     parts = list(read_parts(config))
     say(*report(parts))
     _list_bad(parts, out / BAD)
@@ -82,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{part.name}: none of its {len(part.bad):,} records can be used; see {out / BAD}")
     draw(config, parts, out / PICTURE)
     if args.to:
-        _convert(parts, _folder("--to", Path(args.to[1])))
+        _convert(parts, _make_folder("--to", Path(args.to[1])))
 
 
-def _folder(option: str, path: Path) -> Path:
+def _make_folder(option: str, path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,7 +95,7 @@ def _folder(option: str, path: Path) -> Path:
 
 
 def read_parts(config: Config) -> Iterator[Part]:
-    """The splits that sources of files have, with their facts. Raises UserError where there are none."""
+    """Scan every split of every source of files. Raises UserError where there is no such source."""
     sources = {name: source for name, source in config.data.sources.items() if isinstance(source, FileSource)}
     if not sources:
         raise UserError("data.sources has no source of files; name one, such as data.sources.mine=llava")
@@ -103,26 +104,33 @@ def read_parts(config: Config) -> Iterator[Part]:
     for name, source in sources.items():
         for split in SPLITS:
             if split == "train" or path_of(source, split):
-                yield _part(replace(config, data=replace(config.data, sources={name: source})), name, split, cache)
+                yield _scan(replace(config, data=replace(config.data, sources={name: source})), name, split, cache)
 
 
-def _part(config: Config, name: str, split: Split, cache: Path) -> Part:
-    """One split of the config's one source."""
+def _scan(config: Config, name: str, split: Split, cache: Path) -> Part:
+    """Scan one split of a config with a single source."""
     if config.data.chat is None:
         conversations = open_conversations(config.data.sources[name], split, cache, f"data.sources.{name}")
-        facts = _shown(len(conversations), f"{name} {split}", partial(read_facts, conversations, PROBES, cache))
+        facts = _with_progress(len(conversations), f"{name} {split}", partial(read_facts, conversations, PROBES, cache))
         return Part(name, split, conversations, facts)
     source = open_sources(config, split, Path())[name]
-    facts = _shown(len(source), f"{name} {split}, headers", source.read_headers)
-    _shown(len(source), f"{name} {split}, tokens", source.count_tokens)
+    facts = _with_progress(len(source), f"{name} {split}, headers", source.read_headers)
+    _with_progress(len(source), f"{name} {split}, tokens", source.count_tokens)
     encoders = config.model.encoders
-    return Part(name, split, source.conversations, facts, tuple(encoders), build_index({name: source}, encoders))
+    return Part(
+        source=name,
+        split=split,
+        conversations=source.conversations,
+        facts=facts,
+        encoders=tuple(encoders),
+        lengths=build_index({name: source}, encoders),
+    )
 
 
-def _shown(records: int, told: str, work: Callable[[Progress], T]) -> T:
+def _with_progress(records: int, description: str, work: Callable[[Progress], T]) -> T:
     """Run `work` with a progress line and return its result."""
     with ProgressLine(0, records, "record") as line:
-        return work(lambda done: line.show(done, lambda: told))
+        return work(lambda done: line.show(done, lambda: description))
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
@@ -131,7 +139,8 @@ def _shown(records: int, told: str, work: Callable[[Progress], T]) -> T:
 def measures(part: Part) -> dict[str, np.ndarray]:
     """Measure the usable records of a data set, by the measure's name."""
     facts = part.facts
-    pixels, clips = facts.of("image").astype(float), facts.of("audio").astype(float)
+    pixels = facts.of("image").astype(float)  # [images, 2]: width and height
+    clips = facts.of("audio").astype(float)  # [clips, 2]: samples and their rate
     measured = {
         "text, characters": facts.characters[facts.good()].astype(float),
         "image, megapixels": pixels.prod(axis=1) / 1e6,
@@ -140,19 +149,21 @@ def measures(part: Part) -> dict[str, np.ndarray]:
         "media of a record": np.diff(facts.start)[facts.good()].astype(float),
     }
     if part.lengths is not None:
-        measured |= _tokens(part.lengths, part.encoders)
+        measured |= _count_tokens(part.lengths, part.encoders)
     return {name: values for name, values in measured.items() if values.any()}
 
 
-def _tokens(lengths: LengthIndex, encoders: Sequence[str]) -> dict[str, np.ndarray]:
+def _count_tokens(lengths: LengthIndex, encoders: Sequence[str]) -> dict[str, np.ndarray]:
     """Count the LLM tokens of usable records: in total, of text, and of each encoder with any."""
     good = np.setdiff1d(np.arange(len(lengths)), lengths.bad, assume_unique=True)
-    of = np.zeros((len(encoders), len(lengths)), np.int64)
+    by_encoder = np.zeros((len(encoders), len(lengths)), np.int64)
+    # The sample of each item: item_start [0, 2, 2, 3] has samples of 2, 0 and 1 items, and gives [0, 0, 2].
     sample = np.repeat(np.arange(len(lengths)), np.diff(lengths.item_start))
-    np.add.at(of, (lengths.item_encoder, sample), lengths.item_tokens)
-    found = {"tokens of a record": lengths.llm_tokens[good], "text, tokens": lengths.text_tokens[good]}
-    found |= {f"{name}, tokens": own[good][own[good] > 0] for name, own in zip(encoders, of, strict=True)}
-    return {name: values.astype(float) for name, values in found.items()}
+    np.add.at(by_encoder, (lengths.item_encoder, sample), lengths.item_tokens)
+    counts = {"tokens of a record": lengths.llm_tokens[good], "text, tokens": lengths.text_tokens[good]}
+    for name, tokens in zip(encoders, by_encoder[:, good], strict=True):
+        counts[f"{name}, tokens"] = tokens[tokens > 0]
+    return {name: values.astype(float) for name, values in counts.items()}
 
 
 def report(parts: Sequence[Part]) -> list[str]:
@@ -161,8 +172,8 @@ def report(parts: Sequence[Part]) -> list[str]:
     sizes = [("source", "of", "count", "min", "median", "p90", "max", "sum")]
     for part in parts:
         facts = part.facts
-        media = len(facts.of("image")), len(facts.of("audio"))
-        rows.append((part.name, *(f"{n:,}" for n in (len(facts), len(part.bad), *media))))
+        numbers = (len(facts), len(part.bad), len(facts.of("image")), len(facts.of("audio")))
+        rows.append((part.name, *(f"{n:,}" for n in numbers)))
         for name, values in measures(part).items():
             quantiles = np.quantile(values, [0, 0.5, 0.9, 1])
             sizes.append((part.name, name, f"{len(values):,}", *map(count, quantiles), count(values.sum())))
@@ -170,15 +181,15 @@ def report(parts: Sequence[Part]) -> list[str]:
 
 
 def _list_bad(parts: Sequence[Part], path: Path) -> None:
-    found = [Bad(f"{part.name}[{index}]", reason) for part in parts for index, reason in part.bad.items()]
-    path.write_text("".join(bad.line() + "\n" for bad in found))
-    if found:
-        say(f"bad    {len(found):,} records cannot be used; the first, {found[0].sample}: {found[0].reason}")
+    bad = [Bad(f"{part.name}[{index}]", reason) for part in parts for index, reason in part.bad.items()]
+    path.write_text("".join(record.line() + "\n" for record in bad))
+    if bad:
+        say(f"bad    {len(bad):,} records cannot be used; the first, {bad[0].sample}: {bad[0].reason}")
         say(f"       all are in {path}")
 
 
 def draw(config: Config, parts: Sequence[Part], path: Path) -> None:
-    """Write the picture of how long everything is."""
+    """Draw a histogram of each measure, with the sources beside each other."""
     from mmjax.pictures import draw_lengths  # matplotlib looks for fonts when it is first imported
 
     by_measure: dict[str, dict[str, np.ndarray]] = {}
@@ -194,18 +205,15 @@ def draw(config: Config, parts: Sequence[Part], path: Path) -> None:
 
 
 def _convert(parts: Sequence[Part], out: Path) -> None:
+    """Write every part as ArrayRecord shards, and print the overrides that train on them."""
     words = []
     for part in parts:
         folder = out / part.source / part.split
-        with ProgressLine(0, len(part.facts.good()), "record") as line:
-
-            def show(done: int, line: ProgressLine = line, told: str = f"to {folder}") -> None:
-                line.show(done, lambda: told)
-
-            contents = write_array_records(part.conversations, part.facts, folder, show)
+        write = partial(write_array_records, part.conversations, part.facts, folder)
+        contents = _with_progress(len(part.facts.good()), f"to {folder}", write)
         say(f"wrote  {sum(contents.records):,} records in {len(contents.records)} shard(s): {folder}")
-        if (left := folder / LEFT_OUT).exists():
-            say(f"       {len(left.read_text().splitlines()):,} could not be read and are left out: {left}")
+        if (left_out := folder / LEFT_OUT).exists():
+            say(f"       {len(left_out.read_text().splitlines()):,} could not be read and are left out: {left_out}")
         key = f"data.sources.{part.source}"
         if part.split == "train":
             words.append(f"{key}={TO}")

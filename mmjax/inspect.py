@@ -1,7 +1,7 @@
-"""Make a past step of a run again and look at it: ``python -m mmjax.inspect RUN --step N [--rank R] [--out FOLDER]``.
+"""Rebuild the batch of a past step and look at it: ``python -m mmjax.inspect RUN --step N [--rank R] [--out FOLDER]``.
 
-Sample ids, text with what is trained on, images, clips, the mask and where each item was encoded, from the run's folder
-and its data alone, without an accelerator. The hash of all rows is compared with the one that was logged.
+Shows sample ids, text with the trained tokens marked, images, clips, the attention mask and where each item was
+encoded, from the run folder and its data alone, without an accelerator. The batch's hash is compared with the log's.
 ``--ids FIRST:LAST`` lists the samples of many steps, or of all.
 """
 
@@ -24,18 +24,20 @@ from mmjax.config import AudioConfig
 from mmjax.data.index import index_key
 from mmjax.data.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
 from mmjax.errors import UserError, leave, run_command
+from mmjax.reporting.rows import item_image
 from mmjax.training.console import say, table
 from mmjax.training.metrics_log import logged_records
 from mmjax.training.run_data import loader_of
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.run_history import Life, all_lives, life_of
 
-TRAINED = "\033[1m", "\033[0m"  # on a terminal; elsewhere [[ and ]]
-MASK_SHADES = np.array([255, 160, 0], np.uint8)  # of what no layer sees, layers without a window alone, and all layers
+TRAINED = "\033[1m", "\033[0m"  # around trained tokens on a terminal; elsewhere [[ and ]]
+# Grey values by `seen_by_layers`: seen by no layer, by the layers without a sliding window only, by all layers.
+MASK_SHADES = np.array([255, 160, 0], np.uint8)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.inspect", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="the folder that mmjax.train printed")
     shown = parser.add_mutually_exclusive_group(required=True)
@@ -60,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     _check_readable(replayed, life, args.step)
     rows = list(replayed.rows(args.rank))
     if args.json:
-        say(json.dumps(_told(replayed, rows, logged, args.step)))
+        say(json.dumps(_as_json(replayed, rows, logged, args.step)))
     else:
-        say(*_described(replayed, life, rows, logged, args.step))
+        say(*_report(replayed, life, rows, logged, args.step))
     if args.out:
         say(f"images, clips and masks are in {write(replayed, rows, args.out)}")
         if window := describe_window(life.config.model.llm):
@@ -75,11 +77,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def replay(folder: RunFolder, number: int) -> tuple[Replayed, Life]:
-    """Step `number` of a run, counted from 1, and the life that ran it. Raises UserError where it is not known."""
+    """Rebuild step `number` of a run, counted from 1. Returns it and the launch that ran it; raises UserError."""
     done = _steps_done(folder)
     if not 1 <= number <= done:
         raise UserError(f"--step {number}: {folder.path} has logged {done} steps; give 1 to {done}")
-    life = _life(folder, number)
+    life = _launch_of(folder, number)
     return Replayed(loader_of(life, folder), number - 1), life
 
 
@@ -91,8 +93,8 @@ def _steps_done(folder: RunFolder) -> int:
     return done
 
 
-def _life(folder: RunFolder, number: int) -> Life:
-    """Return the life that ran step `number`, counted from 1. Raises UserError where it is not known."""
+def _launch_of(folder: RunFolder, number: int) -> Life:
+    """Find the launch that ran step `number`, counted from 1. Raises UserError where the history does not have it."""
     life = life_of(folder.history, number - 1, folder.due)
     if life is None:
         raise UserError(f"{folder.history} does not tell of step {number}; it is kept since runs have a history")
@@ -101,21 +103,22 @@ def _life(folder: RunFolder, number: int) -> Life:
 
 def step_ids(folder: RunFolder, first: int, last: int) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each step from `first` to `last`, counted from 1, with the names of its samples."""
+    # Each launch has data and settings of its own, so the steps between two launches share a loader.
     starts = sorted({first} | {life["first"] + 1 for life in all_lives(folder.history) if life["first"] >= first})
     for begin, end in pairwise([*starts, last + 1]):
         if begin > last:
             return
-        loader = loader_of(_life(folder, begin), folder)
+        loader = loader_of(_launch_of(folder, begin), folder)
         for number in range(begin, min(end, last + 1)):
             yield number, [loader.index.name(int(k)) for k in loader.plan(number - 1).samples()]
 
 
 def _list_ids(folder: RunFolder, text: str, as_json: bool) -> None:
     """Print the samples of the steps FIRST:LAST, either of which may be left out. Raises UserError."""
-    done, match = _steps_done(folder), re.fullmatch(r"(\d{0,15}):?(\d{0,15})", text)
-    first, last = (int(of or limit) for of, limit in zip(match.groups(), (1, done), strict=True)) if match else (0, 0)
-    if match and ":" not in text:
-        last = first
+    done = _steps_done(folder)
+    match = re.fullmatch(r"(\d{0,15})(:?)(\d{0,15})", text)
+    first = int(match[1] or 1) if match else 0
+    last = int(match[3] or done) if match and match[2] else first
     if not 1 <= first <= last <= done:
         raise UserError(f"--ids {text}: {folder.path} has logged {done} steps; give FIRST:LAST within 1:{done}")
     ids = step_ids(folder, first, last)
@@ -127,7 +130,8 @@ def _list_ids(folder: RunFolder, text: str, as_json: bool) -> None:
 
 
 def _check_readable(replayed: Replayed, life: Life, number: int) -> None:
-    """Raises UserError where the step cannot be made again since its data is not there any more."""
+    """Raises UserError where the step cannot be rebuilt because its data has changed."""
+    # Files that have changed may raise anything; the key of the index tells whether they did.
     try:
         _ = replayed.loaded
     except Exception as error:
@@ -141,17 +145,17 @@ def _check_readable(replayed: Replayed, life: Life, number: int) -> None:
 
 
 def record_of(folder: RunFolder, number: int) -> dict[str, Any]:
-    """Return the logged metrics of a step, empty if there are none."""
+    """Read the logged metrics of a step, empty if there are none."""
     for record in logged_records(folder.metrics):
         if record["step"] == number and "loss" in record:
             return record
     return {}
 
 
-def _described(
+def _report(
     replayed: Replayed, life: Life, rows: Sequence[PackedRow], logged: dict[str, Any], number: int
 ) -> Iterator[str]:
-    """For a person."""
+    """Format a step for a person."""
     topology = life.layout.topology
     yield (
         f"step {number}: {len(replayed.plan.samples())} samples on {topology.ranks} rank(s), "
@@ -173,36 +177,23 @@ def _described(
         yield f"microbatch {row.microbatch}, rank {row.rank}, row {row.row}: {used} of {row.length} positions"
         for sample in row.samples:
             yield f"  {sample.begin}-{sample.end}  {sample.name}"
-            yield f"    {_shown(replayed, sample)}"
-            yield from (
-                table(
-                    [
-                        (
-                            f"item {i.number}",
-                            i.encoder,
-                            f"rank {i.rank}, row {i.row}",
-                            f"{i.begin}-{i.begin + i.positions}",
-                        )
-                        for i in sample.items
-                    ]
-                    or [("",)],
-                    indent="    ",
-                )
-                if sample.items
-                else ()
-            )
+            yield f"    {_marked_text(replayed, sample)}"
+            items = [
+                (f"item {i.number}", i.encoder, f"rank {i.rank}, row {i.row}", f"{i.begin}-{i.begin + i.positions}")
+                for i in sample.items
+            ]
+            yield from table(items, indent="    ") if items else ()
 
 
-def _shown(replayed: Replayed, sample: PlacedSample) -> str:
-    """The text on one line, what is trained on marked."""
+def _marked_text(replayed: Replayed, sample: PlacedSample) -> str:
+    """Format a sample's text on one line with the trained tokens marked."""
     begin, end = TRAINED if sys.stdout.isatty() else ("[[", "]]")
     pieces = replayed.pieces(sample.id)
-    said = ((f"{begin}{p.text}{end}" if p.trained else p.text) for p in pieces)
-    return "".join(said).replace("\n", "\\n")
+    return "".join(f"{begin}{p.text}{end}" if p.trained else p.text for p in pieces).replace("\n", "\\n")
 
 
-def _told(replayed: Replayed, rows: Sequence[PackedRow], logged: dict[str, Any], number: int) -> dict[str, Any]:
-    """For a program."""
+def _as_json(replayed: Replayed, rows: Sequence[PackedRow], logged: dict[str, Any], number: int) -> dict[str, Any]:
+    """Build the JSON object of `--json`."""
     return {
         "step": number,
         "batch": replayed.content,
@@ -231,7 +222,7 @@ def _told(replayed: Replayed, rows: Sequence[PackedRow], logged: dict[str, Any],
 
 
 def write(replayed: Replayed, rows: Sequence[PackedRow], out: Path) -> Path:
-    """Write every item as an image or a clip, and every row's mask as an image: query by line, key by column."""
+    """Write every item as an image or a clip, and every row's mask as an image with a line per query."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -242,19 +233,14 @@ def write(replayed: Replayed, rows: Sequence[PackedRow], out: Path) -> Path:
         Image.fromarray(MASK_SHADES[layers]).save(out / f"{name}-mask.png")
         for sample in row.samples:
             for item in sample.items:
-                of = f"{name}-{sample.name}-item{item.number}"
+                stem = f"{name}-{sample.name}-item{item.number}"
                 encoder = replayed.loader.config.model.encoders[item.encoder]
                 value = replayed.item(sample.id, item.number)
                 if isinstance(encoder, AudioConfig):
-                    _write_clip(out / f"{of}.wav", value, encoder.clips.sample_rate)
+                    _write_clip(out / f"{stem}.wav", value, encoder.clips.sample_rate)
                 else:
-                    picture(value).save(out / f"{of}.png")
+                    item_image(value).save(out / f"{stem}.png")
     return out
-
-
-def picture(value: np.ndarray) -> Image.Image:
-    """An image item as it was decoded."""
-    return Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)
 
 
 def _write_clip(path: Path, samples: np.ndarray, rate: int) -> None:

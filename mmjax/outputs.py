@@ -1,4 +1,4 @@
-"""Files that a command will write: one that cannot be written is refused before any work is done for it."""
+"""Check the files that a command will write, before it does any work for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PICTURES = (".png", ".svg")
 
 
 def check_output(option: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:
-    """Raise UserError where `path`, the value of `option`, is no file that can be written, or ends in none of these."""
+    """Raise UserError where the file of an option cannot be written, or has none of these suffixes."""
     if suffixes and path.suffix not in suffixes:
         raise UserError(f"{option} {path}: name a file that ends in {' or '.join(suffixes)}")
     if path.is_dir() or not path.parent.is_dir():

@@ -26,7 +26,7 @@ from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError, leave, run_command
 from mmjax.outputs import PICTURES, check_output
-from mmjax.planning.clusters import Cluster, cluster_of
+from mmjax.planning.clusters import cluster_of
 from mmjax.planning.cost import parameters
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import saved_bytes
@@ -38,17 +38,18 @@ from mmjax.training.fitting import ACTIVATION, speed_of, too_large
 from mmjax.training.outlook import Outlook, Way, compiled_way, look_ahead
 from mmjax.training.profile import cluster_here
 
-MADE = 200_000  # samples of the made lengths that stand in for data that a config does not name
-# What XLA of JAX 0.10.2 takes on one core for a gradient program on H100, and for each run of layers in it; 7 programs
-# of 1 to 7 runs were compiled, the longest in 28 s (docs/planning.md).
-PROGRAM_SECONDS, RUN_SECONDS = 4.0, 3.5
-COMPILED_FOR = ("h100", "h200")  # one chip, of more or less memory
+SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no data
+# Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers in it; fitted to 7
+# programs of 1 to 7 stacks, the longest of which took 28 s (docs/planning.md).
+PROGRAM_SECONDS = 4.0
+STACK_SECONDS = 3.5
+COMPILED_FOR = ("h100", "h200")  # the same chip with less and more memory
 HERE = "here"  # in place of a cluster's name
-OWN = ("cluster", "price")  # words that are the command's, not the config's
+COMMAND_KEYS = ("cluster", "price")  # words that are the command's, not the config's
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.plan", description=__doc__, allow_abbrev=False)
     words = (
         "a config's file or name (default: tiny_omni); cluster=DEVICExNODESxCOUNT, or here: this machine; price=N, of "
@@ -74,129 +75,140 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_output("--out", args.out)
     if args.picture is not None:
         check_output("--picture", args.picture, PICTURES)
-    own = dict(word.split("=", 1) for word in args.words if word.split("=", 1)[0] in OWN and "=" in word)
-    given = [word for word in args.words if word.split("=", 1)[0] not in OWN]
-    named = next((word for word in given if "=" not in word), "")
+    options = {key: value for key, _, value in (w.partition("=") for w in args.words) if key in COMMAND_KEYS}
+    words = [word for word in args.words if word.partition("=")[0] not in COMMAND_KEYS]
+    named = next((word for word in words if "=" not in word), "")
     path = find(named) if named else default_config()
-    config = load(path, [word for word in given if word is not named])
-    if "cluster" not in own:
+    config = load(path, [word for word in words if word is not named])
+    if not options.get("cluster"):
         raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine")
-    here, price = own["cluster"] == HERE, _price(own.get("price"))
-    if args.profile and not here:
-        raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={own['cluster']}")
-    cluster = cluster_here() if here else cluster_of(own["cluster"])
-    devices = _to_compile_for(cluster) if args.compile else None
-    index, weights, told = _lengths(config, path, args.lengths)
-    outlook = look_ahead(config, cluster, index, weights, _speed_here(config, args.profile) if here else None)
+    on_this_machine = options["cluster"] == HERE
+    price = _parse_price(options.get("price"))
+    if args.profile and not on_this_machine:
+        raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={options['cluster']}")
+    cluster = cluster_here() if on_this_machine else cluster_of(options["cluster"])
+    if args.compile and cluster.device.name not in COMPILED_FOR:
+        raise UserError(
+            f"--compile: there is no compiling for {cluster.device.name}, only for {', '.join(COMPILED_FOR)}"
+        )
+    devices = absent_h100(cluster.per_node, cluster.nodes) if args.compile else None
+    index, weights, source = _open_lengths(config, path, args.lengths)
+    measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None  # None: from the cluster's data sheet
+    if on_this_machine:
+        measure_speed = lambda layouts: speed_of(config, layouts, jax.devices()[0], args.profile)  # noqa: E731
+    outlook = look_ahead(config, cluster, index, weights, measure_speed)
     compiled = None if devices is None else compiled_way(outlook, devices)
-    say(*([json.dumps(as_numbers(outlook, price, compiled))] if args.json else report(outlook, price, told, compiled)))
+    if args.json:
+        say(json.dumps(as_numbers(outlook, price, compiled)))
+    else:
+        say(*report(outlook, price, source, compiled))
     if args.picture is not None:
         from mmjax.pictures import draw_plan  # matplotlib looks for fonts when it is first imported
 
         draw_plan(args.picture, outlook)
     if args.out is not None:
-        _write(outlook, args.out)
+        _write_plan(outlook, args.out)
 
 
-def _write(outlook: Outlook, path: Path) -> None:
+def _write_plan(outlook: Outlook, path: Path) -> None:
     way = outlook.chosen
-    if not way.fitted.fits:
+    memory = way.fitted
+    if not memory.fits:
         raise UserError(f"--out {path}: nothing is written, for the run does not fit; see what limits it")
-    expected = {"seconds": way.time.total, "mfu": outlook.mfu(way), "memory": way.fitted.device}
-    fitted = way.fitted
-    text = plan_text(outlook.config, str(outlook.cluster), outlook.mesh, fitted.policies, fitted.loss_chunks, expected)
+    expected = {"seconds": way.time.total, "mfu": outlook.mfu(way), "memory": memory.device}
+    text = plan_text(outlook.config, str(outlook.cluster), outlook.mesh, memory.policies, memory.loss_chunks, expected)
     path.write_text(text)
 
 
-def _speed_here(config: Config, profile: bool) -> Callable[[Sequence[RankLayout]], Speed]:
-    return lambda layouts: speed_of(config, layouts, jax.devices()[0], profile)
-
-
-def _to_compile_for(cluster: Cluster) -> list[jax.Device]:
-    if cluster.device.name not in COMPILED_FOR:
-        raise UserError(
-            f"--compile: there is no compiling for {cluster.device.name}, only for {', '.join(COMPILED_FOR)}"
-        )
-    return absent_h100(cluster.per_node, cluster.nodes)
-
-
-def _price(word: str | None) -> float | None:
-    if word is None:
+def _parse_price(text: str | None) -> float | None:
+    """Parse `price=`, the cost of a device for an hour. Raises UserError for anything but a number of 0 or more."""
+    if text is None:
         return None
     try:
-        price = float(word)
+        price = float(text)
     except ValueError:
         price = -1.0
-    if not price >= 0:
-        raise UserError(f"price={word}: give what a device costs for an hour, as a number")
+    if not price >= 0:  # "nan" parses, and is refused here
+        raise UserError(f"price={text}: give what a device costs for an hour, as a number")
     return price
 
 
-def _lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[LengthIndex, list[float], str]:
-    """The index of a run's samples, its sources' weights, and what is to be told of it."""
+def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[LengthIndex, list[float], str]:
+    """Open a run's length index: from the config's data, from files, or drawn from a seed where there is neither.
+
+    Returns the index, the weight of each source, and a description of it for the report.
+    """
     encoders = config.model.encoders
     if config.data.sources and not files:
         with tempfile.TemporaryDirectory() as folder:
-            keep(path, Path(folder))  # a source's own function is looked up beside a copy of its config
+            keep(path, Path(folder))  # a FunctionSource looks its function up in a run folder's copy of the config
             index = build_index(open_sources(config, "train", Path(folder)), encoders)
         return index, [s.weight for s in config.data.sources.values()], f"{len(index):,} samples"
     keys = ("llm_tokens", *encoders)
     if files:
         return index_of_lengths(read_lengths(files, keys), encoders), [1.0], f"lengths of {', '.join(map(str, files))}"
-    made = omni_corpus(MADE, config.seed)
-    if missing := [key for key in keys if key not in made]:
+    lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)
+    if missing := [key for key in keys if key not in lengths]:
         raise UserError(
             f"the config names no data and there are no made lengths for {missing[0]!r}; give your own with --lengths"
         )
-    return index_of_lengths(made, encoders), [1.0], "the config names no data: lengths made from a seed"
+    return index_of_lengths(lengths, encoders), [1.0], "the config names no data: lengths made from a seed"
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
-def report(outlook: Outlook, price: float | None, told: str, compiled: int | None = None) -> list[str]:
-    """Format the plan for a person."""
-    config, way = outlook.config, outlook.chosen
+def report(outlook: Outlook, price: float | None, source: str, compiled: int | None = None) -> list[str]:
+    """Format the plan for a person. source: describes the lengths; compiled: bytes per device by the compiler."""
+    config = outlook.config
+    way = outlook.chosen
     counts = parameters(config.model)
     axes = " x ".join(f"{axis} {n}" for axis, n in outlook.mesh.items() if n > 1) or "one device"
     lines = [
         f"plan   {config.name}: {count(sum(counts.values()))} parameters, {config.training.precision}, on "
         f"{outlook.cluster.devices} x {outlook.cluster.device.name} ({axes})",
-        f"data   {told}; {outlook.samples:,.0f} samples and {count(outlook.tokens)} LLM tokens a step",
-        *table(_modules(outlook)),
+        f"data   {source}; {outlook.samples:,.0f} samples and {count(outlook.tokens)} LLM tokens a step",
+        *table(_module_rows(outlook)),
     ]
     if not way.fitted.fits:
         lines.append(f"DOES NOT FIT: {too_large(way.fitted)}; {outlook.nearest}")
     lines += how_it_fits(way.fitted)
     if compiled is not None:
-        off = way.fitted.predicted / compiled - 1
-        lines.append(f"       {size(compiled)} by the compiler; what is predicted differs by {off:+.1%}")
-    lines += [f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%}: {_parts(way)}"]
-    lines += table(_balances(outlook))
-    lines += [_start(outlook), *_to_the_end(outlook, price)]
-    return lines + [f"limits {line}" for line in limits(outlook)]
+        error = way.fitted.predicted / compiled - 1
+        lines.append(f"       {size(compiled)} by the compiler; what is predicted differs by {error:+.1%}")
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in asdict(way.time).items() if seconds)
+    lines += [
+        f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%}: {parts}",
+        *table(_balance_rows(outlook)),
+        f"start  about {compile_seconds(way):.0f} s of compiling on one core of each host: "
+        f"{len(way.layout.shapes)} shape(s), {layer_stacks(way)} run(s) of layers",
+    ]
+    return [*lines, *_whole_run(outlook, price), *(f"limits {line}" for line in limits(outlook))]
 
 
-def _modules(outlook: Outlook) -> list[tuple[str, ...]]:
-    way, config = outlook.chosen, outlook.config
+def _module_rows(outlook: Outlook) -> list[tuple[str, ...]]:
+    way = outlook.chosen
+    config = outlook.config
     rows = [("module", "parameters", "rows a rank", "lengths", "fill", "computed again")]
     counts = parameters(config.model)
     for k, name in enumerate(("llm", *config.model.encoders)):
         lengths = sorted({shape.lengths[k] for shape in way.layout.shapes})
-        kept = sum(policy == "none" for policy in way.fitted.policies[name])
-        layers = len(way.fitted.policies[name])
-        again = f"in {layers - kept} of {layers} layers" if kept < layers else "nothing"
-        numbers = count(counts[name]), str(way.layout.rows[k]), "/".join(map(str, lengths)), f"{way.fill[name]:.2f}"
-        rows.append((name, *numbers, again))
+        policies = way.fitted.policies[name]
+        recomputed = sum(policy != "none" for policy in policies)
+        rows.append(
+            (
+                name,
+                count(counts[name]),
+                str(way.layout.rows[k]),
+                "/".join(map(str, lengths)),
+                f"{way.fill[name]:.2f}",
+                f"in {recomputed} of {len(policies)} layers" if recomputed else "nothing",
+            )
+        )
     return rows
 
 
-def _parts(way: Way) -> str:
-    spelled = [f"{name} {duration(seconds)}" for name, seconds in asdict(way.time).items() if seconds]
-    return ", ".join(spelled)
-
-
-def _balances(outlook: Outlook) -> list[tuple[str, ...]]:
+def _balance_rows(outlook: Outlook) -> list[tuple[str, ...]]:
     rows = [("balance", *(f"dist ratio {name}" for name in outlook.chosen.dist_ratio), "fill LLM", "step", "MFU")]
     for kind, way in outlook.ways.items():
         ratios = [f"{ratio:.3f}" for ratio in way.dist_ratio.values()]
@@ -204,34 +216,29 @@ def _balances(outlook: Outlook) -> list[tuple[str, ...]]:
     return rows
 
 
-def _start(outlook: Outlook) -> str:
-    shapes, runs = len(outlook.chosen.layout.shapes), runs_of_layers(outlook.chosen)
-    return (
-        f"start  about {compile_seconds(outlook.chosen):.0f} s of compiling on one core of each host: "
-        f"{shapes} shape(s), {runs} run(s) of layers"
-    )
-
-
-def runs_of_layers(way: Way) -> int:
-    """Contiguous layers of one remat policy, of all towers: each is one body that is compiled and scanned."""
-    return sum(len(list(groupby(own))) for own in way.fitted.policies.values())
+def layer_stacks(way: Way) -> int:
+    """Count the stacks of all modules: consecutive layers of one remat policy, compiled once and scanned over."""
+    return sum(len(list(groupby(policies))) for policies in way.fitted.policies.values())
 
 
 def compile_seconds(way: Way) -> float:
-    """Estimate the seconds that compiling all shapes takes on a first start; a second one has them in its cache."""
-    return len(way.layout.shapes) * (PROGRAM_SECONDS + RUN_SECONDS * runs_of_layers(way))
+    """Estimate the seconds to compile every shape on a cold cache."""
+    return len(way.layout.shapes) * (PROGRAM_SECONDS + STACK_SECONDS * layer_stacks(way))
 
 
-def _to_the_end(outlook: Outlook, price: float | None) -> list[str]:
-    config, hours = outlook.config, outlook.hours
-    spent = hours * outlook.cluster.devices
-    cost = "" if price is None else f", {price * spent:,.0f} at {price:g} an hour"
-    saved = checkpoint_bytes(outlook)
-    free = shutil.disk_usage(_existing(Path(config.run or "runs"))).free
-    verdict = "" if config.training.keep * saved < free else ": TOO LITTLE HERE"
+def _whole_run(outlook: Outlook, price: float | None) -> list[str]:
+    """Format the time and cost of the whole run, and the disk that its checkpoints take."""
+    config = outlook.config
+    device_hours = outlook.hours * outlook.cluster.devices
+    cost = "" if price is None else f", {price * device_hours:,.0f} at {price:g} an hour"
+    checkpoint = checkpoint_bytes(outlook)
+    folder = Path(config.run or "runs").absolute()
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    keep = config.training.keep
+    verdict = "" if keep * checkpoint < free else ": TOO LITTLE HERE"
     return [
-        f"run    {outlook.steps:,} steps take {_hours(hours)}, {spent:,.1f} device hours{cost}",
-        f"saves  {size(saved)} x {config.training.keep} kept; {size(free)} are free where this plan was made{verdict}",
+        f"run    {outlook.steps:,} steps take {_hours(outlook.hours)}, {device_hours:,.1f} device hours{cost}",
+        f"saves  {size(checkpoint)} x {keep} kept; {size(free)} are free where this plan was made{verdict}",
     ]
 
 
@@ -241,37 +248,35 @@ def checkpoint_bytes(outlook: Outlook) -> int:
     return saved_bytes(config.model, ACTIVATION[config.training.precision], config.optimizer)
 
 
-def _existing(folder: Path) -> Path:
-    return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-
-
 def limits(outlook: Outlook) -> list[str]:
     """List the bottlenecks of the run with a remedy for each."""
-    way, time = outlook.chosen, outlook.chosen.time
-    found = []
+    way = outlook.chosen
+    time = way.time
+    remedies = []
     if not way.fitted.fits:
-        found.append("memory: shard over more devices (mesh.fsdp), use more batch.microbatches, or a smaller model")
+        remedies.append("memory: shard over more devices (mesh.fsdp), use more batch.microbatches, or a smaller model")
     if uneven := lying_whole(way.fitted):
-        found.append(uneven)
+        remedies.append(uneven)
     if time.shards > time.compute + time.recompute:
-        found.append("gathering parameters takes longer than computing: more samples a step, or a smaller mesh.fsdp")
+        remedies.append("gathering parameters takes longer than computing: more samples a step, or a smaller mesh.fsdp")
     if time.recompute > 0.05 * time.total:
-        found.append(
+        remedies.append(
             f"{time.recompute / time.total:.0%} of the step is computing again: a larger mesh.fsdp leaves room"
         )
     worst = max(way.dist_ratio, key=lambda name: way.dist_ratio[name])
     if way.dist_ratio[worst] > 0.05:
-        found.append(f"ranks are uneven in {worst} ({way.dist_ratio[worst]:.2f}): more samples a step")
+        remedies.append(f"ranks are uneven in {worst} ({way.dist_ratio[worst]:.2f}): more samples a step")
     emptiest = min(way.fill, key=lambda name: way.fill[name])
     if way.fill[emptiest] < 0.85:
-        rows, ranks = outlook.config.batch.rows[emptiest], way.layout.topology.ranks
-        remedy = "use more samples a step" if rows % ranks == 0 else f"make batch.rows.{emptiest} a multiple of {ranks}"
-        found.append(f"rows of {emptiest} are {way.fill[emptiest]:.0%} full: {remedy}, or more batch.shapes")
-    return found or ["nothing stands out: the devices compute most of the time"]
+        ranks = way.layout.topology.ranks
+        divides = outlook.config.batch.rows[emptiest] % ranks == 0
+        remedy = "use more samples a step" if divides else f"make batch.rows.{emptiest} a multiple of {ranks}"
+        remedies.append(f"rows of {emptiest} are {way.fill[emptiest]:.0%} full: {remedy}, or more batch.shapes")
+    return remedies or ["nothing stands out: the devices compute most of the time"]
 
 
 def _hours(hours: float) -> str:
-    """1.5 as 1.5 hours, 0.5 as 30.0 minutes, 0.001 as 3.6 seconds."""
+    """Format 1.5 as 1.5 hours, 0.5 as 30.0 minutes and 0.001 as 3.6 seconds."""
     for length, unit in ((1.0, "hours"), (1 / 60, "minutes")):
         if hours >= length:
             return f"{hours / length:,.1f} {unit}"
@@ -279,8 +284,9 @@ def _hours(hours: float) -> str:
 
 
 def as_numbers(outlook: Outlook, price: float | None, compiled: int | None = None) -> dict[str, Any]:
-    """The same for programs."""
-    spent = outlook.hours * outlook.cluster.devices
+    """Build the JSON object of `--json`: times in seconds, memory and checkpoints in bytes."""
+    device_hours = outlook.hours * outlook.cluster.devices
+    memory = outlook.chosen.fitted
     ways = {
         kind: {
             "dist_ratio": way.dist_ratio,
@@ -299,18 +305,18 @@ def as_numbers(outlook: Outlook, price: float | None, compiled: int | None = Non
         "parameters": parameters(outlook.config.model),
         "samples": outlook.samples,
         "tokens": outlook.tokens,
-        "memory": outlook.chosen.fitted.fixed | {"activations": outlook.chosen.fitted.activations},
-        "room": outlook.chosen.fitted.room.device,
+        "memory": memory.fixed | {"activations": memory.activations},
+        "room": memory.room.device,
         "compiled": compiled,
-        "remat": outlook.chosen.fitted.policies,
-        "loss_chunks": outlook.chosen.fitted.loss_chunks,
+        "remat": memory.policies,
+        "loss_chunks": memory.loss_chunks,
         "balance": outlook.config.batch.balance.kind,
         "ways": ways,
         "nearest": outlook.nearest,
         "compile": compile_seconds(outlook.chosen),
         "hours": outlook.hours,
-        "device_hours": spent,
-        "cost": None if price is None else price * spent,
+        "device_hours": device_hours,
+        "cost": None if price is None else price * device_hours,
         "checkpoint": checkpoint_bytes(outlook),
         "limits": limits(outlook),
     }

@@ -1,8 +1,8 @@
 """See how a run went, on one page: ``python -m mmjax.report RUN [RUN2 ...] [--out report.html]``.
 
-Curves of the runs beside each other, how full rows and how equal ranks were, what a step's time went to, a packed row
-with its images and clips, the worst samples, what was left out and every start. The page is one file, needs no network,
-and is made from the runs' folders and their data, without an accelerator, also while a run is under way.
+Curves of the runs beside each other, how full rows were and how balanced ranks were, where a step's time goes, a packed
+row with its images and clips, the samples with the largest losses, skipped samples and every launch. The page is one
+file that needs no network, made from run folders and their data without an accelerator, also while a run trains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmjax.training.console import say, size
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.report", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders that mmjax.train printed")
     parser.add_argument("--out", type=Path, help="the page (report.html in the first run's folder)")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of these runs, and return where. Raises UserError where one is no run."""
+    """Write the page of these runs, and return its path. Raises UserError where one is no run."""
     from mmjax.reporting.page import page_of, write_page  # import JAX, which reads the variable that main sets
     from mmjax.reporting.run import read_runs
 

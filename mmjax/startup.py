@@ -1,6 +1,6 @@
-"""Say what a command is busy with while it says nothing else, and note where the time of its start goes.
+"""Print what a command is doing while it prints nothing else, and measure where the time of its start goes.
 
-Imports the standard library alone: a command calls `begin` before the imports that take seconds.
+Imports the standard library only: a command calls `begin` before the imports that take seconds.
 """
 
 from __future__ import annotations
@@ -15,78 +15,80 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-QUIET_SECONDS = 3.0  # of one activity before it is named
-REPEAT_SECONDS = 4.0  # between lines, within the first minute
-LATER_SECONDS = 60.0  # between lines, after it
+QUIET_SECONDS = 3.0  # that an activity lasts before it is printed
+REPEAT_SECONDS = 4.0  # between lines in an activity's first minute
+LATER_SECONDS = 60.0  # between lines after it
 
 _PRINTING = {"-h", "--help", "--show"}
 _started = time.monotonic()
 
 
 class Activity:
-    """Something that takes a while; `done` of `total`, where it counts."""
+    """Something that takes a while, with a counter `done` of `total` where `total` is not 0."""
 
     def __init__(self, name: str, total: int = 0) -> None:
-        self.name, self.total, self.done = name, total, 0
-        self.began = self.resumed = time.monotonic()
+        self.name = name
+        self.total = total
+        self.done = 0
+        self.began = self.resumed = time.monotonic()  # resumed: when the last activity inside it ended
 
     def __str__(self) -> str:
-        counted = f" {self.done:,} of {self.total:,}" if self.total else ""
-        return f"{self.name}{counted} ... {time.monotonic() - self.began:.0f} s"
+        progress = f" {self.done:,} of {self.total:,}" if self.total else ""
+        return f"{self.name}{progress} ... {time.monotonic() - self.began:.0f} s"
 
 
 _stack: list[Activity] = []  # the innermost is last; only the main thread changes it
-_seconds: dict[str, float] = {}
-_spoke = _started  # when a line was last printed
+_seconds: dict[str, float] = {}  # of each activity that has ended, without those inside it
+_last_output = _started
 
 
 def begin(name: str) -> None:
-    """Start the clock, say that the command `name` starts, and from then on whatever takes longer than 3 seconds.
+    """Print that the command `name` starts, and from then on every activity that lasts longer than 3 seconds.
 
     Lines go to standard error, of process 0 only; none where the command only prints its help or config. Called once,
-    by a command that runs as the program. Until its own handling of Ctrl-C is there, that ends it in one line and code
-    130.
+    by a command that runs as the program. Also makes Ctrl-C end it with one line and code 130 until the command
+    installs a handler of its own.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     _stack.append(Activity("loading libraries"))
     if os.environ.get("MMJAX_PROCESS", "0") == "0" and not _PRINTING.intersection(sys.argv):
         print(f"mmjax  {name}: loading libraries", file=sys.stderr, flush=True)
-        threading.Thread(target=_report, name="mmjax-activity", daemon=True).start()
+        threading.Thread(target=_print_slow, name="mmjax-activity", daemon=True).start()
 
 
 def loaded() -> None:
-    """End what `begin` began: all libraries are there."""
+    """End the activity of loading libraries, which `begin` started."""
     if _stack and _stack[0].name == "loading libraries":
-        _note(_stack.pop(0))
+        _add_seconds(_stack.pop(0))
 
 
 @contextmanager
 def activity(name: str, total: int = 0) -> Iterator[Activity]:
-    """Name what the body does, in case it takes long. Its seconds, without those of activities in it, are noted."""
+    """Name what the body does. Its seconds, without those of activities inside it, are added to `seconds()`."""
     if threading.current_thread() is not threading.main_thread():
         yield Activity(name, total)
         return
-    this = Activity(name, total)
+    entered = Activity(name, total)
     if _stack:
-        _note(_stack[-1])
-    _stack.append(this)
+        _add_seconds(_stack[-1])
+    _stack.append(entered)
     try:
-        yield this
+        yield entered
     finally:
-        _note(_stack.pop())
+        _add_seconds(_stack.pop())
         if _stack:
             _stack[-1].resumed = time.monotonic()
 
 
 def spoke() -> None:
-    """Note that the command has printed something: silence begins anew."""
-    global _spoke
-    _spoke = time.monotonic()
+    """Record that the command has printed something."""
+    global _last_output
+    _last_output = time.monotonic()
 
 
 def seconds() -> dict[str, float]:
-    """Return the seconds since `begin`, by activity, each without those in it; nothing where it was not called."""
+    """Return the seconds since `begin` by activity, each without those inside it; empty if it was not called."""
     if "loading libraries" not in _seconds:
         return {}
     rest = time.monotonic() - _started - sum(_seconds.values())
@@ -94,25 +96,27 @@ def seconds() -> dict[str, float]:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """End at once: nothing is there yet that would have to be tidied up."""
+    """Exit at once: nothing needs cleaning up yet."""
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
-def _note(ended: Activity) -> None:
-    _seconds[ended.name] = _seconds.get(ended.name, 0.0) + time.monotonic() - ended.resumed
+def _add_seconds(paused: Activity) -> None:
+    _seconds[paused.name] = _seconds.get(paused.name, 0.0) + time.monotonic() - paused.resumed
 
 
-def _report() -> None:
-    """Print the innermost activity where nothing was printed for a while."""
+def _print_slow() -> None:
+    """Print the innermost activity whenever nothing was printed for a while, for ever."""
     while True:
         time.sleep(0.5)
-        innermost = _stack[-1:]  # one look: the main thread may end it meanwhile
+        innermost = _stack[-1:]  # read once: the main thread may end the activity at any time
         if not innermost:
             continue
-        now = time.monotonic()
-        age, silence = now - innermost[0].began, now - _spoke
-        between = REPEAT_SECONDS if age < 60 else LATER_SECONDS
-        if min(age, silence) >= (QUIET_SECONDS if silence >= age else between):
+        time_now = time.monotonic()
+        age = time_now - innermost[0].began
+        silence = time_now - _last_output
+        interval = REPEAT_SECONDS if age < 60 else LATER_SECONDS
+        # silence >= age: nothing was printed since the activity began, so it has not been named yet.
+        if min(age, silence) >= (QUIET_SECONDS if silence >= age else interval):
             print(f"       {innermost[0]}", file=sys.stderr, flush=True)
             spoke()

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,35 +51,39 @@ from mmjax.training.step import Executor
 from mmjax.training.watchdog import Watchdog
 
 
-@dataclass(frozen=True)
-class Start:
-    """The options with which a run is started or resumed."""
+def open_session(
+    config: Config,
+    folder: RunFolder,
+    devices: Sequence[jax.Device],
+    watchdog: Watchdog,
+    flags: Asked,
+    permitted: Permitted = NOTHING,
+    profile: bool = False,
+    step: int = 0,
+) -> Session:
+    """Build the data, model, optimizer, checkpoints and evaluator of a run that continues from `step`.
 
-    devices: Sequence[jax.Device]
-    watchdog: Watchdog
-    asked: Asked
-    permitted: Permitted = NOTHING
-    profile: bool = False
-
-
-def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> Session:
-    """Everything a run needs to go on from `step`, in a folder that it has claimed."""
-    profile, mesh = start.profile, make_mesh(config.mesh, start.devices)
+    Other arguments are as of `train`.
+    """
+    mesh = make_mesh(config.mesh, devices)
     check_heads(mesh.shape, config.mesh, config.model)
-    keep_programs(folder.programs)
+    keep_programs(folder.programs)  # before anything is compiled
     programs = ProgramCounter()
 
     with activity("opening the data"):
-        data = open_data(config, folder, step, start.permitted, mesh)
-    config = data.life.config  # with its epochs as steps
-    before = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if step and not profile else None
+        data = open_data(config, folder, step, permitted, mesh)
+    config = data.life.config  # training.epochs is resolved to training.steps here
+    # A resumed run takes over the remat policies it was started with: others would be other programs, with other bits.
+    reuse_plan = step > 0 and not profile
+    stored_plan = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if reuse_plan else None
     with activity("predicting memory"):
-        fitted = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, before and Decision.of(before))
+        decision = Decision.of(stored_plan) if stored_plan else None
+        memory_plan = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, decision)
     functions = callbacks_of(config.model, folder.path)
-    model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
+    model = Model.build(memory_plan.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
     rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)
-    executor = Executor(model, optimizer, mesh, rules, data.sources, config.mesh.exchange, fitted.loss_chunks)
+    executor = Executor(model, optimizer, mesh, rules, data.sources, config.mesh.exchange, memory_plan.loss_chunks)
     retention = Retention(config.training.keep, config.training.keep_every)
     checkpoints = Checkpoints(folder.checkpoints, executor, retention)
     layout = data.loader.layout
@@ -93,37 +97,51 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
             evaluation_sources(config, ("validation", "test"), folder.path),
             config,
             limits={"validation": config.training.evaluate_samples},
-            at_once=AtOnce(tokens=fitted.evaluation_positions(config.model.llm, positions, activation)),
+            at_once=AtOnce(tokens=memory_plan.evaluation_positions(config.model.llm, positions, activation)),
             one_shape=True,
-            loss_chunks=fitted.loss_chunks,
-            progress=lambda done: start.watchdog.beat(),
+            loss_chunks=memory_plan.loss_chunks,
+            progress=lambda done: watchdog.beat(),
         )
-    peak = peak_of(start.devices, config.training.precision)
-    left_out = LeftOut(data.quarantine, data.index.name)
-    parts = mesh, executor, data.loader, left_out, checkpoints, evaluator, programs, peak, fitted
-    return Session(config, folder, data.life, *parts, start.asked, start.watchdog)
+    return Session(
+        config=config,
+        folder=folder,
+        life=data.life,
+        mesh=mesh,
+        executor=executor,
+        loader=data.loader,
+        left_out=LeftOut(data.quarantine, data.index.name),
+        checkpoints=checkpoints,
+        evaluator=evaluator,
+        programs=programs,
+        peak=peak_of(devices, config.training.precision),
+        fitted=memory_plan,
+        asked=flags,
+        watchdog=watchdog,
+    )
 
 
-def begin(config: Config, folder: RunFolder, resumed: bool, start: Start) -> tuple[Session, TrainState]:
-    """A session, and the state that it begins with: of the newest checkpoint that can be read, where it goes on.
+def restore_or_init(open_at: Callable[..., Session], folder: RunFolder, resumed: bool) -> tuple[Session, TrainState]:
+    """Open a session and its train state: fresh, or restored from the newest readable checkpoint of a resumed run.
 
-    Those that cannot are set aside. Raises UserError where there are some, and none can be read.
+    open_at: `open_session` with all arguments but `step`. Unreadable newer checkpoints are set aside. Raises UserError
+    if there are checkpoints and none is readable.
     """
     torn: list[tuple[int, TornCheckpoint]] = []
+    # Process 0 lists the checkpoints for all, so that all try the same ones.
     saved = processes.led(lambda: steps_in(folder.checkpoints)) if resumed else []
     for step in reversed(saved or [0]):
-        session = open_session(config, folder, step, start)
+        session = open_at(step=step)
         try:
             state = session.start()
         except TornCheckpoint as error:
             torn.append((step, error))
             continue
-        for other, error in torn:
-            aside = processes.led(lambda other=other: set_aside(folder.checkpoints, other).name)
+        for torn_step, error in torn:
+            aside = processes.led(lambda torn_step=torn_step: set_aside(folder.checkpoints, torn_step).name)
             say(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
         return session, state
-    more = f"nor can the {len(torn) - 1} before it" if len(torn) > 1 else "there is no older one here"
-    raise UserError(f"{torn[0][1]}; {more}; restore the folder, or start afresh with --overwrite", everywhere=True)
+    older = f"nor can the {len(torn) - 1} before it" if len(torn) > 1 else "there is no older one here"
+    raise UserError(f"{torn[0][1]}; {older}; restore the folder, or start afresh with --overwrite", everywhere=True)
 
 
 def train(
@@ -133,37 +151,43 @@ def train(
     devices: Sequence[jax.Device] | None = None,
     profile: bool = False,
     permitted: Permitted = NOTHING,
-    asked: Asked | None = None,
+    flags: Asked | None = None,
     watchdog: Watchdog | None = None,
 ) -> Session:
-    """Train as the config says.
+    """Train a config to its last step, or until a stop is requested, and return the closed session.
 
-    `source` is the config's file, of which the run keeps a copy; `devices` are by default all of the kind that the
-    config names. profile: time layers on them before `remat=auto` is decided. permitted: what may differ from the run
-    that is gone on with. asked: by signals, to stop in mid-run for instance. watchdog: looks after this process.
+    source: the config's file, which is copied into the run folder. devices: by default all of the config's kind.
+    profile: time layers before `remat=auto` is decided. permitted: what may differ from the run that is resumed.
+    flags: what signals ask for, such as a stop. watchdog: ends this process when it hangs.
     """
     refuse_in_worker()
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, run_folder(config).stacks)
-    start = Start(devices, watchdog, asked or Asked(), permitted, profile)
-    with heed_interrupts(), locked_together(run_folder(config).path):
-        with claim_together(config, source, mode, permitted) as (folder, resumed):
-            session, state = begin(config, folder, resumed, start)
-        first, training = session.life.first, session.config.training
+    with heed_interrupts(), lock_run(run_folder(config).path):
+        # Until the state is restored or made, a failure leaves the folder as it was before.
+        with claim_run(config, source, mode, permitted) as (folder, resumed):
+            open_at = partial(open_session, config, folder, devices, watchdog, flags or Asked(), permitted, profile)
+            session, state = restore_or_init(open_at, folder, resumed)
+        first = session.life.first
+        training = session.config.training
         with closing(session):
             if session.complete(first):
                 return session
+            # One microbatch is enough to compile the programs of all shapes: they differ only in the rows' lengths.
             example = session.describe(first)
-            batches = session.batches(first)  # workers start now: they find the planner compiled
+            batches = session.batches(first)  # starts the workers, which load while XLA compiles
             accumulated = session.compile(state, example, first)
             with ProgressLine(first, training.steps) as progress:
                 for step, ready in enumerate(batches, start=first):
-                    hyper, said, noise = session.hyperparameters(step), session.said(ready), session.noise(step)
-                    spoiled = session.left_out.of_step(ready.loaded)
+                    hyper = session.hyperparameters(step)
+                    noise = session.noise(step)
+                    unreadable = session.left_out.of_step(ready.loaded)
                     state, accumulated, report = session.executor.step(
-                        state, accumulated, ready.arrays, hyper, said, noise, spoiled
+                        state, accumulated, ready.arrays, hyper, session.said(ready), noise, unreadable
                     )
+                    # Logs the step before this one: its numbers are there by now, while this one still computes.
                     session.ran(step, ready, report, state, progress)
+                    # All processes agree to stop at the same step, or a collective would wait for the stopped ones.
                     if session.stopping:
                         session.stop(step + 1, state, progress)
                         return session
@@ -180,45 +204,42 @@ def train(
 
 
 @contextmanager
-def locked_together(folder: Path) -> Iterator[None]:
-    """Process 0 holds a run's folder for all."""
-    with ExitStack() as held:
-        processes.led(lambda: held.enter_context(locked(folder)))
+def lock_run(folder: Path) -> Iterator[None]:
+    """Lock a run's folder in process 0 on behalf of all processes."""
+    with ExitStack() as stack:
+        processes.led(lambda: stack.enter_context(locked(folder)))
         yield
 
 
 @contextmanager
-def claim_together(config: Config, source: Path, mode: Mode, permitted: Permitted) -> Iterator[tuple[RunFolder, bool]]:
-    """`claim` by process 0 for all; the others learn what it found. Only process 0 changes files."""
-    if processes.leads():
-        with ExitStack() as claimed:
-            found: list[tuple[RunFolder, bool]] = []
+def claim_run(config: Config, source: Path, mode: Mode, permitted: Permitted) -> Iterator[tuple[RunFolder, bool]]:
+    """Claim the run folder in process 0, the only one that changes files. Yields it, and whether the run resumes."""
+    with ExitStack() as stack:
 
-            def enter() -> bool:
-                found.append(claimed.enter_context(claim(config, source, mode, permitted)))
-                return found[0][1]
+        def enter() -> bool:
+            return stack.enter_context(claim(config, source, mode, permitted))[1]
 
-            processes.led(enter)
-            yield found[0]
-    else:
-        yield run_folder(config), processes.led(lambda: None)
+        yield run_folder(config), processes.led(enter)
 
 
-def _config_of(words: Sequence[str], plan: str, resume: bool) -> tuple[Config, Path]:
-    """Read the config that the words name, with its file; of a run that is resumed without one, the run's own."""
+def _read_config(words: Sequence[str], plan: str, resume: bool) -> tuple[Config, Path]:
+    """Read the config that the words name, and its file; a run resumed by its folder has its own stored config."""
     named = next((word for word in words if "=" not in word), "")
     changes = [word for word in words if word is not named]
-    run = _run_named(named, changes, resume)
+    run = _resumed_run(named, changes, resume)
     if run is None:
         path = find(named) if named else default_config()
-        return _planned(partial(load, path), changes, plan), path
-    own = replace(run.read_config(), run=str(run.path))  # it goes on where it lies now
+        return _with_plan(partial(load, path), changes, plan), path
+    stored = replace(run.read_config(), run=str(run.path))  # the folder may have been moved since it was written
     changes = [change for change in changes if not change.startswith("run=")]
-    return _planned(partial(edit, own), changes, plan), run.source
+    return _with_plan(partial(edit, stored), changes, plan), run.source
 
 
-def _run_named(named: str, changes: Sequence[str], resume: bool) -> RunFolder | None:
-    """Find the run that is resumed with its own config: by its folder in the config's place, or by run=FOLDER alone."""
+def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder | None:
+    """Find the run to resume with its stored config: its folder in the config's place, or run=FOLDER without a config.
+
+    Returns None where the words name a config file.
+    """
     places = [change.removeprefix("run=") for change in changes if change.startswith("run=")]
     if not named:
         folder = RunFolder(Path(places[-1]).resolve()) if places and resume else None
@@ -233,20 +254,16 @@ def _run_named(named: str, changes: Sequence[str], resume: bool) -> RunFolder | 
     return RunFolder(path.resolve())
 
 
-def _planned(read: Callable[[Sequence[str]], Config], changes: Sequence[str], plan: str) -> Config:
-    """The config with the changes of a plan's file, if there is one, and then these."""
+def _with_plan(read: Callable[[Sequence[str]], Config], changes: Sequence[str], plan: str) -> Config:
+    """Read a config with the overrides of a plan file, if one is given, and then those of the command line."""
     if not plan:
         return read(changes)
     name, planned = plan_changes(Path(plan))
-    if name != (own := read(changes).name):
-        raise UserError(f"plan={plan} was made for {name}, not for {own}; make one for it with mmjax.plan --out")
+    if name != (config_name := read(changes).name):
+        raise UserError(
+            f"plan={plan} was made for {name}, not for {config_name}; make one for it with mmjax.plan --out"
+        )
     return read([*planned, *changes])
-
-
-def _list_configs() -> str:
-    known = shipped()
-    width = max(map(len, known))
-    return "\n".join(["configs:", *(f"  {name:<{width}}  {about}" for name, about in known.items())])
 
 
 WORDS = (
@@ -256,12 +273,14 @@ WORDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     loaded()
+    configs = shipped()
+    width = max(map(len, configs))
     parser = argparse.ArgumentParser(
         prog="python -m mmjax.train",
         description=__doc__,
-        epilog=_list_configs(),
+        epilog="\n".join(["configs:", *(f"  {name:<{width}}  {about}" for name, about in configs.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -278,11 +297,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     started.add_argument("--overwrite", action="store_true", help="replace the run that is in its folder")
     # `--resume` takes a value behind `=` only: the word after it is the config, or the run's folder.
-    given = ["--resume=resume" if word == "--resume" else word for word in (sys.argv[1:] if argv is None else argv)]
-    args = parser.parse_intermixed_args(given)
+    argv = ["--resume=resume" if word == "--resume" else word for word in (sys.argv[1:] if argv is None else argv)]
+    args = parser.parse_intermixed_args(argv)
     plan = next((word.removeprefix("plan=") for word in args.words if word.startswith("plan=")), "")
     words = [word for word in args.words if not word.startswith("plan=")]
-    config, path = _config_of(words, plan, bool(args.resume))
+    config, path = _read_config(words, plan, bool(args.resume))
     if args.show:
         say(describe_with_meanings(config))
         return
@@ -292,9 +311,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     permitted = Permitted(args.new_data, tuple(args.change))
     if permitted != NOTHING and not args.resume:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
-    mode, asked = "overwrite" if args.overwrite else args.resume or "new", heed()
+    mode = "overwrite" if args.overwrite else args.resume or "new"
+    flags = heed()
     with Watchdog(config.training.watch, run_folder(config).stacks) as watchdog, processes.joined():
-        train(config, path, mode, profile=args.profile, permitted=permitted, asked=asked, watchdog=watchdog)
+        train(config, path, mode, profile=args.profile, permitted=permitted, flags=flags, watchdog=watchdog)
 
 
 if __name__ == "__main__":

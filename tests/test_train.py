@@ -343,7 +343,7 @@ def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
     config = load(TINY_MEDIA, words)
     with claim(config, Path(TINY_MEDIA), "new") as (folder, _):
         watchdog = Watchdog(config.training.watch, folder.stacks)
-        session = train.open_session(config, folder, 0, train.Start(jax.devices(), watchdog, Asked()))
+        session = train.open_session(config, folder, jax.devices(), watchdog, Asked())
         state = session.start()
         session.close()
     assert session.life.first == int(state.step) == 0

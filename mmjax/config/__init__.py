@@ -1,8 +1,10 @@
-"""What an experiment is: frozen dataclasses, and nothing that computes.
+"""Configs as frozen dataclasses, which compute nothing.
 
-A config is a Python file with ``def config() -> Config``. Every choice is a dataclass; where there are several to
-choose from, a union of dataclasses told apart by ``kind``. ``mmjax.config_files`` reads, edits and stores them.
+A config is a Python file with ``def config() -> Config``. A choice between several settings is a union of dataclasses,
+discriminated by ``kind``. ``mmjax.config_files`` loads, edits and stores configs.
 """
+
+# ruff: noqa: F401
 
 from mmjax.config.batch import (
     BatchConfig,
@@ -72,73 +74,3 @@ from mmjax.config.model import (
     YarnRope,
 )
 from mmjax.config.training import AdamW, Exchange, MeshConfig, Muon, Rates, Schedule, TrainingConfig, WatchConfig
-
-__all__ = [
-    "Activation",
-    "AdamW",
-    "AnyRes",
-    "ArrayRecordSource",
-    "AsIs",
-    "AudioConfig",
-    "AudioPreparation",
-    "BatchConfig",
-    "Biased",
-    "Callbacks",
-    "ChatFormat",
-    "Config",
-    "ConnectorConfig",
-    "ConversationFiles",
-    "DataConfig",
-    "DecoderConfig",
-    "DynamicRope",
-    "DynamicTiles",
-    "EmbeddedSource",
-    "Exchange",
-    "FileSource",
-    "Filter",
-    "FixedSize",
-    "FunctionSource",
-    "ImagePreparation",
-    "IsfGrouping",
-    "LearnedGrid",
-    "LinearRope",
-    "Llama3Rope",
-    "LlavaSource",
-    "LlmBalance",
-    "LogMel",
-    "LongRope",
-    "LoraConfig",
-    "ManifestSource",
-    "MediaLimits",
-    "MeshConfig",
-    "MessagesSource",
-    "ModelConfig",
-    "Muon",
-    "NoBalance",
-    "NoGrouping",
-    "Outside",
-    "PackGrouping",
-    "ParquetSource",
-    "Placeholder",
-    "PlainRope",
-    "PostBalance",
-    "QuestionsSource",
-    "Rates",
-    "Remat",
-    "RopeScaling",
-    "RotaryGrid",
-    "Samples",
-    "Schedule",
-    "ShareGptSource",
-    "Sinusoids",
-    "SmartResize",
-    "StoredTable",
-    "StretchedGrid",
-    "Tokens",
-    "TowerRemat",
-    "TrainingConfig",
-    "VisionConfig",
-    "WatchConfig",
-    "WhisperMel",
-    "YarnRope",
-]

@@ -1,4 +1,4 @@
-"""What is in a batch, and how it is grouped and balanced."""
+"""Configs of the batch: its size, grouping and balancing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class PackGrouping:
-    """Samples that fill the rows of every module at once; none waits longer than its chunk."""
+    """Pack samples so that the rows of every module are full; no sample waits longer than its chunk."""
 
     kind: Literal["pack"] = "pack"
     chunk_steps: int = 128  # steps that are planned together and drained; resuming replays one chunk
@@ -33,7 +33,7 @@ class PackGrouping:
 
 @dataclass(frozen=True)
 class IsfGrouping:
-    """OmniBal's iterative sampling and filtering: one group fills one row of every module."""
+    """OmniBal's iterative sampling and filtering: one group of samples fills one row of every module."""
 
     kind: Literal["isf"] = "isf"
     iterations: int = 10  # of sampling and filtering
@@ -50,36 +50,35 @@ class NoGrouping:
 
 @dataclass(frozen=True)
 class NoBalance:
-    """Samples on the ranks to which grouping gives them, items with their sample: what balancing is measured by."""
+    """The baseline: samples on the ranks that grouping assigns, items on their sample's rank."""
 
     kind: Literal["none"] = "none"
 
 
 @dataclass(frozen=True)
 class LlmBalance:
-    """Ranks equal in the LLM alone, items with their sample."""
+    """Balance the LLM's work across ranks; items stay on their sample's rank."""
 
     kind: Literal["llm"] = "llm"
 
 
 @dataclass(frozen=True)
 class PostBalance:
-    """Ranks equal in every phase: samples are placed by all their costs at once, items move only where they must."""
+    """Balance every phase: place samples by all their costs at once, and move items only where they must."""
 
-    locality: Literal["on", "off"] = "on"  # off: every phase by itself, and most encoder outputs travel (OrchMLLM)
+    locality: Literal["on", "off"] = "on"  # off: each phase on its own, and most encoder outputs travel (OrchMLLM)
     kind: Literal["post"] = "post"
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """What one optimizer update sees, in numbers that do not depend on the devices."""
+    """The batch of one optimizer update, independent of the number of devices."""
 
     size: Samples | Tokens = Samples(24)
     rows: dict[str, int] = field(default_factory=lambda: {"llm": 8})  # packed rows of each module per microbatch
-    microbatches: int = 1  # parts of an update, whose gradients are accumulated
+    microbatches: int = 1  # per update; their gradients are accumulated
     grouping: PackGrouping | IsfGrouping | NoGrouping = PackGrouping()
-    balance: PostBalance | LlmBalance | NoBalance = (
-        PostBalance()
-    )  # where samples run; which ones a step has is the same
+    # where samples run; which ones a step has is the same
+    balance: PostBalance | LlmBalance | NoBalance = PostBalance()
     alignment: int = 8  # row lengths are multiples of this
     shapes: int = 8  # at most this many compiled shapes

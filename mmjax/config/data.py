@@ -1,48 +1,48 @@
-"""Where samples come from, and how conversations become tokens."""
+"""Configs of the data: its sources, and how conversations become tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-Outside = Literal["refuse", "allow"]  # of references that lead out of a source's folder
+Outside = Literal["refuse", "allow"]  # media references that lead out of a source's folder
 
 
 @dataclass(frozen=True)
 class EmbeddedSource:
-    """Handwritten digits and keypad tones with questions about them, made from a seed; nothing to download."""
+    """Handwritten digits and keypad tones with questions about them, generated from a seed; nothing to download."""
 
     kind: Literal["embedded"] = "embedded"
     # kinds of samples
     modalities: tuple[Literal["image", "audio", "mixed", "text"], ...] = ("image", "audio", "mixed", "text")
     samples: int = 24_000  # of the train split
-    questions: int = 4  # at most this many questions about one sample's media, in training
+    questions: int = 4  # at most, about one sample's media, in training
     weight: float = 1.0  # share of the samples
 
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """A source made by your own function, ``module:qualname``, in mmjax or in the config file itself."""
+    """A source built by your own function, ``module:qualname``, in mmjax or in the config file itself."""
 
     function: str  # `config:name` of the config file's own, or mmjax's `module:name`
-    arguments: dict[str, int | float | str | bool] = field(default_factory=dict)  # beside `split`
+    arguments: dict[str, int | float | str | bool] = field(default_factory=dict)  # passed to it beside `split`
     kind: Literal["function"] = "function"
     weight: float = 1.0  # share of the samples
 
 
-# Of files: paths of this machine, or URLs that fsspec opens. `path` is what is trained on, with `*` for several files;
-# `validation` and `test`, where given, are files of the same format. `images` and `audio` are the folder, URL, .zip or
-# .tar that the records' paths are relative to; empty: the folder of the file itself. What leads out of them (absolute
-# paths, URLs, `..`, links) is refused unless outside="allow".
+# Sources of files: local paths, or URLs that fsspec opens. `path` is the training split, with `*` for several files;
+# `validation` and `test` are optional files of the same format. Paths in records are relative to `images` and `audio`:
+# a folder, URL, .zip or .tar; if empty, the folder of the file itself. References that lead out of them (absolute
+# paths, URLs, `..`, links) are refused unless outside="allow".
 
 
 @dataclass(frozen=True)
 class ConversationFiles:
-    """What sources of JSON or JSON lines say alike."""
+    """Fields that all sources of JSON or JSON lines share."""
 
-    path: str  # of what is trained on; `*` for several files, or a URL
+    path: str  # of the training split; `*` for several files, or a URL
     images: str = ""  # folder, URL, .zip or .tar of the images; empty: the file's folder
-    audio: str = ""  # the same of the clips
+    audio: str = ""  # the same for the clips
     validation: str = ""  # files of that split
     test: str = ""  # files of that split
     outside: Outside = "refuse"  # references that lead out of its folders
@@ -74,8 +74,8 @@ class MessagesSource(ConversationFiles):
 class QuestionsSource(ConversationFiles):
     """One question a record: {"image": "a.jpg", "question": "What?", "answer": "a cat"}, or "answers": [...]."""
 
-    question: str = "question"  # the keys of both; `answer` with an s behind it does as well
-    answer: str = "answer"  # key of the answer
+    question: str = "question"  # key of the question
+    answer: str = "answer"  # key of the answer, or with an s behind it, of a list of answers
     kind: Literal["questions"] = "questions"
 
 
@@ -83,9 +83,9 @@ class QuestionsSource(ConversationFiles):
 class ManifestSource:
     """NeMo's audio manifests, JSON lines: {"audio_filepath": "a.wav", "text": "...", "offset": 0, "duration": 2.5}."""
 
-    path: str  # of what is trained on; `*` for several files, or a URL
+    path: str  # of the training split; `*` for several files, or a URL
     audio: str = ""  # folder, URL, .zip or .tar of the clips; empty: the file's folder
-    prompt: str = "Transcribe the audio."  # after the clip, where a line has no prompt of its own
+    prompt: str = "Transcribe the audio."  # follows the clip, unless the line has a prompt of its own
     validation: str = ""  # files of that split
     test: str = ""  # files of that split
     outside: Outside = "refuse"  # references that lead out of its folders
@@ -95,13 +95,13 @@ class ManifestSource:
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Parquet as Hugging Face's data sets have it: media are {"bytes", "path"} or bytes, or lists of them.
+    """Parquet as in Hugging Face's data sets: media are {"bytes", "path"} or bytes, or lists of them.
 
-    The text is in one column of messages, or in two of questions and answers.
+    The text is in a column of messages, or in two columns of questions and answers.
     """
 
-    path: str  # of what is trained on; `*` for several files, or a URL
-    messages: str = ""  # columns by name; empty: there is none
+    path: str  # of the training split; `*` for several files, or a URL
+    messages: str = ""  # column of messages; empty: none
     question: str = ""  # column of questions
     answer: str = ""  # column of answers
     images: str = ""  # column of images
@@ -115,7 +115,7 @@ class ParquetSource:
 
 @dataclass(frozen=True)
 class ArrayRecordSource:
-    """A folder that `python -m mmjax.index --to arrayrecord` wrote: the format to train on at scale."""
+    """A folder written by `python -m mmjax.index --to arrayrecord`: the format to train on at scale."""
 
     path: str  # the folder
     validation: str = ""  # a folder of that split
@@ -131,38 +131,38 @@ FileSource = (
 
 @dataclass(frozen=True)
 class Placeholder:
-    """How a medium stands in the text: what is written for it becomes `before`, its items' tokens and `after`."""
+    """The text of an image or clip: `written` is replaced by `before`, its items' tokens and `after`."""
 
-    written: str  # by the template, or for it where it takes nothing but strings
-    token: str = ""  # one of the tokenizer's that stands for one position of an item; empty = what is written
+    written: str  # by the chat template, or into messages whose content a template takes as a string only
+    token: str = ""  # the tokenizer's token for each position of an item; empty: `written`
     before: str = ""  # text before the items' tokens
     after: str = ""  # text behind them
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How conversations become tokens: by the tokenizer and the chat template of a Hugging Face folder."""
+    """Tokenize conversations with the tokenizer and the chat template of a Hugging Face folder."""
 
     folder: str  # with a tokenizer.json and a chat template
     template: str = ""  # a Jinja file to use instead of the folder's template
-    variables: dict[str, int | float | str | bool] = field(default_factory=dict)  # for the template: enable_thinking
-    placeholders: dict[str, Placeholder] = field(default_factory=dict)  # of image, audio; empty = as the folder says
+    variables: dict[str, int | float | str | bool] = field(default_factory=dict)  # of the template: enable_thinking
+    placeholders: dict[str, Placeholder] = field(default_factory=dict)  # of image, audio; empty: the folder's
     train_on: Literal["assistant", "last_assistant"] = "assistant"  # every answer, or each conversation's last
-    loss_reduction: Literal["token", "sample", "square"] = "token"  # n tokens of a sample weigh n, 1, sqrt(n)
-    date: str = "2025-01-01"  # today, for templates that write it: a sample stays the same every day
+    loss_reduction: Literal["token", "sample", "square"] = "token"  # a sample of n tokens weighs n, 1 or sqrt(n)
+    date: str = "2025-01-01"  # today's date for templates that write it; fixed, so that samples never change
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where samples come from, and how they are brought to the step."""
+    """The sources of samples, and how they are loaded."""
 
-    # what is trained on, by a name of your own
+    # training data, by a name of your own
     sources: dict[str, EmbeddedSource | FunctionSource | FileSource] = field(default_factory=dict)
-    cache: str = ""  # a folder for what is learned of the sources' files; empty: ~/.cache/mmjax/data
-    on_bad_sample: Literal["skip", "raise"] = "skip"  # one that cannot be read: listed, then skipped or fatal
-    max_bad_share: float = 0.01  # of the samples: more are fatal also where they are skipped
+    cache: str = ""  # a folder for headers and lengths of the sources' files; empty: ~/.cache/mmjax/data
+    on_bad_sample: Literal["skip", "raise"] = "skip"  # an unreadable sample: listed, then skipped or fatal
+    max_bad_share: float = 0.01  # of the samples; more unreadable ones are fatal even if skipped
     chat: ChatFormat | None = None  # of the conversations in sources of files
     alphabet: str = ""  # one token per character; token 0 is padding, 1 ends an answer
     workers: int = 2  # processes that load, decode and pack; 0 does it in the training process
-    prefetch: int = 4  # steps that each worker keeps ready
-    on_oversize: Literal["skip", "raise"] = "skip"  # a sample that fits no budget: listed, then skipped or fatal
+    prefetch: int = 4  # steps that each worker loads ahead
+    on_oversize: Literal["skip", "raise"] = "skip"  # a sample too long for any row: listed, then skipped or fatal

@@ -1,4 +1,4 @@
-"""One experiment."""
+"""Config of an experiment: the root of all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmjax.config.training import AdamW, MeshConfig, Muon, Schedule, TrainingCon
 
 @dataclass(frozen=True)
 class Config:
-    """One experiment, whole: with mmjax's version it says everything about a run but the machine."""
+    """One experiment. With mmjax's version, it determines everything about a run but the machine."""
 
     name: str  # of the experiment
     data: DataConfig
@@ -24,6 +24,6 @@ class Config:
     schedule: Schedule = Schedule()
     mesh: MeshConfig = MeshConfig()
     seed: int = 0  # of initial weights, the order of samples, dropout and embedded data
-    device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # kind of devices; auto: the fastest there is
-    run: str = ""  # the run's folder; empty = runs/<name>
+    device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # kind of devices; auto: the fastest available
+    run: str = ""  # the run's folder; empty: runs/<name>
     init_from: str = ""  # a run whose parameters (and nothing else) this one starts from

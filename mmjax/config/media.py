@@ -1,86 +1,85 @@
-"""How images and clips are prepared, and which are bad."""
+"""Configs of media: how images and clips are preprocessed, and which are rejected."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# ------------------------------------------------------------------------------------------- how images are prepared
+# ------------------------------------------------------------------------------------------------------------- images
 
 Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]  # Pillow's
 
 
 @dataclass(frozen=True)
 class AsIs:
-    """An image's own pixels, not resized: black fills it up to whole patches."""
+    """The image's own pixels, not resized, padded with black to whole patches."""
 
     kind: Literal["as_is"] = "as_is"
 
 
 @dataclass(frozen=True)
 class FixedSize:
-    """One item of one size, as for CLIP, SigLIP and LLaVA-1.5: padded to a square, then resized, then cropped."""
+    """One item of a fixed size, as for CLIP, SigLIP and LLaVA-1.5: padded to a square, resized and cropped."""
 
-    square: tuple[int, ...] = ()  # red, green and blue of what first pads the image to a square; () = does not
-    resize: tuple[int, ...] = (224,)  # to this shortest edge, or to (height, width); () = does not
-    crop: tuple[int, ...] = (224, 224)  # height and width about the centre, black beyond the image; () = does not
-    filter: Filter = "bicubic"  # that resizes
+    square: tuple[int, ...] = ()  # red, green and blue of the padding to a square; (): no padding
+    resize: tuple[int, ...] = (224,)  # to this shortest edge, or to (height, width); (): no resizing
+    crop: tuple[int, ...] = (224, 224)  # height and width of a centre crop, black beyond the image; (): no crop
+    filter: Filter = "bicubic"  # of resizing
     kind: Literal["fixed_size"] = "fixed_size"
 
 
 @dataclass(frozen=True)
 class SmartResize:
-    """One item near the image's own size and shape, of whole merge windows, as for Qwen-VL."""
+    """One item of about the image's own size and shape, in whole merge windows, as for Qwen-VL."""
 
     patch: int = 14  # pixels per side of the encoder's patches
     merge: int = 2  # patches per side of a merge window
     min_pixels: int = 56 * 56  # of the resized image
     max_pixels: int = 28 * 28 * 1280  # of the resized image
-    filter: Filter = "bicubic"  # that resizes
+    filter: Filter = "bicubic"  # of resizing
     kind: Literal["smart_resize"] = "smart_resize"
 
 
 @dataclass(frozen=True)
 class DynamicTiles:
-    """The grid of tiles nearest to the image's shape, then the whole image as one more tile, as for InternVL."""
+    """The grid of tiles closest to the image's shape, then the whole image as a thumbnail tile, as for InternVL."""
 
     tile: tuple[int, ...] = (448, 448)  # height and width
-    min_tiles: int = 1  # of an image, the thumbnail not counted
-    max_tiles: int = 12  # of an image, the thumbnail not counted
-    thumbnail: bool = True  # the whole image as the last tile, wherever there are several
-    filter: Filter = "bicubic"  # that resizes
+    min_tiles: int = 1  # per image, not counting the thumbnail
+    max_tiles: int = 12  # per image, not counting the thumbnail
+    thumbnail: bool = True  # adds the whole image as the last tile of an image of several tiles
+    filter: Filter = "bicubic"  # of resizing
     kind: Literal["dynamic_tiles"] = "dynamic_tiles"
 
 
 @dataclass(frozen=True)
 class AnyRes:
-    """The whole image as one tile, then the tiles of the best of some resolutions, as for LLaVA-NeXT and -OneVision.
+    """The whole image as one tile, then tiles of the best-fitting resolution, as for LLaVA-NeXT and -OneVision.
 
-    The LLM sees the tokens of the tiles tile by tile, or by the rows of the image that they make up, without what is
-    only padding, and `connector.newline` behind each.
+    The LLM sees tokens tile by tile, or by rows of the image that the tiles make up: without those of padding only, and
+    with `connector.newline` behind each row.
     """
 
     tile: int = 336  # pixels per side
     pinpoints: tuple[str, ...] = ("336x672", "672x336", "672x672", "1008x336", "336x1008")  # height x width
-    several: Literal["tiles", "square"] = (
-        "tiles"  # of a sample with several images: each as ever, or padded to a square
-    )
+    # images of a sample with several: tiled like single ones, or padded to a square
+    several: Literal["tiles", "square"] = "tiles"
     background: tuple[int, ...] = (122, 116, 104)  # red, green and blue of that padding
-    filter: Filter = "bicubic"  # that resizes
-    order: Literal["tiles", "rows"] = "tiles"  # of an image's tokens: tile by tile, or by the rows of the image
-    most_tiles: int = 0  # rows with over 1.21 times as many tokens as these have are interpolated to as many; 0 = never
+    filter: Filter = "bicubic"  # of resizing
+    order: Literal["tiles", "rows"] = "tiles"  # of an image's tokens: tile by tile, or by rows of the image
+    most_tiles: int = 0  # images with over 1.21 times the tokens of so many tiles are interpolated to those; 0: never
     kind: Literal["any_res"] = "any_res"
 
 
 ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes
 
 
-# -------------------------------------------------------------------------------------------- how audio is prepared
+# -------------------------------------------------------------------------------------------------------------- audio
 
 
 @dataclass(frozen=True)
 class LogMel:
-    """Log-mel frames of a clip alone, of any length, laid out from its loudest bin."""
+    """Log-mel frames of a clip of any length, normalised by its loudest bin."""
 
     mels: int = 80  # bins per frame
     sample_rate: int = 16_000  # Hz
@@ -91,16 +90,16 @@ class LogMel:
 
 @dataclass(frozen=True)
 class WhisperMel:
-    """Log-mel frames as Whisper's extractor makes them of a window of `seconds`, silent after the clip's end."""
+    """Log-mel frames of Whisper's extractor, in windows of `seconds` padded with silence."""
 
     mels: int = 80  # bins per frame
     sample_rate: int = 16_000  # Hz
     window: int = 400  # samples
     hop: int = 160  # samples
     seconds: int = 30  # length of the window
-    longer: Literal["refuse", "split"] = "refuse"  # a clip beyond the window is bad, or several items in turn
-    # What an encoder's layers see and make tokens of: the clip alone, as Qwen2-Audio, or the window with its silence,
-    # as Whisper. Models from checkpoints have their family's.
+    longer: Literal["refuse", "split"] = "refuse"  # a clip longer than the window is bad, or becomes several items
+    # frames that the encoder's layers attend to and output tokens for: the clip's, as in Qwen2-Audio, or the window's
+    # with its silence, as in Whisper; models from checkpoints have their family's
     attended: Literal["clip", "window"] = "clip"
     kind: Literal["whisper_mel"] = "whisper_mel"
 
@@ -108,14 +107,14 @@ class WhisperMel:
 AudioPreparation = LogMel | WhisperMel
 
 
-# ------------------------------------------------------------------------------------------------- what is bad media
+# ------------------------------------------------------------------------------------------------------------- limits
 
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """What an image or a clip may measure; beyond, it counts as bad. Checked before anything is decoded."""
+    """Size limits of images and clips. Those beyond are bad samples, rejected before anything is decoded."""
 
-    pixels: int = 100_000_000  # of an image, also while it is prepared
+    pixels: int = 100_000_000  # of an image, also while it is preprocessed
     min_side: int = 1  # pixels
     max_side: int = 65_535  # pixels
     aspect: float = 200.0  # the longer side over the shorter one

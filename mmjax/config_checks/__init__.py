@@ -1,4 +1,4 @@
-"""What must hold between a config's values, each with its remedy. `parallel.mesh` checks the devices."""
+"""Validate a config's values against each other; `parallel.mesh` checks them against the devices."""
 
 from mmjax.config_checks.experiment import validate
 

@@ -1,28 +1,17 @@
-"""What must hold in a config's data."""
+"""Validate the data of a config."""
 
 from __future__ import annotations
 
-from mmjax.config import (
-    AudioConfig,
-    Config,
-    DataConfig,
-    EmbeddedSource,
-    FileSource,
-    ParquetSource,
-    VisionConfig,
-)
-from mmjax.config_checks.rules import (
-    at_least,
-    at_most,
-    check,
-)
+from mmjax.config import AudioConfig, Config, DataConfig, EmbeddedSource, FileSource, ParquetSource, VisionConfig
+from mmjax.config_checks.rules import at_least, at_most, check
 
 EMBEDDED_RATE = 4000  # Hz, of the embedded dataset's clips
-MOST_EMBEDDED = 10_000_000  # samples: each is made once before the start, to know its length
+MAX_EMBEDDED = 10_000_000  # samples; each is generated once before training, to compute its length
 EMBEDDED_NEEDS = {"image": ("vision",), "audio": ("audio",), "mixed": ("vision", "audio"), "text": ()}
 
 
 def check_data(data: DataConfig) -> None:
+    """Raises UserError for sources, weights or an alphabet that cannot work."""
     for name, source in data.sources.items():
         at_least(0, f"data.sources.{name}", source, ("weight",))
         if isinstance(source, FileSource):
@@ -32,8 +21,8 @@ def check_data(data: DataConfig) -> None:
         not weights or sum(weights.values()) > 0,
         f"{', '.join(weights)} sum to zero: nothing could be drawn; give one a weight above 0",
     )
-    twice = sorted({c for c in data.alphabet if data.alphabet.count(c) > 1})
-    check(not twice, f"data.alphabet holds {', '.join(map(repr, twice))} more than once; each character is one token")
+    repeated = ", ".join(sorted({repr(c) for c in data.alphabet if data.alphabet.count(c) > 1}))
+    check(not repeated, f"data.alphabet holds {repeated} more than once; each character is one token")
     at_least(0, "data", data, ("workers",))
     at_least(1, "data", data, ("prefetch",))
     share = data.max_bad_share
@@ -52,8 +41,9 @@ def _check_files(where: str, source: FileSource) -> None:
 
 
 def check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
+    """Raises UserError where the model lacks an encoder for the embedded samples, or has one of another input."""
     at_least(1, where, source, ("samples", "questions"))
-    at_most(MOST_EMBEDDED, where, source, ("samples",))
+    at_most(MAX_EMBEDDED, where, source, ("samples",))
     check(bool(source.modalities), f"{where}.modalities is empty; name some of {', '.join(EMBEDDED_NEEDS)}")
     check(len(set(source.modalities)) == len(source.modalities), f"{where}.modalities names one twice; name each once")
     check(bool(config.data.alphabet), "data.alphabet is empty; set it to ALPHABET of mmjax.data.embedded")
@@ -67,9 +57,9 @@ def check_embedded(where: str, source: EmbeddedSource, config: Config) -> None:
                 )
     for name, encoder in config.model.encoders.items():
         if isinstance(encoder, VisionConfig) and name == "vision":
-            given = f"model.encoders.vision.channels={encoder.channels}"
-            check(encoder.channels == 1, f"{given}: the images of {where} are grey; set it to 1")
+            setting = f"model.encoders.vision.channels={encoder.channels}"
+            check(encoder.channels == 1, f"{setting}: the images of {where} are grey; set it to 1")
         if isinstance(encoder, AudioConfig) and name == "audio":
             rate = encoder.sample_rate
-            given = f"model.encoders.audio.clips.sample_rate={rate}"
-            check(rate == EMBEDDED_RATE, f"{given}: the clips of {where} have {EMBEDDED_RATE} Hz; set that")
+            setting = f"model.encoders.audio.clips.sample_rate={rate}"
+            check(rate == EMBEDDED_RATE, f"{setting}: the clips of {where} have {EMBEDDED_RATE} Hz; set that")

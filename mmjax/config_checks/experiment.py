@@ -1,31 +1,20 @@
-"""What must hold in a whole config, its batch and its training."""
+"""Validate a whole config, its batch and its training."""
 
 from __future__ import annotations
 
 import re
 
 from mmjax.adapters import adapted_modules
-from mmjax.config import (
-    AdamW,
-    BatchConfig,
-    Config,
-    EmbeddedSource,
-    ModelConfig,
-)
+from mmjax.config import AdamW, BatchConfig, Config, EmbeddedSource, ModelConfig
 from mmjax.config_checks.data import check_data, check_embedded
 from mmjax.config_checks.model import check_model
-from mmjax.config_checks.rules import (
-    above_zero,
-    at_least,
-    check,
-    modules_of_model,
-)
+from mmjax.config_checks.rules import above_zero, at_least, check, modules_of_model
 
-LONGEST_WATCH = 1e9  # seconds; operating systems refuse to wait much longer
+MAX_WAIT = 1e9  # seconds; operating systems refuse to wait much longer
 
 
 def validate(config: Config) -> None:
-    """Raises UserError, naming the key and the remedy, for the first value that cannot work with the others."""
+    """Validate a config. Raises UserError, naming key and remedy, for the first value that conflicts with others."""
     check(bool(re.fullmatch(r"[\w.\-]+", config.name)), f"name={config.name!r}: use letters, digits, '_', '-' and '.'")
     check(0 <= config.seed < 2**31, f"seed={config.seed}: choose 0 to {2**31 - 1}")
     check_model(config.model)
@@ -53,25 +42,24 @@ def _check_batch(batch: BatchConfig, model: ModelConfig) -> None:
 
 
 def _check_training(config: Config) -> None:
-    training, schedule, optimizer, model = config.training, config.schedule, config.optimizer, config.model
-    tokens = len(config.data.alphabet) + 2
+    training = config.training
+    schedule = config.schedule
+    optimizer = config.optimizer
+    model = config.model
+    tokens = len(config.data.alphabet) + 2  # and padding and end of answer
     check(
         model.llm.vocab >= tokens,
         f"model.llm.vocab={model.llm.vocab}: data.alphabet needs {tokens} (its characters, padding and end of answer); "
         f"set model.llm.vocab={tokens} or more",
     )
-    steps, epochs = training.steps, training.epochs
+    steps = training.steps
+    epochs = training.epochs
     check(steps >= 1 or epochs > 0, f"training.steps={steps}: must be at least 1, or give training.epochs above 0")
-    check(
-        not (steps and epochs), f"training.steps={steps} and training.epochs={epochs:g}: give one, and 0 as the other"
-    )
+    both = bool(steps and epochs)
+    check(not both, f"training.steps={steps} and training.epochs={epochs:g}: give one, and 0 as the other")
     at_least(1, "training", training, ("evaluate_samples", "keep"))
-    at_least(
-        0,
-        "training",
-        training,
-        ("steps", "epochs", "loss_chunks", "evaluate_every", "checkpoint_every", "keep_every", "patience", "spike"),
-    )
+    counts = ("steps", "epochs", "loss_chunks", "evaluate_every", "checkpoint_every", "keep_every", "patience", "spike")
+    at_least(0, "training", training, counts)
     check(
         not training.keep_best or training.evaluate_every > 0,
         f"training.keep_best={training.keep_best}: nothing is evaluated while training; set training.evaluate_every",
@@ -84,13 +72,12 @@ def _check_training(config: Config) -> None:
     at_least(0, "training.watch", training.watch, ("seconds", "times", "others"))
     for name in ("seconds", "times", "others"):
         value = getattr(training.watch, name)
-        check(value <= LONGEST_WATCH, f"training.watch.{name}={value:g}: give at most {LONGEST_WATCH:g}")
+        check(value <= MAX_WAIT, f"training.watch.{name}={value:g}: give at most {MAX_WAIT:g}")
     at_least(0, "schedule", schedule, ("warmup", "final"))
     check(schedule.final <= 1, f"schedule.final={schedule.final}: it is a part of the peak; choose 0 to 1")
     check(
-        schedule.warmup < training.steps or training.epochs > 0,
-        f"schedule.warmup={schedule.warmup} takes all of training.steps={training.steps}; "
-        f"set schedule.warmup={training.steps // 10}",
+        schedule.warmup < steps or epochs > 0,  # the length of epochs in steps is not known before the data is opened
+        f"schedule.warmup={schedule.warmup} takes all of training.steps={steps}; set schedule.warmup={steps // 10}",
     )
     rates = ["learning_rate", "weight_decay"] + ([] if isinstance(optimizer, AdamW) else ["adam_learning_rate"])
     at_least(0, "optimizer", optimizer, rates)
@@ -101,7 +88,7 @@ def _check_training(config: Config) -> None:
     modules = [part for name in model.encoders for part in (name, f"{name}.connector")]
     adapters = [f"{module}.lora" for module in adapted_modules(model)]
     modules_of_model("optimizer.modules", optimizer.modules, ["llm", *modules, *adapters])
-    for name, own in optimizer.modules.items():
+    for name, module_rates in optimizer.modules.items():
         for key in ("learning_rate", "weight_decay"):
-            value = getattr(own, key)
+            value = getattr(module_rates, key)
             check(value is None or value >= 0, f"optimizer.modules.{name}.{key}={value}: must be at least 0")

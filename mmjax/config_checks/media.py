@@ -1,4 +1,4 @@
-"""What must hold in how images and clips are prepared."""
+"""Validate the preprocessing of images and clips."""
 
 from __future__ import annotations
 
@@ -15,41 +15,29 @@ from mmjax.config import (
     MediaLimits,
     SmartResize,
 )
-from mmjax.config_checks.rules import (
-    above_zero,
-    at_least,
-    check,
-    is_size,
-    listed,
-)
+from mmjax.config_checks.rules import above_zero, at_least, check, is_size, listed, ordered
 
 
 def check_images(where: str, how: ImagePreparation) -> None:
-    """Raises UserError, naming the key under `where`, for images that could not be prepared so."""
+    """Raises UserError, naming the key under `where`, for settings that no image can be preprocessed with."""
     if isinstance(how, FixedSize):
         _check_color(f"{where}.square", how.square)
-        given = f"{where}.resize={listed(how.resize)}"
-        check(len(how.resize) <= 2, f"{given}: give the shortest edge, or height and width, or nothing")
-        check(min(how.resize, default=1) > 0, f"{given}: must be more than 0")
+        setting = f"{where}.resize={listed(how.resize)}"
+        check(len(how.resize) <= 2, f"{setting}: give the shortest edge, or height and width, or nothing")
+        check(min(how.resize, default=1) > 0, f"{setting}: must be more than 0")
         check(not how.crop or is_size(how.crop), f"{where}.crop={listed(how.crop)}: give height and width, or nothing")
     elif isinstance(how, SmartResize):
         at_least(1, where, how, ("patch", "merge", "min_pixels"))
-        check(
-            how.min_pixels <= how.max_pixels,
-            f"{where}.max_pixels={how.max_pixels}: must be at least min_pixels={how.min_pixels}",
-        )
+        ordered(where, how, "min_pixels", "max_pixels")
     elif isinstance(how, DynamicTiles):
         check(is_size(how.tile), f"{where}.tile={listed(how.tile)}: give height and width")
         at_least(1, where, how, ("min_tiles",))
-        check(
-            how.min_tiles <= how.max_tiles,
-            f"{where}.max_tiles={how.max_tiles}: must be at least min_tiles={how.min_tiles}",
-        )
+        ordered(where, how, "min_tiles", "max_tiles")
     elif isinstance(how, AnyRes):
         at_least(1, where, how, ("tile",))
         at_least(0, where, how, ("most_tiles",))
-        rows = how.order == "rows" or not how.most_tiles
-        check(rows, f"{where}.most_tiles={how.most_tiles}: it is rows that are interpolated; choose order=rows")
+        by_rows = how.order == "rows" or not how.most_tiles
+        check(by_rows, f"{where}.most_tiles={how.most_tiles}: it is rows that are interpolated; choose order=rows")
         _check_color(f"{where}.background", how.background)
         check(bool(how.pinpoints), f"{where}.pinpoints is empty; name some, such as {2 * how.tile}x{how.tile}")
         for pinpoint in how.pinpoints:
@@ -59,22 +47,18 @@ def check_images(where: str, how: ImagePreparation) -> None:
 
 
 def check_audio(where: str, how: AudioPreparation) -> None:
-    """Raises UserError, naming the key under `where`, for clips that could not be prepared so."""
+    """Raises UserError, naming the key under `where`, for settings that no clip can be preprocessed with."""
     at_least(1, where, how, ("mels", "sample_rate", "hop"))
-    if isinstance(how, LogMel):
-        _check_log_mel(where, how)
+    if not isinstance(how, LogMel):
+        at_least(1, where, how, ("seconds",))
+        check(how.window >= 2 and how.window % 2 == 0, f"{where}.window={how.window}: must be even, and at least 2")
         return
-    at_least(1, where, how, ("seconds",))
-    check(how.window >= 2 and how.window % 2 == 0, f"{where}.window={how.window}: must be even, and at least 2")
-
-
-def _check_log_mel(where: str, how: LogMel) -> None:
     at_least(2, where, how, ("window",))
     check(
         how.hop <= how.window,
         f"{where}.hop={how.hop} is longer than window={how.window}: samples would be skipped; make hop smaller",
     )
-    bins = how.window // 2 + 1
+    bins = how.window // 2 + 1  # of a real FFT
     check(
         how.mels <= bins,
         f"{where}.mels={how.mels}: window={how.window} has only {bins} frequencies; make mels at most that",
@@ -82,15 +66,12 @@ def _check_log_mel(where: str, how: LogMel) -> None:
 
 
 def check_limits(where: str, limits: MediaLimits) -> None:
-    """Raises UserError, naming the key under `where`, for limits that nothing could keep."""
+    """Raises UserError, naming the key under `where`, for limits that no image or clip can be within."""
     at_least(1, where, limits, ("pixels", "min_side", "aspect"))
     above_zero(where, limits, ("seconds",))
-    check(
-        limits.min_side <= limits.max_side,
-        f"{where}.max_side={limits.max_side}: must be at least min_side={limits.min_side}",
-    )
+    ordered(where, limits, "min_side", "max_side")
 
 
 def _check_color(where: str, color: Sequence[int]) -> None:
-    holds = len(color) in (0, 3) and all(0 <= part <= 255 for part in color)
-    check(holds, f"{where}={listed(color)}: give red, green and blue, each 0 to 255")
+    valid = len(color) in (0, 3) and all(0 <= part <= 255 for part in color)
+    check(valid, f"{where}={listed(color)}: give red, green and blue, each 0 to 255")

@@ -1,4 +1,4 @@
-"""What must hold in a config's model."""
+"""Validate the model of a config."""
 
 from __future__ import annotations
 
@@ -20,34 +20,24 @@ from mmjax.config import (
     WhisperMel,
 )
 from mmjax.config_checks.media import check_audio, check_images
-from mmjax.config_checks.rules import (
-    above_zero,
-    at_least,
-    at_most,
-    check,
-    divides,
-    listed,
-)
+from mmjax.config_checks.rules import above_zero, at_least, at_most, check, divides, listed
 from mmjax.config_values import did_you_mean
 
-MOST_LAYERS = 10_000  # each is planned by itself
-MOST_MERGED = 1024  # a side: its square is a length
+MAX_LAYERS = 10_000  # the remat policy of each layer is planned by itself
+MAX_MERGE = 1024  # neighbours per axis; an image's token merges their square
 
 
 def check_model(model: ModelConfig) -> None:
+    """Raises UserError for an LLM, encoders, connectors or adapters that cannot be built or work together."""
     _check_decoder(model.llm)
     for name, encoder in model.encoders.items():
         where = f"model.encoders.{name}"
         check(name != "llm", f"{where}: 'llm' is the decoder's name; call this encoder something else")
         check(name.isidentifier(), f"{where}: an encoder's name must be a plain word: letters, digits and '_'")
-        at_least(1, where, encoder, ("layers", "width", "heads", "mlp_width"))
-        at_most(MOST_LAYERS, where, encoder, ("layers",))
-        above_zero(where, encoder, ("norm_eps",))
+        _check_tower(where, encoder)
         divides(where, encoder.width, "width", encoder.heads, "heads")
-        _check_remat(where, encoder)
-        _check_dropout(where, encoder)
         at_least(1, f"{where}.connector", encoder.connector, ("merge",))
-        at_most(MOST_MERGED, f"{where}.connector", encoder.connector, ("merge",))
+        at_most(MAX_MERGE, f"{where}.connector", encoder.connector, ("merge",))
         at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
@@ -63,67 +53,65 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _check_callbacks(where: str, encoder: VisionConfig | AudioConfig) -> None:
-    calls, own = encoder.callbacks, f"{where}.callbacks"
+    callbacks = encoder.callbacks
+    where_calls = f"{where}.callbacks"
     if isinstance(encoder, AudioConfig):
         for name in ("before_encoder", "before_llm"):
-            given = getattr(calls, name)
-            check(
-                not given, f"{own}.{name}={given}: it is called for images, and this encoder takes clips; leave it out"
-            )
+            key = f"{where_calls}.{name}={getattr(callbacks, name)}"
+            unset = not getattr(callbacks, name)
+            check(unset, f"{key}: it is called for images, and this encoder takes clips; leave it out")
         return
-    prepared = f"{where}.images={encoder.images.kind}"
+    images = f"{where}.images={encoder.images.kind}"
     check(
-        not calls.before_encoder or isinstance(encoder.images, AsIs),
-        f"{own}.before_encoder prepares images, and so does {prepared}; leave one of them out",
+        not callbacks.before_encoder or isinstance(encoder.images, AsIs),
+        f"{where_calls}.before_encoder prepares images, and so does {images}; leave one of them out",
     )
     check(
-        not calls.before_llm or not isinstance(encoder.images, AnyRes) or encoder.images.order == "tiles",
-        f"{own}.before_llm says in what order tokens stand, and so does {prepared}; choose order=tiles",
+        not callbacks.before_llm or not isinstance(encoder.images, AnyRes) or encoder.images.order == "tiles",
+        f"{where_calls}.before_llm says in what order tokens stand, and so does {images}; choose order=tiles",
     )
 
 
 def _check_lora(model: ModelConfig) -> None:
-    names, owner = linear_layers(model), dict[str, str]()
+    names = linear_layers(model)
+    adapter_of: dict[str, str] = {}
     for name, lora in model.lora.items():
         where = f"model.lora.{name}"
         at_least(1, where, lora, ("rank",))
         above_zero(where, lora, ("alpha",))
-        check(
-            bool(lora.layers), f"{where}.layers is empty; give patterns of linear layers, such as {next(iter(names))}"
-        )
+        example = next(iter(names))
+        check(bool(lora.layers), f"{where}.layers is empty; give patterns of linear layers, such as {example}")
         for pattern in lora.layers:
-            found = matching(replace(lora, layers=(pattern,)), names)
             check(
-                bool(found),
+                bool(matching(replace(lora, layers=(pattern,)), names)),
                 f"{where}.layers: {pattern!r} matches no linear layer (all layers of a tower have the same adapters: "
                 f"write * for their number){did_you_mean(pattern, names)}",
             )
         for layer in matching(lora, names):
-            check(layer not in owner, f"{where}.layers: {layer} has model.lora.{owner.get(layer)} already; keep one")
-            owner[layer] = name
-            least = min(names[layer])
+            first = adapter_of.setdefault(layer, name)
+            check(first == name, f"{where}.layers: {layer} has model.lora.{first} already; keep one")
+            limit = min(names[layer])
             check(
-                lora.rank <= least, f"{where}.rank={lora.rank}: {layer} has but {least} channels; choose at most that"
+                lora.rank <= limit, f"{where}.rank={lora.rank}: {layer} has but {limit} channels; choose at most that"
             )
 
 
 def _check_decoder(llm: DecoderConfig) -> None:
     where = "model.llm"
-    at_least(1, where, llm, ("layers", "width", "heads", "kv_heads", "head_width", "mlp_width"))
-    at_most(MOST_LAYERS, where, llm, ("layers",))
-    above_zero(where, llm, ("rope_theta", "norm_eps"))
+    _check_tower(where, llm)
+    at_least(1, where, llm, ("kv_heads", "head_width"))
+    above_zero(where, llm, ("rope_theta",))
     divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
     check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
     _check_rope(where, llm)
     at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
-    _check_remat(where, llm)
-    _check_dropout(where, llm)
 
 
 def _check_rope(where: str, llm: DecoderConfig) -> None:
-    pairs, scaling = llm.head_width // 2, llm.rope_scaling
+    pairs = llm.head_width // 2
+    scaling = llm.rope_scaling
     sections = sum(llm.rope_sections)
     check(
         not sections or sections == pairs,
@@ -138,16 +126,17 @@ def _check_rope(where: str, llm: DecoderConfig) -> None:
         check(value > 0, f"{where}.rope_scaling.{name}={value}: must be more than 0")
     if isinstance(scaling, LongRope):
         for name in ("short", "long"):
-            given = len(getattr(scaling, name))
-            check(given == pairs, f"{where}.rope_scaling.{name} has {given} factors, a head has {pairs} channel pairs")
+            factors = len(getattr(scaling, name))
+            message = f"{where}.rope_scaling.{name} has {factors} factors, a head has {pairs} channel pairs"
+            check(factors == pairs, message)
     if isinstance(scaling, Llama3Rope):
         check(scaling.low < scaling.high, f"{where}.rope_scaling: low={scaling.low} must be below high={scaling.high}")
 
 
 def _check_windows(where: str, section: DecoderConfig | VisionConfig) -> None:
     _check_layers(where, "windowed", section)
-    stated = bool(section.window) or not section.windowed
-    check(stated, f"{where}.windowed names layers, but window=0; say how many they see")
+    complete = bool(section.window) or not section.windowed
+    check(complete, f"{where}.windowed names layers, but window=0; say how many they see")
 
 
 def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) -> None:
@@ -161,22 +150,23 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     at_least(0, where, encoder, ("window",))
     _check_windows(where, encoder)
     _check_layers(where, "deepstack", encoder)
-    deep = encoder.deepstack
-    check(list(deep) == sorted(set(deep)), f"{where}.deepstack={listed(deep)}: name layers in order, each once")
-    head_width, positions = encoder.width // encoder.heads, encoder.positions
+    layers = encoder.deepstack
+    check(list(layers) == sorted(set(layers)), f"{where}.deepstack={listed(layers)}: name layers in order, each once")
     for name in ("mean", "std"):
-        given = len(getattr(encoder, name))
+        length = len(getattr(encoder, name))
         check(
-            given in (1, encoder.channels),
-            f"{where}.{name} has {given} numbers; give one for each of channels={encoder.channels}, or one for all",
+            length in (1, encoder.channels),
+            f"{where}.{name} has {length} numbers; give one for each of channels={encoder.channels}, or one for all",
         )
     check(all(x > 0 for x in encoder.std), f"{where}.std={encoder.std}: must be more than 0")
+    positions = encoder.positions
     if isinstance(positions, LearnedGrid):
         at_least(1, f"{where}.positions", positions, ("rows", "columns"))
         return
     if isinstance(positions, StretchedGrid):
         at_least(1, f"{where}.positions", positions, ("side",))
     above_zero(f"{where}.positions", positions, ("theta",))
+    head_width = encoder.width // encoder.heads
     check(
         head_width % 4 == 0,
         f"{where}: width={encoder.width} over heads={encoder.heads} is {head_width} per head; 2D RoPE turns "
@@ -185,7 +175,8 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
 
 
 def _check_audio(where: str, encoder: AudioConfig) -> None:
-    how, positions = encoder.clips, encoder.positions
+    how = encoder.clips
+    positions = encoder.positions
     at_least(1, where, encoder, ("pool",))
     check_audio(f"{where}.clips", how)
     if isinstance(positions, StoredTable):
@@ -193,6 +184,7 @@ def _check_audio(where: str, encoder: AudioConfig) -> None:
     check(encoder.width % 2 == 0, f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even")
     if isinstance(how, WhisperMel) and how.attended == "window" and isinstance(positions, StoredTable):
         frames = how.seconds * how.sample_rate // how.hop
+        # The second convolution has stride 2: two frames for each position.
         check(
             frames <= 2 * positions.positions,
             f"{where}.clips: a window of {frames} frames is longer than the {2 * positions.positions} of which "
@@ -200,15 +192,16 @@ def _check_audio(where: str, encoder: AudioConfig) -> None:
         )
 
 
-def _check_remat(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
-    if isinstance(section.remat, tuple):
-        given, layers = len(section.remat), section.layers
-        check(
-            given == layers,
-            f"{where}.remat gives {given} policies for layers={layers}; give one for each, or one for all",
-        )
-
-
-def _check_dropout(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
+def _check_tower(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
+    """Check the settings that the LLM and all encoders have."""
+    at_least(1, where, section, ("layers", "width", "heads", "mlp_width"))
+    at_most(MAX_LAYERS, where, section, ("layers",))
+    above_zero(where, section, ("norm_eps",))
     rate = section.dropout
     check(0 <= rate < 1, f"{where}.dropout={rate}: choose at least 0 (nothing is dropped) and less than 1")
+    if isinstance(section.remat, tuple):
+        policies = len(section.remat)
+        check(
+            policies == section.layers,
+            f"{where}.remat gives {policies} policies for layers={section.layers}; give one for each, or one for all",
+        )

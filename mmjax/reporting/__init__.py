@@ -1,1 +1,1 @@
-"""The parts of a run's report: what is read, what is drawn, and the page that shows it."""
+"""The report of a run: reads run folders, draws charts and tables, and renders the page."""

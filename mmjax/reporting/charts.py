@@ -1,6 +1,7 @@
-"""Charts as SVG, drawn by hand: small, sharp, and in the colours of the page, light or dark.
+"""Draw charts as SVG whose colours follow the page's stylesheet, light or dark.
 
-Colours are classes of the page's stylesheet: `c0`, `c1`, ... for what is compared. Texts are escaped here.
+Written by hand because Matplotlib's SVG has fixed colours, no titles to hover over, and three times the size. Colours
+are classes of the page's stylesheet, `c0`, `c1`, ... All texts are escaped here.
 """
 
 from __future__ import annotations
@@ -9,31 +10,42 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 
 import numpy as np
 
 from mmjax.reporting.curves import Curve
 from mmjax.training.console import count
 
-WIDE, HALF = 960, 468  # of a chart, in pixels
-COLOURS, GREY = 7, 7  # of the stylesheet, c0 to c6; and what things are compared with
-LEFT, RIGHT, TOP, BOTTOM = 50, 18, 10, 26  # margins of what is drawn in; the left one grows with its labels
-CHARACTER = 6.4  # width of a label's character, about
-SMOOTH_FROM = 40  # points, from which on a noisy curve gets a smooth one before it
-DIGITS = range(3, 10)  # of a label; more than the first where two of an axis would be the same
-# Outliers: of at least FEW values those, of RARE of all at either end, that lie FAR times the span of the others away.
-FEW, RARE, FAR = 20, 0.02, 3.0
-LEVEL = 0.1  # of a value, or decades: a smaller span is a straight line, from which nothing lies far away
+# Widths of charts, in pixels.
+WIDE = 960
+HALF = 468
+COLOURS = 7  # of the stylesheet, c0 to c6
+GREY = 7  # c7, the colour of a baseline
+# Margins around the plot, in pixels; the left one grows with its labels.
+LEFT = 50
+RIGHT = 18
+TOP = 10
+BOTTOM = 26
+CHARACTER = 6.4  # average width of a character of a label
+SMOOTH_FROM = 40  # points, from which on a noisy curve is drawn smoothed too
+DIGITS = range(3, 10)  # of a label; more than the first where two labels of an axis would be the same
+# Outliers are looked for among FEW values or more: those, up to the share RARE at either end, that are further from the
+# others than FAR times the span of these.
+FEW = 20
+RARE = 0.02
+FAR = 3.0
+LEVEL = 0.1  # of a value, or in decades: a smaller span counts as this, so that a level line has no outliers
 
-Spell = Callable[..., str]  # of a value, and of the number of digits
+Spell = Callable[..., str]  # formats a value with a number of digits
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with what to see in it. legend: colours by name; narrow: the same for a phone, where `svg` is wide."""
+    """A chart and its caption. legend: colours by name; narrow: the chart for phones, where `svg` is wide."""
 
     title: str
-    told: str
+    caption: str
     svg: str
     legend: Mapping[str, int] = field(default_factory=dict)
     narrow: str = ""
@@ -51,19 +63,22 @@ class Scale:
 
     def __call__(self, value: np.ndarray | float) -> np.ndarray:
         values = np.asarray(value, float)
-        low, high = self.low, self.high
+        bounds = np.array([self.low, self.high], float)
         if self.logarithmic:
-            values, low, high = np.log10(np.maximum(values, self.low)), math.log10(low), math.log10(high)
+            values = np.log10(np.maximum(values, self.low))
+            bounds = np.log10(bounds)
+        low, high = bounds.tolist()
         return self.begin + (values - low) / ((high - low) or 1) * (self.end - self.begin)
 
     def ticks(self, about: int) -> list[float]:
-        """Round values, about as many as said."""
+        """Choose round values to label, about as many as given."""
         if self.logarithmic:
-            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            every = max(1, (last - first) // about)
-            steps = (1,) if last - first > 2 else (1, 2, 5)
-            found = [s * 10.0**d for d in range(first, last + 1, every) for s in steps]
-            inside = [tick for tick in found if self.low <= tick <= self.high]
+            first = math.floor(math.log10(self.low))
+            last = math.ceil(math.log10(self.high))
+            decades = range(first, last + 1, max(1, (last - first) // about))
+            factors = (1,) if last - first > 2 else (1, 2, 5)
+            ticks = [factor * 10.0**decade for decade in decades for factor in factors]
+            inside = [tick for tick in ticks if self.low <= tick <= self.high]
             if len(inside) > 1:
                 return inside
         step = round_step((self.high - self.low) / about)
@@ -72,7 +87,7 @@ class Scale:
 
 
 def round_step(rough: float) -> float:
-    """The largest of 1, 2 and 5 times a power of ten that is not much above."""
+    """Round to 1, 2 or 5 times a power of ten: the smallest that is at least 1 / 1.3 of the value."""
     if rough <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(rough))
@@ -90,10 +105,15 @@ def line_chart(
     width: int = HALF,
     height: int = 190,
 ) -> str:
-    """Curves over steps. marks: steps at which the run was resumed. noisy: smooth curves stand before pale ones."""
+    """Draw curves over steps. marks: steps at which the run resumed. noisy: draws smoothed curves over pale ones.
+
+    spell: formats values.
+    """
     shown = {name: curve.thinned(width - LEFT - RIGHT) for name, curve in curves.items()}
-    y, bottom = Scale(*_value_bounds(shown, logarithmic, from_zero), height - BOTTOM, TOP, logarithmic), height - BOTTOM
-    x = Scale(*_bounds([c.step for c in shown.values()]), _left(y, spell), width - RIGHT)
+    bottom = height - BOTTOM
+    low, high = _value_bounds(shown, logarithmic, from_zero)
+    y = Scale(low, high, bottom, TOP, logarithmic)
+    x = _step_scale([curve.step for curve in shown.values()], y, spell, width)
     parts = [_axes(x, y, spell, width, height), *_marks(x, marks, height)]
 
     def within(values: np.ndarray) -> np.ndarray:
@@ -122,17 +142,18 @@ def area_chart(
     width: int = WIDE,
     height: int = 190,
 ) -> str:
-    """Layers `[n]` on top of each other over steps `[n]`."""
+    """Draw values `[n]` stacked on top of each other over steps `[n]`. Other arguments are as of `line_chart`."""
     total = np.sum(list(layers.values()), axis=0)
     y = Scale(0, _robust_bounds(total, from_zero=True)[1] * 1.06 or 1, height - BOTTOM, TOP)
-    x = Scale(*_bounds([step]), _left(y, spell), width - RIGHT)
-    parts, base = [], np.zeros(len(step))
-    for name, of in layers.items():
-        outline = np.clip(np.concatenate([y(base + of), y(base)[::-1]]), TOP, None)
+    x = _step_scale([step], y, spell, width)
+    parts = []
+    base = np.zeros(len(step))
+    for name, values in layers.items():
+        outline = np.clip(np.concatenate([y(base + values), y(base)[::-1]]), TOP, None)
         over = np.concatenate([x(step), x(step)[::-1]])
         style = f"area {colour_class(colours[name])}"
         parts.append(f'<path class="{style}" d="{path(over, outline)}Z"><title>{escape(name)}</title></path>')
-        base = base + of
+        base = base + values
     parts += [*_marks(x, marks, height), *_outliers(step, total, x, y, colour_class(GREY), spell)]
     return _svg([*parts, _axes(x, y, spell, width, height)], width, height)
 
@@ -146,27 +167,27 @@ def histogram(
     width: int = HALF,
     height: int = 150,
 ) -> str:
-    """Count the values `[n]` in bins of equal width; between `bounds`, where given. The median is marked."""
+    """Draw a histogram of values `[n]` with bins of equal width and the median marked. bounds: of the bins."""
     low, high = bounds or (float(values.min()), float(values.max()))
-    whole = bounds is None and np.array_equal(values, np.round(values))
-    if whole:
+    if bounds is None and np.array_equal(values, np.round(values)):
+        # Bins of the same number of integers each: others would alternate between n and n + 1, and look like a comb.
         step = max(1.0, math.ceil((high - low + 1) / bins))
         edges = np.arange(low - 0.5, high + step, step)
     else:
         edges = np.linspace(low, high if high > low else low + 1, bins + 1)
     counts = np.histogram(values, edges)[0]
     y = Scale(0, float(counts.max()) * 1.08, height - BOTTOM, TOP)
-    x = Scale(float(edges[0]), float(edges[-1]), _left(y, count), width - RIGHT)
-    left, right, top = x(edges[:-1]), x(edges[1:]), y(counts)
-    style, bottom = f"area {colour_class(colour)}", height - BOTTOM
-    bars = [
-        f'<path class="{style}" d="M{a + 0.4:.1f} {bottom}V{t:.1f}H{max(b - 0.4, a + 0.8):.1f}V{bottom}Z">'
-        f"<title>{spell(e)} to {spell(f)}: {n:,}</title></path>"
-        for a, b, t, n, e, f in zip(left, right, top, counts.tolist(), edges[:-1], edges[1:], strict=True)
-        if n
-    ]
-    middle = float(x(float(np.median(values))))
-    median = f'<path class="median" d="M{middle:.1f} {TOP}V{bottom}"/>'
+    x = Scale(float(edges[0]), float(edges[-1]), _left_margin(y, count), width - RIGHT)
+    style = f"area {colour_class(colour)}"
+    bottom = height - BOTTOM
+    bars = []
+    spans = zip(pairwise(x(edges)), pairwise(edges), y(counts), counts.tolist(), strict=True)
+    for (a, b), (low, high), top, n in spans:
+        if n:
+            outline = f"M{a + 0.4:.1f} {bottom}V{top:.1f}H{max(b - 0.4, a + 0.8):.1f}V{bottom}Z"
+            title = f"<title>{spell(low)} to {spell(high)}: {n:,}</title>"
+            bars.append(f'<path class="{style}" d="{outline}">{title}</path>')
+    median = f'<path class="median" d="M{float(x(np.median(values))):.1f} {TOP}V{bottom}"/>'
     return _svg([_axes(x, y, spell, width, height, count), *bars, median], width, height)
 
 
@@ -174,12 +195,12 @@ def histogram(
 
 
 def colour_class(number: int) -> str:
-    """A colour's class in the stylesheet; further ones begin again."""
+    """Name the stylesheet's class of a colour; numbers beyond the last colour start again."""
     return f"c{number if number == GREY else number % COLOURS}"
 
 
 def path(x: np.ndarray, y: np.ndarray) -> str:
-    """Points as an SVG path."""
+    """Format points as an SVG path."""
     return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
 
 
@@ -192,7 +213,7 @@ def _curve(name: str, style: str, x: np.ndarray, y: np.ndarray) -> str:
 
 
 def _labels(ticks: Sequence[float], spell: Spell) -> list[str]:
-    """Spell the values of an axis with as few digits as tell them apart."""
+    """Format the values of an axis with as few digits as tell them apart."""
     labels = [spell(tick) for tick in ticks]
     for digits in DIGITS:
         if len(set(labels)) == len(labels):
@@ -201,52 +222,62 @@ def _labels(ticks: Sequence[float], spell: Spell) -> list[str]:
     return labels
 
 
-def _left(y: Scale, spell: Spell) -> float:
-    """The left margin that the labels of a vertical axis need."""
+def _left_margin(y: Scale, spell: Spell) -> float:
+    """Compute the left margin that the labels of a vertical axis need."""
     return max(LEFT, 9 + CHARACTER * max(map(len, _labels(y.ticks(4), spell)), default=0))
 
 
+def _step_scale(steps: Sequence[np.ndarray], y: Scale, spell: Spell, width: int) -> Scale:
+    """Make the horizontal scale of a chart over steps."""
+    joined = np.concatenate(steps)
+    low, high = float(joined.min()), float(joined.max())
+    pad = 0.5 if low == high else 0.0
+    return Scale(low - pad, high + pad, _left_margin(y, spell), width - RIGHT)
+
+
 def _marks(x: Scale, marks: Sequence[float], height: int) -> list[str]:
-    """Vertical lines at the steps at which the run was resumed."""
+    """Draw vertical lines at the steps at which the run resumed."""
     inside = [float(x(mark)) for mark in marks if x.low <= mark <= x.high]
-    return [f'<path class="mark" d="M{at:.1f} {TOP}V{height - BOTTOM}"/>' for at in inside]
+    return [f'<path class="mark" d="M{mark_x:.1f} {TOP}V{height - BOTTOM}"/>' for mark_x in inside]
 
 
 def _outliers(step: np.ndarray, values: np.ndarray, x: Scale, y: Scale, style: str, spell: Spell) -> list[str]:
-    """Triangles at the edge of a chart where values lie beyond it, the largest with its value."""
+    """Draw triangles at the edge of a chart where values lie beyond it, and label the largest."""
     parts = []
     below = (values < y.low) & (values > 0 if y.logarithmic else True)
     for beyond, edge, inwards in ((values > y.high, y.end, 1), (below, y.begin, -1)):
-        for at, value, number in zip(x(step[beyond]), values[beyond].tolist(), step[beyond].tolist(), strict=True):
+        for number, value in zip(step[beyond].tolist(), values[beyond].tolist(), strict=True):
             title = f"step {number:,.0f}: {escape(spell(value))}"
-            corners = f"M{at:.1f} {edge:.1f}l-5 {8 * inwards}h10Z"
-            parts.append(f'<path class="area outlier {style}" d="{corners}"><title>{title}</title></path>')
+            triangle = f"M{float(x(number)):.1f} {edge:.1f}l-5 {8 * inwards}h10Z"
+            parts.append(f'<path class="area outlier {style}" d="{triangle}"><title>{title}</title></path>')
     if (above := values > y.high).any():
-        most = int(np.argmax(np.where(above, values, -np.inf)))
-        label = spell(float(values[most]))
-        at = float(x(step[most]))
-        left_of_it = at + 8 + CHARACTER * len(label) > x.end
-        place = f'x="{at - 8:.1f}" text-anchor="end"' if left_of_it else f'x="{at + 8:.1f}"'
+        largest = int(np.argmax(np.where(above, values, -np.inf)))
+        label = spell(float(values[largest]))
+        tip = float(x(step[largest]))
+        overflows = tip + 8 + CHARACTER * len(label) > x.end
+        place = f'x="{tip - 8:.1f}" text-anchor="end"' if overflows else f'x="{tip + 8:.1f}"'
         parts.append(f'<text class="tick" {place} y="{y.end + 9:.1f}">{escape(label)}</text>')
     return parts
 
 
 def _axes(x: Scale, y: Scale, spell: Spell, width: int, height: int, spell_y: Spell | None = None) -> str:
-    """Horizontal lines with their values; steps, or values, below. One spelling is of the values over steps."""
-    over, up = (count, spell) if spell_y is None else (spell, spell_y)
-    bottom, left = height - BOTTOM, x.begin
+    """Draw both axes and the grid. spell: formats y over steps, or x where y has a format of its own."""
+    spell_x, spell_y = (count, spell) if spell_y is None else (spell, spell_y)
+    bottom = height - BOTTOM
+    start = x.begin
     parts = []
     ticks = y.ticks(4)
-    for tick, label in zip(ticks, _labels(ticks, up), strict=True):
-        at = float(y(tick))
-        parts.append(f'<path class="grid" d="M{left:.1f} {at:.1f}H{width - RIGHT}"/>')
-        parts.append(f'<text class="tick" x="{left - 7:.1f}" y="{at + 4:.1f}" text-anchor="end">{escape(label)}</text>')
+    for tick, label in zip(ticks, _labels(ticks, spell_y), strict=True):
+        tick_y = float(y(tick))
+        text_place = f'x="{start - 7:.1f}" y="{tick_y + 4:.1f}" text-anchor="end"'
+        parts.append(f'<path class="grid" d="M{start:.1f} {tick_y:.1f}H{width - RIGHT}"/>')
+        parts.append(f'<text class="tick" {text_place}>{escape(label)}</text>')
     ticks = x.ticks(max(2, width // 80))
-    for tick, label in zip(ticks, _labels(ticks, over), strict=True):
-        half = CHARACTER * len(label) / 2
-        at = min(float(x(tick)), width - half)  # else the last one is cut off
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{escape(label)}</text>')
-    parts.append(f'<path class="axis" d="M{left:.1f} {bottom}H{width - RIGHT}"/>')
+    for tick, label in zip(ticks, _labels(ticks, spell_x), strict=True):
+        tick_x = min(float(x(tick)), width - CHARACTER * len(label) / 2)  # else the last label is cut off
+        text_place = f'x="{tick_x:.1f}" y="{bottom + 17}" text-anchor="middle"'
+        parts.append(f'<text class="tick" {text_place}>{escape(label)}</text>')
+    parts.append(f'<path class="axis" d="M{start:.1f} {bottom}H{width - RIGHT}"/>')
     return "".join(parts)
 
 
@@ -254,35 +285,29 @@ def _svg(parts: Sequence[str], width: int, height: int) -> str:
     return f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(parts)}</svg>'
 
 
-def _bounds(values: Sequence[np.ndarray]) -> tuple[float, float]:
-    joined = np.concatenate(values)
-    low, high = float(joined.min()), float(joined.max())
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
 def _value_bounds(curves: Mapping[str, Curve], logarithmic: bool, from_zero: bool) -> tuple[float, float]:
-    """Return the bounds of the axis; outliers may lie beyond."""
+    """Compute the bounds of the vertical axis; outliers may lie beyond."""
     joined = np.concatenate([curve.mean for curve in curves.values()])
     if logarithmic:
-        above = joined[joined > 0]
-        if len(above):
-            low, high = _robust_bounds(np.log10(above), LEVEL)
-            return 10**low / 1.15, 10**high * 1.15
-        return 0.1, 1.0
+        positive = joined[joined > 0]
+        if not len(positive):
+            return 0.1, 1.0
+        low, high = _robust_bounds(np.log10(positive), LEVEL)
+        return 10**low / 1.15, 10**high * 1.15
     low, high = _robust_bounds(joined, from_zero=from_zero)
-    room = 0.06 * ((high - low) or abs(high) or 1)
-    return (low if from_zero and low == 0 else low - room), high + room
+    pad = 0.06 * ((high - low) or abs(high) or 1)
+    return (low if from_zero and low == 0 else low - pad), high + pad
 
 
 def _robust_bounds(values: np.ndarray, level: float = 0.0, from_zero: bool = False) -> tuple[float, float]:
-    """The smallest and the largest of the values `[n]` that are no outliers. level: the span of a straight line."""
-    of = np.sort(values)
-    low = min(float(of[0]), 0.0) if from_zero else float(of[0])
-    if len(of) < FEW:
-        return low, float(of[-1])
-    rare = math.ceil(RARE * len(of))
-    usual_low = min(float(of[rare]), 0.0) if from_zero else float(of[rare])
-    usual_high = float(of[-1 - rare])
+    """Compute the smallest and the largest value that is no outlier. level: the least span to measure them by."""
+    ordered = np.sort(values)
+    low = min(float(ordered[0]), 0.0) if from_zero else float(ordered[0])
+    if len(ordered) < FEW:
+        return low, float(ordered[-1])
+    rare = math.ceil(RARE * len(ordered))
+    usual_low = min(float(ordered[rare]), 0.0) if from_zero else float(ordered[rare])
+    usual_high = float(ordered[-1 - rare])
     far = FAR * max(usual_high - usual_low, level or LEVEL * abs(usual_high))
-    inside = of[(of >= usual_low - far) & (of <= usual_high + far)]
+    inside = ordered[(ordered >= usual_low - far) & (ordered <= usual_high + far)]
     return (low if low >= usual_low - far else float(inside[0])), float(inside[-1])

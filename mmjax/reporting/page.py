@@ -1,4 +1,4 @@
-"""The page of a report: its parts put into the template, where every text of the runs is escaped."""
+"""Render the page of a report from its template, which escapes every text of the runs."""
 
 from __future__ import annotations
 
@@ -16,30 +16,24 @@ from mmjax.errors import UserError
 from mmjax.reporting.charts import Figure
 from mmjax.reporting.lengths import length_figures, work_picture, work_table
 from mmjax.reporting.records import LIFE_HEADINGS, LeftOut, Rows, ShownLife, facts_of, left_out, lives_of, worst_table
-from mmjax.reporting.rows import WORST_LISTED, Room, Shower, ShownRow, ShownSample
+from mmjax.reporting.rows import WORST_LISTED, Shower, ShownRow, ShownSample
 from mmjax.reporting.run import Run, plan_again
-from mmjax.reporting.training import (
-    balance_figures,
-    slowest_table,
-    time_figures,
-    time_table,
-    training_figures,
-)
+from mmjax.reporting.training import balance_figures, slowest_table, time_figures, time_table, training_figures
 
-MEDIA = 1_200_000  # bytes of a page that images and clips may take, of all runs together
+MEDIA = 1_200_000  # bytes of a page for images and clips, of all runs together
 
 T = TypeVar("T")
 
 
 @dataclass
 class RunPart:
-    """One run's part of the page. missing: why there are no rows, where they cannot be made again."""
+    """One run's part of the page."""
 
     run: Run
     lengths: Sequence[Figure] = ()
-    work: str = ""
+    work: str = ""  # a data URI
     work_table: Rows = field(default_factory=list)
-    ranks: int = 0
+    ranks: int = 0  # 0: not known, since the steps cannot be planned again
     balance: Sequence[Figure] = ()
     time: Sequence[Figure] = ()
     time_table: Rows = field(default_factory=list)
@@ -47,8 +41,8 @@ class RunPart:
     row: ShownRow | None = None
     worst: Rows = field(default_factory=list)
     worst_samples: Sequence[ShownSample] = ()
-    missing: str = ""
-    missing_row: str = ""
+    missing: str = ""  # why the steps cannot be planned again
+    missing_row: str = ""  # why no row can be packed again
     quarantine: LeftOut | None = None
     oversize: LeftOut | None = None
     lives: Sequence[ShownLife] = ()
@@ -56,12 +50,12 @@ class RunPart:
 
     @property
     def left_out(self) -> bool:
-        """Return whether there are samples that were left out."""
-        return any(found is not None and found.total for found in (self.quarantine, self.oversize))
+        """Return whether samples were left out."""
+        return any(samples is not None and samples.total for samples in (self.quarantine, self.oversize))
 
 
 def page_of(runs: Sequence[Run]) -> str:
-    """The whole page as HTML, which needs nothing but itself."""
+    """Render the page as HTML that refers to no other file."""
     parts = [part_of(run, MEDIA // len(runs)) for run in runs]
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -79,7 +73,7 @@ def page_of(runs: Sequence[Run]) -> str:
 
 
 def sections_of(parts: Sequence[RunPart]) -> dict[str, str]:
-    """The titles of the sections that have something to show, by their ids, in the order of the page."""
+    """Name the sections that have contents, as titles by id, in the order of the page."""
     shown = {
         "lengths": ("Lengths and rows", any(part.missing or part.lengths for part in parts)),
         "balance": ("Balance", any(part.work or (part.ranks != 1 and part.balance) for part in parts)),
@@ -94,7 +88,7 @@ def sections_of(parts: Sequence[RunPart]) -> dict[str, str]:
 
 
 def part_of(run: Run, media: int) -> RunPart:
-    """Render the part of the page on one run alone."""
+    """Collect the contents of a run's part of the page."""
     part = RunPart(
         run,
         balance=list(balance_figures(run)),
@@ -107,14 +101,16 @@ def part_of(run: Run, media: int) -> RunPart:
         lives=lives_of(run),
         config=describe(run.config),
     )
+    # All above is in the run folder; all below needs the data files too, which may be gone.
     planned, part.missing = _or_reason(lambda: plan_again(run))
     if planned is None:
         part.missing_row = part.missing
         return part
     part.lengths = list(length_figures(run, planned))
     part.ranks = planned.life.layout.topology.ranks
-    part.work, part.work_table = work_picture(planned, run.modules), work_table(planned, run.modules)
-    shower = Shower(planned, Room(media))
+    part.work = work_picture(planned, run.modules)
+    part.work_table = work_table(planned, run.modules)
+    shower = Shower(planned, media)
     part.row, part.missing_row = _or_reason(shower.row)
     if not part.missing_row:
         part.worst_samples = shower.worst(run.metrics.worst)
@@ -122,7 +118,7 @@ def part_of(run: Run, media: int) -> RunPart:
 
 
 def _or_reason(make: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what `make` returns, or why it cannot: files may be gone since the run was under way."""
+    """Return the result of `make`, or None and its error: files may be gone since the run wrote them."""
     try:
         return make(), ""
     except (UserError, OSError, ValueError) as error:
@@ -130,7 +126,7 @@ def _or_reason(make: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def write_page(page: str, out: Path) -> None:
-    """Write it in one piece. Raises UserError where that is not possible."""
+    """Write the page, all or nothing. Raises UserError where that is not possible."""
     partial = out.with_name(f".{out.name}.partial")
     try:
         partial.write_text(page, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tables of a run's page: its lives and what changed between them, what was left out, and facts at a glance."""
+"""Tabulate a run's launches with what changed between them, its skipped samples, and its key figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mmjax.reporting.training import percent
 from mmjax.training.console import count, duration
 from mmjax.training.json_lines import whole_lines
 
-LISTED = 40  # samples of a list of those left out
+LISTED = 40  # samples that were left out
+# Keys of the history that are compared between launches, with their headings.
 COMPARED = {
     "version": "mmjax",
     "processes": "processes",
@@ -32,33 +33,32 @@ Rows = list[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Samples that were left out and why. rows: the first of them."""
+    """Samples that were left out, and why."""
 
     total: int
-    reasons: Sequence[tuple[str, int]]
-    rows: Rows
+    reasons: Sequence[tuple[str, int]]  # the most frequent, with their counts
+    rows: Rows  # name and reason of the first samples
 
 
 @dataclass(frozen=True)
 class ShownLife:
-    """One start of a run. changed: what differs from the life before."""
+    """One launch of a run."""
 
-    facts: tuple[str, ...]
+    facts: tuple[str, ...]  # under LIFE_HEADINGS
     mixture: str
-    changed: Sequence[str]
+    changed: Sequence[str]  # since the launch before
 
 
 LIFE_HEADINGS = ("from step", "began", "mmjax", "processes", "devices", "samples", "length index")
 
 
 def facts_of(runs: Sequence[Run]) -> Rows:
-    """Summarize the runs in a table: one run a line, a heading first."""
+    """Summarise each run in a row; the first row is the heading."""
     rows: Rows = [("run", "steps", "loss", "tokens/s", "MFU", "a step", "data wait", "began", "scores")]
     for run in runs:
         curves = run.metrics.curves
-        loss, speed, mfu, seconds, wait = map(
-            curves.get, ("loss", "tokens/s", "mfu", "seconds/step", "data_wait_share")
-        )
+        keys = ("loss", "tokens/s", "mfu", "seconds/step", "data_wait_share")
+        loss, speed, mfu, seconds, wait = (curves.get(key) for key in keys)
         rows.append(
             (
                 run.name,
@@ -76,10 +76,11 @@ def facts_of(runs: Sequence[Run]) -> Rows:
 
 
 def _progress(run: Run) -> str:
-    """The steps that are done of those the run is to have, or of the epochs."""
-    training, epochs = run.config.training, run.metrics.curves.get("epoch")
+    """Format the steps that are done, and the steps or epochs of the whole run."""
+    training = run.config.training
     if training.steps:
         return f"{run.metrics.steps:,} of {training.steps:,}"
+    epochs = run.metrics.curves.get("epoch")
     done = float(epochs.mean[-1]) if epochs else 0.0
     return f"{run.metrics.steps:,}, epoch {done:.2f} of {training.epochs:g}"
 
@@ -87,68 +88,71 @@ def _progress(run: Run) -> str:
 def _scores(run: Run) -> str:
     """Format the test scores, or the last validation scores."""
     try:
-        told = json.loads(run.folder.scores.read_text())
+        scores = json.loads(run.folder.scores.read_text())
         split = "test"
     except (OSError, ValueError):
-        told = {k: float(c.mean[-1]) for k, c in run.metrics.under("validation/").items()}
+        scores = {name: float(curve.mean[-1]) for name, curve in run.metrics.under("validation/").items()}
         split = "validation"
-    found = [
+    texts = [
         f"{name.removeprefix('exact_match_')} {percent(value)}"
-        for name, value in (told.items() if isinstance(told, dict) else ())
+        for name, value in (scores.items() if isinstance(scores, dict) else ())
         if name.startswith("exact_match_") and "." not in name and isinstance(value, int | float)
     ]
-    return f"{split}: {', '.join(found)}" if found else ""
+    return f"{split}: {', '.join(texts)}" if texts else ""
 
 
 def lives_of(run: Run) -> list[ShownLife]:
-    """Every start that the run's history tells of."""
-    befores = [None, *run.lives]
+    """List the launches in a run's history, each compared with the one before."""
     return [
-        ShownLife(_life_facts(life), _mixture(life), _changed(before, life))
-        for before, life in zip(befores, run.lives, strict=False)
+        ShownLife(_life_facts(life), _mixture(life), _changed(previous, life) if previous else [])
+        for previous, life in zip([None, *run.lives], run.lives, strict=False)
     ]
 
 
 def _life_facts(life: dict[str, Any]) -> tuple[str, ...]:
-    values = [life.get(key, "") for key in ("began", *COMPARED)]
-    told = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
-    return (f"{life['first'] + 1:,}", told[0][:19].replace("T", " "), *told[1:])
+    """Format a launch as a row under LIFE_HEADINGS."""
+    began = str(life.get("began", ""))[:19].replace("T", " ")
+    values = [life.get(key, "") for key in COMPARED]
+    cells = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
+    return (f"{life['first'] + 1:,}", began, *cells)
 
 
 def _mixture(life: dict[str, Any]) -> str:
-    """Return how often each source is drawn from."""
-    files, weights = life.get("files"), life.get("weights")
+    """Format the share of each source in the samples."""
+    files = life.get("files")
+    weights = life.get("weights")
     if not isinstance(files, dict) or not isinstance(weights, list) or not sum(weights) > 0:
         return ""
     return ", ".join(f"{name} {percent(w / sum(weights))}" for name, w in zip(files, weights, strict=False))
 
 
-def _changed(before: dict[str, Any] | None, life: dict[str, Any]) -> list[str]:
-    if before is None:
-        return []
+def _changed(previous: dict[str, Any], life: dict[str, Any]) -> list[str]:
+    """List what differs between two launches, in the environment and in the config."""
     lines = [
-        f"{told}: {before.get(k)} -> {life.get(k)}" for k, told in COMPARED.items() if before.get(k) != life.get(k)
+        f"{heading}: {previous.get(key)} -> {life.get(key)}"
+        for key, heading in COMPARED.items()
+        if previous.get(key) != life.get(key)
     ]
     try:
-        old, new = (from_json(json.dumps(of.get("config"))) for of in (before, life))
+        old, new = (from_json(json.dumps(launch.get("config"))) for launch in (previous, life))
     except UserError:
         return [*lines, "the config is of another version of mmjax"]
     return [*lines, *differences(old, new)]
 
 
 def left_out(path: Path) -> LeftOut:
-    """List the samples of a quarantine.jsonl or an oversize.jsonl, read line by line; cut off lines are left out."""
+    """Read a quarantine.jsonl or an oversize.jsonl line by line; lines that are cut off are skipped."""
     reasons: Counter[str] = Counter()
     rows: Rows = []
-    for told in whole_lines(path):
-        if {"sample", "reason"} <= told.keys():
-            reasons[str(told["reason"])] += 1
+    for record in whole_lines(path):
+        if {"sample", "reason"} <= record.keys():
+            reasons[str(record["reason"])] += 1
             if len(rows) < LISTED:
-                rows.append((str(told["sample"]), str(told["reason"])))
+                rows.append((str(record["sample"]), str(record["reason"])))
     return LeftOut(reasons.total(), reasons.most_common(8), rows)
 
 
-def worst_table(run: Run, most: int) -> Rows:
-    """The samples with the largest losses of the last steps, a heading first."""
-    rows = [(w.sample, f"{w.loss:.4g}", f"{w.step:,}") for w in run.metrics.worst[:most]]
+def worst_table(run: Run, limit: int) -> Rows:
+    """Tabulate the samples with the largest losses of the last steps; the first row is the heading."""
+    rows = [(worst.sample, f"{worst.loss:.4g}", f"{worst.step:,}") for worst in run.metrics.worst[:limit]]
     return [("sample", "loss", "step"), *rows] if rows else []

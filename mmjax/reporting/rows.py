@@ -1,4 +1,4 @@
-"""A packed row and single samples as a reader sees them: text with what is trained on, images, clips, and the mask."""
+"""Show a packed row and single samples: text with the trained tokens marked, images, clips, and the attention mask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.batch import TextBatch
-from mmjax.config import AudioConfig, DecoderConfig
+from mmjax.config import AudioConfig
 from mmjax.data.clip_items import clip_frames
 from mmjax.data.packing import pack_microbatch
 from mmjax.data.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
@@ -24,88 +24,76 @@ from mmjax.reporting.curves import Worst
 from mmjax.reporting.lengths import data_uri
 from mmjax.reporting.run import Planned
 
-SAMPLES = 12  # of a row that are shown
-WORST_LISTED, WORST_SHOWN = 16, 4
-CHARACTERS = 6_000  # of a sample that are shown
-SIDE = 320  # pixels of an image at most; small ones are enlarged on the page
-PLAIN_PIXELS = 96 * 96  # an image as small as that stays as it is
-MASK = 600  # pixels of a mask at most
-MASK_COLOURS = [255, 255, 255, 178, 189, 204, 68, 84, 106]  # seen by no layer, those without a window alone, all
-CLIP = 300, 64  # of a clip's picture
-STRIP = 30  # height of the strip that says what a row's positions hold
+SAMPLES = 12  # shown of a row
+WORST_LISTED = 16
+WORST_SHOWN = 4
+CHARACTERS = 6_000  # shown of a sample
+SIDE = 320  # largest side of an image in pixels; the page enlarges small ones
+PLAIN_PIXELS = 96 * 96  # images up to this size are stored without loss
+MASK = 600  # largest side of a mask in pixels
+# RGB by `seen_by_layers`: seen by no layer, by the layers without a sliding window only, by all layers.
+MASK_COLOURS = [255, 255, 255, 178, 189, 204, 68, 84, 106]
+CLIP = (300, 64)  # size of a clip's spectrogram and wave in pixels
+STRIP = 30  # height of the strip with the contents of a row's positions
 
 
 @dataclass(frozen=True)
 class ShownItem:
-    """An image, or a clip's log-mel frames and wave. told: where it was encoded."""
+    """An image, or a clip's log-mel frames and wave."""
 
-    told: str
-    picture: str = ""  # data URIs
+    caption: str
+    picture: str = ""  # a data URI
     wave: str = ""  # SVG
-    width: int = 0  # on the page
+    width: int = 0  # on the page, in pixels
 
 
 @dataclass(frozen=True)
 class ShownPiece:
-    """A stretch of text, or the items that stand there. branch: where another one begins than before."""
+    """A piece of text, or consecutive items."""
 
     text: str = ""
     trained: bool = False
-    branch: int = 0
+    branch: int = 0  # the branch of the conversation that starts here; 0: the same as before
     items: tuple[ShownItem, ...] = ()
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One sample. told: its place or loss."""
+    """A sample's text and items."""
 
     name: str
-    told: str
+    caption: str
     pieces: tuple[ShownPiece, ...]
-    left_out: str = ""  # why not all of it is here
+    left_out: str = ""  # why not all of it is shown
 
 
 @dataclass(frozen=True)
 class ShownRow:
     """A row of the LLM."""
 
-    told: str
-    strip: str  # SVG: what its positions hold
+    caption: str
+    strip: str  # SVG of the contents of its positions
     mask: str  # SVG
-    window: str  # which layers have the sliding window; empty: none
+    window: str  # describes the layers with a sliding window; empty: none
     legend: dict[str, int]
     samples: tuple[ShownSample, ...]
     more: int  # samples that are not shown
 
 
-class Room:
-    """Bytes that media may still take of the page."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def take(self, content: str) -> bool:
-        """Take room for this, and return whether there was any."""
-        if len(content) > self.left:
-            return False
-        self.left -= len(content)
-        return True
-
-
-@dataclass(frozen=True)
+@dataclass
 class Shower:
-    """Shows samples of planned steps. room: for media."""
+    """Shows samples of planned steps."""
 
     planned: Planned
-    room: Room
+    room: int  # bytes of the page that images and clips may still take
 
     @cached_property
     def replayed(self) -> Replayed:
-        """The last of the planned steps."""
+        """Load the last of the planned steps."""
         return Replayed(self.planned.loader, self.planned.first + len(self.planned.plans) - 1)
 
     def row(self) -> ShownRow | None:
-        """The row of the last step that holds items of most encoders, and of these the one with most samples."""
+        """Show the last step's row with items of most encoders, and among these the one with most samples."""
         rows = list(self.replayed.rows())
         if not rows:
             return None
@@ -113,85 +101,93 @@ class Shower:
         text = self._text_of(row)
         used = sum(s.end - s.begin for s in row.samples)
         return ShownRow(
-            f"Step {self.replayed.step + 1}, microbatch {row.microbatch}, rank {row.rank}, row {row.row}: "
+            caption=f"Step {self.replayed.step + 1}, microbatch {row.microbatch}, rank {row.rank}, row {row.row}: "
             f"{len(row.samples)} samples in {used:,} of {row.length:,} positions",
-            self._strip(text, row),
-            self._mask(text),
-            describe_window(self._llm),
-            self._legend,
-            tuple(self._placed(sample) for sample in row.samples[:SAMPLES]),
-            max(0, len(row.samples) - SAMPLES),
+            strip=self._strip(text, row),
+            mask=self._mask(text),
+            window=describe_window(self.planned.life.config.model.llm),
+            legend=self._legend,
+            samples=tuple(self._placed_sample(sample) for sample in row.samples[:SAMPLES]),
+            more=max(0, len(row.samples) - SAMPLES),
         )
 
     def worst(self, worst: Sequence[Worst]) -> list[ShownSample]:
-        """The samples with the largest losses, of steps that this life has run."""
+        """Show the samples with the largest losses, of steps that this launch has run."""
         shown = []
-        for found in worst:
-            sample = self._id(found.sample)
-            if sample is not None and found.step > self.planned.life.first and len(shown) < WORST_SHOWN:
-                shown.append(self._sample(sample, found.sample, f"loss {found.loss:.4g} in step {found.step}", {}))
+        for entry in worst:
+            # Ids of earlier launches may be of other data.
+            sample = self._id(entry.sample)
+            if sample is not None and entry.step > self.planned.life.first and len(shown) < WORST_SHOWN:
+                shown.append(self._sample(sample, entry.sample, f"loss {entry.loss:.4g} in step {entry.step}", {}))
         return shown
 
-    def _placed(self, sample: PlacedSample) -> ShownSample:
+    def _placed_sample(self, sample: PlacedSample) -> ShownSample:
         places = {
             item.number: f"{item.encoder}: rank {item.rank}, row {item.row}, {item.begin}-{item.begin + item.positions}"
             for item in sample.items
         }
         return self._sample(sample.id, sample.name, f"positions {sample.begin}-{sample.end}", places)
 
-    def _sample(self, sample: int, name: str, told: str, places: dict[int, str]) -> ShownSample:
+    def _sample(self, sample: int, name: str, caption: str, places: dict[int, str]) -> ShownSample:
+        """Show a sample by its id. places: captions of its items, by number."""
         try:
             pieces = self.replayed.pieces(sample)
             encoders = self._encoders(sample)
         except (OSError, ValueError, UserError) as error:
-            return ShownSample(name, told, (), f"It cannot be read: {error}")
-        shown, room, branch = [], CHARACTERS, 0
-        firsts = [piece.item for piece in pieces if piece.item is not None]
+            return ShownSample(name, caption, (), f"It cannot be read: {error}")
+        shown: list[ShownPiece] = []
+        characters = branch = 0
+        first_items = [piece.item for piece in pieces if piece.item is not None]
         for piece in pieces:
             if piece.item is not None:
-                after = [n for n in firsts if n > piece.item]
-                numbers = range(piece.item, min(after, default=max(encoders, default=-1) + 1))
+                # A piece stands for all items up to the next piece's first one: the tiles of an image, say.
+                end = min((n for n in first_items if n > piece.item), default=max(encoders, default=-1) + 1)
                 items = tuple(
-                    self._item(sample, n, encoders[n], places.get(n, encoders[n])) for n in numbers if n in encoders
+                    self._item(sample, n, encoders[n], places.get(n, encoders[n]))
+                    for n in range(piece.item, end)
+                    if n in encoders
                 )
-                beside = shown.pop().items if shown and shown[-1].items else ()
-                shown.append(ShownPiece(items=beside + items))
+                neighbours = shown.pop().items if shown and shown[-1].items else ()
+                shown.append(ShownPiece(items=neighbours + items))
                 continue
-            text = piece.text[:room]
+            text = piece.text[: max(0, CHARACTERS - characters)]
             shown.append(ShownPiece(text, piece.trained, piece.branch if piece.branch != branch else 0))
-            room, branch = room - len(text), piece.branch
-        whole = sum(len(piece.text) for piece in pieces if piece.item is None)
-        left_out = f"{whole - CHARACTERS:,} more characters are left out here" if whole > CHARACTERS else ""
-        return ShownSample(name, told, tuple(shown), left_out)
+            characters += len(piece.text)
+            branch = piece.branch
+        excess = characters - CHARACTERS
+        left_out = f"{excess:,} more characters are left out here" if excess > 0 else ""
+        return ShownSample(name, caption, tuple(shown), left_out)
 
     def _encoders(self, sample: int) -> dict[int, str]:
-        """The encoder of each of a sample's items, by its number."""
+        """Map the numbers of a sample's items to their encoders."""
         segments = self.replayed.loader.reader.sample(sample).segments
         return {
             s.number + k: s.encoder for s in segments if not isinstance(s, Text) for k in range(getattr(s, "items", 1))
         }
 
-    def _item(self, sample: int, number: int, encoder: str, told: str) -> ShownItem:
-        if self.room.left <= 0:
-            return ShownItem(f"{told} (left out: the page is large enough)")
+    def _item(self, sample: int, number: int, encoder: str, caption: str) -> ShownItem:
+        if self.room <= 0:
+            return ShownItem(f"{caption} (left out: the page is large enough)")
         config = self.planned.life.config.model.encoders[encoder]
         try:
             value = self.replayed.item(sample, number)
             if isinstance(config, AudioConfig):
-                frames, wave = mel_picture(clip_frames(config, value)), wave_picture(value)
-                told = f"{told}; {len(value) / config.clips.sample_rate:.2f} s"
-                item = ShownItem(told, frames, wave, CLIP[0])
+                frames = mel_picture(clip_frames(config, value))
+                caption = f"{caption}; {len(value) / config.clips.sample_rate:.2f} s"
+                item = ShownItem(caption, frames, wave_picture(value), CLIP[0])
             else:
                 picture, width = image_picture(value)
-                item = ShownItem(f"{told}; {value.shape[1]} x {value.shape[0]}", picture, "", width)
+                item = ShownItem(f"{caption}; {value.shape[1]} x {value.shape[0]}", picture, "", width)
         except (OSError, ValueError, UserError) as error:
-            return ShownItem(f"{told}: cannot be opened: {error}")
-        if not self.room.take(item.picture + item.wave):
-            return ShownItem(f"{told} (left out: the page is large enough)")
+            return ShownItem(f"{caption}: cannot be opened: {error}")
+        needed = len(item.picture) + len(item.wave)
+        if needed > self.room:
+            return ShownItem(f"{caption} (left out: the page is large enough)")
+        self.room -= needed
         return item
 
     def _id(self, name: str) -> int | None:
-        """The id of a sample by its name, "source[index]"."""
+        """Find the id of a sample by its name, "source[index]"; None where the length index has none such."""
         index = self.planned.loader.index
         source, _, number = name.removesuffix("]").rpartition("[")
         names = index.source_name.tolist()
@@ -203,42 +199,39 @@ class Shower:
     # ------------------------------------------------------------------------------------------------ the row's arrays
 
     def _text_of(self, row: PackedRow) -> TextBatch:
-        """The row's arrays, `[T]`; of its rank's rows alone, which are all that is loaded."""
-        replayed, spoiled = self.replayed, dict[int, str]()
-        plan = replayed.plan.microbatches[row.microbatch]
-        batch = pack_microbatch(
-            plan, replayed.loader.arrays, replayed.loader.reader, range(row.rank, row.rank + 1), None, spoiled
-        ).text
+        """Pack a row's arrays, `[T]`, and load only its rank's rows for it."""
+        plan = self.replayed.plan.microbatches[row.microbatch]
+        loader = self.replayed.loader
+        unreadable: dict[int, str] = {}
+        ranks = range(row.rank, row.rank + 1)
+        batch = pack_microbatch(plan, loader.arrays, loader.reader, ranks, None, unreadable).text
         fields = {f: getattr(batch, f)[row.row] for f in TextBatch._fields if f not in ("slots", "send")}
         return TextBatch(**fields, slots={}, send={})
-
-    @property
-    def _llm(self) -> DecoderConfig:
-        return self.planned.life.config.model.llm
 
     @property
     def _legend(self) -> dict[str, int]:
         encoders = self.planned.life.config.model.encoders
         return {"text": GREY, "trained on": 0} | {name: k for k, name in enumerate(encoders, start=1)}
 
-    def _held(self, text: TextBatch) -> np.ndarray:
-        """The colour of what each position holds, int `[T]`; -1 where there is nothing."""
-        held = np.where(text.sample >= 0, self._legend["text"], -1)
-        # A position's weight is of the token after it, which is the one that is trained on.
-        trained = np.zeros(len(held), bool)
+    def _colours(self, text: TextBatch) -> np.ndarray:
+        """Choose the colour of each position by its contents, int `[T]`; -1 for padding."""
+        used = text.sample >= 0
+        colours = np.where(used, self._legend["text"], -1)
+        # A position's weight is of the loss of the token after it: that one is trained on.
+        trained = np.zeros(len(colours), bool)
         trained[1:] = (text.weight[:-1] > 0) & (text.sample[1:] == text.sample[:-1])
-        held[trained & (held >= 0)] = 0
-        for k, name in enumerate(self.planned.life.config.model.encoders, start=1):
-            held[(text.kind == self.replayed.loader.arrays.bit(name)) & (text.sample >= 0)] = k
-        return held
+        colours[trained & used] = self._legend["trained on"]
+        for name in self.planned.life.config.model.encoders:
+            colours[(text.kind == self.replayed.loader.arrays.bit(name)) & used] = self._legend[name]
+        return colours
 
     def _strip(self, text: TextBatch, row: PackedRow) -> str:
         """Draw the contents of a row's positions, from left to right, with a line where a sample ends."""
-        scale = WIDE / row.length
+        scale = WIDE / row.length  # pixels of a position
         parts = []
-        for a, b, colour in _runs(self._held(text)):
-            style, wide = f"area {colour_class(colour)}", (b - a) * scale
-            parts.append(f'<rect class="{style}" x="{a * scale:.1f}" width="{wide:.1f}" height="{STRIP}"/>')
+        for begin, end, colour in _runs(self._colours(text)):
+            place = f'x="{begin * scale:.1f}" width="{(end - begin) * scale:.1f}" height="{STRIP}"'
+            parts.append(f'<rect class="area {colour_class(colour)}" {place}/>')
         for sample in row.samples:
             width = (sample.end - sample.begin) * scale
             parts.append(f'<path class="border" d="M{sample.end * scale:.1f} 0V{STRIP + 16}"/>')
@@ -249,49 +242,60 @@ class Shower:
         return f'<svg class="strip" viewBox="0 0 {WIDE} {STRIP + 20}" role="img">{"".join(parts)}</svg>'
 
     def _mask(self, text: TextBatch) -> str:
-        """Draw the attention mask: queries downwards, keys to the right, and along both what they are."""
-        mask, held = seen_by_layers(text, self._llm), self._held(text)
-        length, bar = len(held), max(4, len(held) // 60)
+        """Draw the attention mask, queries downwards and keys to the right, with a bar of the contents along both."""
+        mask = seen_by_layers(text, self.planned.life.config.model.llm)
+        colours = self._colours(text)
+        length = len(colours)
+        bar = max(4, length // 60)
         every = -(-length // MASK)
-        if every > 1:  # seen where any of a block is
+        if every > 1:
+            # Downsample by the maximum: a block is as visible as the most visible of its positions.
             starts = np.arange(0, length, every)
             mask = np.maximum.reduceat(np.maximum.reduceat(mask, starts, axis=0), starts, axis=1)
-        image, file = Image.fromarray(mask), io.BytesIO()
+        image = Image.fromarray(mask)
         image.putpalette(MASK_COLOURS)
+        file = io.BytesIO()
         image.save(file, "PNG", bits=2, optimize=True)
         parts = [
             f'<image class="mask" x="{bar + 2}" y="{bar + 2}" width="{length}" height="{length}" '
             f'preserveAspectRatio="none" href="{data_uri("png", file.getvalue())}"/>'
         ]
-        for a, b, colour in _runs(held):
-            style, at, long = colour_class(colour), a + bar + 2, b - a
-            parts.append(f'<rect class="area {style}" x="{at}" y="0" width="{long}" height="{bar}"/>')
-            parts.append(f'<rect class="area {style}" x="0" y="{at}" width="{bar}" height="{long}"/>')
+        for begin, end, colour in _runs(colours):
+            style = f"area {colour_class(colour)}"
+            start = begin + bar + 2
+            parts.append(f'<rect class="{style}" x="{start}" y="0" width="{end - begin}" height="{bar}"/>')
+            parts.append(f'<rect class="{style}" x="0" y="{start}" width="{bar}" height="{end - begin}"/>')
         side = length + bar + 2
         return f'<svg class="square" viewBox="0 0 {side} {side}" role="img">{"".join(parts)}</svg>'
 
 
-def _runs(held: np.ndarray) -> list[tuple[int, int, int]]:
-    """Stretches of equal values that are not -1: begin, end, value."""
-    borders = [0, *(np.flatnonzero(np.diff(held)) + 1).tolist(), len(held)]
-    return [(a, b, int(held[a])) for a, b in pairwise(borders) if held[a] >= 0]
+def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
+    """List the runs of equal values as (begin, end, value), without those of -1."""
+    # [5, 5, -1, 3] changes after the positions 1 and 2, so its runs begin at 0, 2 and 3.
+    borders = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [(a, b, int(values[a])) for a, b in pairwise(borders) if values[a] >= 0]
+
+
+def item_image(value: np.ndarray) -> Image.Image:
+    """Make a Pillow image of a decoded item, `[height, width, channels]`; a single channel is grey."""
+    return Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)
 
 
 def image_picture(value: np.ndarray) -> tuple[str, int]:
-    """An image item as a data URI, and how wide it is on the page: small ones are enlarged."""
-    image = Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)
+    """Encode an image item as a data URI. Returns it and its width on the page, where small images are enlarged."""
+    image = item_image(value)
     file = io.BytesIO()
     if image.width * image.height <= PLAIN_PIXELS:
         image.save(file, "PNG", optimize=True)
-        times = max(1, min(6, 120 // max(image.size)))
-        return data_uri("png", file.getvalue()), image.width * times
+        zoom = max(1, min(6, 120 // max(image.size)))
+        return data_uri("png", file.getvalue()), image.width * zoom
     image.thumbnail((SIDE, SIDE))
     image.convert("RGB").save(file, "JPEG", quality=80)
     return data_uri("jpeg", file.getvalue()), image.width
 
 
 def mel_picture(frames: np.ndarray) -> str:
-    """Log-mel frames `[n, mels]` as a data URI: time to the right, low tones below."""
+    """Encode log-mel frames `[n, mels]` as a data URI: time to the right, low frequencies at the bottom."""
     low, high = float(frames.min()), float(frames.max())
     shades = ((frames - low) / ((high - low) or 1) * 255).astype(np.uint8)
     image = Image.fromarray(np.ascontiguousarray(shades.T[::-1]))
@@ -303,13 +307,15 @@ def mel_picture(frames: np.ndarray) -> str:
 
 
 def wave_picture(samples: np.ndarray) -> str:
-    """A clip `[n]` as the outline of its wave, SVG."""
+    """Draw the outline of a clip's wave `[n]`, SVG."""
     width, height = CLIP
+    # The highest and the lowest sample of each pixel column.
     starts = np.unique(np.linspace(0, len(samples), width, endpoint=False).astype(int))
-    high, low = np.maximum.reduceat(samples, starts), np.minimum.reduceat(samples, starts)
-    loudest = float(np.abs(samples).max()) or 1.0
+    upper = np.maximum.reduceat(samples, starts)
+    lower = np.minimum.reduceat(samples, starts)
     x = np.linspace(0, width, len(starts))
-    y = [height / 2 * (1 - side / loudest) for side in (high, low)]
-    outline = path(np.concatenate([x, x[::-1]]), np.concatenate([y[0], y[1][::-1]]))
+    peak = float(np.abs(samples).max()) or 1.0
+    y = height / 2 * (1 - np.concatenate([upper, lower[::-1]]) / peak)
+    outline = path(np.concatenate([x, x[::-1]]), y)
     box = f'viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
     return f'<svg class="wave" {box} role="img"><path d="{outline}Z"/></svg>'

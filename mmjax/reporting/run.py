@@ -1,4 +1,4 @@
-"""A run as its folder tells of it: config, metrics and lives; and the plans of its last steps, made again."""
+"""Read run folders: config, metrics and launches; and plan a run's last steps again."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from mmjax.training.run_data import loader_of
 from mmjax.training.run_folder import RunFolder
 from mmjax.training.run_history import Life, all_lives, life_of
 
-PLANNED_STEPS = 32  # the last ones, whose rows and work are shown
+PLANNED_STEPS = 32  # the last steps, whose rows and work are shown
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is in a run's folder. colour: of its curves, where runs are compared."""
+    """Contents of a run folder."""
 
     name: str
     folder: RunFolder
     config: Config
     metrics: Metrics
-    lives: Sequence[dict[str, Any]]
-    colour: int
+    lives: Sequence[dict[str, Any]]  # launches
+    colour: int  # of its curves, where runs are compared
 
     @property
     def resumes(self) -> list[int]:
-        """The steps after which it was started again."""
+        """Steps after which the run resumed."""
         return [life["first"] for life in self.lives[1:]]
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The LLM and its encoders."""
+        """Names of the LLM and its encoders."""
         return "llm", *self.config.model.encoders
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Some steps in a row, from `first` (0 is the run's first) on, as they were planned; nothing of them is loaded."""
+    """Plans of consecutive steps, from `first` (counted from 0) on; no sample of them is loaded."""
 
     life: Life
     loader: StepLoader
@@ -53,28 +53,28 @@ class Planned:
     plans: Sequence[StepPlan]
 
     @property
-    def told(self) -> str:
-        """Which steps these are, as the log counts them."""
+    def span(self) -> str:
+        """Describe the range of steps, counted from 1 as in the log."""
         return f"steps {self.first + 1} to {self.first + len(self.plans)}"
 
     def work(self, balanced: bool) -> np.ndarray:
-        """Positions of every rank, int64 `[modules, steps, ranks]`; unbalanced: as they would be with balance none."""
-        of_steps = [sum(m.work() if balanced else m.unbalanced for m in plan.microbatches) for plan in self.plans]
-        return np.stack(of_steps, axis=1)
+        """Count the positions of every rank, int64 `[modules, steps, ranks]`, as it ran or as without balancing."""
+        by_step = [sum(m.work() if balanced else m.unbalanced for m in plan.microbatches) for plan in self.plans]
+        return np.stack(by_step, axis=1)
 
     def fills(self, module: int) -> np.ndarray:
-        """How full every row of a module is, float64 `[rows of all these steps]`."""
-        found = []
+        """Compute the used share of every row of a module, float64 `[rows of all these steps]`."""
+        fills = []
         for microbatch in (m for plan in self.plans for m in plan.microbatches):
-            here = microbatch.module == module
-            useful = self.loader.index.useful(microbatch.samples)[here]
+            of_module = microbatch.module == module  # [parts]: a sample's text, or one of its items
+            useful = self.loader.index.useful(microbatch.samples)[of_module]
             rows = microbatch.rows[module] * microbatch.topology.ranks
-            found.append(np.bincount(microbatch.row[here], useful, rows) / microbatch.shape.lengths[module])
-        return np.concatenate(found)
+            fills.append(np.bincount(microbatch.row[of_module], useful, rows) / microbatch.shape.lengths[module])
+        return np.concatenate(fills)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs of these folders. Raises UserError where one is no run, or is given twice."""
+    """Read the runs in these folders. Raises UserError where one is no run, or is given twice."""
     folders = [RunFolder(path.resolve()) for path in paths]
     for k, folder in enumerate(folders):
         if folder in folders[:k]:
@@ -82,21 +82,21 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     names = [folder.path.name for folder in folders]
     return [
         Run(
-            names[k] if names.count(names[k]) == 1 else str(folder.path),
-            folder,
-            folder.read_config(),
-            read_metrics(folder.metrics),
-            all_lives(folder.history),
-            k,
+            name=names[k] if names.count(names[k]) == 1 else str(folder.path),
+            folder=folder,
+            config=folder.read_config(),
+            metrics=read_metrics(folder.metrics),
+            lives=all_lives(folder.history),
+            colour=k,
         )
         for k, folder in enumerate(folders)
     ]
 
 
 def plan_again(run: Run) -> Planned:
-    """The last steps that a run has done, or its first ones where it has done none.
+    """Plan the last steps of a run again, or its first steps where it has done none.
 
-    Raises UserError where its history or its length index is gone, or its files are.
+    Raises UserError where its history, its length index or its data files are gone.
     """
     last = max(run.metrics.steps, 1)
     life = life_of(run.folder.history, last - 1, run.folder.due)

@@ -1,9 +1,10 @@
-"""Charts of how runs trained: losses, scores, rates, speed and memory, of several runs in one chart each."""
+"""Chart how runs trained: losses, scores, rates, speed and memory, with several runs in one chart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,22 +14,26 @@ from mmjax.reporting.run import Run
 from mmjax.training.console import count, duration, size
 
 RUN_COLOURS = (1, 2, 0, 3, 4, 5, 6)  # blue first, then orange
-NAMED = 4  # curves in a title
+NAMED = 4  # curves named in a title
+# Colours of modules and of their modalities.
 KNOWN = {"llm": 0, "text": 0, "vision": 1, "image": 1, "audio": 2}
 
 
 def percent(share: float, digits: int = 3) -> str:
-    """0.123 as 12.3%."""
+    """Format 0.123 as 12.3%."""
     return f"{100 * share:.{digits}g}%"
+
+
+Title = Callable[[str, Mapping[str, Curve]], str]  # of a suffix, such as a source's name, and the curves
 
 
 @dataclass(frozen=True)
 class Chart:
-    """The contents of one chart: a key of the metrics, or all keys that begin with it where it ends in / or _."""
+    """Metrics to chart, and the style. A key that ends in / or _ stands for all keys that start with it."""
 
     key: str
-    title: Callable[[str, Mapping[str, Curve]], str]
-    told: str = ""
+    title: Title
+    caption: str = ""
     spell: Spell = count
     logarithmic: bool = False
     from_zero: bool = False
@@ -36,111 +41,104 @@ class Chart:
     wide: bool = False
 
     def curves(self, run: Run) -> dict[str, Curve]:
-        """By what they are called in a legend."""
-        if self.key[-1] in "/_":
+        """Select the curves of a run, by their names in a legend."""
+        if self.key.endswith(("/", "_")):
             return run.metrics.under(self.key)
         return {self.key: run.metrics.curves[self.key]} if self.key in run.metrics.curves else {}
 
 
-def _change(what: str, spell: Spell = count) -> Callable[[str, Mapping[str, Curve]], str]:
-    """Describe the change from the first value to the last."""
+def _change(what: str) -> Title:
+    """Make a title with the first and the last value, or with the best of several curves."""
 
-    def title(of: str, curves: Mapping[str, Curve]) -> str:
+    def title(suffix: str, curves: Mapping[str, Curve]) -> str:
         if len(curves) > 1:
             best = min(curves, key=lambda name: curves[name].smoothed()[-1])
-            return f"{what}{of}: lowest at the end in {best}"
+            return f"{what}{suffix}: lowest at the end in {best}"
         (curve,) = curves.values()
-        smooth = curve.smoothed()
-        return f"{what}{of}: from {spell(curve.mean[0])} to {spell(smooth[-1])}"
+        return f"{what}{suffix}: from {count(curve.mean[0])} to {count(curve.smoothed()[-1])}"
 
     return title
 
 
-def _last(what: str, spell: Spell) -> Callable[[str, Mapping[str, Curve]], str]:
-    def title(of: str, curves: Mapping[str, Curve]) -> str:
-        told = [f"{name} {spell(curve.mean[-1])}" for name, curve in list(curves.items())[:NAMED]]
-        alone = spell(next(iter(curves.values())).mean[-1])
-        return f"{what}{of}: {', '.join(told) if len(curves) > 1 else alone} at the end"
+def _last(what: str, spell: Spell) -> Title:
+    """Make a title with the last value of each curve."""
+
+    def title(suffix: str, curves: Mapping[str, Curve]) -> str:
+        values = {name: spell(curve.mean[-1]) for name, curve in list(curves.items())[:NAMED]}
+        texts = [f"{name} {value}" for name, value in values.items()] if len(curves) > 1 else values.values()
+        return f"{what}{suffix}: {', '.join(texts)} at the end"
 
     return title
 
 
-def _typical(what: str, spell: Spell) -> Callable[[str, Mapping[str, Curve]], str]:
-    def title(of: str, curves: Mapping[str, Curve]) -> str:
-        told = ", ".join(spell(curve.typical()) for curve in curves.values())
-        return f"{what}{of}: typically {told}"
+def _typical(what: str, spell: Spell) -> Title:
+    """Make a title with the typical value of each curve."""
+    return lambda suffix, curves: (
+        f"{what}{suffix}: typically {', '.join(spell(curve.typical()) for curve in curves.values())}"
+    )
 
-    return title
 
-
-def _most(what: str, spell: Spell) -> Callable[[str, Mapping[str, Curve]], str]:
-    def title(of: str, curves: Mapping[str, Curve]) -> str:
-        return f"{what}{of}: at most {spell(max(float(curve.high.max()) for curve in curves.values()))}"
-
-    return title
+def _maximum(what: str, spell: Spell) -> Title:
+    """Make a title with the largest value of all curves."""
+    return lambda suffix, curves: (
+        f"{what}{suffix}: at most {spell(max(float(curve.high.max()) for curve in curves.values()))}"
+    )
 
 
 CHARTS = (
-    Chart(
-        "loss",
-        _change("Loss"),
-        "Every step, pale, and the mean of the last twentieth of the run.",
-        noisy=True,
-        wide=True,
-    ),
+    Chart("loss", _change("Loss"), "Pale: every step. Bold: moving average over a twentieth.", noisy=True, wide=True),
     Chart("loss/", _change("Loss by source"), noisy=True),
     Chart("validation/loss", _change("Validation loss")),
     Chart("validation/exact_match_", _last("Validation, exact match", percent), spell=percent, from_zero=True),
     Chart("gradient_norm", _typical("Gradient norm", count), "On a logarithmic scale.", logarithmic=True, noisy=True),
-    Chart("learning_rate/", _most("Learning rate", count), spell=count, from_zero=True),
+    Chart("learning_rate/", _maximum("Learning rate", count), from_zero=True),
     Chart("tokens/s", _typical("Tokens a second", count), from_zero=True),
     Chart("mfu", _typical("MFU", percent), "Model FLOPs over what the devices can do.", percent, from_zero=True),
     Chart("fill/", _typical("How full rows are", percent), "Useful positions over all that are computed.", percent),
-    Chart("memory/", _most("Memory", size), "Of a device, and of the host's process.", size, from_zero=True),
-    Chart("open_files", _most("Open files", count), "A leak would rise here.", from_zero=True),
+    Chart("memory/", _maximum("Memory", size), "Of a device, and of the host's process.", size, from_zero=True),
+    Chart("open_files", _maximum("Open files", count), "A leak would rise here.", from_zero=True),
 )
 
 
 def training_figures(runs: Sequence[Run]) -> Iterator[Figure]:
-    """A chart for each thing that any of the runs has logged; of several runs, one for each source, rate and score."""
+    """Chart all metrics that any of the runs has logged; for several runs, one chart per source, rate and score."""
     for chart in CHARTS:
-        of_runs = {run.name: _worth_showing(chart, chart.curves(run)) for run in runs}
-        names = list(dict.fromkeys(name for curves in of_runs.values() for name in curves))
+        by_run = {run.name: _select(chart, chart.curves(run)) for run in runs}
+        names = list(dict.fromkeys(name for curves in by_run.values() for name in curves))
         if chart.key == "loss/" and len(names) < 2:
-            continue  # one source alone: the loss itself
+            continue  # the loss of the only source is the loss of the run
         if len(runs) == 1 and names:
-            (run,), (curves,) = runs, of_runs.values()
+            run = runs[0]
             colours = {names[0]: run_colour(run)} if len(names) == 1 else series_colours(names)
-            yield _figure(chart, "", curves, colours, run.resumes)
+            yield _figure(chart, "", by_run[run.name], colours, run.resumes)
             continue
         for name in names:
-            curves = {run: of[name] for run, of in of_runs.items() if name in of}
+            curves = {run_name: curves[name] for run_name, curves in by_run.items() if name in curves}
             colours = {run.name: run_colour(run) for run in runs if run.name in curves}
-            of = f" {name}" if chart.key[-1] in "/_" else ""
-            yield _figure(chart, of, curves, colours, [step for run in runs for step in run.resumes])
+            suffix = "" if name == chart.key else f" {name}"
+            yield _figure(chart, suffix, curves, colours, [step for run in runs for step in run.resumes])
 
 
-def _worth_showing(chart: Chart, curves: dict[str, Curve]) -> dict[str, Curve]:
-    """Keep scores by family and not by task, and one of rates that are the same."""
+def _select(chart: Chart, curves: dict[str, Curve]) -> dict[str, Curve]:
+    """Select scores of families instead of single tasks, and one of several learning rates that are the same."""
     if chart.key.startswith("validation/"):
         families = {name: curve for name, curve in curves.items() if "." not in name}
         return families or curves
-    return _same_as_one(curves) if chart.key == "learning_rate/" else curves
+    return _merge_equal(curves) if chart.key == "learning_rate/" else curves
 
 
-def _same_as_one(curves: dict[str, Curve]) -> dict[str, Curve]:
-    """Each of different curves once, named after the first that is like it."""
-    alike: dict[bytes, list[str]] = {}
+def _merge_equal(curves: dict[str, Curve]) -> dict[str, Curve]:
+    """Merge equal curves into one, named after the first and the number of others."""
+    equal: dict[bytes, list[str]] = {}
     for name, curve in curves.items():
-        alike.setdefault(curve.mean.tobytes(), []).append(name)
-    named = {names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""): names[0] for names in alike.values()}
-    return {told: curves[name] for told, name in named.items()}
+        equal.setdefault(curve.mean.tobytes(), []).append(name)
+    return {f"{first} and {len(rest)} more" if rest else first: curves[first] for first, *rest in equal.values()}
 
 
 def series_colours(names: Sequence[str]) -> dict[str, int]:
-    """Colour the curves of one run: a module and its modality have the same colour in all charts."""
-    others = [name for name in names if name not in KNOWN]
-    return {name: KNOWN[name] if name in KNOWN else 3 + others.index(name) % 4 for name in names}
+    """Choose colours for the curves of one run; a module and its modality have the same in all charts."""
+    unknown = [name for name in names if name not in KNOWN]
+    return {name: KNOWN[name] if name in KNOWN else 3 + unknown.index(name) % 4 for name in names}
 
 
 def run_colour(run: Run) -> int:
@@ -149,48 +147,59 @@ def run_colour(run: Run) -> int:
 
 
 def _figure(
-    chart: Chart, of: str, curves: Mapping[str, Curve], colours: Mapping[str, int], resumes: Sequence[int]
+    chart: Chart, suffix: str, curves: Mapping[str, Curve], colours: Mapping[str, int], resumes: Sequence[int]
 ) -> Figure:
-    how = chart.spell, resumes, chart.logarithmic, chart.from_zero, chart.noisy
-    narrow = line_chart(curves, colours, *how)
-    svg = line_chart(curves, colours, *how, width=WIDE, height=260) if chart.wide else narrow
-    legend = colours if len(curves) > 1 else {}
-    return Figure(chart.title(of, curves), chart.told, svg, legend, narrow if chart.wide else "")
+    draw = partial(
+        line_chart,
+        curves,
+        colours,
+        spell=chart.spell,
+        marks=resumes,
+        logarithmic=chart.logarithmic,
+        from_zero=chart.from_zero,
+        noisy=chart.noisy,
+    )
+    narrow = draw()
+    return Figure(
+        title=chart.title(suffix, curves),
+        caption=chart.caption,
+        svg=draw(width=WIDE, height=260) if chart.wide else narrow,
+        legend=colours if len(curves) > 1 else {},
+        narrow=narrow if chart.wide else "",
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- balance
 
 
 def balance_figures(run: Run) -> Iterator[Figure]:
-    """The fullest rank over the mean one in every phase, as it ran and as it would have without balancing."""
+    """Chart the busiest rank over the mean one in every phase, as it ran and as without balancing."""
     curves = run.metrics.curves
     for k, module in enumerate(run.modules):
-        after, before = curves.get(f"max_over_mean/{module}"), curves.get(f"max_over_mean_before/{module}")
-        if after is None or before is None:
+        balanced = curves.get(f"max_over_mean/{module}")
+        unbalanced = curves.get(f"max_over_mean_before/{module}")
+        if balanced is None or unbalanced is None:
             continue
-        shown = {"without balancing": before, "as it ran": after}
-        colours = {"without balancing": GREY, "as it ran": k}
-        times = after.typical(), before.typical()
-        title = f"{module}: the fullest rank has {times[0]:.2f} times the mean, without balancing {times[1]:.2f}"
-        yield Figure(
-            title, "Typical values of the second half.", line_chart(shown, colours, _times, run.resumes), colours
-        )
-    after, before = curves.get("straggler_wait"), curves.get("straggler_wait_before")
-    if after is not None and before is not None:
-        waits = percent(after.typical()), percent(before.typical())
-        title = f"Ranks wait for each other {waits[0]} of a step, without balancing {waits[1]}"
-        shown = {"without balancing": before, "as it ran": after}
-        colours = {"without balancing": GREY, "as it ran": 3}
-        svg = line_chart(shown, colours, percent, run.resumes, from_zero=True)
+        ratio, ratio_before = balanced.typical(), unbalanced.typical()
+        title = f"{module}: the fullest rank has {ratio:.2f} times the mean, without balancing {ratio_before:.2f}"
+        svg, colours = _compare(run, balanced, unbalanced, k, lambda value, digits=3: f"{value:.{digits}g}")
+        yield Figure(title, "Typical values of the second half.", svg, colours)
+    balanced = curves.get("straggler_wait")
+    unbalanced = curves.get("straggler_wait_before")
+    if balanced is not None and unbalanced is not None:
+        wait, wait_before = percent(balanced.typical()), percent(unbalanced.typical())
+        title = f"Ranks wait for each other {wait} of a step, without balancing {wait_before}"
+        svg, colours = _compare(run, balanced, unbalanced, 3, percent, from_zero=True)
         yield Figure(title, "By the cost model, over all phases.", svg, colours)
 
 
-def _times(value: float, digits: int = 3) -> str:
-    return f"{value:.{digits}g}"
-
-
-def _milliseconds(value: float, digits: int = 3) -> str:
-    return duration(value / 1e3, digits)
+def _compare(
+    run: Run, balanced: Curve, unbalanced: Curve, colour: int, spell: Spell, from_zero: bool = False
+) -> tuple[str, dict[str, int]]:
+    """Draw a curve over that without balancing. Returns the SVG and its legend."""
+    colours = {"without balancing": GREY, "as it ran": colour}
+    curves = {"without balancing": unbalanced, "as it ran": balanced}
+    return line_chart(curves, colours, spell, run.resumes, from_zero=from_zero), colours
 
 
 # ---------------------------------------------------------------------------------------------------------------- time
@@ -199,36 +208,36 @@ def _milliseconds(value: float, digits: int = 3) -> str:
 def time_figures(run: Run) -> Iterator[Figure]:
     """Chart where a step's time goes, and how fast the workers were beside it."""
     curves = run.metrics.curves
-    whole, waited = curves.get("seconds/step"), curves.get("seconds/data_wait")
-    if whole is None or waited is None or len(whole) != len(waited):
+    step = curves.get("seconds/step")
+    wait = curves.get("seconds/data_wait")
+    if step is None or wait is None or len(step) != len(wait):
         return
-    share = float(waited.mean.sum() / whole.mean.sum())
-    layers = {"waiting for data": waited.mean, "all else": np.maximum(whole.mean - waited.mean, 0)}
+    share = float(wait.mean.sum() / step.mean.sum())
+    layers = {"waiting for data": wait.mean, "all else": np.maximum(step.mean - wait.mean, 0)}
     colours = {"waiting for data": 2, "all else": 1}
-    title = f"A step takes {duration(whole.typical())}; {percent(share)} of all time was waiting for data"
-    told = "The first step after a start is longer: what it began with is in it."
-    svg, narrow = (area_chart(layers, whole.step, colours, duration, run.resumes, width) for width in (WIDE, HALF))
-    yield Figure(title, told, svg, colours, narrow)
-    loading, workers = curves.get("seconds/load"), run.config.data.workers
-    if loading is not None:
-        shown, colours = {"loading": loading, "the step": whole}, {"loading": 4, "the step": 1}
-        who = (
-            f"{workers} worker process{'es' if workers > 1 else ''}"
-            if workers
-            else "one thread of the training process"
-        )
+    title = f"A step takes {duration(step.typical())}; {percent(share)} of all time was waiting for data"
+    caption = "The first step after a start takes longer: it includes the warm-up."
+    svg, narrow = (area_chart(layers, step.step, colours, duration, run.resumes, width) for width in (WIDE, HALF))
+    yield Figure(title, caption, svg, colours, narrow)
+    if (loading := curves.get("seconds/load")) is not None:
+        workers = run.config.data.workers
+        processes = f"{workers} worker process{'es' if workers > 1 else ''}"
+        loader = processes if workers else "a thread of the training process"
         title = f"A worker loads a step in {duration(loading.typical())}"
-        told = f"Opening, decoding and packing, by {who}, beside the step."
-        yield Figure(title, told, line_chart(shown, colours, duration, run.resumes, from_zero=True), colours)
+        caption = f"Opening, decoding and packing, by {loader}, while the devices compute."
+        colours = {"loading": 4, "the step": 1}
+        svg = line_chart({"loading": loading, "the step": step}, colours, duration, run.resumes, from_zero=True)
+        yield Figure(title, caption, svg, colours)
     if (planning := curves.get("plan_ms")) is not None:
         title = f"Planning takes {duration(planning.typical() / 1e3)}"
-        told = "Grouping and placing, in the workers; a peak begins a new chunk of steps. Logarithmic."
-        svg = line_chart({"planning": planning}, {"planning": 5}, _milliseconds, run.resumes, True)
-        yield Figure(title, told, svg)
+        caption = "Grouping and placing, in the workers; a peak begins a new chunk of steps. Logarithmic."
+        milliseconds: Spell = lambda value, digits=3: duration(value / 1e3, digits)  # noqa: E731
+        svg = line_chart({"planning": planning}, {"planning": 5}, milliseconds, run.resumes, logarithmic=True)
+        yield Figure(title, caption, svg)
 
 
 def time_table(run: Run) -> list[tuple[str, ...]]:
-    """Median and largest seconds of what is measured in a step, a heading first."""
+    """Tabulate median and largest times of a step's parts; the first row is the heading."""
     measured = {
         "step": ("seconds/step", 1.0),
         "waiting for data": ("seconds/data_wait", 1.0),
@@ -243,7 +252,7 @@ def time_table(run: Run) -> list[tuple[str, ...]]:
 
 
 def slowest_table(run: Run) -> list[tuple[str, ...]]:
-    """Count how often each process was the last to be ready, a heading first; nothing where there is one process."""
+    """Tabulate how often each process finished last, below a heading; empty where there is one process."""
     slowest = run.metrics.slowest
     steps = sum(n for n, _ in slowest.values())
     rows = [(name, f"{n:,}", percent(n / steps), duration(s / n)) for name, (n, s) in slowest.items()]
