@@ -24,6 +24,7 @@ from mmjax.data.conversation import BadSample
 from mmjax.data.kept import Damaged, keep, kept, note
 from mmjax.data.stored import File, Inline, LocalFile, Piece, RemoteFile, Stored, digest, is_url, one_line, stored
 from mmjax.errors import UserError
+from mmjax.hub import repository_of
 
 ARCHIVES = (".zip", ".tar")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -38,7 +39,8 @@ class MediaFolder:
     """Finds what a record refers to.
 
     root: a folder, a URL, or a .zip or .tar, whose members are indexed once, under `cache`. Unless `outside` is
-    "allow", a reference that leaves it is refused: an absolute path, a URL, `..`, a link.
+    "allow", a reference that leaves it is refused: an absolute path, a URL, `..`, a link that leads out of `root` and
+    of the Hugging Face cache's folder of the data set that it is in.
     """
 
     root: str
@@ -67,7 +69,7 @@ class MediaFolder:
             return RemoteFile(posixpath.join(self.root, reference))
         path = os.path.join(self._real_root, inside)
         leads = os.path.realpath(path)
-        if self.outside == "refuse" and os.path.commonpath([self._real_root, leads]) != self._real_root:
+        if self.outside == "refuse" and not any(os.path.commonpath([inner, leads]) == inner for inner in self._within):
             raise BadSample(f"{reference!r} is a link that leads outside of {self.root} (outside=allow reads it)")
         return LocalFile(path)
 
@@ -77,6 +79,12 @@ class MediaFolder:
     @cached_property
     def _real_root(self) -> str:
         return os.path.realpath(self.root)
+
+    @cached_property
+    def _within(self) -> tuple[str, ...]:
+        """The real folders into which links may lead."""
+        repository = repository_of(self.root)
+        return (self._real_root, os.path.realpath(repository)) if repository else (self._real_root,)
 
     @cached_property
     def _archive(self) -> Archive | None:
