@@ -72,7 +72,8 @@ def open_session(config: Config, folder: RunFolder, step: int, start: Start) -> 
     config = data.life.config  # with its epochs as steps
     before = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if step and not profile else None
     with activity("predicting memory"):
-        fitted = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, before and Decision.of(before))
+        decided, longest = before and Decision.of(before), data.index.longest()
+        fitted = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, decided, longest)
     functions = callbacks_of(config.model, folder.path)
     model = Model.build(fitted.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
     rules = ShardingRules.of(config.mesh)

@@ -98,12 +98,18 @@ class Tracer:
 
 
 def fit_on_mesh(
-    config: Config, mesh: Mesh, layouts: Layouts, profile: bool = False, before: Decision | None = None
+    config: Config,
+    mesh: Mesh,
+    layouts: Layouts,
+    profile: bool = False,
+    before: Decision | None = None,
+    longest: str = "",
 ) -> Fit:
     """The fit of a run on these devices; the same in every process.
 
     before: what the run decided when it began, which stays where it still fits. profile: measure how long layers take
     that never were measured, and where memory is limited what they keep: by the compiler, with OmniBal's four steps.
+    longest: what to say of a sample that is much longer than the others (`LengthIndex.longest`).
 
     Raises UserError where no choice of remat policies makes it fit, with the nearest run that does. A CPU, whose
     allocator has no limit, has its RAM as its room where a run would take most of that.
@@ -129,7 +135,7 @@ def fit_on_mesh(
         fitted = replace(fit_of(best, sizes, layout, speed, room, tracer), measured=found.measured)
     if not fitted.fits:
         smaller = nearest(config, sizes, layouts, speed, room, tracer)
-        raise UserError(f"{too_large(fitted)}; {smaller}", everywhere=True)
+        raise UserError("; ".join(filter(None, (too_large(fitted), longest, smaller))), everywhere=True)
     return fitted
 
 

@@ -59,6 +59,7 @@ class Outlook:
     tokens: float  # of the LLM, of a step
     needed: float  # FLOPs of a step, over all devices
     nearest: str = ""  # where it does not fit: what would, and changes least
+    longest: str = ""  # the sample that is much longer than the others
 
     @property
     def chosen(self) -> Way:
@@ -135,6 +136,7 @@ def look_ahead(
         tokens=tokens / steps,
         needed=flops / steps,
         nearest=smaller,
+        longest=index.longest(),
     )
 
 
