@@ -337,6 +337,12 @@ class Session:
         """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
         self.settle(state, progress)
         self.watchdog.at("saving")
+        self._begin_save(done, state)
+
+    def _begin_save(self, done: int, state: TrainState) -> None:
+        """Begin to save the state after `done` steps, once the save before has ended; warn where that one failed."""
+        self.checkpoints.wait()
+        self._tell_save()
         self.checkpoints.save(state, to_json(self.config), self.data_state(done))
 
     def stop(self, done: int, state: TrainState, progress: ProgressLine) -> None:
@@ -352,7 +358,7 @@ class Session:
         steps_done = self.config.training.steps
         self.watchdog.at("saving", steps_done - 1)
         if first < steps_done:
-            self.checkpoints.save(state, to_json(self.config), self.data_state(steps_done))
+            self._begin_save(steps_done, state)
         self.watchdog.at("evaluating")
         scores = exact_match(self.evaluator.ask_all(all_parameters(state), "test"))
         self.left_out.say_questions(self.evaluator.left_out)
