@@ -1,17 +1,30 @@
-"""Checkpoints by their name on the Hugging Face Hub: in its local cache, or downloaded into it by huggingface_hub."""
+"""Checkpoints and data sets by their name on the Hugging Face Hub: in its local cache, or downloaded into it."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from mmjax.errors import UserError
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name
 WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # no pickled weights, which are never loaded
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DATASET_URL = re.compile(r"hf://datasets/(\w[\w.-]*/[\w.-]+)/([^/].*)")  # a file, or a pattern
+PARQUET, JSON = (".parquet",), (".json", ".jsonl")  # what files of data end with
+DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")  # no records
+SPLIT_WORDS = {  # by which the Hub knows the split of a file, in its name or else in its folder's
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.\w+")
+
+Repository = Literal["models", "datasets"]
 
 
 def checkpoint_folder(named: str | Path) -> Path:
@@ -21,12 +34,59 @@ def checkpoint_folder(named: str | Path) -> Path:
     cache is taken as it is; where it is missing or not whole, it is downloaded. Raises UserError where that cannot be.
     A name that can be no repository's is given back: whoever reads it says that there is no such folder.
     """
-    path = Path(named).expanduser()
-    if path.exists() or not HUB_ID.fullmatch(str(named)) or path.parent.is_dir():
+    if not _is_id(named):
+        return Path(named).expanduser()
+    cached = _cached("models", str(named))
+    if cached and is_whole(cached):
+        return cached
+    folder = _download("models", str(named), str(named), allow_patterns=list(WANTED))
+    if not is_whole(folder):
+        raise UserError(f"{named} of the Hugging Face Hub has no safetensors; pickled weights are never loaded")
+    return folder
+
+
+def is_dataset(path: str) -> bool:
+    """Return whether a path of data is a repository's name, `owner/name`: nothing of that name is here."""
+    return _is_id(path) and not path.endswith(PARQUET + JSON)
+
+
+def dataset_files(name: str, split: str, endings: Sequence[str], key: str) -> list[str]:
+    """List the files of a split of a data set on the Hub, all in one folder; those in the local cache as they are.
+
+    endings: `PARQUET` or `JSON`. A file is of the split that its name or its folder's says; where none says any, all
+    are of "train". The repository is downloaded where the cache has no such files, or not every shard of them. Raises
+    UserError, naming the config's `key`, where that cannot be, and where the files lie in several folders.
+    """
+    folder = _cached("datasets", name)
+    files = _split_files(folder, split, endings) if folder else []
+    if folder is None or not files or _missing_shards(files):
+        wanted = {"allow_patterns": ["*.parquet"]} if endings == PARQUET else {"ignore_patterns": ["*.parquet"]}
+        folder = _download("datasets", name, f"{key}={name}", **wanted)
+        files = _split_files(folder, split, endings)
+    if not files:
+        raise UserError(f"{key}={name}: the data set has no {split} files that end with {' or '.join(endings)}")
+    folders = sorted({file.parent.relative_to(folder).as_posix() for file in files})
+    if len(folders) > 1:
+        raise UserError(
+            f"{key}={name}: the data set has {split} files in {len(folders)} folders ({', '.join(folders[:5])}); name "
+            f"those that are meant: hf://datasets/{name}/{folders[0]}/*{endings[0]}"
+        )
+    return [str(file) for file in files]
+
+
+def cached_path(path: str) -> str:
+    """Find a `hf://datasets/` URL's file, or pattern of files, in the local cache; else give the path back."""
+    if (named := DATASET_URL.fullmatch(path)) is None or (folder := _cached("datasets", named[1])) is None:
         return path
-    cache = cache_folder()
-    cached = _cached(cache, str(named))
-    return cached if cached and is_whole(cached) else _download(cache, str(named))
+    files = list(folder.glob(named[2]))
+    return str(folder / named[2]) if files and not _missing_shards(files) else path
+
+
+def repository_of(folder: str) -> str:
+    """Find the folder of the cache that holds the bytes to which a data set's snapshot links; empty for others."""
+    parts = Path(os.path.abspath(folder)).parts
+    stored = (i for i in range(len(parts) - 1) if parts[i].startswith("datasets--") and parts[i + 1] == "snapshots")
+    return next((os.path.join(*parts[: i + 1]) for i in stored), "")
 
 
 def cache_folder() -> Path:
@@ -51,9 +111,43 @@ def is_whole(folder: Path) -> bool:
     return all((folder / name).is_file() for name in names)
 
 
-def _cached(cache: Path, name: str) -> Path | None:
+def _is_id(named: str | Path) -> bool:
+    """Return whether a name can only be a repository's: neither it nor its first folder is here."""
+    path = Path(named).expanduser()
+    return bool(HUB_ID.fullmatch(str(named))) and not path.exists() and not path.parent.is_dir()
+
+
+def _split_files(folder: Path, split: str, endings: Sequence[str]) -> list[Path]:
+    """List the files of a snapshot that are of a split, sorted."""
+    files = sorted(
+        path for path in folder.rglob("*") if path.name.endswith(tuple(endings)) and path.name not in DESCRIPTIONS
+    )
+    splits = {path: _split_of(path.relative_to(folder)) for path in files}
+    named = any(splits.values())
+    return [path for path in files if (splits[path] or ("" if named else "train")) == split]
+
+
+def _split_of(path: Path) -> str:
+    """Read the split from the words of a file's name, else of its folders' names; empty where they say none."""
+    for text in (path.name, str(path.parent)):
+        words = set(re.split(r"[^a-z]+", text.lower()))
+        if named := [split for split, known in SPLIT_WORDS.items() if words & known]:
+            return named[0]
+    return ""
+
+
+def _missing_shards(files: Sequence[Path]) -> bool:
+    """Return whether some of `train-00000-of-00005.parquet` and its like are not there."""
+    shards = [match for file in files if (match := SHARD.fullmatch(str(file)))]
+    counts = {(match[1], int(match[2])): 0 for match in shards}
+    for match in shards:
+        counts[match[1], int(match[2])] += 1
+    return any(present < wanted for (_, wanted), present in counts.items())
+
+
+def _cached(kind: Repository, name: str) -> Path | None:
     """The snapshot of a repository's main branch, where the cache has one."""
-    stored = cache / f"models--{name.replace('/', '--')}"
+    stored = cache_folder() / f"{kind}--{name.replace('/', '--')}"
     try:
         commit = (stored / "refs" / "main").read_text().strip()
     except OSError:
@@ -62,20 +156,20 @@ def _cached(cache: Path, name: str) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-def _download(cache: Path, name: str) -> Path:
-    where = f"{name} is no folder here, and the Hugging Face cache {cache} does not hold it whole"
-    remedy = f"fetch it where there is a network (hf download {name}) and copy that cache, or name its folder"
+def _download(kind: Repository, name: str, where: str, **patterns: Any) -> Path:
+    """Download a repository into the cache. where: what an error begins with. patterns: huggingface_hub's own."""
+    what, cache = {"models": "folder", "datasets": "file"}[kind], cache_folder()
+    missing = f"{where} is no {what} here, and the Hugging Face cache {cache} does not hold it whole"
+    command = f"hf download {'' if kind == 'models' else '--repo-type dataset '}{name}"
+    remedy = f"fetch it where there is a network ({command}) and copy that cache, or name its {what}"
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        raise UserError(f"{where}; HF_HUB_OFFLINE forbids to download it: {remedy}")
+        raise UserError(f"{missing}; HF_HUB_OFFLINE forbids to download it: {remedy}")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise UserError(f'{where}; pip install "mmjax[hub]" to have it downloaded, or {remedy}') from None
+        raise UserError(f'{missing}; pip install "mmjax[hub]" to have it downloaded, or {remedy}') from None
     try:
-        folder = Path(snapshot_download(name, cache_dir=cache, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(name, repo_type=kind.removesuffix("s"), cache_dir=cache, **patterns))
     except Exception as error:  # of the network, of the disk, of the Hub itself: there are many
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{where}; it cannot be downloaded ({reason}): {remedy}") from None
-    if not is_whole(folder):
-        raise UserError(f"{name} of the Hugging Face Hub has no safetensors; pickled weights are never loaded")
-    return folder
+        raise UserError(f"{missing}; it cannot be downloaded ({reason}): {remedy}") from None

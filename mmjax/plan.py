@@ -171,7 +171,9 @@ def report(outlook: Outlook, price: float | None, source: str, compiled: int | N
         *table(_module_rows(outlook)),
     ]
     if not way.fitted.fits:
-        lines.append(f"DOES NOT FIT: {too_large(way.fitted)}; {outlook.nearest}")
+        lines.append(
+            f"DOES NOT FIT: {'; '.join(filter(None, (too_large(way.fitted), outlook.longest, outlook.nearest)))}"
+        )
     lines += how_it_fits(way.fitted)
     if compiled is not None:
         error = way.fitted.predicted / compiled - 1

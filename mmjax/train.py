@@ -78,7 +78,9 @@ def open_session(
     stored_plan = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if reuse_plan else None
     with activity("predicting memory"):
         decision = Decision.of(stored_plan) if stored_plan else None
-        memory_plan = fit_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh), profile, decision)
+        memory_plan = fit_on_mesh(
+            config, mesh, partial(data.layout_of, mesh=mesh), profile, decision, data.index.longest()
+        )
     functions = callbacks_of(config.model, folder.path)
     model = Model.build(memory_plan.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
     rules = ShardingRules.of(config.mesh)

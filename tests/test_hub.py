@@ -1,24 +1,33 @@
-"""Names on the Hugging Face Hub stand for folders of its local cache, and nobody needs a network for these."""
+"""Names on the Hugging Face Hub stand for what its local cache has of them, and nobody needs a network for these."""
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from commands import run
 from llava_folder import save_checkpoint
+from PIL import Image
 
-from mmjax import generate
-from mmjax.config import ChatFormat
+from mmjax import generate, index
+from mmjax.config import ChatFormat, LlavaSource, ParquetSource
 from mmjax.config_files import load
 from mmjax.data.chat import load_chat
+from mmjax.data.conversation import BadSample
+from mmjax.data.file_sources import Split, open_conversations
+from mmjax.data.stored import StoredConversations
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 from mmjax.hub import cache_folder, checkpoint_folder
 
-NAME, COMMIT = "someone/Tiny-llava.1", "0123abcd"
+NAME, COMMIT = "someone/Tiny-llava.1", "0123abcd" * 5
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +44,19 @@ def offline(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def into_cache(checkpoint: Path, *left_out: str) -> Path:
-    """Lay a checkpoint into the cache as huggingface_hub does, files as links to blobs; return its snapshot."""
-    stored = cache_folder() / f"models--{NAME.replace('/', '--')}"
+def into_cache(repository: Path, *left_out: str, kind: str = "models") -> Path:
+    """Lay a repository into the cache as huggingface_hub does, files as links to blobs; return its snapshot."""
+    stored = cache_folder() / f"{kind}--{NAME.replace('/', '--')}"
     snapshot, blobs = stored / "snapshots" / COMMIT, stored / "blobs"
     for folder in (snapshot, blobs, stored / "refs"):
         folder.mkdir(parents=True)
     (stored / "refs" / "main").write_text(COMMIT)
-    for path in checkpoint.iterdir():
-        if path.name not in left_out:
-            shutil.copy(path, blobs / path.name)
-            (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    for path in repository.rglob("*"):
+        if path.is_file() and path.name not in left_out:
+            link, blob = snapshot / path.relative_to(repository), blobs / f"{len(list(blobs.iterdir())):040x}"
+            shutil.copy(path, blob)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(Path(*[".."] * (2 + len(link.parent.relative_to(snapshot).parts)), "blobs", blob.name))
     return snapshot
 
 
@@ -89,14 +100,14 @@ def test_where_there_is_a_network_it_is_downloaded(checkpoint, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")
     asked = []
 
-    def download(name: str, cache_dir: Path, allow_patterns: list[str]) -> str:
-        asked.append((name, cache_dir))
+    def download(name: str, repo_type: str, cache_dir: Path, allow_patterns: list[str]) -> str:
+        asked.append((name, repo_type, cache_dir))
         return str(into_cache(checkpoint))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     found = checkpoint_folder(NAME)
     assert checkpoint_folder(NAME) == found
-    assert asked == [(NAME, cache_folder())]
+    assert asked == [(NAME, "model", cache_folder())]
 
 
 def test_a_download_that_fails_is_one_line_with_its_reason(monkeypatch):
@@ -109,3 +120,136 @@ def test_a_download_that_fails_is_one_line_with_its_reason(monkeypatch):
     with pytest.raises(UserError, match=r"cannot be downloaded \(no route to host\): fetch it where") as error:
         checkpoint_folder(NAME)
     assert "\n" not in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------------- data sets
+
+QUESTIONS = {"question": "question", "answer": "answer", "images": "image"}
+
+
+def image_bytes(number: int) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.full((6 + number, 8, 3), number, np.uint8)).save(content, "png")
+    return content.getvalue()
+
+
+def write_parquet(path: Path, numbers: range) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = {
+        "question": [f"Which is number {n}?" for n in numbers],
+        "answer": [str(n) for n in numbers],
+        "image": [{"bytes": image_bytes(n), "path": None} for n in numbers],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(rows), path)
+
+
+@pytest.fixture
+def tables(tmp_path) -> Path:
+    """A repository of Parquet: training's in two shards, validation's in one."""
+    repository = tmp_path / "tables"
+    for shard in range(2):
+        write_parquet(repository / f"data/train-{shard:05d}-of-00002.parquet", range(3 * shard, 3 * shard + 3))
+    write_parquet(repository / "data/validation-00000-of-00001.parquet", range(6, 8))
+    (repository / "README.md").write_text("# Numbers")
+    return repository
+
+
+@pytest.fixture
+def pages(tmp_path) -> Path:
+    """A repository of JSON lines with images beside them, none of which says a split."""
+    repository = tmp_path / "pages"
+    (repository / "photos").mkdir(parents=True)
+    for number in range(3):
+        (repository / "photos" / f"{number}.png").write_bytes(image_bytes(number))
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A number."}]
+    records = [{"image": f"photos/{number}.png", "conversations": turns} for number in range(3)]
+    (repository / "questions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (repository / "dataset_infos.json").write_text("{}")
+    return repository
+
+
+def opened(path: str, tmp_path: Path, split: Split = "train", **own: str) -> StoredConversations:
+    source = ParquetSource(path, **QUESTIONS | own)
+    return open_conversations(source, split, tmp_path / "learned", "data.sources.x")
+
+
+def contents(conversations: StoredConversations) -> list:
+    """The turns and the bytes of the media of all records."""
+    records = range(len(conversations))
+    return [(conversations.conversation(i), [m.read() for m in conversations.media(i)]) for i in records]
+
+
+def test_a_data_set_in_the_cache_is_what_its_files_are_split_by_split(tables, tmp_path):
+    snapshot = into_cache(tables, kind="datasets")
+    there = huggingface_hub.snapshot_download(
+        NAME, repo_type="dataset", cache_dir=cache_folder(), local_files_only=True
+    )
+    assert Path(there) == snapshot
+    (stored,) = huggingface_hub.scan_cache_dir(cache_folder()).repos
+    assert (stored.repo_id, stored.repo_type, stored.nb_files) == (NAME, "dataset", 4)
+    for split, count in (("train", 6), ("validation", 2)):
+        named = opened(NAME, tmp_path, split, validation=NAME)
+        files = f"{tables}/data/{split}-*.parquet"
+        assert len(named) == count
+        assert contents(named) == contents(opened(files, tmp_path, split, validation=files))
+        by_url = f"hf://datasets/{NAME}/data/{split}-*.parquet"
+        assert contents(named) == contents(opened(by_url, tmp_path, split, validation=by_url))
+    with pytest.raises(UserError, match=f"x.test={NAME} is no file here, and the Hugging Face cache"):
+        opened(NAME, tmp_path, "test", test=NAME)
+
+
+def test_files_beside_records_are_read_through_the_cache_s_links_and_no_others(pages, tmp_path):
+    snapshot = into_cache(pages, kind="datasets")
+    conversations = open_conversations(LlavaSource(NAME), "train", tmp_path / "learned", "data.sources.x")
+    assert [images for _, images in contents(conversations)] == [[image_bytes(number)] for number in range(3)]
+    (snapshot / "photos" / "1.png").unlink()
+    (snapshot / "photos" / "1.png").symlink_to(pages / "photos" / "1.png")
+    with pytest.raises(BadSample, match="is a link that leads outside"):
+        conversations.media(1)
+
+
+def test_a_command_takes_a_data_set_s_name_as_it_takes_files(tables, capsys):
+    into_cache(tables, kind="datasets")
+    columns = [f"data.sources.numbers.{name}={column}" for name, column in QUESTIONS.items()]
+    words = ["tiny_vlm", "data.sources.numbers=parquet", f"data.sources.numbers.path={NAME}", *columns]
+    ended = run(capsys, index.main, *words)
+    assert ended.code == 0, ended.err
+    assert "record 6/6  numbers train" in ended.out
+
+
+@pytest.mark.parametrize("missing", ["train-00001-of-00002.parquet", "everything"])
+def test_offline_one_line_says_how_a_data_set_gets_here(missing, tables, tmp_path):
+    if missing != "everything":
+        into_cache(tables, missing, kind="datasets")
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids to download it") as caught:
+        opened(NAME, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert f"data.sources.x.path={NAME} is no file here" in str(caught.value)
+    assert f"hf download --repo-type dataset {NAME}" in str(caught.value)
+
+
+def test_where_there_is_a_network_a_data_set_is_downloaded_once(tables, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    asked = []
+
+    def download(name: str, repo_type: str, cache_dir: Path, allow_patterns: list[str]) -> str:
+        asked.append((name, repo_type, cache_dir, allow_patterns))
+        return str(into_cache(tables, kind="datasets"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert len(opened(NAME, tmp_path)) == len(opened(NAME, tmp_path)) == 6
+    assert asked == [(NAME, "dataset", cache_folder(), ["*.parquet"])]
+
+
+def test_which_of_several_folders_is_meant_has_to_be_said(tables, tmp_path):
+    write_parquet(tables / "more/train-00000-of-00001.parquet", range(9, 12))
+    into_cache(tables, kind="datasets")
+    with pytest.raises(
+        UserError, match=r"has train files in 2 folders \(data, more\); name those that are meant"
+    ) as caught:
+        opened(NAME, tmp_path)
+    url = str(caught.value).rpartition(" ")[2]
+    assert len(opened(url.replace("/data/", "/more/"), tmp_path)) == 3
+    folder = tmp_path / NAME
+    write_parquet(folder, range(2))  # a file that exists wins
+    assert len(opened(str(Path(NAME)), tmp_path)) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -139,3 +140,16 @@ def answer_tokens(trained) -> dict[int, list[int]]:
     params = restore_parameters(folder.checkpoints, checkpoint_step(folder.checkpoints), model, shardings)
     room = max(source.answer_tokens(i) for i in range(COUNT))
     return greedy_tokens(model, params, source, range(COUNT), room)
+
+
+def test_a_text_that_no_ram_holds_ends_the_run_in_a_line_that_names_it_and_what_would_fit(tmp_path, capsys):
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    answers = ["red"] * 20 + ["x7q " * 75_000]
+    turns = [[{"from": "human", "value": "What?"}, {"from": "gpt", "value": answer}] for answer in answers]
+    (tmp_path / "data.json").write_text(json.dumps([{"conversations": each} for each in turns]))
+    words = [f"checkpoint={checkpoint}", f"data={tmp_path / 'data.json'}", f"data.cache={tmp_path / 'cache'}", *RECIPE]
+    ended = run(capsys, train.main, "llava_style", *words, "batch.rows.llm=1", "mesh.fsdp=8", f"run={tmp_path / 'run'}")
+    assert ended.code == 2
+    (line,) = (line for line in ended.err.splitlines() if line.startswith("error:"))
+    assert " GB of RAM for it (mesh.memory sets another limit)" in line
+    assert re.search(r"the longest sample, chat\[20\], has 300,\d{3} LLM tokens, the median \d\d; .* fits, with ", line)

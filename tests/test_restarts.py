@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -177,6 +179,34 @@ def test_on_a_disk_that_is_full_at_the_end_a_run_says_what_is_kept_before_it_wri
     assert "make room, and go on from step " in ended.err
     assert "Traceback" not in ended.err
     assert not (folder / "test.json").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with a file system of 6 MB of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.exhaustive
+def test_a_file_system_that_is_full_costs_the_saves_that_it_has_no_room_for_and_each_is_told(small_disk):
+    words = ("model.llm.width=128", "model.llm.mlp_width=512", "training.steps=8", f"run={small_disk / 'run'}")
+    ended = finish(start("mmjax.train", TINY, *words), 600)  # a checkpoint takes 5 MB
+    assert ended.code == 2
+    assert "Traceback" not in ended.out + ended.err
+    why, kept = "could not be saved: .*No space left on device.*; ", "the checkpoint after step 2 is kept, and the run"
+    for step in (4, 6):
+        assert re.search(f"WARNING step {step} {why}{kept} goes on", ended.out)
+    assert re.search(f"error: the last state {why}make room, and go on from step 2, which is kept", ended.err)
+    assert checkpoints(small_disk / "run") == ["2"]
+    subprocess.run(["mount", "-o", "remount,size=60m", small_disk], check=True)
+    assert finish(start("mmjax.train", "--resume", small_disk / "run"), 600).code == 0
+    assert checkpoints(small_disk / "run")[-1] == "8"
 
 
 def tear(checkpoint: Path) -> None:

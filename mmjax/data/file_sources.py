@@ -17,6 +17,7 @@ from mmjax.data.media_folder import MediaFolder
 from mmjax.data.parquet import ParquetRecords
 from mmjax.data.stored import StoredConversations, found_files, is_url
 from mmjax.errors import UserError
+from mmjax.hub import JSON, PARQUET, cached_path, dataset_files, is_dataset
 
 Split = Literal["train", "validation", "test"]
 
@@ -48,16 +49,21 @@ def open_conversations(source: FileSource, split: Split, cache: Path, key: str) 
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data.cache={cache}: {error.strerror}; name a folder that you may write") from None
-    opened = _open(source, os.path.expanduser(path), cache, key, where)
+    opened = _open(source, cached_path(os.path.expanduser(path)), split, cache, key)
     if not len(opened):
         raise UserError(f"{where}={path}: holds no records")
     return opened
 
 
-def _open(source: FileSource, path: str, cache: Path, key: str, where: str) -> StoredConversations:
+def _open(source: FileSource, path: str, split: Split, cache: Path, key: str) -> StoredConversations:
+    where = f"{key}.{'path' if split == 'train' else split}"
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
-    paths = found_files(path, where)
+    if is_dataset(path):
+        paths = dataset_files(path, split, PARQUET if isinstance(source, ParquetSource) else JSON, where)
+        path = paths[0]
+    else:
+        paths = found_files(path, where)
     if isinstance(source, ParquetSource):
         return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key)
     folders: dict[Medium, MediaFolder] = {}

@@ -26,6 +26,7 @@ from mmjax.errors import BadMedia, UserError
 from mmjax.startup import activity
 
 Encoders = Mapping[str, VisionConfig | AudioConfig]
+OUTLIER = 8  # times as many tokens as the median sample
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,14 @@ class LengthIndex:
         """Name a sample for messages: "source[index]"."""
         source = int(self.source_of(np.array(sample)))
         return f"{self.source_name[source]}[{sample - self.source_start[source]}]"
+
+    def longest(self) -> str:
+        """Name the longest sample and its LLM tokens where it stands out, for messages; else empty."""
+        tokens = self.llm_tokens
+        sample, usual = int(np.argmax(tokens)), int(np.median(tokens))
+        if tokens[sample] < OUTLIER * max(usual, 1):
+            return ""
+        return f"the longest sample, {self.name(sample)}, has {tokens[sample]:,} LLM tokens, the median {usual:,}"
 
     def parts(self, samples: np.ndarray | None = None) -> Parts:
         """Return the parts of samples for balancing: an LLM part each (module 0), then its items (1 + encoder)."""

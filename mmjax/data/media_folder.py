@@ -24,6 +24,7 @@ from mmjax.data.conversation import BadSample
 from mmjax.data.kept import keep, kept, kept_if_sound
 from mmjax.data.stored import File, Inline, LocalFile, Piece, RemoteFile, Stored, digest, is_url, one_line, stored
 from mmjax.errors import UserError
+from mmjax.hub import repository_of
 
 ARCHIVES = (".zip", ".tar")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -38,10 +39,11 @@ _WHY = {_LINK: "is a link", _ENCRYPTED: "is encrypted", _METHOD: "is packed by a
 
 @dataclass(frozen=True)
 class MediaFolder:
-    """A folder, a URL, or a .zip or .tar whose members are indexed once, under `cache`, in which records name their
-    media.
+    """Find what a record refers to, in a folder, a URL, or a .zip or .tar.
 
-    Unless `outside` is "allow", a reference that leaves it is refused: an absolute path, a URL, `..`, a link.
+    root: an archive's members are indexed once, under `cache`. Unless `outside` is "allow", a reference that leaves the
+    root is refused: an absolute path, a URL, `..`, a link that leads out of it and of the Hugging Face cache's folder
+    of the data set that it is in.
     """
 
     root: str
@@ -71,7 +73,7 @@ class MediaFolder:
         # normpath has removed `..`, but a link inside the folder may still lead out of it.
         path = os.path.join(self._real_root, inside)
         target = os.path.realpath(path)
-        if self.outside == "refuse" and os.path.commonpath([self._real_root, target]) != self._real_root:
+        if self.outside == "refuse" and not any(os.path.commonpath([inner, target]) == inner for inner in self._within):
             raise BadSample(f"{reference!r} is a link that leads outside of {self.root} (outside=allow reads it)")
         return LocalFile(path)
 
@@ -81,6 +83,12 @@ class MediaFolder:
     @cached_property
     def _real_root(self) -> str:
         return os.path.realpath(self.root)
+
+    @cached_property
+    def _within(self) -> tuple[str, ...]:
+        """The real folders into which links may lead."""
+        repository = repository_of(self.root)
+        return (self._real_root, os.path.realpath(repository)) if repository else (self._real_root,)
 
     @cached_property
     def _archive(self) -> Archive | None:

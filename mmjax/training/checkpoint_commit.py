@@ -159,8 +159,8 @@ def reason_of(work: Callable[[], None]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the error that caused this one."""
+    """Return the first line of what an error goes back to; a long one without its middle, since its end says why."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 200 else f"{line[:80]} ... {line[-115:]}"

@@ -105,12 +105,18 @@ class Tracer:
 
 
 def fit_on_mesh(
-    config: Config, mesh: Mesh, layouts: Layouts, profile: bool = False, earlier: Decision | None = None
+    config: Config,
+    mesh: Mesh,
+    layouts: Layouts,
+    profile: bool = False,
+    earlier: Decision | None = None,
+    longest: str = "",
 ) -> Fit:
     """Choose the remat policies and loss chunks with which a run fits the devices of a mesh.
 
     earlier: the run's own decision from its first start, reused while it still fits. profile: time layers that no
     profile has yet and, where memory is limited, have the compiler measure what they save (OmniBal's four steps).
+    longest: description of a sample that is much longer than the others (`LengthIndex.longest`), for the error.
 
     Raises UserError where no choice of remat policies makes it fit, with the nearest run that does. A CPU, whose
     allocator has no limit, is limited by its RAM where a run would take most of that.
@@ -140,7 +146,7 @@ def fit_on_mesh(
         fitted = replace(fit_of(decided, sizes, layout, speed, room, tracer), measured=measured.measured)
     if not fitted.fits:
         remedy = nearest(config, sizes, layouts, speed, room, tracer)
-        raise UserError(f"{too_large(fitted)}; {remedy}", everywhere=True)
+        raise UserError("; ".join(filter(None, (too_large(fitted), longest, remedy))), everywhere=True)
     return fitted
 
 

@@ -59,6 +59,7 @@ class Outlook:
     tokens: float  # of the LLM, per step
     needed: float  # FLOPs per step, over all devices
     nearest: str = ""  # where it does not fit: the smallest change of settings that would
+    longest: str = ""  # the sample that is much longer than the others
 
     @property
     def chosen(self) -> Way:
@@ -134,6 +135,7 @@ def look_ahead(
         tokens=float(index.llm_tokens[samples].sum()) / steps,
         needed=_model_flops(config, index, samples) / steps,
         nearest=remedy,
+        longest=index.longest(),
     )
 
 

@@ -381,6 +381,8 @@ class Session:
             return
         self.watchdog.at("saving")
         self._saved = done
+        self.checkpoints.wait()  # for the save before, whose failure would be forgotten by the next one
+        self._tell_save()
         self.checkpoints.retention = replace(self.checkpoints.retention, best=self.best.step)
         self.checkpoints.save(state, to_json(self.config), self.data_state(done))
 

@@ -153,3 +153,9 @@ def test_an_image_alone_is_a_sample():
     assert index.llm_tokens.tolist() == [2]
     assert index.item_positions.tolist() == [8]
     assert index.item_useful.tolist() == [6]
+
+
+def test_a_sample_that_is_much_longer_than_the_others_is_named():
+    sources = {"a": random_texts([4, 5, 4]), "b": random_texts([6, 4000, 5])}
+    assert build_index(sources, {}).longest() == "the longest sample, b[1], has 4,000 LLM tokens, the median 5"
+    assert build_index({"a": random_texts([4, 5, 30])}, {}).longest() == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +49,6 @@ CLIP, SIGLIP = (
 )
 QWEN2, LLAMA = transformers.Qwen2Config(**TEXT), transformers.LlamaConfig(**TEXT)
 GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))
-SOME = tuple((rows, columns) for rows in range(1, 4) for columns in range(1, 4))
-ALL = tuple((rows, columns) for rows in range(1, 5) for columns in range(1, 5))
 
 
 @dataclass(frozen=True)
@@ -60,32 +59,13 @@ class Variant:
     grids: tuple = GRIDS
 
 
-NEXT = {
-    "clip": Variant(CLIP(), LLAMA, {}),
-    "siglip, last layer, whole": Variant(
-        SIGLIP(),
-        transformers.MistralConfig(**TEXT, tie_word_embeddings=True),
-        {"vision_feature_select_strategy": "full", "vision_feature_layer": -1, "tie_word_embeddings": True},
-        ((1, 1), (2, 3), (3, 2)),
-    ),
-    "odd tiles, no biases": Variant(
-        CLIP(image_size=14, patch_size=6),
-        QWEN2,
-        {"multimodal_projector_bias": False, "vision_feature_layer": 1, "projector_hidden_act": "relu"},
-        ((1, 4), (4, 1), (2, 2)),
-    ),
-}
-ONEVISION = {
-    "siglip, at most nine tiles": Variant(SIGLIP(), QWEN2, {}, ALL),
-    "at most two tiles": Variant(SIGLIP(), QWEN2, {"vision_aspect_ratio": "anyres_max_2"}, ALL),
-    "odd tiles, tied": Variant(
-        SIGLIP(image_size=13, patch_size=4),
-        transformers.Qwen2Config(**TEXT, tie_word_embeddings=True),
-        {"vision_aspect_ratio": "anyres_max_1", "vision_feature_layer": -2, "tie_word_embeddings": True},
-        SOME,
-    ),
-    "clip": Variant(CLIP(), LLAMA, {"vision_feature_select_strategy": "default", "vision_feature_layer": -2}, GRIDS),
-}
+NEXT = Variant(CLIP(), LLAMA, {})
+ONEVISION = Variant(
+    SIGLIP(image_size=13, patch_size=4),
+    transformers.Qwen2Config(**TEXT, tie_word_embeddings=True),
+    {"vision_aspect_ratio": "anyres_max_1", "vision_feature_layer": -2, "tie_word_embeddings": True},
+    tuple((rows, columns) for rows in range(1, 4) for columns in range(1, 4)),
+)
 SHAPES = ((40, 40), (20, 90), (90, 20), (1, 40), (61, 1), (37, 50))
 
 
@@ -148,29 +128,40 @@ def check(variant, config, model, processor, folder):
     return check_samples(model, folder, samples(), theirs(processor, several))
 
 
-@pytest.mark.default_cases("clip")
-@pytest.mark.parametrize("kind", NEXT)
-def test_llava_next_is_what_transformers_makes_of_it(kind, tmp_path):
-    variant = NEXT[kind]
+def drawn_variant(seed, most_tiles):
+    """A tower, a text and the grids of tiles that images may have, all of a seed."""
+    rng = np.random.default_rng(seed)
+    vision, own = drawn.two_norm_tower(rng, most=3)
+    if most_tiles:
+        own |= {"vision_aspect_ratio": f"anyres_max_{drawn.between(rng, 1, 9)}"}
+    grids = [(rows, columns) for rows in range(1, 5) for columns in range(1, 5)]
+    chosen = rng.permutation(len(grids))[: drawn.between(rng, 2, len(grids))]
+    text = drawn.any_decoder(rng, IMAGE + 1)
+    own["tie_word_embeddings"] = text.tie_word_embeddings
+    return Variant(vision, text, own, tuple(grids[i] for i in sorted(chosen)))
+
+
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(20))
+def test_llava_next_is_what_transformers_makes_of_it(seed, tmp_path):
+    variant = drawn_variant(seed, most_tiles=False)
     processor = processor_of(variant, LlavaNextImageProcessorPil)
     batch = check(variant, LlavaNextConfig, LlavaNextForConditionalGeneration, processor, tmp_path)
     assert isinstance(batch.text.slots["vision"], np.ndarray)
 
 
-@pytest.mark.default_cases("siglip, at most nine tiles")
-@pytest.mark.parametrize("kind", ONEVISION)
-def test_llava_onevision_is_what_transformers_makes_of_it(kind, tmp_path):
-    variant = ONEVISION[kind]
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(20))
+def test_llava_onevision_is_what_transformers_makes_of_it(seed, tmp_path):
+    variant = drawn_variant(seed, most_tiles=True)
     processor = processor_of(variant, LlavaOnevisionImageProcessorPil)
-    batch = check(variant, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, processor, tmp_path)
-    mixed = (batch.text.slots["vision"].slot >= 0).sum(-1) > 1
-    assert mixed.any() == (variant.grids != GRIDS)
+    check(variant, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, processor, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["LlavaNext", "LlavaOnevision"])
 def test_a_run_is_exported_as_it_was_read_and_transformers_computes_with_it(name, tmp_path):
-    variant = {"LlavaNext": NEXT["clip"], "LlavaOnevision": ONEVISION["odd tiles, tied"]}[name]
+    variant = {"LlavaNext": NEXT, "LlavaOnevision": ONEVISION}[name]
     processor = processor_of(variant, globals()[f"{name}ImageProcessorPil"])
     kinds = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForConditionalGeneration")
     before = saved(variant, *kinds, processor, tmp_path / "source")
@@ -188,7 +179,7 @@ def test_a_run_is_exported_as_it_was_read_and_transformers_computes_with_it(name
 
 
 def saved_next(folder, **own):
-    variant = NEXT["clip"]
+    variant = NEXT
     processor = processor_of(variant, LlavaNextImageProcessorPil)
     points = processor.image_grid_pinpoints
     given = {"vision_config": variant.vision, "text_config": variant.text, "image_token_index": IMAGE}

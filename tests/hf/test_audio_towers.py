@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,17 +50,6 @@ TOWER = {
     "encoder_ffn_dim": 40,
     "num_mel_bins": 80,
     "max_source_positions": 50,
-}
-CHECKPOINTS = {
-    "plain": ({}, {}),
-    "128 bins, one head, relu": (
-        {"num_mel_bins": 128, "encoder_attention_heads": 1, "activation_function": "relu", "d_model": 20},
-        {"num_key_value_heads": 4},
-    ),
-    "two seconds, six heads": (
-        {"max_source_positions": 100, "encoder_attention_heads": 6, "encoder_layers": 3, "scale_embedding": True},
-        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    ),
 }
 
 
@@ -133,12 +123,13 @@ def theirs(encoder: AudioConfig) -> Theirs:
     return logits
 
 
-@pytest.mark.default_cases("two seconds, six heads")
-@pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_qwen2_audio_is_what_transformers_makes_of_it_clips_of_all_lengths_in_one_row(kind, tmp_path):
-    tower, text = CHECKPOINTS[kind]
-    model = qwen2_audio(tmp_path, tower, text)
-    window = tower.get("max_source_positions", 50) * 2 * HOP
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(20))
+def test_qwen2_audio_is_what_transformers_makes_of_it_clips_of_all_lengths_in_one_row(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    tower = drawn.audio_tower(rng)
+    model = qwen2_audio(tmp_path, tower, drawn.any_decoder(rng).to_dict())
+    window = tower["max_source_positions"] * 2 * HOP
     samples = [
         [words(0, 3), clip(9_000), words(1, 4)],
         [words(2, 6)],
@@ -171,18 +162,11 @@ def test_a_clip_of_any_number_of_frames_gives_the_tokens_that_it_gives_alone(tmp
         np.testing.assert_allclose(found[place.start : place.stop], theirs, atol=1e-4, err_msg=f"{frames} frames")
 
 
-@pytest.mark.parametrize(
-    ("kind", "own"),
-    [
-        (transformers.WhisperForConditionalGeneration, {}),
-        (
-            transformers.WhisperModel,
-            {"num_mel_bins": 128, "encoder_attention_heads": 4, "activation_function": "gelu_new", "d_model": 32},
-        ),
-    ],
-)
-def test_whispers_encoder_is_what_transformers_makes_of_it_over_the_whole_window(kind, own, tmp_path):
-    model = whisper(tmp_path, kind, **own)
+@pytest.mark.default_cases("WhisperModel-0", "WhisperForConditionalGeneration-1")
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", ["WhisperForConditionalGeneration", "WhisperModel"])
+def test_whispers_encoder_is_what_transformers_makes_of_it_over_the_whole_window(kind, seed, tmp_path):
+    model = whisper(tmp_path, getattr(transformers, kind), **drawn.audio_tower(np.random.default_rng(seed)))
     encoder = encoder_from_hf(tmp_path)
     encoder = replace(encoder, connector=ConnectorConfig(merge=1))
     llm = DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9)
@@ -193,8 +177,9 @@ def test_whispers_encoder_is_what_transformers_makes_of_it_over_the_whole_window
 
     clips = [clip(n) for n in (5000, 1, 16_000, 12_345)]
     batch, places = packed_clips(encoder, clips)
-    assert [len(place) for place in places] == [50] * 4
-    weights = np.random.default_rng(0).normal(size=(4, 50, encoder.width)).astype(np.float32)
+    positions = encoder.positions.positions
+    assert [len(place) for place in places] == [positions] * 4
+    weights = np.random.default_rng(0).normal(size=(4, positions, encoder.width)).astype(np.float32)
 
     def outputs(params, items):
         tower = ours.module(params).encoders["audio"]

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,47 +184,25 @@ def check_positions(model, batch, samples, inputs):
         np.testing.assert_array_equal(here, there[:, 0].T.numpy())
 
 
-MODELS = {
-    "2.5": lambda: qwen2_5(),
-    "2.5 tied": lambda: qwen2_5(tie_word_embeddings=True),
-    "2.5 late windows": lambda: qwen2_5({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "2.5 yarn": lambda: qwen2_5(rope=YARN),
-    "2.5 heads": lambda: qwen2_5(
-        {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "rms_norm_eps": 1e-3},
-        {"num_heads": 4, "out_hidden_size": 96, "patch_size": 6, "window_size": 27, "hidden_act": "gelu"},
-        sections=[4, 1, 3],
-    ),
-    "2.5 windows everywhere": lambda: qwen2_5({}, {"fullatt_block_indexes": [7], "depth": 2, "window_size": 16}),
-    "2.5 no windows": lambda: qwen2_5({}, {"fullatt_block_indexes": [0, 1, 2, 3], "temporal_patch_size": 1}),
-    "2.5 merge 3": lambda: qwen2_5({}, {"spatial_merge_size": 3, "window_size": 30}),
-    # No layer of its text has a window, whatever the config says.
-    "3": lambda: qwen3({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-    "3 plain": lambda: qwen3(),
-    "3 tied": lambda: qwen3(tie_word_embeddings=True),
-    "3 yarn": lambda: qwen3(rope=YARN),
-    "3 heads": lambda: qwen3(
-        {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24, "attention_bias": True},
-        {"num_heads": 2, "hidden_act": "gelu", "num_position_embeddings": 9, "in_channels": 3},
-        sections=[6, 3, 3],
-    ),
-    "3 more stacked than layers": lambda: qwen3({"num_hidden_layers": 2}),
-    "3 stacked to the last layer": lambda: qwen3({"num_hidden_layers": 3}, {"deepstack_visual_indexes": [1, 4]}),
-    "3 stacked beyond the last": lambda: qwen3({}, {"deepstack_visual_indexes": [2, 5, 9]}),
-    "3 default sections": lambda: qwen3(sections=None),
+WHOLE = {
+    "qwen2_5_vl": (drawn.qwen2_5_vl, transformers.Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (drawn.qwen3_vl, transformers.Qwen3VLForConditionalGeneration),
 }
 
 
-@pytest.mark.default_cases("2.5 tied", "3")
-@pytest.mark.parametrize("name", MODELS)
-def test_a_whole_model_is_what_transformers_makes_of_it(name, tmp_path):
-    model = MODELS[name]()
+@pytest.mark.default_cases("qwen2_5_vl-0", "qwen3_vl-0")
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("family", WHOLE)
+def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
+    draw, kind = WHOLE[family]
+    model = random_whole(draw(np.random.default_rng(seed), image_token_id=IMAGE, video_token_id=VIDEO), kind)
     model.save_pretrained(tmp_path)
     check(model, tmp_path)
 
 
 @pytest.mark.exhaustive
 def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
-    there = MODELS["2.5 tied"]()
+    there = qwen2_5(tie_word_embeddings=True)
     there.save_pretrained(tmp_path)
     unit = there.config.vision_config.patch_size * there.config.vision_config.spatial_merge_size
     samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)

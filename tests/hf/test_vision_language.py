@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 
+import drawn
 import jax
 import numpy as np
 import pytest
@@ -42,52 +43,13 @@ TEXT = {
 TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3}
 TOWER |= {"image_size": SIDE, "patch_size": 4}
 QWEN2, LLAMA = transformers.Qwen2Config(**TEXT), transformers.LlamaConfig(**TEXT)
-LLAVA = {
-    "clip": (CLIPVisionConfig(**TOWER), LLAMA, {}),
-    "clip, last layer, no biases": (
-        CLIPVisionConfig(**TOWER | {"hidden_act": "gelu", "layer_norm_eps": 1e-3}),
-        QWEN2,
-        {"vision_feature_layer": -1, "multimodal_projector_bias": False, "projector_hidden_act": "relu"},
-    ),
-    "siglip": (
-        SiglipVisionConfig(**TOWER, vision_use_head=False),
-        transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
-        {"vision_feature_select_strategy": "full", "vision_feature_layer": -2},
-    ),
-}
-GEMMA2 = transformers.Gemma2Config(
-    **TEXT,
-    head_dim=8,
-    query_pre_attn_scalar=8,
-    sliding_window=6,
-    attn_logit_softcapping=2.0,
-    final_logit_softcapping=3.0,  # which the class around it does not apply
-)
-LLAVA["gemma 2"] = (CLIPVisionConfig(**TOWER), GEMMA2, {})
-INTERN = {
-    "plain": ({}, QWEN2, {}),
-    "norms and biases": (
-        {"use_qk_norm": True, "attention_bias": True, "norm_type": "rms_norm"},
-        QWEN2,
-        {"tie_word_embeddings": False, "projector_hidden_act": "silu"},
-    ),
-    "final norm": (
-        {"use_mean_pooling": False, "layer_norm_eps": 1e-4},
-        transformers.LlamaConfig(**TEXT),
-        {"tie_word_embeddings": False},
-    ),
-    "final norm behind RMSNorms": ({"use_mean_pooling": False, "norm_type": "rms_norm"}, QWEN2, {}),
-    "earlier layer": ({}, QWEN2, {"vision_feature_layer": -2}),
-    "no shuffle": ({}, QWEN2, {"downsample_ratio": 1.0}),
-    "gemma 2": ({}, GEMMA2, {}),
-}
 
 
-def samples(seed=0):
+def samples(side=SIDE, seed=0):
     """Text alone; one image; two images with text between; an image first."""
     rng = np.random.default_rng(seed)
     words = lambda n: rng.integers(1, IMAGE, n)  # noqa: E731
-    image = lambda: rng.integers(0, 256, (SIDE, SIDE, 3), np.uint8)  # noqa: E731
+    image = lambda: rng.integers(0, 256, (side, side, 3), np.uint8)  # noqa: E731
     return [
         [words(9)],
         [words(3), image(), words(5)],
@@ -109,32 +71,40 @@ def theirs(tokens_per_image):
     return logits
 
 
-def save(model, folder):
+def save(model, folder, side=SIDE):
     model.save_pretrained(folder)
     processor = {"image_processor_type": "CLIPImageProcessor", "image_mean": MEAN, "image_std": STD}
-    processor |= {"size": {"height": SIDE, "width": SIDE}, "do_center_crop": False}
+    processor |= {"size": {"height": side, "width": side}, "do_center_crop": False}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
-@pytest.mark.default_cases("siglip", "gemma 2")
-@pytest.mark.parametrize("kind", LLAVA)
-def test_llava_is_what_transformers_makes_of_it(kind, tmp_path):
-    vision, text, own = LLAVA[kind]
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, **own)
+@pytest.mark.default_cases("0", "1")
+@pytest.mark.parametrize("seed", range(20))
+def test_llava_is_what_transformers_makes_of_it(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    vision, own = drawn.two_norm_tower(rng)
+    config = LlavaConfig(
+        vision_config=vision, text_config=drawn.any_decoder(rng, VOCAB), image_token_index=IMAGE, **own
+    )
     model = random_model(config, LlavaForConditionalGeneration)
-    save(model, tmp_path)
-    check_samples(model, tmp_path, samples(), theirs((SIDE // 4) ** 2))
+    side = vision.image_size
+    save(model, tmp_path, side)
+    check_samples(model, tmp_path, samples(side), theirs((side // vision.patch_size) ** 2))
 
 
-@pytest.mark.default_cases("plain", "norms and biases", "final norm behind RMSNorms")
-@pytest.mark.parametrize("kind", INTERN)
-def test_internvl_is_what_transformers_makes_of_it(kind, tmp_path):
-    vision, text, own = INTERN[kind]
-    vision = InternVLVisionConfig(**TOWER | vision)
-    config = InternVLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, **own)
+@pytest.mark.default_cases("0", "1", "2")
+@pytest.mark.parametrize("seed", range(20))
+def test_internvl_is_what_transformers_makes_of_it(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    vision, own = drawn.intern_tower(rng)
+    config = InternVLConfig(
+        vision_config=vision, text_config=drawn.any_decoder(rng, VOCAB), image_token_id=IMAGE, **own
+    )
     model = random_model(config, InternVLForConditionalGeneration)
-    save(model, tmp_path)
-    check_samples(model, tmp_path, samples(), theirs((SIDE // 4 // (1 if kind == "no shuffle" else 2)) ** 2))
+    side, patch = vision.image_size[0], vision.patch_size[0]
+    save(model, tmp_path, side)
+    tokens = round(side // patch * config.downsample_ratio) ** 2
+    check_samples(model, tmp_path, samples(side), theirs(tokens))
 
 
 CLIP_CROP = {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 12, "width": SIDE}}
@@ -174,19 +144,34 @@ def test_a_processor_of_another_size_than_the_towers_is_refused_with_both_files_
 
 
 TOWERS = {  # where a tower's layers and its final norm lie, and tensors that its LLM needs none of
-    "clip": (LLAVA, LlavaConfig, LlavaForConditionalGeneration, "encoder.layers.2.mlp.fc1", "post_layernorm"),
-    "siglip": (LLAVA, LlavaConfig, LlavaForConditionalGeneration, "encoder.layers.2.mlp.fc1", "post_layernorm"),
-    "earlier layer": (INTERN, InternVLConfig, InternVLForConditionalGeneration, "encoder.layer.2.mlp.fc1", "layernorm"),
+    "clip": (
+        LlavaConfig(vision_config=CLIPVisionConfig(**TOWER), text_config=LLAMA),
+        "encoder.layers.2.mlp.fc1",
+        "post_layernorm",
+    ),
+    "siglip": (
+        LlavaConfig(
+            vision_config=SiglipVisionConfig(**TOWER, vision_use_head=False),
+            text_config=LLAMA,
+            vision_feature_select_strategy="full",
+        ),
+        "encoder.layers.2.mlp.fc1",
+        "post_layernorm",
+    ),
+    "internvl": (
+        InternVLConfig(vision_config=InternVLVisionConfig(**TOWER), text_config=QWEN2, vision_feature_layer=-2),
+        "encoder.layer.2.mlp.fc1",
+        "layernorm",
+    ),
 }
 
 
-@pytest.mark.default_cases("earlier layer")
+@pytest.mark.default_cases("internvl")
 @pytest.mark.parametrize("kind", TOWERS)
 def test_tensors_that_no_feature_needs_are_let_be_by_their_exact_names(kind, tmp_path):
-    cases, config_of, model_of, last, final = TOWERS[kind]
-    vision, text, own = cases[kind]
-    vision = InternVLVisionConfig(**TOWER | vision) if isinstance(vision, dict) else vision
-    save(random_model(config_of(vision_config=vision, text_config=text, **own), model_of), tmp_path)
+    config, last, final = TOWERS[kind]
+    model_of = InternVLForConditionalGeneration if kind == "internvl" else LlavaForConditionalGeneration
+    save(random_model(config, model_of), tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     tower = next(key for key in names if key.endswith(f"{last}.weight")).removesuffix(f"{last}.weight")
     unneeded = {f"{tower}{final}.weight", f"{tower}{final}.bias", f"{tower}{last}.weight"}
@@ -244,15 +229,14 @@ def open_layout(folder):
     (folder / "config.json").write_text(json.dumps(opened))
 
 
-@pytest.mark.parametrize("kind", ["plain", "norms and biases"])
-def test_opengvlabs_own_layout_is_the_same_model(kind, tmp_path):
-    vision, text, _ = INTERN[kind]
-    text = transformers.Qwen2Config(**TEXT, tie_word_embeddings=True) if kind == "plain" else text
+@pytest.mark.parametrize("tied", [True, False])
+def test_opengvlabs_own_layout_is_the_same_model(tied, tmp_path):
+    own = {} if tied else {"use_qk_norm": True, "attention_bias": True, "norm_type": "rms_norm"}
     config = InternVLConfig(
-        vision_config=InternVLVisionConfig(**TOWER | vision),
-        text_config=text,
+        vision_config=InternVLVisionConfig(**TOWER | own),
+        text_config=transformers.Qwen2Config(**TEXT, tie_word_embeddings=tied),
         image_token_id=IMAGE,
-        tie_word_embeddings=kind == "plain",
+        tie_word_embeddings=tied,
     )
     random_model(config, InternVLForConditionalGeneration).save_pretrained(tmp_path)
     _, there, own = loaded(tmp_path)

@@ -1,0 +1,249 @@
+"""Configs of transformers drawn from a seed: sizes, norms, biases, windows, positions and ties of every family.
+
+Sizes are tiny, and odd where a family allows it: heads wider than their share, images with a rest that is no patch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import transformers
+
+Fields = dict[str, Any]
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "relu", "swish")
+DECODERS = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "mistral": transformers.MistralConfig,
+    "gemma2": transformers.Gemma2Config,
+}
+
+
+def pick(rng: np.random.Generator, *options: Any) -> Any:
+    """One of these, as it is."""
+    return options[rng.integers(len(options))]
+
+
+def between(rng: np.random.Generator, low: int, high: int) -> int:
+    """An integer, `high` included."""
+    return int(rng.integers(low, high + 1))
+
+
+def rope(rng: np.random.Generator, pairs: int) -> Fields:
+    """RoPE of any kind, and how long the model's texts are. pairs: of a head's channels."""
+    kind = pick(rng, "default", "default", "linear", "dynamic", "yarn", "llama3", "longrope")
+    given: Fields = {"rope_type": kind, "rope_theta": pick(rng, 1e4, 5e5)}
+    if kind != "default":
+        given["factor"] = pick(rng, 1.5, 2.0, 4.0)
+    if kind in ("yarn", "llama3", "longrope"):
+        given["original_max_position_embeddings"] = pick(rng, 8, 16)
+    if kind == "llama3":
+        given |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "longrope":
+        given |= {f"{name}_factor": (1 + 3 * rng.random(pairs)).tolist() for name in ("short", "long")}
+    return {"rope_parameters": given, "max_position_embeddings": 12 if kind == "dynamic" else 64}
+
+
+def text_sizes(rng: np.random.Generator, vocab: int = 97) -> tuple[Fields, int]:
+    """What all decoders say alike, with `head_dim`; and its value."""
+    kv_heads, group, head_width = pick(rng, 1, 2, 3), pick(rng, 1, 2, 4), 2 * between(rng, 2, 8)
+    heads = kv_heads * group
+    width = heads * (head_width if rng.integers(2) else between(rng, 3, 12))  # a multiple, as some classes want it
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": between(rng, 20, 90),
+        "num_hidden_layers": between(rng, 1, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_width,
+        "rms_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "tie_word_embeddings": pick(rng, False, True),
+    }
+    return sizes, head_width
+
+
+def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) -> transformers.PreTrainedConfig:
+    """The config of a text decoder of a family. own: fields that win over what is drawn."""
+    sizes, head_width = text_sizes(rng, vocab)
+    given = sizes | rope(rng, head_width // 2)
+    given["hidden_activation" if family == "gemma2" else "hidden_act"] = pick(rng, *ACTIVATIONS)
+    if family in ("llama", "qwen3", "gemma2"):
+        given["attention_bias"] = pick(rng, False, True)
+    if family == "llama":
+        given["mlp_bias"] = pick(rng, False, True)
+    if family == "mistral":
+        given["sliding_window"] = pick(rng, None, 4, 6)
+    if family == "qwen2":  # its heads are of the width's share, whatever a config says
+        given["hidden_size"] = given["num_attention_heads"] * given.pop("head_dim")
+    if family in ("qwen2", "qwen3"):
+        given |= late_windows(rng, given["num_hidden_layers"])
+    if family == "gemma2":
+        given |= {
+            "query_pre_attn_scalar": pick(rng, 7, 13, 256),
+            "attn_logit_softcapping": pick(rng, None, 2.0, 20.0),
+            "final_logit_softcapping": pick(rng, None, 3.0, 20.0),
+            "sliding_window": pick(rng, 3, 6),
+        }
+        if rng.integers(2):
+            given["layer_types"] = layer_types(rng, given["num_hidden_layers"])
+    return DECODERS[family](**given | own)
+
+
+def late_windows(rng: np.random.Generator, layers: int) -> Fields:
+    """Qwen's windows: none, from a layer on, or of layers by name."""
+    match between(rng, 0, 2):
+        case 0:
+            return {"use_sliding_window": False, "sliding_window": 5}
+        case 1:
+            first = between(rng, 0, layers)
+            return {"use_sliding_window": True, "sliding_window": pick(rng, 3, 5), "max_window_layers": first}
+        case _:
+            return {"use_sliding_window": True, "sliding_window": 4, "layer_types": layer_types(rng, layers)}
+
+
+def layer_types(rng: np.random.Generator, layers: int) -> list[str]:
+    """A kind of attention for each layer."""
+    return [pick(rng, "full_attention", "sliding_attention") for _ in range(layers)]
+
+
+def any_decoder(rng: np.random.Generator, vocab: int = 97, **own: Any) -> transformers.PreTrainedConfig:
+    """The config of a text decoder of any family."""
+    return decoder(rng, pick(rng, *DECODERS), vocab, **own)
+
+
+def tower_sizes(rng: np.random.Generator, most: int) -> Fields:
+    """What CLIP, SigLIP and InternViT say alike. An image may have a rest that is no whole patch.
+
+    most: patches along a side of an image.
+    """
+    heads, patch = pick(rng, 1, 2, 3), between(rng, 2, 6)
+    return {
+        "hidden_size": heads * between(rng, 9, 14),  # norms over fewer channels enlarge what rounding differs by
+        "intermediate_size": between(rng, 10, 50),
+        "num_hidden_layers": between(rng, 1, 4),
+        "num_attention_heads": heads,
+        "patch_size": patch,
+        "image_size": patch * between(rng, 2, most) + between(rng, 0, patch - 1),
+        "layer_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+    }
+
+
+def two_norm_tower(rng: np.random.Generator, most: int = 5) -> tuple[transformers.PreTrainedConfig, Fields]:
+    """CLIP or SigLIP, and what a LLaVA around it says of the features that it takes."""
+    sizes = tower_sizes(rng, most)
+    layers = sizes["num_hidden_layers"]
+    own = {
+        "vision_feature_layer": pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        "multimodal_projector_bias": pick(rng, False, True),
+        "projector_hidden_act": pick(rng, *ACTIVATIONS),
+    }
+    if rng.integers(2):
+        return transformers.CLIPVisionConfig(**sizes), own | {"vision_feature_select_strategy": "default"}
+    tower = transformers.SiglipVisionConfig(**sizes, vision_use_head=pick(rng, False, True))
+    return tower, own | {"vision_feature_select_strategy": "full"}
+
+
+def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfig, Fields]:
+    """InternViT, and what an InternVL around it says of the features that it takes."""
+    sizes = tower_sizes(rng, 5)
+    merge, layers = pick(rng, 1, 2, 2, 4), sizes["num_hidden_layers"]
+    sizes |= {
+        "image_size": merge * between(rng, 1, 3) * sizes["patch_size"],
+        "norm_type": pick(rng, "layer_norm", "rms_norm"),
+        "use_qk_norm": pick(rng, False, True),
+        "attention_bias": pick(rng, False, True),
+        "use_mean_pooling": pick(rng, False, True),
+    }
+    own = {
+        "vision_feature_layer": pick(rng, -1, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        "downsample_ratio": 1 / merge,
+        "projector_hidden_act": pick(rng, *ACTIVATIONS),
+        "tie_word_embeddings": pick(rng, False, True),
+    }
+    return transformers.InternVLVisionConfig(**sizes), own
+
+
+def qwen_text(rng: np.random.Generator, interleaved: bool) -> Fields:
+    """The text of a Qwen-VL, whose RoPE is in sections of t, y and x."""
+    sizes, head_width = text_sizes(rng)
+    if not interleaved:
+        sizes["hidden_size"] = sizes["num_attention_heads"] * sizes.pop("head_dim")
+    pairs = head_width // 2
+    y = between(rng, 0, pairs // 2)
+    x = between(rng, 0, pairs // 2)
+    kind = pick(rng, "default", "default", "yarn")
+    turned: Fields = {"rope_type": kind, "rope_theta": pick(rng, 1e4, 5e6), "mrope_section": [pairs - y - x, y, x]}
+    if interleaved:
+        turned["mrope_interleaved"] = True
+        if rng.integers(4) == 0:
+            del turned["mrope_section"]
+    if kind == "yarn":
+        turned |= {"factor": 4.0, "original_max_position_embeddings": 16}
+    windows = late_windows(rng, sizes["num_hidden_layers"])
+    windows.pop("layer_types", None)
+    bias = {"attention_bias": pick(rng, False, True)} if interleaved else {}
+    del sizes["tie_word_embeddings"]
+    return sizes | windows | bias | {"rope_parameters": turned, "hidden_act": pick(rng, *ACTIVATIONS),
+                                     "max_position_embeddings": 64}  # fmt: skip
+
+
+def qwen_tower(rng: np.random.Generator, outputs: int) -> Fields:
+    """What the towers of Qwen2.5-VL and Qwen3-VL say alike. outputs: the width of the text."""
+    heads = pick(rng, 1, 2, 3)
+    return {
+        "depth": between(rng, 1, 5),
+        "hidden_size": heads * 4 * between(rng, 3, 5),
+        "intermediate_size": between(rng, 20, 60),
+        "num_heads": heads,
+        "patch_size": between(rng, 3, 6),
+        "spatial_merge_size": pick(rng, 2, 2, 3),
+        "temporal_patch_size": pick(rng, 1, 2, 2),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "out_hidden_size": outputs,
+    }
+
+
+def qwen2_5_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen2.5-VL: a tower of windows, some layers of which see the whole image."""
+    text = qwen_text(rng, interleaved=False)
+    vision = qwen_tower(rng, text["hidden_size"])
+    merged, depth = vision["patch_size"] * vision["spatial_merge_size"], vision["depth"]
+    vision |= {
+        "window_size": merged * between(rng, 1, 4) + between(rng, 0, merged - 1),
+        "fullatt_block_indexes": [i for i in range(depth + 2) if rng.integers(2)],
+    }
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
+    )
+
+
+def qwen3_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen3-VL: a table of positions that is stretched, features of several layers added to the text's."""
+    text = qwen_text(rng, interleaved=True)
+    vision = qwen_tower(rng, text["hidden_size"])
+    vision |= {
+        "num_position_embeddings": between(rng, 2, 7) ** 2,
+        "deepstack_visual_indexes": [i for i in range(vision["depth"] + 2) if rng.integers(2)],
+    }
+    return transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
+    )
+
+
+def audio_tower(rng: np.random.Generator) -> Fields:
+    """Whisper's encoder, and Qwen2-Audio's, for windows of one or two seconds."""
+    heads = pick(rng, 1, 2, 3, 4)
+    return {
+        "d_model": 2 * heads * between(rng, 2, 6),
+        "encoder_layers": between(rng, 1, 4),
+        "encoder_attention_heads": heads,
+        "encoder_ffn_dim": between(rng, 20, 60),
+        "num_mel_bins": pick(rng, 40, 80, 128),
+        "max_source_positions": pick(rng, 50, 100),
+        "activation_function": pick(rng, *ACTIVATIONS),
+        "scale_embedding": pick(rng, False, True),
+    }
