@@ -11,12 +11,10 @@ from mmjax.balance.phases import (
     Aim,
     PhasePlan,
     cost_per_rank,
-    deal_to_nodes,
     place_apart,
     place_by_llm,
     place_in_order,
     place_jointly,
-    plan_node,
     step_time,
     wire,
 )
@@ -88,23 +86,6 @@ def test_each_sample_gets_a_rank_and_its_items_stay_in_the_node_within_the_width
     assert np.array_equal(again.sample_rank, plan.sample_rank)
     assert np.array_equal(again.item_rank, plan.item_rank)
     assert np.array_equal(again.width, plan.width)
-
-
-@settings(max_examples=100)
-@given(problems())
-def test_a_process_that_plans_its_own_node_plans_what_all_would(problem):
-    costs, ranks, ranks_per_node, widths = problem
-    plan = place_jointly(costs, ranks, ranks_per_node, widths)
-    each, node = ranks_per_node or ranks, deal_to_nodes(costs, ranks, ranks_per_node)
-    chosen = np.zeros(costs.phases - 1, np.int64)
-    for k in range(-(-ranks // each)):
-        own = np.flatnonzero(node == k)
-        taken, items = costs.take(own)
-        part = plan_node(taken, min(each, ranks - k * each), widths)
-        assert np.array_equal(plan.sample_rank[own], k * each + part.sample_rank)
-        assert np.array_equal(plan.item_rank[items], k * each + part.item_rank)
-        chosen = np.maximum(chosen, part.width)
-    assert np.array_equal(plan.width, chosen)
 
 
 @settings(max_examples=100)
@@ -197,15 +178,6 @@ def test_ranks_of_all_nodes_are_equal_and_no_node_is_left(ranks, ranks_per_node)
     assert np.array_equal(plan.item_rank, plan.sample_rank[costs.item_sample])
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(52, [8] * 6 + [4]), (9, [8, 1])])
-def test_nodes_get_their_part_of_every_phase_also_where_one_is_smaller(ranks, size):
-    costs = from_lengths(omni(60 * ranks))
-    node = deal_to_nodes(costs, ranks, 8, tolerance=0.004)
-    for p in range(3):
-        load = np.bincount(node, costs.sample[:, p]) / size
-        assert load.max() <= 1.002 * costs.sample[:, p].sum() / ranks
-
-
 def test_a_rank_with_one_long_text_has_its_images_encoded_by_others():
     """Four ranks: one text is all that a rank may hold of the LLM, so its images must come from other ranks."""
     llm = np.array([90.0] + [10.0] * 27)
@@ -274,11 +246,11 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         place_jointly(one, 0)
     with pytest.raises(ValueError, match="at least one"):
-        deal_to_nodes(one, 4, 0)
+        place_jointly(one, 4, 0)
     with pytest.raises(ValueError, match="ascend from 0"):
         place_jointly(one, 2, None, [(4, 8)])
     with pytest.raises(ValueError, match="2 encoders, there are 1"):
-        plan_node(one, 2, [(0,), (0,)])
+        place_jointly(one, 2, None, [(0,), (0,)])
     none = np.zeros(0, np.int64)
     for sample, items, match in [
         (np.ones(2), [none] * 4, "first column"),
