@@ -21,6 +21,8 @@ from mmjax.balance.phase_costs import Costs
 from mmjax.balance.vector_lpt import ALL_ALIKE, LLM_FIRST, even_everywhere, longest_first_in_blocks
 
 _BLOCK = 8  # ranks that samples are placed on longest first, before they are exchanged between all ranks
+_ROUNDING = 1e-6  # of a number of units
+_WORTH_MOVING = 0.004  # of the step's time, that an exchange of an encoder's outputs must save
 _POOR = 0.1  # of the step's time, that ranks may wait before samples are also placed without putting the LLM first
 _LLM_LATER = 0.05  # of the step's time, that must be saved for that
 
@@ -36,7 +38,7 @@ class Aim:
     share: float64 `[phases]`, each phase's part of the step's time when ranks are equal; default: its part of all cost.
     """
 
-    tolerance: float = 0.002
+    tolerance: float = 0.001
     exchange: float = 0.01
     least_gain: float = 0.002
     share: np.ndarray | None = None
@@ -177,8 +179,22 @@ def _place_samples(
     start = np.concatenate([[0], np.cumsum(np.bincount(block, minlength=len(size)))])
     relative = np.ascontiguousarray((costs.sample / mean).T)
     longest_first_in_blocks(relative, order, start, size, rank)
-    even_everywhere(relative, np.maximum(relative.max(1), 1.0), tolerance, ranks, llm_weight, rank)
+    ceiling = np.maximum(relative.max(1), [_whole_units(of_phase) for of_phase in relative])
+    even_everywhere(relative, ceiling, tolerance, ranks, llm_weight, rank)
     return rank.astype(np.int32)
+
+
+def _whole_units(cost: np.ndarray) -> float:
+    """The least that the fullest rank has where all costs `[n]` are multiples of one unit, such as tiles: >= 1.
+
+    The mean over ranks is 1. The multiple is that of the smallest difference between two costs, if there is one.
+    """
+    values = np.unique(cost)
+    unit = np.diff(values, prepend=0.0)[values > 0].min(initial=1.0)
+    multiples = values / unit
+    if np.abs(multiples - np.rint(multiples)).max() > _ROUNDING:
+        return 1.0
+    return max(float(np.ceil(1 / unit - _ROUNDING) * unit), 1.0)
 
 
 def _move_items(
@@ -201,7 +217,7 @@ def _move_items(
         items, cost, home, tokens = items[order], cost[order], home[order], costs.item_tokens[items[order]]
         start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
         goal = max(goal, float(_fullest(cost, ranks)))
-        least = share[p] * load.max() - aim.least_gain
+        least = share[p] * load.max() - _WORTH_MOVING
         for width in widths[p - 1][1:]:
             at, after = home.copy(), load.copy()
             spread_in_nodes(start, size, home, cost, tokens, width, goal, at, after)

@@ -261,3 +261,37 @@ def test_what_makes_no_sense_is_refused():
     ]:
         with pytest.raises(ValueError, match=match):
             Costs(sample, *items)
+
+
+@pytest.mark.parametrize(("ranks", "per_rank", "steps"), [(8, 16, 30), (64, 16, 6), (8, 60, 10), (64, 60, 2)])
+def test_no_phase_is_less_even_than_balanced_alone_and_little_travels(ranks, per_rank, steps):
+    joint, apart, sent = [], [], []
+    for step in np.split(omni(steps * ranks * per_rank), steps, axis=1):
+        costs = from_lengths(step)
+        plan = place_jointly(costs, ranks, 8, WIDTHS)
+        joint.append(ratios(costs, plan, ranks))
+        apart.append(ratios(costs, place_apart(costs, ranks), ranks))
+        sent.append(wire(plan.width, ranks, 8).sum() / costs.item_tokens.sum())
+    assert np.all(np.mean(joint, axis=0) <= np.mean(apart, axis=0) + 0.001)
+    assert np.mean(sent) <= 0.15
+
+
+def test_long_texts_leave_room_for_images_on_ranks_of_other_nodes():
+    """Two of 32 ranks have a text that fills nine tenths: what they lack in images is spread over all others."""
+    llm = np.concatenate([[90.0, 90.0], np.full(30 * 10, 10.0), np.full(2, 10.0)])
+    vision = np.concatenate([[0.0, 0.0], np.full(302, 8.0)])
+    costs = costs_of(llm, np.arange(2, 304), np.ones(302, int), vision[2:], np.full(302, 2), 2)
+    load = cost_per_rank(costs, place_jointly(costs, 32, 8), 32)
+    assert load[:, 0].max() == 100
+    assert load[:, 1].max() <= 88
+
+
+@pytest.mark.exhaustive
+def test_fifty_thousand_heavy_tailed_samples_are_placed():
+    rng = np.random.default_rng(0)
+    vision = np.where(rng.random(50_000) < 0.6, 100 * (rng.pareto(1.3, 50_000) + 1), 0).astype(np.int64)
+    llm = (50 * (rng.pareto(1.3, 50_000) + 1)).astype(np.int64) + vision // 4
+    sample = np.flatnonzero(vision)
+    costs = costs_of(llm, sample, np.ones(len(sample), int), vision[sample], -(-vision[sample] // 4), 2)
+    plan = place_jointly(costs, 8, None, [(0, 1000, 100_000)])
+    assert np.all(ratios(costs, plan, 8) <= ratios(costs, place_apart(costs, 8), 8) + 0.005)
