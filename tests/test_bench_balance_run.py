@@ -1,4 +1,4 @@
-"""`python -m mmjax.bench balance-run`: real processes train the same steps in three ways, and a picture of the plan."""
+"""`python -m mmjax.bench balance-run`: real processes train the same steps in four ways, and a picture of the plan."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -49,18 +49,19 @@ def test_samples_are_as_long_as_the_lengths_say(source, index):
 def test_all_modes_have_the_same_samples_in_one_ladder_and_post_is_the_most_even(index, tmp_path):
     trial = make_trial(index, tmp_path / "lengths.npz", 8, 16, 0)
     plans = {mode: trial.plans(mode, 12) for mode in MODES}
-    assert len(trial.layout.shapes) <= 8 + 1  # one more holds any sample alone
+    assert all(len(layout.shapes) <= 8 + 1 for layout in trial.layouts.values())  # one more holds any sample alone
+    assert trial.layouts["none"] == trial.layouts["llm"] == trial.layouts["post"]
     flops = trial.planners["none"].placer.flops
     waits = {m: np.mean([straggler_wait(work_per_rank(p), flops) for p in of]) for m, of in plans.items()}
     assert waits["post"] < 0.05 < waits["llm"] < waits["none"]
     assert predicted_gain(trial, 12) > 1.2
-    for none, llm, post in zip(*plans.values(), strict=True):
-        wanted = np.sort(none.samples())
-        assert np.array_equal(wanted, np.sort(llm.samples()))
-        assert np.array_equal(wanted, np.sort(post.samples()))
-        assert np.array_equal(work_per_rank(none).sum(1), work_per_rank(post).sum(1))
-        for plan in (none, llm, post):
-            assert all(m.shape in trial.layout.shapes for m in plan.microbatches)
+    for step in range(12):
+        none = plans["none"][step]
+        for mode in MODES:
+            plan = plans[mode][step]
+            assert np.array_equal(np.sort(none.samples()), np.sort(plan.samples()))
+            assert np.array_equal(work_per_rank(none).sum(1), work_per_rank(plan).sum(1))
+            assert all(m.shape in trial.layouts[mode].shapes for m in plan.microbatches)
 
 
 def test_the_picture_is_whole_and_small_and_shows_what_was_planned(capsys, tmp_path):
@@ -72,10 +73,10 @@ def test_the_picture_is_whole_and_small_and_shows_what_was_planned(capsys, tmp_p
     said = "".join(ElementTree.parse(path).getroot().itertext())
     assert path.stat().st_size < 200_000
     for phase in PHASES:
-        none, post = (ratios[f"picture_dist_ratio_{mode}_{phase}"] for mode in ("none", "post"))
+        none, llm, post = (ratios[f"picture_dist_ratio_{mode}_{phase}"] for mode in ("none", "llm", "post"))
         assert post < none
-        assert f"dist ratio {none:.3f}" in said
-        assert f"dist ratio {post:.3f}" in said
+        assert phase == "llm" or post < llm
+        assert all(f"dist ratio {ratio:.3f}" in said for ratio in (none, llm, post))
     assert "8 ranks" in said
 
 
@@ -116,7 +117,7 @@ def test_processes_train_the_same_steps_in_all_modes_and_compile_nothing_meanwhi
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
     assert found["programs_compiled"] == 0
-    assert 1 <= found["shapes"] <= 9
+    assert 1 <= found["shapes"] <= 2 * 9
     with np.load(out) as file:
         seconds, flops, tokens = file["seconds"], file["flops"], file["tokens"]
     assert seconds.shape == flops.shape == (len(MODES), 3)
@@ -124,6 +125,6 @@ def test_processes_train_the_same_steps_in_all_modes_and_compile_nothing_meanwhi
         assert found[f"step_seconds_{mode}"] == pytest.approx(np.median(seconds[row]))
         assert found[f"useful_tokens_per_second_{mode}"] == pytest.approx(np.median(tokens / seconds[row]))
         assert 0 <= found[f"wait_{mode}"] < 1
-    assert found["gain_post_over_none"] == pytest.approx(np.median(seconds[0] / seconds[2]))
-    assert found["predicted_gain_post_over_none"] == pytest.approx(np.median(flops[0] / flops[2]))
+    assert found["gain_post_over_none"] == pytest.approx(np.median(seconds[0] / seconds[3]))
+    assert found["predicted_gain_post_over_none"] == pytest.approx(np.median(flops[0] / flops[3]))
     assert found["predicted_gain_64x16"] > found["predicted_gain_8x16"] > 1

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from mmjax.balance.permutation import Shuffler
 from mmjax.balance.row_maximum import choose_maximum
 
 _TRIAL = 4096  # samples that minima are tried on
@@ -56,7 +57,7 @@ class Bounds:
 
 
 def isf(
-    lengths: np.ndarray, maximum: np.ndarray, minimum: np.ndarray, iterations: int, rng: np.random.Generator
+    lengths: np.ndarray, maximum: np.ndarray, minimum: np.ndarray, iterations: int, rng: Shuffler | np.random.Generator
 ) -> Grouping:
     """Group samples by sampling and filtering, at most `iterations` times (T of the paper).
 
@@ -95,7 +96,7 @@ class _Samples(NamedTuple):
         return _Samples(self.number[:count], self.length[:count])
 
 
-def _shuffle(samples: _Samples, shuffled: _Samples, rng: np.random.Generator) -> None:
+def _shuffle(samples: _Samples, shuffled: _Samples, rng: Shuffler | np.random.Generator) -> None:
     """Write the samples in random order into `shuffled`.
 
     Many are first dealt to random buckets that fit in a cache, then each bucket is shuffled: a uniform shuffle too (Rao
@@ -144,7 +145,7 @@ def choose_bounds(
     maximum = choose_maximum(lengths, samples_per_group, rows_needed, alignment, given)
     lengths = np.asarray(lengths, np.int64)
     trial = lengths[np.all(lengths <= maximum, axis=1)]
-    trial = trial[np.random.default_rng(1).permutation(len(trial))[:_TRIAL]]
+    trial = trial[Shuffler(1).permutation(len(trial))[:_TRIAL]]
     return min(_tolerated(maximum), key=lambda bounds: _all_groups(trial, bounds))
 
 
@@ -156,7 +157,7 @@ def _all_groups(trial: np.ndarray, bounds: Bounds) -> float:
     """How many groups the samples make within the bounds, leftover ones too: the mean of a few shuffles."""
     groups = 0
     for seed in range(_SHUFFLES):
-        grouping = isf(trial, bounds.maximum, bounds.minimum, 10, np.random.default_rng(seed))
+        grouping = isf(trial, bounds.maximum, bounds.minimum, 10, Shuffler(seed))
         groups += grouping.groups + group_leftovers(trial, grouping, bounds.maximum).leftover_groups
     return groups / _SHUFFLES
 

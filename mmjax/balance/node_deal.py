@@ -16,10 +16,21 @@ _VALUES = 1 << 20  # values that a sort tells apart
 
 
 def deal_evenly(cost: np.ndarray, size: np.ndarray, tolerance: float) -> np.ndarray:
+    """The node of each sample, int32 `[n]`: dealt in rounds, then nodes above half of the tolerance exchange."""
+    node = deal_in_rounds(cost, size)
+    if len(size) == 1 or len(cost) == 0:
+        return node
+    mean = node_means(cost, np.zeros_like(node), size.sum(keepdims=True))
+    relative, ones = np.stack([column / m for column, m in zip(cost.T, mean[0], strict=True)]), np.ones(cost.shape[1])
+    even(relative, size.astype(np.float64), ones, ones, ones * (1 + _SHARE * tolerance), node)
+    return node
+
+
+def deal_in_rounds(cost: np.ndarray, size: np.ndarray) -> np.ndarray:
     """The node of each sample, int32 `[n]`.
 
     Samples alike in their encoders are dealt in rounds, the heaviest of a round for the LLM to the node that has least
-    of it; then nodes that differ by more than half of the tolerance exchange samples.
+    of it.
     """
     node = np.zeros(len(cost), np.int32)
     if len(size) == 1 or len(cost) == 0:
@@ -30,8 +41,6 @@ def deal_evenly(cost: np.ndarray, size: np.ndarray, tolerance: float) -> np.ndar
     llm = cost[order, 0]
     heaviest_first = _sorted_by(np.repeat(np.arange(len(start) - 1), np.diff(start)), llm / (mean[0, 0] + llm))
     _deal(llm[heaviest_first], order[heaviest_first], start, size, node)
-    relative, ones = np.stack([column / m for column, m in zip(cost.T, mean[0], strict=True)]), np.ones(cost.shape[1])
-    even(relative, size.astype(np.float64), ones, ones, ones * (1 + _SHARE * tolerance), node)
     return node
 
 
@@ -51,18 +60,6 @@ def node_means(cost, node, size):
         for p in range(cost.shape[1]):
             mean[k, p] = mean[k, p] / size[k] if mean[k, p] > 0 else 1.0
     return mean
-
-
-@njit(cache=True)
-def longest_parts(llm_cost, node, item_node, item_phase, item_cost, nodes, phases):
-    """The costliest sample for the LLM, and the costliest item of each encoder: float64 [nodes, phases]."""
-    longest = np.zeros((nodes, phases))
-    for s in range(len(llm_cost)):
-        longest[node[s], 0] = max(longest[node[s], 0], llm_cost[s])
-    for j in range(len(item_cost)):
-        k, p = item_node[j], item_phase[j]
-        longest[k, p] = max(longest[k, p], item_cost[j])
-    return longest
 
 
 def _sorted_by(group: np.ndarray, value: np.ndarray) -> np.ndarray:

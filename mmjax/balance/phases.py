@@ -2,7 +2,8 @@
 
 OrchMLLM balances each phase on its own, after which nearly every encoder output travels to the rank of its sample. With
 enough samples a rank that is not needed: an item is encoded on the rank of its sample, and samples are placed by all
-their costs at once. Only where a rank can't be relieved like that do items move, and only within their node.
+their costs at once, the LLM's first. That is near-linear in samples and ranks and the same on every process, so shapes
+need no word between processes. Only where it leaves an encoder uneven do items move, and only within their node.
 """
 
 from __future__ import annotations
@@ -12,28 +13,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmjax.balance.item_moves import spread_in_nodes
 from mmjax.balance.lpt import lpt
-from mmjax.balance.node_deal import by_leading_encoder, deal_evenly, longest_parts, node_means
+from mmjax.balance.node_deal import by_leading_encoder, deal_in_rounds
 from mmjax.balance.parts import LLM
 from mmjax.balance.phase_costs import Costs
-from mmjax.balance.vector_lpt import balance, balance_nodes, spread_items
+from mmjax.balance.vector_lpt import ALL_ALIKE, LLM_FIRST, even_everywhere, longest_first_in_blocks
 
-# How much an encoder matters while samples are placed, tried in this order: what is left to items later.
-_ENCODER_WEIGHTS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.0)
+_BLOCK = 8  # ranks that samples are placed on longest first, before they are exchanged between all ranks
+_ROUNDING = 1e-6  # of a number of units
+_WORTH_MOVING = 0.004  # of the step's time, that an exchange of an encoder's outputs must save
+_POOR = 0.1  # of the step's time, that ranks may wait before samples are also placed without putting the LLM first
+_LLM_LATER = 0.05  # of the step's time, that must be saved for that
 
 
 @dataclass(frozen=True)
 class Aim:
     """What a joint plan is for.
 
-    tolerance: a phase whose fullest rank has this share more than the least possible is good enough.
+    tolerance: an encoder's phase whose fullest rank has this share more than the least possible is good enough; of the
+    LLM's, three quarters of it.
     exchange: what it costs, as a part of the step's time, to send as many tokens between ranks as the encoders make.
     least_gain: a plan that saves no more than this part of the step's time is not worth leaving the start.
     share: float64 `[phases]`, each phase's part of the step's time when ranks are equal; default: its part of all cost.
     """
 
-    tolerance: float = 0.002
-    exchange: float = 0.005
+    tolerance: float = 0.001
+    exchange: float = 0.01
     least_gain: float = 0.002
     share: np.ndarray | None = None
 
@@ -90,48 +96,34 @@ def place_jointly(
     start: np.ndarray | None = None,
     aim: Aim | None = None,
 ) -> PhasePlan:
-    """Samples by all costs at once, first to nodes, then to their ranks; items move within the node if they must.
+    """Samples by all costs at once, the LLM's first, over all ranks; items move within their node if they must.
 
     Node k has ranks k * ranks_per_node and on, the last one may be smaller; default: all ranks are one node. widths:
     for each encoder, the sizes that a padded all-to-all may have, tokens from a rank to another, ascending from 0;
-    default: nothing moves. Nodes may choose different widths; the plan's is the largest. start: int32 `[n]`, kept where
-    the plan gains too little. Raises ValueError. In place of OrchMLLM sections 5 and 6.
+    default: nothing moves. All nodes have the same width. start: int32 `[n]`, kept where the plan gains too little.
+    Raises ValueError. In place of OrchMLLM sections 5 and 6.
     """
     aim = aim or Aim()
-    node = deal_to_nodes(costs, ranks, ranks_per_node, aim.tolerance)
     size = _node_sizes(ranks, ranks_per_node)
     widths = _check_widths(widths, costs.phases)
-    plan = _plan_nodes(costs, node, size, widths, aim)
+    mean = costs.sample.sum(0) / ranks
+    mean[mean == 0] = 1.0
+
+    def planned(llm_weight: tuple[float, float]) -> tuple[PhasePlan, float]:
+        sample_rank = _place_samples(costs, ranks, mean, aim.tolerance, llm_weight)
+        plan = _move_items(costs, sample_rank, size, mean, widths, aim)
+        return plan, step_time(costs, plan, ranks, ranks_per_node, aim)
+
+    plan, time = planned(LLM_FIRST)
+    if time > 1 + _POOR:  # few samples, or a long one
+        other, other_time = planned(ALL_ALIKE)
+        if other_time < time * (1 - _LLM_LATER):
+            plan, time = other, other_time
     if start is not None:
         kept = _at_home(costs, np.asarray(start, np.int32))
-        before, after = (step_time(costs, at, ranks, ranks_per_node, aim) for at in (kept, plan))
-        if after > before * (1 - aim.least_gain):
+        if time > step_time(costs, kept, ranks, ranks_per_node, aim) * (1 - aim.least_gain):
             return kept
     return plan
-
-
-def deal_to_nodes(
-    costs: Costs, ranks: int, ranks_per_node: int | None = None, tolerance: float = Aim.tolerance
-) -> np.ndarray:
-    """The node of each sample, int32 `[n]`, the same on every process that knows the costs.
-
-    Samples alike in their encoders are dealt in rounds, the heaviest of a round for the LLM to the node that has least
-    of it; nodes that still differ by half of the tolerance exchange samples. Raises ValueError.
-    """
-    return deal_evenly(costs.sample, _node_sizes(ranks, ranks_per_node), tolerance)
-
-
-def plan_node(
-    costs: Costs, ranks: int, widths: Sequence[Sequence[int]] | None = None, aim: Aim | None = None
-) -> PhasePlan:
-    """The plan of one node's own samples (`Costs.take` of what is dealt to it), its ranks numbered from 0.
-
-    `place_jointly` does the same for all nodes. So a process may plan its own node alone, where nodes need not agree on
-    a width: it is given, or nothing moves.
-    """
-    _check_ranks(ranks, ranks)
-    node = np.zeros(len(costs), np.int32)
-    return _plan_nodes(costs, node, np.array([ranks]), _check_widths(widths, costs.phases), aim or Aim())
 
 
 def cost_per_rank(costs: Costs, plan: PhasePlan, ranks: int) -> np.ndarray:
@@ -174,110 +166,74 @@ def step_time(
     return float(_share(costs, aim) @ fullest + aim.exchange * sent)
 
 
-@dataclass(frozen=True)
-class _Node:
-    """One node with few samples: relative costs as in `vector_lpt`, and each encoder's items.
+def _place_samples(
+    costs: Costs, ranks: int, mean: np.ndarray, tolerance: float, llm_weight: tuple[float, float]
+) -> np.ndarray:
+    """The rank of each sample, int32 `[n]`, near-linear in samples and ranks: dealt to blocks, then exchanged."""
+    rank = np.zeros(len(costs), np.int64)
+    if ranks == 1 or len(costs) == 0:
+        return rank.astype(np.int32)
+    size = np.diff(np.append(np.arange(0, ranks, _BLOCK), ranks))
+    block = deal_in_rounds(costs.sample, size)
+    order = by_leading_encoder(costs.sample, block, np.broadcast_to(mean, (len(size), costs.phases)))
+    start = np.concatenate([[0], np.cumsum(np.bincount(block, minlength=len(size)))])
+    relative = np.ascontiguousarray((costs.sample / mean).T)
+    longest_first_in_blocks(relative, order, start, size, rank)
+    ceiling = np.maximum(relative.max(1), [_whole_units(of_phase) for of_phase in relative])
+    even_everywhere(relative, ceiling, tolerance, ranks, llm_weight, rank)
+    return rank.astype(np.int32)
 
-    samples: `[phases, n]`. items: per encoder the items' numbers, costs and tokens. goal, share: `[phases]`.
+
+def _whole_units(cost: np.ndarray) -> float:
+    """The least that the fullest rank has where all costs `[n]` are multiples of one unit, such as tiles: >= 1.
+
+    The mean over ranks is 1. The multiple is that of the smallest difference between two costs, if there is one.
     """
-
-    samples: np.ndarray
-    items: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
-    ceiling: np.ndarray
-    goal: np.ndarray
-    share: np.ndarray
-    tokens: int
-
-
-def _plan_nodes(
-    costs: Costs, node: np.ndarray, size: np.ndarray, widths: Sequence[Sequence[int]], aim: Aim
-) -> PhasePlan:
-    """The plan of samples that have been dealt to nodes; what a node does depends on its own samples alone."""
-    first = np.cumsum(size) - size
-    mean = node_means(costs.sample, node, size)
-    longest = longest_parts(
-        costs.sample[:, LLM], node, node[costs.item_sample], costs.item_phase, costs.item_cost, *mean.shape
-    )
-    ceiling = np.maximum(longest / mean, 1.0)
-    order = by_leading_encoder(costs.sample, node, mean)
-    start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
-    rank = np.zeros(len(costs), np.int32)
-    reached = balance_nodes(costs.sample, order, start, size, mean, ceiling, aim.tolerance, rank)
-    rank += first[node].astype(np.int32)
-    item_rank, width = rank[costs.item_sample], np.zeros(costs.phases - 1, np.int64)
-    for k in np.flatnonzero(~reached):
-        own = np.flatnonzero(node == k)
-        taken, items = costs.take(own)
-        plan = _search(taken, int(size[k]), mean[k], ceiling[k], widths, aim)
-        rank[own], item_rank[items] = first[k] + plan.sample_rank, first[k] + plan.item_rank
-        width = np.maximum(width, plan.width)
-    return PhasePlan(rank, item_rank, width)
-
-
-def _search(
-    costs: Costs, ranks: int, mean: np.ndarray, ceiling: np.ndarray, widths: Sequence[Sequence[int]], aim: Aim
-) -> PhasePlan:
-    """One node where samples alone do not reach the goal: the less encoders matter for them, the more items move.
-
-    The best of several tries by estimated time. What no item can relieve is the LLM, so encoders matter less and less.
-    """
-    node = _node_of(costs, ranks, mean, ceiling, aim)
-    order = by_leading_encoder(costs.sample, np.zeros(len(costs), np.int32), mean[None])
-    best, least = None, np.inf
-    for weight in _weights(node.share):
-        rank, load = balance(node.samples, order, np.ones(ranks), weight, node.ceiling, node.goal)
-        plan, time = _move_items(costs, node, rank, load, widths, aim)
-        if time < least:
-            best, least = plan, time
-        if least <= node.share @ node.goal:
-            break
-    assert best is not None
-    return best
-
-
-def _weights(share: np.ndarray) -> list[np.ndarray]:
-    """How much each phase matters while samples are placed, `[phases]` each, in the order to try."""
-    less = [np.full(len(share), encoders) for encoders in _ENCODER_WEIGHTS]
-    for weight in less:
-        weight[LLM] = 1.0
-    return [*less, share / max(share.max(), np.finfo(float).tiny)]
-
-
-def _node_of(costs: Costs, ranks: int, mean: np.ndarray, ceiling: np.ndarray, aim: Aim) -> _Node:
-    """A node whose goal, per phase, is what balancing this phase alone reaches, or the tolerance if that is more."""
-    items = [np.flatnonzero(costs.item_phase == p) for p in range(1, costs.phases)]
-    relative = [costs.item_cost[of] / mean[p] for p, of in enumerate(items, 1)]
-    samples = np.ascontiguousarray((costs.sample / mean).T)
-    goal = ceiling * (1 + aim.tolerance)
-    for p, cost in enumerate((samples[LLM], *relative)):
-        longest_first = np.argsort(-cost, kind="stable")
-        one = np.ones(1)
-        _, load = balance(cost[None], longest_first, np.ones(ranks), one, ceiling[p : p + 1], goal[p : p + 1])
-        goal[p] = max(goal[p], load.max())
-    tokens = [costs.item_tokens[of] for of in items]
-    total = max(int(costs.item_tokens.sum()), 1)
-    return _Node(samples, list(zip(items, relative, tokens, strict=True)), ceiling, goal, _share(costs, aim), total)
+    values = np.unique(cost)
+    unit = np.diff(values, prepend=0.0)[values > 0].min(initial=1.0)
+    multiples = values / unit
+    if np.abs(multiples - np.rint(multiples)).max() > _ROUNDING:
+        return 1.0
+    return max(float(np.ceil(1 / unit - _ROUNDING) * unit), 1.0)
 
 
 def _move_items(
-    costs: Costs, node: _Node, rank: np.ndarray, load: np.ndarray, widths: Sequence[Sequence[int]], aim: Aim
-) -> tuple[PhasePlan, float]:
-    """The plan with the width that serves each encoder best, and its estimated time; 1 = all ranks equal."""
-    ranks = load.shape[1]
-    time = node.share[LLM] * load[LLM].max()
-    item_rank, chosen = rank[costs.item_sample].astype(np.int32), np.zeros(costs.phases - 1, np.int64)
-    for p, (items, cost, tokens) in enumerate(node.items, 1):
-        home, least = rank[costs.item_sample[items]], np.inf
-        for width in widths[p - 1]:
-            at, after = home.copy(), load[p].copy()
-            spread_items(home, cost, tokens, width, node.goal[p], at, after)
-            needed = node.share[p] * after.max() + aim.exchange * ranks * (ranks - 1) * width / node.tokens
-            if needed < least:
-                least, item_rank[items], chosen[p - 1] = needed, at, width
-            if after.max() <= node.goal[p]:
+    costs: Costs, sample_rank: np.ndarray, size: np.ndarray, mean: np.ndarray, widths: Sequence[Sequence[int]], aim: Aim
+) -> PhasePlan:
+    """The plan with the width of each encoder that makes the step shortest. size: int64 `[nodes]`, ranks of each."""
+    ranks, share = int(size.sum()), _share(costs, aim)
+    plan = _at_home(costs, sample_rank)
+    item_rank, chosen = plan.item_rank.astype(np.int64), plan.width
+    per_token = aim.exchange * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
+    for p in range(1, costs.phases):
+        items = np.flatnonzero(costs.item_phase == p)
+        cost, home = costs.item_cost[items] / mean[p], item_rank[items]
+        load = np.bincount(home, cost, ranks)
+        goal = max(1 + aim.tolerance, float(cost.max(initial=0)))
+        if len(widths[p - 1]) == 1 or load.max() <= goal:
+            continue
+        node = np.repeat(np.arange(len(size)), size)[home]
+        order = np.lexsort((-cost, node))
+        items, cost, home, tokens = items[order], cost[order], home[order], costs.item_tokens[items[order]]
+        start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
+        goal = max(goal, float(_fullest(cost, ranks)))
+        least = share[p] * load.max() - _WORTH_MOVING
+        for width in widths[p - 1][1:]:
+            at, after = home.copy(), load.copy()
+            spread_in_nodes(start, size, home, cost, tokens, width, goal, at, after)
+            time = share[p] * after.max() + per_token * width
+            if time < least:
+                least, item_rank[items], chosen[p - 1] = time, at, width
+            if after.max() <= goal:
                 break
-        time += least
-    return PhasePlan(rank.astype(np.int32), item_rank, chosen), float(time)
+    return PhasePlan(sample_rank, item_rank.astype(np.int32), chosen)
+
+
+def _fullest(cost: np.ndarray, ranks: int) -> float:
+    """What the fullest rank has of items that LPT deals to any ranks."""
+    load = np.zeros(ranks)
+    lpt(cost, np.argsort(-cost, kind="stable"), np.zeros(len(cost), np.int32), load)
+    return float(load.max())
 
 
 def _share(costs: Costs, aim: Aim) -> np.ndarray:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmjax.balance.permutation import Shuffler
+
 _TRIAL = 4096  # samples that maxima are tried on
 _MOST_ANCHORS = 12
 _RATIOS = (0.97, 0.985, 1.0, 1.01, 1.02, 1.04, 1.07)  # of the other dimensions to the anchor, relative to the means'
@@ -45,7 +47,7 @@ def choose_maximum(
     mean, longest = lengths.mean(0), lengths.max(0)
     used = longest > 0
     shortest = np.maximum(_up(longest, unit), unit)
-    trial = lengths[np.random.default_rng(0).permutation(len(lengths))[:_TRIAL]]
+    trial = lengths[Shuffler(0).permutation(len(lengths))[:_TRIAL]]
     tried = _Tried(trial, used, samples_per_row, rows_needed)
     best = tried.best_of(_candidates(mean, shortest, unit, samples_per_row, given, used))
     for k in np.flatnonzero(used & (given == 0)):

@@ -15,11 +15,23 @@ from numba import njit
 
 _BELOW = 0.15  # of the penalty above the ceiling: an empty rank costs nothing by itself, but others hold its part
 _LEAST_GAIN = 1e-12  # of an exchange; what rounding can feign is less
-_LEAST_RELIEF = 1e-9  # of the fullest rank, by moving an item
 _PAIRS = 4096  # tried between two ranks; every few of more
 _PARTNERS = 32  # ranks that one rank above its goal tries to exchange with
 _TRIES = 64  # exchanges for each rank
 _SLACK = 4  # places for samples that a rank may receive without giving any
+
+# Of `even_everywhere`, in which a rank above its goal does one exchange a round.
+_ROUNDS = 40
+_LOOSE_ROUNDS = 10  # in which the LLM may still be uneven, for the good of encoders
+LLM_FIRST = (3.0, 30.0)  # the LLM's weight in these rounds and in the others; an encoder's is 1
+ALL_ALIKE = (1.0, 1.0)
+_LLM_BELOW, _ENCODER_BELOW = 0.1, 0.05  # of the penalty above the goal
+_LLM_TOLERANCE = 0.75  # of an encoder's
+_SURPLUS = 0.2  # by which an encoder's goal may exceed what it would have if its surplus were spread over all ranks
+_LIGHTER = 16  # ranks that one rank above its goal tries to exchange with, of
+_LOOKED_AT = 8 * _LIGHTER
+_WINDOW = 64  # samples of a rank that are tried in one exchange; others in the next
+_ENOUGH = 0.5  # of a rank's penalty: an exchange that wins as much is done without looking further
 
 
 class _Held(NamedTuple):
@@ -237,61 +249,133 @@ def _close_gap(held, r, at):
 
 
 @njit(cache=True)
-def spread_items(home, cost, tokens, width, goal, at, load):
-    """Move or swap items off the fullest rank until it is at the goal, or nothing helps; writes at and load [ranks].
+def longest_first_in_blocks(cost, order, start, size, rank):
+    """Place the samples of each block of ranks longest first on vectors; writes rank, numbered through all blocks.
 
-    home: the rank of each item's sample [m]; at: where it is encoded. From no rank to another one travel more than
-    `width` tokens.
+    order: the samples of block k are order[start[k] : start[k + 1]]; size: int64 [blocks], its ranks.
     """
-    ranks = len(load)
-    sent = np.zeros((ranks, ranks), np.int64)
-    while True:
-        full = np.argmax(load)
-        if load[full] <= goal:
-            return
-        j, k, to = _best_item(home, cost, tokens, width, at, load, sent, full)
-        if j < 0:
-            return
-        change = cost[j] - (cost[k] if k >= 0 else 0.0)
-        _send(home, tokens, at, sent, j, to)
-        if k >= 0:
-            _send(home, tokens, at, sent, k, full)
-        load[full] -= change
-        load[to] += change
+    phases, first = len(cost), 0
+    for k in range(len(size)):
+        samples = order[start[k] : start[k + 1]]
+        part = np.empty((phases, len(samples)))
+        for i in range(len(samples)):
+            for p in range(phases):
+                part[p, i] = cost[p, samples[i]]
+        at = np.zeros(len(samples), np.int64)
+        _longest_first(part, np.arange(len(samples)), np.ones(size[k]), np.ones(phases), at)
+        for i in range(len(samples)):
+            rank[samples[i]] = first + at[i]
+        first += size[k]
 
 
 @njit(cache=True)
-def _best_item(home, cost, tokens, width, at, load, sent, full):
-    """The item of the fullest rank that goes, the one that comes for it or -1, and the other rank."""
-    least, best_j, best_k, best_to = load[full] - _LEAST_RELIEF, -1, -1, -1
-    for j in range(len(home)):
-        if at[j] != full:
-            continue
-        for to in range(len(load)):
-            after = max(load[full] - cost[j], load[to] + cost[j])
-            if to != full and after < least and (home[j] == to or sent[home[j], to] + tokens[j] <= width):
-                least, best_j, best_k, best_to = after, j, -1, to
-        for k in range(len(home)):
-            to, change = at[k], cost[j] - cost[k]
-            after = max(load[full] - change, load[to] + change)
-            if to != full and after < least and _may_swap(home, tokens, width, sent, j, k, full, to):
-                least, best_j, best_k, best_to = after, j, k, to
-    return best_j, best_k, best_to
+def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
+    """Exchange samples between any ranks until none is above its goal, for a number of rounds; writes rank.
+
+    A long text leaves its rank no room for its part of the encoders. What others then have more of is spread over all
+    ranks: an encoder's goal is the mean of what ranks have, where those below the mean count as it. A round visits
+    each rank above a goal once, so time is linear in ranks. ceiling: [phases], the longest sample. llm_weight:
+    LLM_FIRST or ALL_ALIKE. Returns the load.
+    """
+    phases = len(cost)
+    held = _hold(cost, rank, np.ones(ranks))
+    scratch = np.empty(_WINDOW)
+    weight, below = np.ones(phases), np.full(phases, _ENCODER_BELOW)
+    below[0] = _LLM_BELOW
+    goal, aim, excess = np.empty(phases), np.empty(phases), np.empty(ranks)
+    visited = 0
+    for turn in range(_ROUNDS):
+        weight[0] = llm_weight[0] if turn < _LOOSE_ROUNDS else llm_weight[1]
+        _set_goals(held.load, ceiling, tolerance, goal, aim)
+        for r in range(ranks):
+            excess[r] = _excess(held.load, goal, weight, r)
+        for heavy in np.argsort(-excess):
+            if excess[heavy] <= 0:
+                break
+            if _excess(held.load, goal, weight, heavy) > 0:
+                visited += 1
+                _relieve_anywhere(held, heavy, goal, aim, weight, below, visited, scratch)
+        if excess.max() <= 0:
+            break
+    for r in range(ranks):
+        for i in range(held.count[r]):
+            rank[held.sample[r, i]] = r
+    return held.load
 
 
 @njit(cache=True)
-def _may_swap(home, tokens, width, sent, j, k, full, to):
-    """Whether pairs of ranks stay within the width; what the other item frees of a pair counts."""
-    same = home[j] == home[k]
-    outward = sent[home[j], to] + tokens[j] - (tokens[k] if same else 0)
-    inward = sent[home[k], full] + tokens[k] - (tokens[j] if same else 0)
-    return (home[j] == to or outward <= width) and (home[k] == full or inward <= width)
+def _set_goals(load, ceiling, tolerance, goal, aim):
+    """Writes the goals of all phases, and what exchanges aim at, to have some distance from the goals."""
+    for p in range(len(load)):
+        level = 1.0
+        if p > 0:
+            level = 0.0
+            for r in range(load.shape[1]):
+                level += max(load[p, r], 1.0) / load.shape[1]
+        allowed = tolerance * (1.0 if p > 0 else _LLM_TOLERANCE)
+        goal[p] = max(ceiling[p], level + _SURPLUS * (level - 1)) + allowed
+        aim[p] = max(ceiling[p], level) + allowed / 2
 
 
 @njit(cache=True)
-def _send(home, tokens, at, sent, item, to):
-    if at[item] != home[item]:
-        sent[home[item], at[item]] -= tokens[item]
-    if to != home[item]:
-        sent[home[item], to] += tokens[item]
-    at[item] = to
+def _excess(load, goal, weight, r):
+    total = 0.0
+    for p in range(len(load)):
+        above = max(load[p, r] - goal[p], 0.0)
+        total += weight[p] * above * above
+    return total
+
+
+@njit(cache=True)
+def _relieve_anywhere(held, heavy, goal, aim, weight, below, visited, scratch):
+    """Do the best exchange of a rank with ranks that have room in the phase in which it is furthest above its goal."""
+    phase, most, ranks = 0, 0.0, held.load.shape[1]
+    for p in range(len(goal)):
+        above = max(held.load[p, heavy] - goal[p], 0.0)
+        if weight[p] * above * above > most:
+            phase, most = p, weight[p] * above * above
+    enough = _ENOUGH * _excess(held.load, aim, weight, heavy)
+    gain, at, partner, partner_at, tried = _LEAST_GAIN, -1, -1, -1, 0
+    for k in range(min(_LOOKED_AT, ranks - 1)):
+        # Begins elsewhere each time, else the same ranks would take part in every exchange.
+        r = (heavy + 1 + (visited * _LIGHTER + k) % (ranks - 1)) % ranks
+        if held.load[phase, r] < goal[phase]:
+            won, a, b = _best_of_window(held, heavy, r, aim, weight, below, visited, scratch)
+            if won > gain:
+                gain, at, partner, partner_at = won, a, r, b
+            tried += 1
+            if gain > enough or tried == _LIGHTER:
+                break
+    if partner >= 0:
+        _exchange(held, heavy, at, partner, partner_at)
+
+
+@njit(cache=True)
+def _best_of_window(held, heavy, light, aim, weight, below, visited, scratch):
+    """What the best exchange of two ranks wins, and its places, of the samples in one window of each."""
+    places = held.sample.shape[1]
+    of_heavy, of_light = min(held.count[heavy] + 1, places), min(held.count[light] + 1, places)
+    many_heavy, many_light = min(of_heavy, _WINDOW), min(of_light, _WINDOW)
+    from_heavy = visited * _WINDOW % (of_heavy - many_heavy + 1)
+    from_light = visited * _WINDOW % (of_light - many_light + 1)
+    before = 0.0
+    for p in range(len(aim)):
+        for r in (heavy, light):
+            above = held.load[p, r] - aim[p]
+            before += weight[p] * above * above * (1.0 if above > 0 else below[p])
+    least, best_a, best_b = before, -1, -1
+    for a in range(from_heavy, from_heavy + many_heavy):
+        for b in range(many_light):
+            scratch[b] = 0.0
+        for p in range(len(aim)):
+            without = held.load[p, heavy] - aim[p] - held.cost[p, heavy, a]
+            more = held.load[p, light] - aim[p] + held.cost[p, heavy, a]
+            over, under = weight[p], weight[p] * below[p]
+            cost = held.cost[p, light, from_light : from_light + many_light]
+            for b in range(many_light):  # written so that it becomes SIMD instructions
+                u, v = without + cost[b], more - cost[b]
+                scratch[b] += u * u * (over if u > 0 else under) + v * v * (over if v > 0 else under)
+        for b in range(many_light):
+            if scratch[b] < least:
+                least, best_a, best_b = scratch[b], a, from_light + b
+    return before - least, best_a, best_b

@@ -1,4 +1,4 @@
-"""What balancing gains: real processes of one core each train the same steps with balance none, llm and post."""
+"""What balancing gains: real processes of one core each train the same steps with balance none, llm, off and post."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Measurement:
         if args.steps:
             trial = make_trial(index, folder / "lengths.npz", args.processes, args.per_rank, args.seed)
             loaders = {
-                mode: StepLoader(config, trial.budget, trial.layout, folder / "index", folder)
+                mode: StepLoader(config, trial.budget, trial.layouts[mode], folder / "index", folder)
                 for mode, config in trial.configs.items()
             }
             measured = _processes(Task(loaders, args.steps), folder, args.processes)
@@ -193,7 +193,7 @@ def _figures(
             f"core_seconds_{mode}": float(np.median(busy[mode])),
             f"wait_{mode}": float(np.mean([straggler_wait(work_per_rank(p), of_position) for p in plans[mode]])),
         }
-    for mode in ("none", "llm"):
+    for mode in ("none", "llm", "off"):
         figures |= {
             f"gain_post_over_{mode}": float(np.median(seconds[mode] / seconds["post"])),
             f"predicted_gain_post_over_{mode}": float(np.median(flops[mode] / flops["post"])),
@@ -214,7 +214,7 @@ def _picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict
     ranks, per_rank, steps = args.picture_ranks, args.picture_per_rank, args.picture_steps
     trial = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)
     flops = trial.planners["none"].placer.flops
-    planned = {m: [work_per_rank(plan) for plan in trial.plans(m, steps)] for m in ("none", "post")}
+    planned = {m: [work_per_rank(plan) for plan in trial.plans(m, steps)] for m in ("none", "llm", "post")}
     waits = {m: float(np.mean([straggler_wait(of_step, flops) for of_step in of])) for m, of in planned.items()}
     works = {m: dict(zip(PHASES, np.stack(of, axis=1), strict=True)) for m, of in planned.items()}
     headings = {m: f"balance {m}: {MEANINGS[m]}; ranks wait {wait:.1%} of the step" for m, wait in waits.items()}

@@ -1,4 +1,4 @@
-"""The model, the samples and the planned steps of `balance-run`: three ways to balance the same steps.
+"""The model, the samples and the planned steps of `balance-run`: four ways to balance the same steps.
 
 Lengths of real samples are divided by `--scale`, and images, clips and tokens of these lengths are made from a sample's
 number: what a step costs depends on lengths alone.
@@ -40,7 +40,12 @@ from mmjax.data.plan import StepPlan, StepPlanner
 from mmjax.data.sample import Facts, Item, Sample, Text
 from mmjax.planning.cost import executed, frozen_modules
 
-MODES: dict[str, Balance] = {"none": NoBalance(), "llm": LlmBalance(), "post": PostBalance()}
+MODES: dict[str, Balance] = {
+    "none": NoBalance(),
+    "llm": LlmBalance(),
+    "off": PostBalance(locality="off"),  # every phase by itself: OrchMLLM
+    "post": PostBalance(),
+}
 PHASES = ("llm", "vision", "audio")
 VOCAB = 256
 RANKS_PER_NODE = 8
@@ -135,12 +140,12 @@ def open_lengths(file: str, split: str) -> LengthSource:
 
 @dataclass(frozen=True)
 class Trial:
-    """The same steps of samples balanced in several ways, in one ladder of shapes."""
+    """The same steps of samples balanced in several ways, all in one ladder of shapes but "off", which sends widely."""
 
     configs: dict[str, Config]  # by mode
     planners: dict[str, StepPlanner]
     budget: Budget
-    layout: RankLayout
+    layouts: dict[str, RankLayout]
 
     def plans(self, mode: str, steps: int) -> list[StepPlan]:
         """The first steps' plans."""
@@ -166,9 +171,11 @@ def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, see
     budget = make_budget(index, config, [1.0])
     grouper = StepGrouper(index, config.batch, [1.0], seed, budget)
     per_node = next(n for n in range(min(ranks, RANKS_PER_NODE), 0, -1) if ranks % n == 0)
-    layout = lay_out(grouper, config, Topology(ranks, per_node, per_node), tuple(MODES.values()))
-    planners = {m: StepPlanner(grouper, make_placer(grouper, c, layout)) for m, c in configs.items()}
-    return Trial(configs, planners, budget, layout)
+    topology = Topology(ranks, per_node, per_node)
+    alike = lay_out(grouper, config, topology, tuple(MODES[m] for m in MODES if m != "off"))
+    layouts = dict.fromkeys(MODES, alike) | {"off": lay_out(grouper, configs["off"], topology)}
+    planners = {m: StepPlanner(grouper, make_placer(grouper, c, layouts[m])) for m, c in configs.items()}
+    return Trial(configs, planners, budget, layouts)
 
 
 def work_per_rank(plan: StepPlan) -> np.ndarray:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each way of placing samples; `bound` is the larger of the mean and the longest part of each phase.
 
-    `sorts`: how many times as long it takes as sorting the same lengths by index.
+    `ms`: of a core. `sorts`: how many times as long that is as sorting the same lengths by index.
     """
     check(args, "ranks", "steps", "per_rank", "scale", "samples")
     found, peers = read(args), args.ranks_per_node or args.ranks
@@ -82,8 +82,8 @@ def balances(ranks: int, peers: int) -> dict[str, Callable[[Costs], PhasePlan]]:
 
 
 def _seconds(plan: Callable[[Costs], Any], costs: Costs) -> tuple[Any, float]:
-    began = time.perf_counter()
-    return plan(costs), time.perf_counter() - began
+    began = time.process_time()
+    return plan(costs), time.process_time() - began
 
 
 def _sort(costs: Costs) -> list[np.ndarray]:

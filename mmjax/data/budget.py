@@ -10,6 +10,7 @@ import numpy as np
 
 from mmjax.balance.budgets import Budgets, fit_budgets
 from mmjax.balance.isf import Grouping, choose_bounds, group_leftovers, isf
+from mmjax.balance.permutation import Shuffler
 from mmjax.balance.place import split, to_rows
 from mmjax.config import BatchConfig, Config, IsfGrouping, NoGrouping, PackGrouping, Tokens
 from mmjax.data.index import LengthIndex
@@ -160,7 +161,7 @@ def _isf_budget(
     bounds = choose_bounds(lengths, (0.9 * mean, 1.25 * mean), alignment)
     budget = _budget(np.full(len(rows), count), bounds.maximum, samples, longest, bounds.minimum)
 
-    grouping = isf_groups(lengths, budget, iterations, np.random.default_rng(0))
+    grouping = isf_groups(lengths, budget, iterations, Shuffler(0))
     groups = grouping.groups + grouping.leftover_groups
     reached = len(lengths) / groups * count * batch.microbatches
     notes = (
@@ -171,7 +172,7 @@ def _isf_budget(
     return replace(budget, samples_per_step=reached, notes=notes if count < rows[0] else notes[1:])
 
 
-def isf_groups(lengths: np.ndarray, budget: Budget, iterations: int, rng: np.random.Generator) -> Grouping:
+def isf_groups(lengths: np.ndarray, budget: Budget, iterations: int, rng: Shuffler) -> Grouping:
     """ISF groups of samples `[n, modules]`, what it leaves over as groups of their own behind the others."""
     maximum = np.array(budget.lengths)
     grouping = isf(lengths, maximum, np.array(budget.minimum), iterations, rng)

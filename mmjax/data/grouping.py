@@ -14,6 +14,7 @@ import numpy as np
 
 from mmjax.balance.pack import columns_for, count_steps, oversize, pack
 from mmjax.balance.parts import Parts
+from mmjax.balance.permutation import Shuffler
 from mmjax.balance.place import split
 from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping
 from mmjax.data.budget import Budget, isf_groups, steps_for, stream_of
@@ -183,7 +184,7 @@ class StepGrouper:
             case PackGrouping(pool_steps=pool):
                 return self._packed(order, pool, self._steps_in(chunk))
             case IsfGrouping(iterations=iterations):
-                return self._isf(order, iterations, np.random.default_rng((self.seed, 3, chunk)))
+                return self._isf(order, iterations, Shuffler(self.seed, 3, chunk))
             case NoGrouping():
                 steps = steps_for(len(order), self.budget.samples_per_step)
                 return _Chunk(order, np.arange(steps + 1) * len(order) // steps, np.zeros(0, np.int64), None)
@@ -195,7 +196,7 @@ class StepGrouper:
         packing = pack(parts, np.arange(len(order)), self.budget.room(), count, pool_steps, columns, steps=steps)
         return _chunk_of(order, parts, packing.step, packing.row, packing.waited)
 
-    def _isf(self, order: np.ndarray, iterations: int, rng: np.random.Generator) -> _Chunk:
+    def _isf(self, order: np.ndarray, iterations: int, rng: Shuffler) -> _Chunk:
         parts = self.index.parts(order)
         grouping = isf_groups(self.index.totals[order], self.budget, iterations, rng)
         groups, per_step = grouping.groups + grouping.leftover_groups, self.budget.rows[0] * self.batch.microbatches

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmjax.balance.permutation import Shuffler
 from mmjax.data.index import LengthIndex
 from mmjax.errors import UserError
 
@@ -105,7 +106,8 @@ class Stream:
     def chunk(self, chunk: int) -> np.ndarray:
         """Return the sample ids of a chunk in random order, int64. Raises UserError where no weight is positive."""
         ids = [self.pools[s].draw(of.begin, of.end, key_of(self.seed, s)) for s, of in self.draws(chunk).items()]
-        return np.random.default_rng((self.seed, 2, chunk)).permutation(np.concatenate(ids))
+        drawn = np.concatenate(ids)
+        return drawn[Shuffler(self.seed, 2, chunk).permutation(len(drawn))]
 
     def samples_in(self, chunk: int) -> int:
         """Count the samples of a chunk without drawing them."""
