@@ -50,20 +50,20 @@ def _layer_sizes(module: str, width: int, query_width: int, key_width: int, mlp_
     }
 
 
-def matching(lora: LoraConfig, names: Sizes) -> list[str]:
+def matching_layers(lora: LoraConfig, names: Sizes) -> list[str]:
     """List the linear layers that an adapter's patterns match."""
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in lora.layers)]
 
 
-def adapted(model: ModelConfig) -> dict[str, LoraConfig]:
+def adapters_by_layer(model: ModelConfig) -> dict[str, LoraConfig]:
     """Map each linear layer that has an adapter to the adapter's config."""
     if not model.lora:
         return {}
     names = linear_layers(model)
-    return {name: lora for lora in model.lora.values() for name in matching(lora, names)}
+    return {name: lora for lora in model.lora.values() for name in matching_layers(lora, names)}
 
 
-def module_with(name: str) -> str:
+def module_of_layer(name: str) -> str:
     """Name the module that a linear layer belongs to: "llm", an encoder, or "<encoder>.connector"."""
     # "vision.connector.mlp.up" is of "vision.connector", "vision.layers.*.mlp.up" of "vision".
     module, place, *_ = name.split(".")
@@ -72,30 +72,30 @@ def module_with(name: str) -> str:
 
 def adapted_modules(model: ModelConfig) -> list[str]:
     """List the modules that have adapters."""
-    return list(dict.fromkeys(module_with(name) for name in adapted(model)))
+    return list(dict.fromkeys(module_of_layer(name) for name in adapters_by_layer(model)))
 
 
 def frozen_by_adapters(model: ModelConfig) -> set[str]:
     """List the modules whose base weights are frozen because they have adapters."""
-    return {module_with(name) for name, lora in adapted(model).items() if lora.base == "frozen"}
+    return {module_of_layer(name) for name, lora in adapters_by_layer(model).items() if lora.base == "frozen"}
 
 
-def scale(lora: LoraConfig) -> float:
+def lora_scale(lora: LoraConfig) -> float:
     """Compute the factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) (rsLoRA)."""
     return lora.alpha / (lora.rank**0.5 if lora.scaling == "sqrt_rank" else lora.rank)
 
 
-def adapter_sizes(model: ModelConfig) -> dict[str, int]:
+def adapter_parameters(model: ModelConfig) -> dict[str, int]:
     """Count the parameters of each module's adapters, by `<module>.lora`."""
     names = linear_layers(model)
     counts: dict[str, int] = {}
-    for name, lora in adapted(model).items():
-        group = f"{module_with(name)}.lora"
-        counts[group] = counts.get(group, 0) + lora.rank * sum(names[name]) * copies(model, name)
+    for name, lora in adapters_by_layer(model).items():
+        group = f"{module_of_layer(name)}.lora"
+        counts[group] = counts.get(group, 0) + lora.rank * sum(names[name]) * layer_count(model, name)
     return counts
 
 
-def copies(model: ModelConfig, name: str) -> int:
+def layer_count(model: ModelConfig, name: str) -> int:
     """Count the linear layers that a name stands for: one for each layer of its module."""
     module, place, *_ = name.split(".")
     config = model.llm if module == "llm" else model.encoders[module]

@@ -6,7 +6,7 @@ equally many per rank.
 
 Encoder tokens reach the text in two steps. Every rank sends its peers the positions of its connector output
 `[its rows * L']` that `send` names. Then `slots` indexes, for each text position, the received tokens
-`[peers * width]` followed by the rank's own output. Interpolated images need a weighted sum of tokens: `Mixed`.
+`[peers * width]` followed by the rank's own output. Interpolated images need a weighted sum of tokens: `WeightedSlots`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array = Any  # numpy.ndarray in the loader, jax.Array in the step
 PADDING = -1  # in `sample`, `source`, `owner`, `item`, `slots` and `send`: nothing here
 
 
-class Mixed(NamedTuple):
+class WeightedSlots(NamedTuple):
     """Slots of an encoder whose tokens are interpolated: up to four per text position, with their weights."""
 
     slot: Array  # int32 [R, T, 4], -1 = nothing
@@ -41,7 +41,7 @@ class TextBatch(NamedTuple):
     owner: Array  # the sample's id in the length index, -1 = padding
     offset: Array  # index in the sample
     # Per encoder: index into the received tokens and the rank's own, -1 = none; or several with weights.
-    slots: dict[str, Array | Mixed]
+    slots: dict[str, Array | WeightedSlots]
     send: dict[str, Array]  # per encoder `[ranks, peers, width]`: own tokens that go to each peer, -1 = nothing
 
 

@@ -29,9 +29,9 @@ from mmjax.benchmarks import (
     start,
 )
 from mmjax.benchmarks.measurement import Measurement
-from mmjax.errors import leave, run_command
+from mmjax.errors import exit_process, run_command
 from mmjax.outputs import check_output
-from mmjax.training.console import say, table
+from mmjax.training.console import print_lines, table
 
 # Benchmarks whose run() returns a list of rows, one per variant.
 COMPARISONS: dict[str, Any] = {
@@ -79,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _print_comparison(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        say(json.dumps(rows))
+        print_lines(json.dumps(rows))
         return
-    say(*table([tuple(rows[0]), *(tuple(map(_format_cell, row.values())) for row in rows)], indent=""))
+    print_lines(*table([tuple(rows[0]), *(tuple(map(_format_cell, row.values())) for row in rows)], indent=""))
 
 
 def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -> None:
@@ -89,10 +89,10 @@ def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -
         with out.open("wb") as file:  # given a name, NumPy would append .npz to it
             np.savez(file, **measured.arrays)
     if as_json:
-        say(json.dumps(dict(measured.figures)))
+        print_lines(json.dumps(dict(measured.figures)))
         return
     rows = [(name, _format_cell(value), measured.paper.get(name, "")) for name, value in measured.figures.items()]
-    say(*table([("figure", "measured", "published" if measured.paper else ""), *rows], indent=""))
+    print_lines(*table([("figure", "measured", "published" if measured.paper else ""), *rows], indent=""))
 
 
 def _format_cell(value: Any) -> str:
@@ -102,4 +102,4 @@ def _format_cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from mmjax.config_meanings import first_line
 from mmjax.config_values import did_you_mean
-from mmjax.errors import UserError, leave, run_command
-from mmjax.startup import begin, loaded
+from mmjax.errors import UserError, exit_process, run_command
+from mmjax.startup import end_loading, start_clock
 
 # In the order of --help, which describes each with the first line of its module's docstring.
 COMMANDS = ("train", "generate", "evaluate", "export", "report", "inspect", "index", "plan", "supervise", "bench")
@@ -43,12 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name == "supervise":  # has no libraries to load, and exits with the code of the command that it runs
         importlib.import_module("mmjax.supervise").main(words)
         return
-    begin(name)
+    start_clock(name)
     module = importlib.import_module(f"mmjax.{name}")
-    loaded()
+    end_loading()
     module.main(words)
 
 
 def run() -> NoReturn:
     """Run as the program."""
-    leave(run_command(main))
+    exit_process(run_command(main))

@@ -38,25 +38,25 @@ from mmjax.config_values import assign, decode, did_you_mean, encode, leaves, wa
 from mmjax.errors import UserError
 
 __all__ = [
-    "callbacks_of",
+    "apply_overrides",
+    "copy_config",
     "default_config",
     "describe",
     "describe_with_meanings",
     "differences",
-    "edit",
-    "find",
+    "find_config",
     "from_json",
-    "keep",
     "keys_of",
     "load",
     "resolve",
-    "shipped",
+    "resolve_callbacks",
+    "shipped_configs",
     "sibling",
     "to_json",
     "validate",
 ]
 
-KEPT = "config.py"  # a run folder's copy of its config file
+CONFIG_COPY = "config.py"  # a run folder's copy of its config file
 VALUE_WIDTH = 16  # characters of a key's value before its meaning; longer values push it to the right
 LENGTHS = ("training.steps", "training.epochs")  # of a run, which has one of them
 
@@ -74,7 +74,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
     Overrides `name=text` that name a parameter of the file's config() are passed to it. Raises UserError with file and
     line for a mistake in the file, and with the key for a bad value.
     """
-    path = find(path_or_name)
+    path = find_config(path_or_name)
     with _share_modules() as modules:
         module = _execute(path, modules)
         arguments = _config_arguments(module, overrides)
@@ -93,7 +93,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def edit(config: Config, overrides: Sequence[str]) -> Config:
+def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Apply overrides `a.b=value` to a config and validate the result."""
     tree = encode(Config, config, "")
     _assign_all(tree, overrides)
@@ -117,12 +117,12 @@ def default_config() -> Path:
     return _shipped_folder() / "tiny_omni.py"
 
 
-def shipped() -> dict[str, str]:
+def shipped_configs() -> dict[str, str]:
     """List the configs that come with mmjax, with the first line of each file's docstring."""
     return {path.stem: first_line(path) for path in sorted(_shipped_folder().glob("*.py"))}
 
 
-def find(path_or_name: str | Path) -> Path:
+def find_config(path_or_name: str | Path) -> Path:
     """Find a config file by path, or by name among those that come with mmjax. Raises UserError if there is none."""
     path = Path(path_or_name).expanduser()
     if path.is_file() and path.suffix == ".py":
@@ -143,21 +143,25 @@ def sibling(file: str, name: str) -> types.ModuleType:
     path = next((p for p in candidates if p.is_file()), None)
     if path is None or not name.isidentifier():
         raise UserError(f"{file}: no config {name!r} beside it{did_you_mean(name, _config_names(folder))}")
-    if path.name == KEPT:
-        raise UserError(f"{file}: derives from {path}, but a run keeps its own config as {KEPT}; rename that file")
+    if path.name == CONFIG_COPY:
+        raise UserError(
+            f"{file}: derives from {path}, but a run keeps its own config as {CONFIG_COPY}; rename that file"
+        )
     with _share_modules() as modules:
         return _execute(path, modules)
 
 
-def keep(path_or_name: str | Path, folder: Path) -> None:
+def copy_config(path_or_name: str | Path, folder: Path) -> None:
     """Copy a config file into a run's folder as `config.py`, and beside it the files that it derives from."""
-    path = find(path_or_name)
+    path = find_config(path_or_name)
     shipped = _shipped_folder()
     with _share_modules() as modules:
         module = _execute(path, modules)
         with suppress(UserError):  # config() may need arguments, which are not known here
             _config_tree(module, path, modules)
-        texts = {p.name if p != path else KEPT: p.read_text() for p in modules if p == path or p.parent != shipped}
+        texts = {
+            p.name if p != path else CONFIG_COPY: p.read_text() for p in modules if p == path or p.parent != shipped
+        }
     for name, text in texts.items():
         (folder / name).write_text(text)
 
@@ -320,7 +324,7 @@ def resolve(function: str, folder: Path | None) -> Callable[..., Any]:
     """
     if not function.startswith("config:"):
         return _look_up(function, "function", None, None)
-    path = None if folder is None else Path(folder).absolute() / KEPT
+    path = None if folder is None else Path(folder).absolute() / CONFIG_COPY
     if path is None or not path.is_file():
         place = f"there is no {path}" if path else "no run folder is known"
         raise UserError(f"function {function!r} is in the run's config file, but {place}; give the run's folder")
@@ -336,7 +340,7 @@ def _warn_of_foreign_file(path: Path) -> None:
         print(f"note: {path} belongs to another user, and is executed as you", file=sys.stderr, flush=True)
 
 
-def callbacks_of(model: ModelConfig, folder: Path | None) -> dict[str, Callable[..., Any]]:
+def resolve_callbacks(model: ModelConfig, folder: Path | None) -> dict[str, Callable[..., Any]]:
     """Resolve the callbacks of a model's encoders, by `module:qualname`; `folder` and errors as in `resolve`."""
     return {function: resolve(function, folder) for _, function in _callback_names(model)}
 

@@ -25,7 +25,7 @@ MAX_INT = 2**53  # beyond, JSON readers that use floats change an int
 _KEY = re.compile(r"[\w.\-]+")
 
 
-def members(hint: Hint) -> tuple[Hint, ...]:
+def union_members(hint: Hint) -> tuple[Hint, ...]:
     """List the alternatives of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
@@ -39,7 +39,7 @@ def field_hints(cls: type) -> dict[str, Hint]:
 
 def kinds(hint: Hint) -> dict[str, type]:
     """Map the kinds of a union of dataclasses to the dataclasses; empty for any other type."""
-    return {m.kind: m for m in members(hint) if dataclasses.is_dataclass(m) and hasattr(m, "kind")}
+    return {m.kind: m for m in union_members(hint) if dataclasses.is_dataclass(m) and hasattr(m, "kind")}
 
 
 def expected(hint: Hint) -> str:
@@ -47,7 +47,7 @@ def expected(hint: Hint) -> str:
     if by_kind := kinds(hint):
         return f"a kind: {', '.join(by_kind)}"
     parts = []
-    for member in members(hint):
+    for member in union_members(hint):
         origin, args = get_origin(member), get_args(member)
         if origin is Literal:
             parts.append(("one of " if len(args) > 1 else "") + ", ".join(map(str, args)))
@@ -75,7 +75,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def encode(hint: Hint, value: Any, where: str) -> Tree:
     """Convert a value to a plain tree. Raises UserError, naming the key `where`, if it is not of this type."""
-    for member in members(hint):
+    for member in union_members(hint):
         origin, args = get_origin(member), get_args(member)
         if dataclasses.is_dataclass(member) and type(value) is member:
             tree = {"kind": member.kind} if hasattr(member, "kind") else {}
@@ -95,7 +95,7 @@ def encode(hint: Hint, value: Any, where: str) -> Tree:
 
 def decode(hint: Hint, tree: Tree, where: str) -> Any:
     """Convert a plain tree to a value. Raises UserError, naming the key, where the tree does not fit the type."""
-    for member in members(hint):
+    for member in union_members(hint):
         origin, args = get_origin(member), get_args(member)
         if dataclasses.is_dataclass(member) and isinstance(tree, dict):
             return _decode_dataclass(select_dataclass(hint, tree, where), tree, where)
@@ -108,7 +108,7 @@ def decode(hint: Hint, tree: Tree, where: str) -> Any:
 
 def select_dataclass(hint: Hint, tree: Tree, where: str) -> type:
     """Select the dataclass that a tree describes: the only one of its type, or the one of its `kind`."""
-    dataclass_members = [m for m in members(hint) if dataclasses.is_dataclass(m)]
+    dataclass_members = [m for m in union_members(hint) if dataclasses.is_dataclass(m)]
     if len(dataclass_members) == 1:
         return dataclass_members[0]
     by_kind = kinds(hint)
@@ -164,14 +164,14 @@ def _key(key: Any, where: str) -> str:
 def _scalar(hint: Hint, value: Any, where: str) -> Tree:
     if type(value) is int and abs(value) > MAX_INT:
         raise UserError(f"{where}: a whole number beyond {MAX_INT}, which no float holds exactly; give a smaller one")
-    for member in members(hint):
+    for member in union_members(hint):
         if get_origin(member) is Literal:
             # By type too: True == 1 and 1.0 == 1.
             if any(value == v and type(value) is type(v) for v in get_args(member)):
                 return value
         elif type(value) is member and not (member is float and not math.isfinite(value)):
             return value
-    if type(value) is int and float in members(hint):
+    if type(value) is int and float in union_members(hint):
         return float(value)
     simple = isinstance(value, bool | int | float | str)
     kind = "none" if value is None else f"a {type(value).__name__}"
@@ -180,7 +180,7 @@ def _scalar(hint: Hint, value: Any, where: str) -> Tree:
 
 def _mismatch(hint: Hint, got: str, text: str, where: str) -> UserError:
     """Make the error for a value of another type. got: describes the value; text: is compared with the choices."""
-    choices = [v for m in members(hint) if get_origin(m) is Literal for v in get_args(m)] + list(kinds(hint))
+    choices = [v for m in union_members(hint) if get_origin(m) is Literal for v in get_args(m)] + list(kinds(hint))
     close = difflib.get_close_matches(text, choices, 1)
     return UserError(
         f"{where}: got {got}; expected {expected(hint)}" + (f": did you mean {close[0]!r}?" if close else "")
@@ -192,7 +192,7 @@ def _mismatch(hint: Hint, got: str, text: str, where: str) -> UserError:
 
 def parse(hint: Hint, text: str, where: str) -> Tree:
     """Parse a value of an override into a tree. Raises UserError with the text and what is expected."""
-    options = {get_origin(m) or m: m for m in members(hint)}
+    options = {get_origin(m) or m: m for m in union_members(hint)}
     # From the most to the least specific: only what is nothing else is a plain string.
     if dict in options and text == "{}":
         return {}
@@ -260,7 +260,7 @@ class Leaf(NamedTuple):
 
 def walk(hint: Hint, tree: Tree, where: str = "", owner: type | None = None, field: str = "") -> Iterator[Leaf]:
     """Yield every value of a tree, a union's kind before its fields, an empty dict as `{}`."""
-    member = next((m for m in members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
+    member = next((m for m in union_members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
     if member is None or not isinstance(tree, dict):
         yield Leaf(where, text_of(hint, tree), owner, field, None)
     elif get_origin(member) is dict:
@@ -290,7 +290,7 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
     where = ""  # the key of `tree`
     path = key.split(".")  # the rest of the key, below `tree`
     while True:
-        member = next((m for m in members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
+        member = next((m for m in union_members(hint) if dataclasses.is_dataclass(m) or get_origin(m) is dict), None)
         if member is None:
             raise UserError(f"unknown key {key!r}: {where} is {expected(hint)}, it has no fields")
         if get_origin(member) is dict:
@@ -318,7 +318,7 @@ def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[st
     The name is that of the longest entry that exists and has a field or nothing behind it, or else ends before the
     first part that is a field's name: `llm.lora.learning_rate` is the field `learning_rate` of the entry `llm.lora`.
     """
-    fields = {name for m in members(hint) if dataclasses.is_dataclass(m) for name in field_hints(m)}
+    fields = {name for m in union_members(hint) if dataclasses.is_dataclass(m) for name in field_hints(m)}
     for n in range(len(path), 0, -1):
         if ".".join(path[:n]) in tree and (n == len(path) or path[n] in fields or not fields & set(path)):
             return ".".join(path[:n]), path[n:]
@@ -331,7 +331,7 @@ def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[st
 def _new_entry(hint: Hint, key: str, where: str) -> Tree:
     if by_kind := kinds(hint):
         raise UserError(f"unknown key {key!r}: there is no {where!r}; say {where}=<kind> first ({', '.join(by_kind)})")
-    member = next(m for m in members(hint) if m is not type(None))
+    member = next(m for m in union_members(hint) if m is not type(None))
     return defaults(member, where) if dataclasses.is_dataclass(member) else {}
 
 
@@ -341,8 +341,8 @@ def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
             raise _mismatch(hint, repr(text), text, where)
         # Naming the kind that is set already must not reset its fields.
         return old if isinstance(old, dict) and old.get("kind") == text else defaults(by_kind[text], where)
-    if section := next((m for m in members(hint) if dataclasses.is_dataclass(m)), None):
-        if text == "none" and type(None) in members(hint):
+    if section := next((m for m in union_members(hint) if dataclasses.is_dataclass(m)), None):
+        if text == "none" and type(None) in union_members(hint):
             return None
         fields = ", ".join(join(where, name) for name in field_hints(section))
         raise UserError(f"{where}: got {text!r}, but it has fields; set one of {fields}")

@@ -36,7 +36,7 @@ def run_command(main: Callable[[], None]) -> int:
     Any other exception is a bug in mmjax and keeps its traceback.
     """
     try:
-        with heed_interrupts():
+        with raise_ctrl_c_once():
             main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -48,7 +48,7 @@ def run_command(main: Callable[[], None]) -> int:
 
 
 @contextmanager
-def heed_interrupts() -> Iterator[None]:
+def raise_ctrl_c_once() -> Iterator[None]:
     """Raise KeyboardInterrupt for the first Ctrl-C, wherever it arrives, and ignore further ones during the clean-up.
 
     Python cannot raise out of a destructor or a callback of the garbage collector (JAX has one): a KeyboardInterrupt
@@ -91,7 +91,7 @@ def heed_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Exit the process with `code` as Python does, but without finalising the interpreter.
 
     Finalising can end in an abort and code 134 after all work is done: threads of libraries (XLA's, TensorStore's) may

@@ -17,15 +17,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from mmjax.config import Config, ManifestSource, MeshConfig
-from mmjax.config_files import callbacks_of, edit
+from mmjax.config_files import apply_overrides, resolve_callbacks
 from mmjax.data.chat_source import ChatSource
 from mmjax.data.embedded import EmbeddedDataset, SwappedItems
 from mmjax.data.file_kinds import source_of
 from mmjax.data.file_sources import Split, cache_folder
-from mmjax.data.prompt_rows import AtOnce
+from mmjax.data.prompt_rows import BatchLimits
 from mmjax.data.prompts import QuestionSource
 from mmjax.data.sources import open_sources
-from mmjax.errors import UserError, leave, run_command
+from mmjax.errors import UserError, exit_process, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import make_mesh
@@ -33,7 +33,7 @@ from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.announce import score_table
 from mmjax.training.answer_scores import MEASURES
 from mmjax.training.checkpoint import checkpoint_step, restore_parameters
-from mmjax.training.console import ProgressLine, mute, say, table
+from mmjax.training.console import ProgressLine, mute, print_lines, table
 from mmjax.training.devices import choose_devices
 from mmjax.training.evaluation import (
     Answered,
@@ -45,12 +45,12 @@ from mmjax.training.evaluation import (
     exact_match,
 )
 from mmjax.training.generation import MOST
-from mmjax.training.programs import keep_programs
+from mmjax.training.programs import enable_compilation_cache
 from mmjax.training.run_folder import RunFolder
-from mmjax.training.served import Served
+from mmjax.training.served import CheckpointModel
 from mmjax.training.state import parameter_shardings
 
-AT_ONCE = AtOnce(tokens=4096)  # small enough for the logits of all of them
+AT_ONCE = BatchLimits(tokens=4096)  # small enough for the logits of all of them
 DATA_SOURCE = "asked"  # the name in data.sources of what --data names
 WRITTEN_MEASURES = ("exact_match", "anls", "vqa_accuracy")  # by default
 SPOKEN_MEASURES = ("exact_match", "wer")  # by default, for transcripts: manifests of audio
@@ -100,7 +100,7 @@ def _open_evaluator(
     newest. The loss is computed where neither samples are chosen nor items swapped.
     """
     folder = RunFolder(run)
-    config = edit(folder.read_config(), overrides)
+    config = apply_overrides(folder.read_config(), overrides)
     with_loss = not swap and samples is None
     sources = {
         key: source
@@ -118,9 +118,9 @@ def _open_evaluator(
         sources = {key: _swap_items(key, source, swap, config) for key, source in sources.items()}
     step = checkpoint_step(folder.checkpoints, step)
     mesh = make_mesh(MeshConfig(), choose_devices(config.device))
-    keep_programs(folder.programs)
+    enable_compilation_cache(folder.programs)
     rules = ShardingRules()
-    functions = callbacks_of(config.model, folder.path)
+    functions = resolve_callbacks(config.model, folder.path)
     model = Model.build(config.model, jnp.dtype(config.training.precision), functions=functions)
     params = restore_parameters(folder.checkpoints, step, model, parameter_shardings(model, mesh, rules))
     evaluator = Evaluator(
@@ -137,7 +137,11 @@ def _open_evaluator(
 
 
 def answer(
-    served: Served, sources: Mapping[str, ChatSource], most: int = MOST, limit: int | None = None, show: bool = True
+    served: CheckpointModel,
+    sources: Mapping[str, ChatSource],
+    most: int = MOST,
+    limit: int | None = None,
+    show: bool = True,
 ) -> dict[str, Replies]:
     """Answer the questions of each source with a run or a checkpoint, with greedy decoding on all devices.
 
@@ -147,7 +151,7 @@ def answer(
     config = replace(served.config, data=replace(served.config.data, on_bad_sample="skip"))
     mesh = make_mesh(config.mesh, choose_devices(config.device))
     rules = ShardingRules.of(config.mesh)
-    keep_programs(served.programs())
+    enable_compilation_cache(served.programs())
     model, params = served.load(mesh, rules)
     limits = dict.fromkeys(sources, limit)
     make_evaluator = partial(Evaluator, model, mesh, rules, sources, config, limits, max_tokens=most)
@@ -158,7 +162,7 @@ def answer(
         return make_evaluator(progress=lambda done: line.show(done, str)).answer(params)
 
 
-def _with_questions(served: Served, data: str, folders: Mapping[str, str], overrides: Sequence[str]) -> Config:
+def _with_questions(served: CheckpointModel, data: str, folders: Mapping[str, str], overrides: Sequence[str]) -> Config:
     """Make the file of --data the only source of a config. Raises UserError where there is nothing to ask."""
     config = served.config
     if data:
@@ -168,7 +172,7 @@ def _with_questions(served: Served, data: str, folders: Mapping[str, str], overr
         config = replace(config, data=replace(config.data, sources={DATA_SOURCE: source}))
     elif served.run is None:
         raise UserError(f"{served.path} is a checkpoint, which has no data of its own; name questions with --data")
-    return edit(config, overrides)
+    return apply_overrides(config, overrides)
 
 
 def _swap_items(name: str, source: QuestionSource, swap: str, config: Config) -> QuestionSource:
@@ -183,11 +187,11 @@ def _swap_items(name: str, source: QuestionSource, swap: str, config: Config) ->
     return SwappedItems(source, (swap,))
 
 
-def score(args: argparse.Namespace) -> None:
+def evaluate_conversations(args: argparse.Namespace) -> None:
     """Answer questions in conversations, and print or write the answers' scores."""
     # Overrides of the source that --data makes apply once it is in the config.
     of_data = [word for word in args.overrides if word.startswith(f"data.sources.{DATA_SOURCE}.")]
-    served = Served.open(args.model, [word for word in args.overrides if word not in of_data], args.step)
+    served = CheckpointModel.open(args.model, [word for word in args.overrides if word not in of_data], args.step)
     config = _with_questions(served, args.data, {"images": args.images, "audio": args.audio}, of_data)
     split: Split = "train" if args.data else args.split
     sources = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
@@ -195,10 +199,10 @@ def score(args: argparse.Namespace) -> None:
         raise UserError(f"{args.model}: no source of its has a {args.split} split to ask; name questions with --data")
     # Process 0 fills the caches of headers and lengths, which the others then read.
     for source in sources.values():
-        processes.led(lambda source=source: len(source.read_headers()))
-        processes.led(source.count_tokens)
+        processes.run_on_leader(lambda source=source: len(source.read_headers()))
+        processes.run_on_leader(source.count_tokens)
     replies = answer(served, sources, args.max_tokens, args.limit, show=not args.json)
-    if not processes.leads():
+    if not processes.is_leader():
         return
     spoken = {name for name, source in config.data.sources.items() if isinstance(source, ManifestSource)}
     measures = {name: args.measures or (SPOKEN_MEASURES if name in spoken else WRITTEN_MEASURES) for name in replies}
@@ -208,17 +212,17 @@ def score(args: argparse.Namespace) -> None:
         records = [record for name, reply in replies.items() for record in reply.json_lines(name)]
         args.out.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     if args.json:
-        say(json.dumps({name: counts[name] | scores[name] for name in replies}))
+        print_lines(json.dumps({name: counts[name] | scores[name] for name in replies}))
         return
     columns = [measure for measure in MEASURES if any(measure in by_measure for by_measure in scores.values())]
     rows = [("questions of", "asked", "left out", *columns)]
     for name, values in scores.items():
         cells = [f"{values[measure]:.3f}" if measure in values else "" for measure in columns]
         rows.append((name, *map(str, counts[name].values()), *cells))
-    say(*table(rows))
+    print_lines(*table(rows))
     for name, reply in replies.items():
         for sample, reason in list(reply.left_out.items())[:3]:
-            say(f"left out {name}[{sample}]: {reason}")
+            print_lines(f"left out {name}[{sample}]: {reason}")
 
 
 def _parse_measures(text: str) -> tuple[str, ...]:
@@ -247,21 +251,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(argv)
     if args.max_tokens < 1 or (args.limit is not None and args.limit < 1):
         raise UserError("--max-tokens and --limit are 1 or more")
-    if not processes.leads():
+    if not processes.is_leader():
         mute()
-    with processes.joined():
-        if args.data or Served.open(args.model).config.data.chat:
+    with processes.process_group():
+        if args.data or CheckpointModel.open(args.model).config.data.chat:
             if args.swap:
                 raise UserError("--swap goes with a run's embedded questions alone; leave it away")
-            score(args)
+            evaluate_conversations(args)
             return
         scores = evaluate(args.model, args.split, args.swap, args.overrides, args.step)
     if args.json:
-        say(json.dumps(scores))
+        print_lines(json.dumps(scores))
         return
     swapped = f", with the {args.swap} items of other samples" if args.swap else ""
-    say(f"{args.model} after {scores['step']} steps{swapped}", *score_table(scores, args.split))
+    print_lines(f"{args.model} after {scores['step']} steps{swapped}", *score_table(scores, args.split))
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from mmjax.adapters import adapted_modules
 from mmjax.config import ModelConfig
 from mmjax.config_values import did_you_mean, encode
-from mmjax.errors import UserError, leave, run_command
+from mmjax.errors import UserError, exit_process, run_command
 from mmjax.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, module_path, saved_name, tensor_names
 from mmjax.hf.folder import SINGLE, HfFolder
 from mmjax.hf.parts import TRANSPOSED
@@ -24,9 +24,9 @@ from mmjax.hf.writing import NewTensor, copy_beside, write_tensors
 from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
 from mmjax.training.checkpoint import SavedParameters, checkpoint_step
-from mmjax.training.console import say, table
+from mmjax.training.console import print_lines, table
 from mmjax.training.exporting import Exporter, Piece
-from mmjax.training.pretrained import by_folder
+from mmjax.training.pretrained import modules_by_folder
 from mmjax.training.run_folder import RunFolder
 
 PARTS = "parts.json"  # the folder of each module of a model that is exported in parts
@@ -50,7 +50,7 @@ def export(
     config = folder.read_config()
     model = _with_sources(config.model, sources)
     step = checkpoint_step(folder.checkpoints, step)
-    opened = {path: (_opened(path, names), names) for path, names in by_folder(model).items()}
+    opened = {path: (_opened(path, names), names) for path, names in modules_by_folder(model).items()}
     _check_out(out, [folder.path, *opened], again)
     # Cut after every layer, so that parameters are read a layer at a time and never all at once.
     cuts = {name: tuple(range(1, c.layers)) for name, c in {"llm": model.llm, **model.encoders}.items()}
@@ -72,7 +72,7 @@ def export(
 
 def _with_sources(model: ModelConfig, sources: Sequence[str]) -> ModelConfig:
     """Point a model's modules to where the folders of their weights are now, as --source says."""
-    folders = by_folder(model)
+    folders = modules_by_folder(model)
     modules = [module for names in folders.values() for module in names]
     for source in sources:
         module, named, path = source.rpartition("=")
@@ -113,7 +113,7 @@ def _all_modules(model: ModelConfig) -> list[str]:
 
 def _modules_without_source(model: ModelConfig) -> list[str]:
     """List the modules that were initialised at random."""
-    loaded = {module for modules in by_folder(model).values() for module in modules}
+    loaded = {module for modules in modules_by_folder(model).values() for module in modules}
     return [module for module in _all_modules(model) if module not in loaded]
 
 
@@ -318,8 +318,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and the accelerator may be training
-    say(*export(args.run, args.out, args.step, args.adapter, args.source, args.overwrite))
+    print_lines(*export(args.run, args.out, args.step, args.adapter, args.source, args.overwrite))
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

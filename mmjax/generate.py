@@ -14,28 +14,28 @@ from pathlib import Path
 import jax
 
 from mmjax.config import Config, MeshConfig
-from mmjax.data.asked import Asked, AskedPrompts, ask
+from mmjax.data.asked import UserPrompt, UserPromptSource, make_prompt
 from mmjax.data.conversation import BadSample, Medium
 from mmjax.data.index import Encoders
-from mmjax.data.media_items import PROBES, Senses
+from mmjax.data.media_items import PROBES, MediaProcessors
 from mmjax.data.placement import Topology
 from mmjax.data.prompt_rows import PromptRows
-from mmjax.errors import BadMedia, UserError, leave, run_command
+from mmjax.errors import BadMedia, UserError, exit_process, run_command
 from mmjax.parallel.mesh import check_heads, make_mesh, mesh_sizes
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.console import note, say
+from mmjax.training.console import print_lines, print_note
 from mmjax.training.devices import choose_devices
 from mmjax.training.generation import MOST, Answer, Generator
-from mmjax.training.programs import keep_programs
+from mmjax.training.programs import enable_compilation_cache
 from mmjax.training.sampling import Sampling
-from mmjax.training.served import Served
+from mmjax.training.served import CheckpointModel
 
 EVERY = 4  # tokens between updates of a terminal
 UNFINISHED = "\ufffd"  # what a character decodes to while a token with its last bytes is still missing
 
 
 def generate(
-    served: Served, prompt: Asked, sampling: Sampling | None = None, most: int = MOST, show: bool = False
+    served: CheckpointModel, prompt: UserPrompt, sampling: Sampling | None = None, most: int = MOST, show: bool = False
 ) -> tuple[Answer, float]:
     """Answer one question, in at most `most` tokens. Returns the answer and its seconds, without loading the model.
 
@@ -44,12 +44,12 @@ def generate(
     """
     config = served.config
     prompt_format = served.prompt_format()
-    prompts = AskedPrompts([prompt], prompt_format, config.model.encoders, served.functions())
+    prompts = UserPromptSource([prompt], prompt_format, config.model.encoders, served.functions())
     most = min(most, _answer_room(served, prompts))
     mesh_config, devices = _choose_mesh(config)
     mesh = make_mesh(mesh_config, devices)
     rules = ShardingRules.of(mesh_config)
-    keep_programs(served.programs())
+    enable_compilation_cache(served.programs())
     model, params = served.load(mesh, rules)
     generator = Generator(model, mesh, rules, prompt_format.ends, prompt_format.said, sampling, most)
     start = time.perf_counter()
@@ -72,7 +72,7 @@ def _stream(answers: Iterable[Answer]) -> Answer:
     return answer
 
 
-def _answer_room(served: Served, prompts: AskedPrompts) -> int:
+def _answer_room(served: CheckpointModel, prompts: UserPromptSource) -> int:
     """Compute how many tokens fit behind the prompt. Raises UserError for none, or for a prompt that cannot be used."""
     try:
         prompts.facts(0)
@@ -108,7 +108,7 @@ def read_media(images: Sequence[Path], clips: Sequence[Path], encoders: Encoders
 
 def _read_medium(kind: Medium, path: Path, encoders: Encoders) -> bytes:
     try:
-        Senses(encoders).encoder(kind)
+        MediaProcessors(encoders).encoder(kind)
     except UserError:
         raise UserError(
             f"--{kind} {path}: this model has no encoder for it (it has {', '.join(encoders) or 'none'})"
@@ -143,18 +143,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.max_tokens < 1:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    served = Served.open(args.model, args.overrides, args.step)
-    prompt = ask(args.question, read_media(args.image, args.audio, served.config.model.encoders), args.system)
+    served = CheckpointModel.open(args.model, args.overrides, args.step)
+    prompt = make_prompt(args.question, read_media(args.image, args.audio, served.config.model.encoders), args.system)
     show = sys.stdout.isatty() and not args.json
     answer, seconds = generate(served, prompt, sampling, args.max_tokens, show)
     if args.json:
-        say(json.dumps({"answer": answer.text, "tokens": list(answer.tokens), "seconds": round(seconds, 3)}))
+        print_lines(json.dumps({"answer": answer.text, "tokens": list(answer.tokens), "seconds": round(seconds, 3)}))
         return
     if not show:
-        say(answer.text)
+        print_lines(answer.text)
     if not answer.ended:
-        note(f"(stopped after {len(answer.tokens)} tokens, before its end; see --max-tokens)")
+        print_note(f"(stopped after {len(answer.tokens)} tokens, before its end; see --max-tokens)")
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

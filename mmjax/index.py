@@ -18,20 +18,20 @@ from typing import TypeVar
 import numpy as np
 
 from mmjax.config import Config, FileSource
-from mmjax.config_files import default_config, find, load
-from mmjax.data.array_record_writing import LEFT_OUT, write_array_records
+from mmjax.config_files import default_config, find_config, load
+from mmjax.data.array_record_writing import UNREADABLE_FILE, write_array_records
 from mmjax.data.file_sources import Split, cache_folder, open_conversations, path_of
 from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.media_facts import MediaFacts, Progress, read_facts
 from mmjax.data.media_items import PROBES
-from mmjax.data.quarantine import Bad
+from mmjax.data.quarantine import BadSampleEntry
 from mmjax.data.sources import open_sources
-from mmjax.data.stored import StoredConversations
-from mmjax.errors import UserError, leave, run_command
-from mmjax.training.console import ProgressLine, count, say, table
+from mmjax.data.stored import Conversations
+from mmjax.errors import UserError, exit_process, run_command
+from mmjax.training.console import ProgressLine, count, print_lines, table
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-TO = "arrayrecord"
+ARRAY_RECORD = "arrayrecord"
 PICTURE = "lengths.svg"
 BAD = "bad.jsonl"
 
@@ -44,7 +44,7 @@ class Part:
 
     source: str
     split: Split
-    conversations: StoredConversations
+    conversations: Conversations
     facts: MediaFacts
     encoders: tuple[str, ...] = ()
     lengths: LengthIndex | None = None  # None where the config has no chat format
@@ -67,16 +67,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG | a.b=value", help="a config's file or name, and edits of it"
     )
-    parser.add_argument("--to", nargs=2, metavar=("FORMAT", "OUT"), help=f"write the data as {TO} into a folder")
+    parser.add_argument(
+        "--to", nargs=2, metavar=("FORMAT", "OUT"), help=f"write the data as {ARRAY_RECORD} into a folder"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the picture and the list of what is bad (index/NAME)")
     args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
-    if args.to and args.to[0] != TO:
-        raise UserError(f"--to {args.to[0]}: there is no writing that; say --to {TO} {args.to[1]}")
+    if args.to and args.to[0] != ARRAY_RECORD:
+        raise UserError(f"--to {args.to[0]}: there is no writing that; say --to {ARRAY_RECORD} {args.to[1]}")
     named = next((word for word in args.words if "=" not in word), "")
-    config = load(find(named) if named else default_config(), [word for word in args.words if word is not named])
+    config = load(find_config(named) if named else default_config(), [word for word in args.words if word is not named])
     out = _make_folder("--out", args.out or Path("index") / config.name)
     parts = list(read_parts(config))
-    say(*report(parts))
+    print_lines(*report(parts))
     _list_bad(parts, out / BAD)
     for part in parts:
         if len(part.bad) == len(part.conversations):
@@ -100,7 +102,7 @@ def read_parts(config: Config) -> Iterator[Part]:
     if not sources:
         raise UserError("data.sources has no source of files; name one, such as data.sources.mine=llava")
     cache = cache_folder(config.data)
-    say(f"index  {config.name}: facts of media are kept in {cache}")
+    print_lines(f"index  {config.name}: facts of media are kept in {cache}")
     for name, source in sources.items():
         for split in SPLITS:
             if split == "train" or path_of(source, split):
@@ -181,24 +183,24 @@ def report(parts: Sequence[Part]) -> list[str]:
 
 
 def _list_bad(parts: Sequence[Part], path: Path) -> None:
-    bad = [Bad(f"{part.name}[{index}]", reason) for part in parts for index, reason in part.bad.items()]
+    bad = [BadSampleEntry(f"{part.name}[{index}]", reason) for part in parts for index, reason in part.bad.items()]
     path.write_text("".join(record.line() + "\n" for record in bad))
     if bad:
-        say(f"bad    {len(bad):,} records cannot be used; the first, {bad[0].sample}: {bad[0].reason}")
-        say(f"       all are in {path}")
+        print_lines(f"bad    {len(bad):,} records cannot be used; the first, {bad[0].sample}: {bad[0].reason}")
+        print_lines(f"       all are in {path}")
 
 
 def draw(config: Config, parts: Sequence[Part], path: Path) -> None:
     """Draw a histogram of each measure, with the sources beside each other."""
-    from mmjax.pictures import draw_lengths  # matplotlib looks for fonts when it is first imported
+    from mmjax.pictures import plot_lengths  # matplotlib looks for fonts when it is first imported
 
     by_measure: dict[str, dict[str, np.ndarray]] = {}
     for part in parts:
         for name, values in measures(part).items():
             by_measure.setdefault(name, {})[part.name] = values
     records = sum(len(part.facts) for part in parts)
-    draw_lengths(path, f"Data of {config.name}", f"{records:,} records", by_measure)
-    say(f"plot   {path}")
+    plot_lengths(path, f"Data of {config.name}", f"{records:,} records", by_measure)
+    print_lines(f"plot   {path}")
 
 
 # ------------------------------------------------------------------------------------------------------- converting
@@ -211,15 +213,17 @@ def _convert(parts: Sequence[Part], out: Path) -> None:
         folder = out / part.source / part.split
         write = partial(write_array_records, part.conversations, part.facts, folder)
         contents = _with_progress(len(part.facts.good()), f"to {folder}", write)
-        say(f"wrote  {sum(contents.records):,} records in {len(contents.records)} shard(s): {folder}")
-        if (left_out := folder / LEFT_OUT).exists():
-            say(f"       {len(left_out.read_text().splitlines()):,} could not be read and are left out: {left_out}")
+        print_lines(f"wrote  {sum(contents.records):,} records in {len(contents.records)} shard(s): {folder}")
+        if (left_out := folder / UNREADABLE_FILE).exists():
+            print_lines(
+                f"       {len(left_out.read_text().splitlines()):,} could not be read and are left out: {left_out}"
+            )
         key = f"data.sources.{part.source}"
         if part.split == "train":
-            words.append(f"{key}={TO}")
+            words.append(f"{key}={ARRAY_RECORD}")
         words.append(f"{key}.{'path' if part.split == 'train' else part.split}={folder}")
-    say("train on it with", *(f"  {word}" for word in words))
+    print_lines("train on it with", *(f"  {word}" for word in words))
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

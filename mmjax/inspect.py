@@ -23,13 +23,13 @@ from PIL import Image
 from mmjax.config import AudioConfig
 from mmjax.data.index import index_key
 from mmjax.data.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
-from mmjax.errors import UserError, leave, run_command
+from mmjax.errors import UserError, exit_process, run_command
 from mmjax.reporting.rows import item_image
-from mmjax.training.console import say, table
+from mmjax.training.console import print_lines, table
 from mmjax.training.metrics_log import logged_records
 from mmjax.training.run_data import loader_of
 from mmjax.training.run_folder import RunFolder
-from mmjax.training.run_history import Life, all_lives, life_of
+from mmjax.training.run_history import Launch, launch_of_step, read_launches
 
 TRAINED = "\033[1m", "\033[0m"  # around trained tokens on a terminal; elsewhere [[ and ]]
 # Grey values by `seen_by_layers`: seen by no layer, by the layers without a sliding window only, by all layers.
@@ -62,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     _check_readable(replayed, life, args.step)
     rows = list(replayed.rows(args.rank))
     if args.json:
-        say(json.dumps(_as_json(replayed, rows, logged, args.step)))
+        print_lines(json.dumps(_as_json(replayed, rows, logged, args.step)))
     else:
-        say(*_report(replayed, life, rows, logged, args.step))
+        print_lines(*_report(replayed, life, rows, logged, args.step))
     if args.out:
-        say(f"images, clips and masks are in {write(replayed, rows, args.out)}")
+        print_lines(f"images, clips and masks are in {write(replayed, rows, args.out)}")
         if window := describe_window(life.config.model.llm):
-            say(f"masks: {window}")
+            print_lines(f"masks: {window}")
     if logged.get("batch", replayed.content) != replayed.content:
         raise UserError(
             f"the rows of step {args.step} hash to {replayed.content}, and {logged['batch']} was logged: the data has "
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
 
 
-def replay(folder: RunFolder, number: int) -> tuple[Replayed, Life]:
+def replay(folder: RunFolder, number: int) -> tuple[Replayed, Launch]:
     """Rebuild step `number` of a run, counted from 1. Returns it and the launch that ran it; raises UserError."""
     done = _steps_done(folder)
     if not 1 <= number <= done:
@@ -93,9 +93,9 @@ def _steps_done(folder: RunFolder) -> int:
     return done
 
 
-def _launch_of(folder: RunFolder, number: int) -> Life:
+def _launch_of(folder: RunFolder, number: int) -> Launch:
     """Find the launch that ran step `number`, counted from 1. Raises UserError where the history does not have it."""
-    life = life_of(folder.history, number - 1, folder.due)
+    life = launch_of_step(folder.history, number - 1, folder.due)
     if life is None:
         raise UserError(f"{folder.history} does not tell of step {number}; it is kept since runs have a history")
     return life
@@ -104,7 +104,7 @@ def _launch_of(folder: RunFolder, number: int) -> Life:
 def step_ids(folder: RunFolder, first: int, last: int) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each step from `first` to `last`, counted from 1, with the names of its samples."""
     # Each launch has data and settings of its own, so the steps between two launches share a loader.
-    starts = sorted({first} | {life["first"] + 1 for life in all_lives(folder.history) if life["first"] >= first})
+    starts = sorted({first} | {life["first"] + 1 for life in read_launches(folder.history) if life["first"] >= first})
     for begin, end in pairwise([*starts, last + 1]):
         if begin > last:
             return
@@ -123,13 +123,13 @@ def _list_ids(folder: RunFolder, text: str, as_json: bool) -> None:
         raise UserError(f"--ids {text}: {folder.path} has logged {done} steps; give FIRST:LAST within 1:{done}")
     ids = step_ids(folder, first, last)
     if as_json:
-        say(json.dumps({str(number): names for number, names in ids}))
+        print_lines(json.dumps({str(number): names for number, names in ids}))
         return
     for number, names in ids:
-        say(f"{number}: {' '.join(names)}")
+        print_lines(f"{number}: {' '.join(names)}")
 
 
-def _check_readable(replayed: Replayed, life: Life, number: int) -> None:
+def _check_readable(replayed: Replayed, life: Launch, number: int) -> None:
     """Raises UserError where the step cannot be rebuilt because its data has changed."""
     # Files that have changed may raise anything; the key of the index tells whether they did.
     try:
@@ -153,7 +153,7 @@ def record_of(folder: RunFolder, number: int) -> dict[str, Any]:
 
 
 def _report(
-    replayed: Replayed, life: Life, rows: Sequence[PackedRow], logged: dict[str, Any], number: int
+    replayed: Replayed, life: Launch, rows: Sequence[PackedRow], logged: dict[str, Any], number: int
 ) -> Iterator[str]:
     """Format a step for a person."""
     topology = life.layout.topology
@@ -252,4 +252,4 @@ def _write_clip(path: Path, samples: np.ndarray, rate: int) -> None:
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

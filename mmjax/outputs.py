@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmjax.errors import UserError
 
-PICTURES = (".png", ".svg")
+PLOT_SUFFIXES = (".png", ".svg")
 
 
 def check_output(option: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:

@@ -20,7 +20,7 @@ from matplotlib.textpath import TextPath
 from mmjax.balance.metrics import dist_ratio
 from mmjax.planning.cost import parameters
 from mmjax.training.console import count, duration, size
-from mmjax.training.outlook import Outlook, Way
+from mmjax.training.outlook import BalanceForecast, RunForecast
 
 Work = Mapping[str, np.ndarray]  # of each module, [steps, ranks]
 
@@ -83,7 +83,7 @@ STYLE = {
 
 
 @matplotlib.rc_context(STYLE)
-def draw_work(path: Path, works: Mapping[str, Work], headings: Mapping[str, str], subtitle: str) -> None:
+def plot_work(path: Path, works: Mapping[str, Work], headings: Mapping[str, str], subtitle: str) -> None:
     """Plot each rank's work in every step. works and headings: by kind of balancing."""
     height = 66 + len(works) * _work_height(next(iter(works.values()))) + 34
     figure = _new_figure(height, "Work of every rank in every step", subtitle)
@@ -92,7 +92,7 @@ def draw_work(path: Path, works: Mapping[str, Work], headings: Mapping[str, str]
 
 
 @matplotlib.rc_context(STYLE)
-def draw_plan(path: Path, outlook: Outlook) -> None:
+def plot_plan(path: Path, outlook: RunForecast) -> None:
     """Plot a run's plan: memory and time of a step by kind of balancing, and ranks' work with and without it."""
     config = outlook.config
     chosen = outlook.chosen
@@ -117,7 +117,7 @@ def draw_plan(path: Path, outlook: Outlook) -> None:
 
 
 @matplotlib.rc_context(STYLE)
-def draw_lengths(path: Path, title: str, subtitle: str, lengths: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+def plot_lengths(path: Path, title: str, subtitle: str, lengths: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     """Plot a histogram of each measure. lengths: values `[n]` by measure, then by source."""
     sources = list(dict.fromkeys(source for by_source in lengths.values() for source in by_source))
     palette = (*MODULES.values(), *OTHERS)
@@ -157,7 +157,7 @@ def _draw_histogram(axes: Axes, by_source: Mapping[str, np.ndarray], colours: Ma
 # ------------------------------------------------------------------------------------------------------ memory and time
 
 
-def _draw_memory(figure: Figure, top: float, outlook: Outlook) -> None:
+def _draw_memory(figure: Figure, top: float, outlook: RunForecast) -> None:
     """Draw a device's memory by what it is for, a bar for each kind of balancing, and its capacity."""
     colours = module_colours(outlook.chosen.work)
     room = outlook.chosen.fitted.room.device
@@ -185,7 +185,7 @@ def _draw_memory(figure: Figure, top: float, outlook: Outlook) -> None:
     _legend(figure, bottom + 19, "activations of", {module_name(name): colour for name, colour in colours.items()})
 
 
-def _draw_time(figure: Figure, top: float, outlook: Outlook) -> None:
+def _draw_time(figure: Figure, top: float, outlook: RunForecast) -> None:
     """Draw the time of a step by its parts, a bar for each kind of balancing."""
     slowest = max(way.time.total for way in outlook.ways.values())
     axes = _bar_axes(figure, top, outlook, LABEL_ROOM * slowest)
@@ -199,7 +199,7 @@ def _draw_time(figure: Figure, top: float, outlook: Outlook) -> None:
     _legend(figure, top + HEADING + BAR * len(outlook.ways) + 8, "spent on", names)
 
 
-def time_parts(way: Way) -> dict[str, float]:
+def time_parts(way: BalanceForecast) -> dict[str, float]:
     """Split the time of a step into parts that add up to it.
 
     Gathering shards counts as far as computing does not hide it. `recompute` may be negative, where a layer is faster
@@ -211,7 +211,7 @@ def time_parts(way: Way) -> dict[str, float]:
     return parts | {"shards": max(0.0, time.shards - time.compute - time.recompute)}
 
 
-def _bar_axes(figure: Figure, top: float, outlook: Outlook, limit: float) -> Axes:
+def _bar_axes(figure: Figure, top: float, outlook: RunForecast, limit: float) -> Axes:
     """Add axes with room for a horizontal bar for each kind of balancing, under a heading."""
     axes = _add_axes(figure, LEFT, top + HEADING, INNER, BAR * len(outlook.ways))
     axes.set_xlim(0, limit)
@@ -278,7 +278,7 @@ def _work_height(work: Work) -> float:
 def _draw_panel(figure: Figure, x: float, top: float, width: float, name: str, work: np.ndarray, colour: str) -> None:
     """Draw the work `[steps, ranks]` of a module: steps from left to right, ranks downwards."""
     steps, ranks = work.shape
-    cells = folded(work)
+    cells = fold_ranks(work)
     last_rank = len(cells) - 1  # of the first column
     _text(figure, x, top - 6, module_name(name), weight="bold", color=colour)
     _text(figure, x + width, top - 6, f"dist ratio {dist_ratio(work).mean():.3f}", ha="right")
@@ -306,7 +306,7 @@ def _draw_shades(
     _thin_frame(axes)
 
 
-def folded(work: np.ndarray) -> np.ndarray:
+def fold_ranks(work: np.ndarray) -> np.ndarray:
     """Divide the work `[steps, ranks]` by that of each step's busiest rank, and fold ranks into columns.
 
     Returns `[rows, steps x columns]`. Ranks fill the columns of a step downwards, at most TALLEST in each; nan in the

@@ -19,24 +19,24 @@ from typing import Any
 import jax
 
 from mmjax.config import Config
-from mmjax.config_files import default_config, find, keep, load
+from mmjax.config_files import copy_config, default_config, find_config, load
 from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.layout import RankLayout
 from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.sources import open_sources
-from mmjax.errors import UserError, leave, run_command
-from mmjax.outputs import PICTURES, check_output
-from mmjax.planning.clusters import cluster_of
+from mmjax.errors import UserError, exit_process, run_command
+from mmjax.outputs import PLOT_SUFFIXES, check_output
+from mmjax.planning.clusters import parse_cluster
 from mmjax.planning.cost import parameters
 from mmjax.planning.layer_times import Speed
 from mmjax.planning.memory import saved_bytes
 from mmjax.planning.plan_file import plan_text
-from mmjax.training.absent_devices import absent_h100
-from mmjax.training.announce import how_it_fits, lying_whole
-from mmjax.training.console import count, duration, say, size, table
-from mmjax.training.fitting import ACTIVATION, speed_of, too_large
-from mmjax.training.outlook import Outlook, Way, compiled_way, look_ahead
-from mmjax.training.profile import cluster_here
+from mmjax.training.absent_devices import aot_h100
+from mmjax.training.announce import describe_memory_plan, replication_warning
+from mmjax.training.console import count, duration, print_lines, size, table
+from mmjax.training.fitting import ACTIVATION, describe_shortage, device_speed
+from mmjax.training.outlook import BalanceForecast, RunForecast, compile_forecast, forecast_run
+from mmjax.training.profile import local_cluster
 
 SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no data
 # Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers in it; fitted to 7
@@ -74,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out is not None:
         check_output("--out", args.out)
     if args.picture is not None:
-        check_output("--picture", args.picture, PICTURES)
+        check_output("--picture", args.picture, PLOT_SUFFIXES)
     options = {key: value for key, _, value in (w.partition("=") for w in args.words) if key in COMMAND_KEYS}
     words = [word for word in args.words if word.partition("=")[0] not in COMMAND_KEYS]
     named = next((word for word in words if "=" not in word), "")
-    path = find(named) if named else default_config()
+    path = find_config(named) if named else default_config()
     config = load(path, [word for word in words if word is not named])
     if not options.get("cluster"):
         raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine")
@@ -86,31 +86,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     price = _parse_price(options.get("price"))
     if args.profile and not on_this_machine:
         raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={options['cluster']}")
-    cluster = cluster_here() if on_this_machine else cluster_of(options["cluster"])
+    cluster = local_cluster() if on_this_machine else parse_cluster(options["cluster"])
     if args.compile and cluster.device.name not in COMPILED_FOR:
         raise UserError(
             f"--compile: there is no compiling for {cluster.device.name}, only for {', '.join(COMPILED_FOR)}"
         )
-    devices = absent_h100(cluster.per_node, cluster.nodes) if args.compile else None
+    devices = aot_h100(cluster.per_node, cluster.nodes) if args.compile else None
     index, weights, source = _open_lengths(config, path, args.lengths)
     measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None  # None: from the cluster's data sheet
     if on_this_machine:
-        measure_speed = lambda layouts: speed_of(config, layouts, jax.devices()[0], args.profile)  # noqa: E731
-    outlook = look_ahead(config, cluster, index, weights, measure_speed)
-    compiled = None if devices is None else compiled_way(outlook, devices)
+        measure_speed = lambda layouts: device_speed(config, layouts, jax.devices()[0], args.profile)  # noqa: E731
+    outlook = forecast_run(config, cluster, index, weights, measure_speed)
+    compiled = None if devices is None else compile_forecast(outlook, devices)
     if args.json:
-        say(json.dumps(as_numbers(outlook, price, compiled)))
+        print_lines(json.dumps(as_numbers(outlook, price, compiled)))
     else:
-        say(*report(outlook, price, source, compiled))
+        print_lines(*report(outlook, price, source, compiled))
     if args.picture is not None:
-        from mmjax.pictures import draw_plan  # matplotlib looks for fonts when it is first imported
+        from mmjax.pictures import plot_plan  # matplotlib looks for fonts when it is first imported
 
-        draw_plan(args.picture, outlook)
+        plot_plan(args.picture, outlook)
     if args.out is not None:
         _write_plan(outlook, args.out)
 
 
-def _write_plan(outlook: Outlook, path: Path) -> None:
+def _write_plan(outlook: RunForecast, path: Path) -> None:
     way = outlook.chosen
     memory = way.fitted
     if not memory.fits:
@@ -141,7 +141,9 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[Le
     encoders = config.model.encoders
     if config.data.sources and not files:
         with tempfile.TemporaryDirectory() as folder:
-            keep(path, Path(folder))  # a FunctionSource looks its function up in a run folder's copy of the config
+            copy_config(
+                path, Path(folder)
+            )  # a FunctionSource looks its function up in a run folder's copy of the config
             index = build_index(open_sources(config, "train", Path(folder)), encoders)
         return index, [s.weight for s in config.data.sources.values()], f"{len(index):,} samples"
     keys = ("llm_tokens", *encoders)
@@ -158,7 +160,7 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[Le
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
-def report(outlook: Outlook, price: float | None, source: str, compiled: int | None = None) -> list[str]:
+def report(outlook: RunForecast, price: float | None, source: str, compiled: int | None = None) -> list[str]:
     """Format the plan for a person. source: describes the lengths; compiled: bytes per device by the compiler."""
     config = outlook.config
     way = outlook.chosen
@@ -171,10 +173,9 @@ def report(outlook: Outlook, price: float | None, source: str, compiled: int | N
         *table(_module_rows(outlook)),
     ]
     if not way.fitted.fits:
-        lines.append(
-            f"DOES NOT FIT: {'; '.join(filter(None, (too_large(way.fitted), outlook.longest, outlook.nearest)))}"
-        )
-    lines += how_it_fits(way.fitted)
+        reasons = (describe_shortage(way.fitted), outlook.longest, outlook.nearest)
+        lines.append(f"DOES NOT FIT: {'; '.join(filter(None, reasons))}")
+    lines += describe_memory_plan(way.fitted)
     if compiled is not None:
         error = way.fitted.predicted / compiled - 1
         lines.append(f"       {size(compiled)} by the compiler; what is predicted differs by {error:+.1%}")
@@ -188,7 +189,7 @@ def report(outlook: Outlook, price: float | None, source: str, compiled: int | N
     return [*lines, *_whole_run(outlook, price), *(f"limits {line}" for line in limits(outlook))]
 
 
-def _module_rows(outlook: Outlook) -> list[tuple[str, ...]]:
+def _module_rows(outlook: RunForecast) -> list[tuple[str, ...]]:
     way = outlook.chosen
     config = outlook.config
     rows = [("module", "parameters", "rows a rank", "lengths", "fill", "computed again")]
@@ -210,7 +211,7 @@ def _module_rows(outlook: Outlook) -> list[tuple[str, ...]]:
     return rows
 
 
-def _balance_rows(outlook: Outlook) -> list[tuple[str, ...]]:
+def _balance_rows(outlook: RunForecast) -> list[tuple[str, ...]]:
     rows = [("balance", *(f"dist ratio {name}" for name in outlook.chosen.dist_ratio), "fill LLM", "step", "MFU")]
     for kind, way in outlook.ways.items():
         ratios = [f"{ratio:.3f}" for ratio in way.dist_ratio.values()]
@@ -218,17 +219,17 @@ def _balance_rows(outlook: Outlook) -> list[tuple[str, ...]]:
     return rows
 
 
-def layer_stacks(way: Way) -> int:
+def layer_stacks(way: BalanceForecast) -> int:
     """Count the stacks of all modules: consecutive layers of one remat policy, compiled once and scanned over."""
     return sum(len(list(groupby(policies))) for policies in way.fitted.policies.values())
 
 
-def compile_seconds(way: Way) -> float:
+def compile_seconds(way: BalanceForecast) -> float:
     """Estimate the seconds to compile every shape on a cold cache."""
     return len(way.layout.shapes) * (PROGRAM_SECONDS + STACK_SECONDS * layer_stacks(way))
 
 
-def _whole_run(outlook: Outlook, price: float | None) -> list[str]:
+def _whole_run(outlook: RunForecast, price: float | None) -> list[str]:
     """Format the time and cost of the whole run, and the disk that its checkpoints take."""
     config = outlook.config
     device_hours = outlook.hours * outlook.cluster.devices
@@ -244,20 +245,20 @@ def _whole_run(outlook: Outlook, price: float | None) -> list[str]:
     ]
 
 
-def checkpoint_bytes(outlook: Outlook) -> int:
+def checkpoint_bytes(outlook: RunForecast) -> int:
     """Compute the bytes of one checkpoint."""
     config = outlook.config
     return saved_bytes(config.model, ACTIVATION[config.training.precision], config.optimizer)
 
 
-def limits(outlook: Outlook) -> list[str]:
+def limits(outlook: RunForecast) -> list[str]:
     """List the bottlenecks of the run with a remedy for each."""
     way = outlook.chosen
     time = way.time
     remedies = []
     if not way.fitted.fits:
         remedies.append("memory: shard over more devices (mesh.fsdp), use more batch.microbatches, or a smaller model")
-    if uneven := lying_whole(way.fitted):
+    if uneven := replication_warning(way.fitted):
         remedies.append(uneven)
     if time.shards > time.compute + time.recompute:
         remedies.append("gathering parameters takes longer than computing: more samples a step, or a smaller mesh.fsdp")
@@ -285,7 +286,7 @@ def _hours(hours: float) -> str:
     return f"{3600 * hours:,.1f} seconds"
 
 
-def as_numbers(outlook: Outlook, price: float | None, compiled: int | None = None) -> dict[str, Any]:
+def as_numbers(outlook: RunForecast, price: float | None, compiled: int | None = None) -> dict[str, Any]:
     """Build the JSON object of `--json`: times in seconds, memory and checkpoints in bytes."""
     device_hours = outlook.hours * outlook.cluster.devices
     memory = outlook.chosen.fitted
@@ -325,4 +326,4 @@ def as_numbers(outlook: Outlook, price: float | None, compiled: int | None = Non
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

@@ -12,9 +12,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmjax.errors import leave, run_command
+from mmjax.errors import exit_process, run_command
 from mmjax.outputs import check_output
-from mmjax.training.console import say, size
+from mmjax.training.console import print_lines, size
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     path = report(args.runs, args.out)
-    say(f"report {path} ({size(path.stat().st_size)})")
+    print_lines(f"report {path} ({size(path.stat().st_size)})")
 
 
 def report(paths: Sequence[Path], out: Path | None = None) -> Path:
@@ -41,4 +41,4 @@ def report(paths: Sequence[Path], out: Path | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

@@ -1,6 +1,6 @@
 """Print what a command is doing while it prints nothing else, and measure where the time of its start goes.
 
-Imports the standard library only: a command calls `begin` before the imports that take seconds.
+Imports the standard library only: a command calls `start_clock` before the imports that take seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _seconds: dict[str, float] = {}  # of each activity that has ended, without thos
 _last_output = _started
 
 
-def begin(name: str) -> None:
+def start_clock(name: str) -> None:
     """Print that the command `name` starts, and from then on every activity that lasts longer than 3 seconds.
 
     Lines go to standard error, of process 0 only; none where the command only prints its help or config. Called once,
@@ -57,8 +57,8 @@ def begin(name: str) -> None:
         threading.Thread(target=_print_slow, name="mmjax-activity", daemon=True).start()
 
 
-def loaded() -> None:
-    """End the activity of loading libraries, which `begin` started."""
+def end_loading() -> None:
+    """End the activity of loading libraries, which `start_clock` started."""
     if _stack and _stack[0].name == "loading libraries":
         _add_seconds(_stack.pop(0))
 
@@ -81,14 +81,14 @@ def activity(name: str, total: int = 0) -> Iterator[Activity]:
             _stack[-1].resumed = time.monotonic()
 
 
-def spoke() -> None:
+def record_output() -> None:
     """Record that the command has printed something."""
     global _last_output
     _last_output = time.monotonic()
 
 
 def seconds() -> dict[str, float]:
-    """Return the seconds since `begin` by activity, each without those inside it; empty if it was not called."""
+    """Return the seconds since `start_clock` by activity, each without those inside it; empty if it was not called."""
     if "loading libraries" not in _seconds:
         return {}
     rest = time.monotonic() - _started - sum(_seconds.values())
@@ -119,4 +119,4 @@ def _print_slow() -> None:
         # silence >= age: nothing was printed since the activity began, so it has not been named yet.
         if min(age, silence) >= (QUIET_SECONDS if silence >= age else interval):
             print(f"       {innermost[0]}", file=sys.stderr, flush=True)
-            spoke()
+            record_output()

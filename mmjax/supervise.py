@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
-from mmjax.errors import UserError, leave, run_command
+from mmjax.errors import UserError, exit_process, run_command
 
 PROGRESS = "MMJAX_PROGRESS"  # the environment variable that names the file with the number of steps saved
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -187,4 +187,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

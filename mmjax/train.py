@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    from mmjax.startup import begin
+    from mmjax.startup import start_clock
 
-    begin("train")
+    start_clock("train")
 
 import argparse
 import sys
@@ -20,32 +20,40 @@ import jax.numpy as jnp
 
 from mmjax.balance.parts import LLM
 from mmjax.config import Config
-from mmjax.config_files import callbacks_of, default_config, describe_with_meanings, edit, find, load, shipped
-from mmjax.data.prompt_rows import AtOnce
+from mmjax.config_files import (
+    apply_overrides,
+    default_config,
+    describe_with_meanings,
+    find_config,
+    load,
+    resolve_callbacks,
+    shipped_configs,
+)
+from mmjax.data.prompt_rows import BatchLimits
 from mmjax.data.workers import refuse_in_worker
-from mmjax.errors import UserError, heed_interrupts, leave, run_command
+from mmjax.errors import UserError, exit_process, raise_ctrl_c_once, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import check_heads, make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.plan_file import plan_changes
-from mmjax.startup import activity, loaded
-from mmjax.training.checkpoint import Checkpoints, TornCheckpoint
-from mmjax.training.checkpoint_commit import Retention, set_aside, steps_in
-from mmjax.training.console import ProgressLine, mute, say
-from mmjax.training.devices import choose_devices, use_most_memory
+from mmjax.startup import activity, end_loading
+from mmjax.training.checkpoint import CheckpointStore, DamagedCheckpoint
+from mmjax.training.checkpoint_commit import Retention, saved_steps, set_aside
+from mmjax.training.console import ProgressLine, mute, print_lines
+from mmjax.training.devices import choose_devices, set_gpu_memory_fraction
 from mmjax.training.evaluation import Evaluator, evaluation_sources
-from mmjax.training.fitting import ACTIVATION, fit_on_mesh
-from mmjax.training.kept_fit import Decision, asked_of, read_fit
-from mmjax.training.left_out import LeftOut
+from mmjax.training.fitting import ACTIVATION, plan_memory_on_mesh
+from mmjax.training.kept_fit import MemoryDecision, plan_key, read_memory_plan
+from mmjax.training.left_out import UnreadableSamples
 from mmjax.training.optimizer import make_optimizer
-from mmjax.training.profile import peak_of
-from mmjax.training.programs import ProgramCounter, keep_programs
+from mmjax.training.profile import peak_flops
+from mmjax.training.programs import CompileCounter, enable_compilation_cache
 from mmjax.training.run_data import open_data
-from mmjax.training.run_folder import NOTHING, Mode, Permitted, RunFolder, claim, run_folder
-from mmjax.training.run_lock import locked
+from mmjax.training.run_folder import NOTHING, AllowedChanges, Mode, RunFolder, claim, run_folder_of
+from mmjax.training.run_lock import run_lock_held
 from mmjax.training.session import Session
-from mmjax.training.signals import Asked, heed
+from mmjax.training.signals import StopFlags, install_signal_handlers
 from mmjax.training.state import TrainState
 from mmjax.training.step import Executor
 from mmjax.training.watchdog import Watchdog
@@ -56,8 +64,8 @@ def open_session(
     folder: RunFolder,
     devices: Sequence[jax.Device],
     watchdog: Watchdog,
-    flags: Asked,
-    permitted: Permitted = NOTHING,
+    flags: StopFlags,
+    permitted: AllowedChanges = NOTHING,
     profile: bool = False,
     step: int = 0,
 ) -> Session:
@@ -67,27 +75,29 @@ def open_session(
     """
     mesh = make_mesh(config.mesh, devices)
     check_heads(mesh.shape, config.mesh, config.model)
-    keep_programs(folder.programs)  # before anything is compiled
-    programs = ProgramCounter()
+    enable_compilation_cache(folder.programs)  # before anything is compiled
+    programs = CompileCounter()
 
     with activity("opening the data"):
         data = open_data(config, folder, step, permitted, mesh)
     config = data.life.config  # training.epochs is resolved to training.steps here
     # A resumed run takes over the remat policies it was started with: others would be other programs, with other bits.
     reuse_plan = step > 0 and not profile
-    stored_plan = processes.led(lambda: read_fit(folder.fit, asked_of(config, mesh))) if reuse_plan else None
+    stored_plan = (
+        processes.run_on_leader(lambda: read_memory_plan(folder.fit, plan_key(config, mesh))) if reuse_plan else None
+    )
     with activity("predicting memory"):
-        decision = Decision.of(stored_plan) if stored_plan else None
-        memory_plan = fit_on_mesh(
+        decision = MemoryDecision.of(stored_plan) if stored_plan else None
+        memory_plan = plan_memory_on_mesh(
             config, mesh, partial(data.layout_of, mesh=mesh), profile, decision, data.index.longest()
         )
-    functions = callbacks_of(config.model, folder.path)
+    functions = resolve_callbacks(config.model, folder.path)
     model = Model.build(memory_plan.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
     rules = ShardingRules.of(config.mesh)
     optimizer = make_optimizer(config.optimizer, model.axes)
     executor = Executor(model, optimizer, mesh, rules, data.sources, config.mesh.exchange, memory_plan.loss_chunks)
     retention = Retention(config.training.keep, config.training.keep_every)
-    checkpoints = Checkpoints(folder.checkpoints, executor, retention)
+    checkpoints = CheckpointStore(folder.checkpoints, executor, retention)
     layout = data.loader.layout
     positions = layout.rows[LLM] * max(shape.lengths[LLM] for shape in layout.shapes)
     activation = ACTIVATION[config.training.precision]
@@ -99,7 +109,7 @@ def open_session(
             evaluation_sources(config, ("validation", "test"), folder.path),
             config,
             limits={"validation": config.training.evaluate_samples},
-            at_once=AtOnce(tokens=memory_plan.evaluation_positions(config.model.llm, positions, activation)),
+            at_once=BatchLimits(tokens=memory_plan.evaluation_positions(config.model.llm, positions, activation)),
             one_shape=True,
             loss_chunks=memory_plan.loss_chunks,
             progress=lambda done: watchdog.beat(),
@@ -111,11 +121,11 @@ def open_session(
         mesh=mesh,
         executor=executor,
         loader=data.loader,
-        left_out=LeftOut(data.quarantine, data.index.name),
+        left_out=UnreadableSamples(data.quarantine, data.index.name),
         checkpoints=checkpoints,
         evaluator=evaluator,
         programs=programs,
-        peak=peak_of(devices, config.training.precision),
+        peak=peak_flops(devices, config.training.precision),
         fitted=memory_plan,
         asked=flags,
         watchdog=watchdog,
@@ -128,19 +138,19 @@ def restore_or_init(open_at: Callable[..., Session], folder: RunFolder, resumed:
     open_at: `open_session` with all arguments but `step`. Unreadable newer checkpoints are set aside. Raises UserError
     if there are checkpoints and none is readable.
     """
-    torn: list[tuple[int, TornCheckpoint]] = []
+    torn: list[tuple[int, DamagedCheckpoint]] = []
     # Process 0 lists the checkpoints for all, so that all try the same ones.
-    saved = processes.led(lambda: steps_in(folder.checkpoints)) if resumed else []
+    saved = processes.run_on_leader(lambda: saved_steps(folder.checkpoints)) if resumed else []
     for step in reversed(saved or [0]):
         session = open_at(step=step)
         try:
             state = session.start()
-        except TornCheckpoint as error:
+        except DamagedCheckpoint as error:
             torn.append((step, error))
             continue
         for torn_step, error in torn:
-            aside = processes.led(lambda torn_step=torn_step: set_aside(folder.checkpoints, torn_step).name)
-            say(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
+            aside = processes.run_on_leader(lambda torn_step=torn_step: set_aside(folder.checkpoints, torn_step).name)
+            print_lines(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
         return session, state
     older = f"nor can the {len(torn) - 1} before it" if len(torn) > 1 else "there is no older one here"
     raise UserError(f"{torn[0][1]}; {older}; restore the folder, or start afresh with --overwrite", everywhere=True)
@@ -152,8 +162,8 @@ def train(
     mode: Mode = "new",
     devices: Sequence[jax.Device] | None = None,
     profile: bool = False,
-    permitted: Permitted = NOTHING,
-    flags: Asked | None = None,
+    permitted: AllowedChanges = NOTHING,
+    flags: StopFlags | None = None,
     watchdog: Watchdog | None = None,
 ) -> Session:
     """Train a config to its last step, or until a stop is requested, and return the closed session.
@@ -164,11 +174,11 @@ def train(
     """
     refuse_in_worker()
     devices = choose_devices(config.device) if devices is None else devices
-    watchdog = watchdog or Watchdog(config.training.watch, run_folder(config).stacks)
-    with heed_interrupts(), lock_run(run_folder(config).path):
+    watchdog = watchdog or Watchdog(config.training.watch, run_folder_of(config).stacks)
+    with raise_ctrl_c_once(), lock_run(run_folder_of(config).path):
         # Until the state is restored or made, a failure leaves the folder as it was before.
         with claim_run(config, source, mode, permitted) as (folder, resumed):
-            open_at = partial(open_session, config, folder, devices, watchdog, flags or Asked(), permitted, profile)
+            open_at = partial(open_session, config, folder, devices, watchdog, flags or StopFlags(), permitted, profile)
             session, state = restore_or_init(open_at, folder, resumed)
         first = session.life.first
         training = session.config.training
@@ -209,19 +219,19 @@ def train(
 def lock_run(folder: Path) -> Iterator[None]:
     """Lock a run's folder in process 0 on behalf of all processes."""
     with ExitStack() as stack:
-        processes.led(lambda: stack.enter_context(locked(folder)))
+        processes.run_on_leader(lambda: stack.enter_context(run_lock_held(folder)))
         yield
 
 
 @contextmanager
-def claim_run(config: Config, source: Path, mode: Mode, permitted: Permitted) -> Iterator[tuple[RunFolder, bool]]:
+def claim_run(config: Config, source: Path, mode: Mode, permitted: AllowedChanges) -> Iterator[tuple[RunFolder, bool]]:
     """Claim the run folder in process 0, the only one that changes files. Yields it, and whether the run resumes."""
     with ExitStack() as stack:
 
         def enter() -> bool:
             return stack.enter_context(claim(config, source, mode, permitted))[1]
 
-        yield run_folder(config), processes.led(enter)
+        yield run_folder_of(config), processes.run_on_leader(enter)
 
 
 def _read_config(words: Sequence[str], plan: str, resume: bool) -> tuple[Config, Path]:
@@ -230,11 +240,11 @@ def _read_config(words: Sequence[str], plan: str, resume: bool) -> tuple[Config,
     changes = [word for word in words if word is not named]
     run = _resumed_run(named, changes, resume)
     if run is None:
-        path = find(named) if named else default_config()
+        path = find_config(named) if named else default_config()
         return _with_plan(partial(load, path), changes, plan), path
     stored = replace(run.read_config(), run=str(run.path))  # the folder may have been moved since it was written
     changes = [change for change in changes if not change.startswith("run=")]
-    return _with_plan(partial(edit, stored), changes, plan), run.source
+    return _with_plan(partial(apply_overrides, stored), changes, plan), run.source
 
 
 def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder | None:
@@ -247,7 +257,7 @@ def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder 
         folder = RunFolder(Path(places[-1]).resolve()) if places and resume else None
         return folder if folder and folder.config.is_file() else None
     path = Path(named).expanduser()
-    if not path.is_dir() or named in shipped() or not (resume or RunFolder(path).config.is_file()):
+    if not path.is_dir() or named in shipped_configs() or not (resume or RunFolder(path).config.is_file()):
         return None
     if not resume:
         raise UserError(f"{named} is a folder, not a config; to go on with the run in it, say --resume {named}")
@@ -276,8 +286,8 @@ WORDS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    loaded()
-    configs = shipped()
+    end_loading()
+    configs = shipped_configs()
     width = max(map(len, configs))
     parser = argparse.ArgumentParser(
         prog="python -m mmjax.train",
@@ -305,19 +315,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = [word for word in args.words if not word.startswith("plan=")]
     config, path = _read_config(words, plan, bool(args.resume))
     if args.show:
-        say(describe_with_meanings(config))
+        print_lines(describe_with_meanings(config))
         return
-    if not processes.leads():
+    if not processes.is_leader():
         mute()
-    use_most_memory()
-    permitted = Permitted(args.new_data, tuple(args.change))
+    set_gpu_memory_fraction()
+    permitted = AllowedChanges(args.new_data, tuple(args.change))
     if permitted != NOTHING and not args.resume:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
     mode = "overwrite" if args.overwrite else args.resume or "new"
-    flags = heed()
-    with Watchdog(config.training.watch, run_folder(config).stacks) as watchdog, processes.joined():
+    flags = install_signal_handlers()
+    with Watchdog(config.training.watch, run_folder_of(config).stacks) as watchdog, processes.process_group():
         train(config, path, mode, profile=args.profile, permitted=permitted, flags=flags, watchdog=watchdog)
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

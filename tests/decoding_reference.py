@@ -8,11 +8,11 @@ import numpy as np
 
 from mmjax.data.placement import Topology
 from mmjax.data.prompt_rows import PromptRows
-from mmjax.data.prompts import Prompts, Selection
+from mmjax.data.prompts import QuestionPrompts, Selection
 from mmjax.data.sample import Sample, Text
 
 
-class WithRoom(Prompts):
+class WithRoom(QuestionPrompts):
     """A source's questions, each followed by `room` empty tokens, whose loss weight marks what predicts the answer."""
 
     def __init__(self, source, room: int) -> None:

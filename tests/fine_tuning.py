@@ -21,7 +21,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.train import train
-from mmjax.training.checkpoint import Checkpoints, DataState
+from mmjax.training.checkpoint import CheckpointStore, DataState
 from mmjax.training.checkpoint_commit import Retention
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.pretrained import load_pretrained
@@ -102,7 +102,7 @@ def moved_run(config: Config, amount: float = 0.05) -> Path:
     executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1)
     given = load_pretrained(model, parameter_shardings(model, mesh, rules))
     state = executor.init(jax.random.key(0), given)
-    rng, checkpoints = np.random.default_rng(0), Checkpoints(folder.checkpoints, executor, Retention(3))
+    rng, checkpoints = np.random.default_rng(0), CheckpointStore(folder.checkpoints, executor, Retention(3))
     for step in (1, 2, 3):
         trainable = jax.tree.map(lambda p: p + amount * rng.standard_normal(p.shape, np.float32), state.trainable)
         state = state._replace(trainable=trainable)

@@ -15,19 +15,19 @@ from mutations import Random, spoiled_record, spoiled_source, spoiled_words
 from spoilable import CONFIG_TEXT, Fault, one_file, put_back, spoil_file
 
 from mmjax.config import Config, DataConfig, MeshConfig
-from mmjax.config_files import describe, edit, from_json, load, to_json
+from mmjax.config_files import apply_overrides, describe, from_json, load, to_json
 from mmjax.data.index import build_index
 from mmjax.data.plan import make_planner
-from mmjax.data.quarantine import Bad, Quarantine
+from mmjax.data.quarantine import BadSampleEntry, Quarantine
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import check_heads, make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.fit import Fit, Room
-from mmjax.planning.memory import Spread
-from mmjax.training.checkpoint import Checkpoints, DataState, Saved, read_saved, restore_parameters
+from mmjax.planning.fit import MemoryLimit, MemoryPlan
+from mmjax.planning.memory import ModelSharding
+from mmjax.training.checkpoint import CheckpointMetadata, CheckpointStore, DataState, read_metadata, restore_parameters
 from mmjax.training.checkpoint_commit import Retention
-from mmjax.training.kept_fit import Decision, asked_of, read_fit, write_fit
+from mmjax.training.kept_fit import MemoryDecision, plan_key, read_memory_plan, write_memory_plan
 from mmjax.training.metrics_log import MetricsLog
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.run_folder import RunFolder, changes_of
@@ -46,15 +46,17 @@ class Runs:
         config, folder = load(TINY), RunFolder(self.folder / "run")
         folder.path.mkdir()
         folder.write_config(config)
-        decided = Fit({"llm": ("none", "full")}, 1, {}, {}, {}, 0.0, 0.0, {}, 0, Spread(1, 1, 1), Room(1e9))
-        write_fit(folder.fit, self._asked(config), decided)
+        decided = MemoryPlan(
+            {"llm": ("none", "full")}, 1, {}, {}, {}, 0.0, 0.0, {}, 0, ModelSharding(1, 1, 1), MemoryLimit(1e9)
+        )
+        write_memory_plan(folder.fit, self._asked(config), decided)
         steps = [json.dumps({"step": k, "loss": 1.5, "time": 1.0 * k}) for k in range(1, 9)]
         folder.metrics.write_text("".join(line + "\n" for line in steps))
-        folder.quarantine.write_text("".join(Bad(f"few[{k}]", "broken").line() + "\n" for k in range(3)))
+        folder.quarantine.write_text("".join(BadSampleEntry(f"few[{k}]", "broken").line() + "\n" for k in range(3)))
         return config, folder.path
 
     def _asked(self, config: Config) -> dict[str, Any]:
-        return asked_of(config, make_mesh(MeshConfig(), jax.devices()[:1]))
+        return plan_key(config, make_mesh(MeshConfig(), jax.devices()[:1]))
 
     def run(self, rng: Random, way: list[str]) -> int:
         config, path = self.run_files
@@ -72,11 +74,11 @@ class Runs:
 
     def _run_again(self, folder: RunFolder, config: Config) -> None:
         """What resuming and scoring read of a run's folder."""
-        edit(folder.read_config(), [])
+        apply_overrides(folder.read_config(), [])
         changes_of(folder, config)
-        if kept := read_fit(folder.fit, self._asked(config)):
-            decided = Decision.of(kept)
-            edit(
+        if kept := read_memory_plan(folder.fit, self._asked(config)):
+            decided = MemoryDecision.of(kept)
+            apply_overrides(
                 config,
                 [f"model.llm.remat={','.join(decided.policies['llm'])}", f"training.loss_chunks={decided.loss_chunks}"],
             )
@@ -89,9 +91,9 @@ class Runs:
         if told[-1]["step"] != 5 or any(record["step"] > 5 for record in told):
             raise Fault(f"the log has {told}")
         quarantine = Quarantine(folder.quarantine, DataConfig(max_bad_share=1.0), 100)
-        quarantine.add([Bad("few[1]", "broken"), Bad("few[7]", "torn")])
+        quarantine.add([BadSampleEntry("few[1]", "broken"), BadSampleEntry("few[7]", "torn")])
         listed = folder.quarantine.read_text(errors="replace").splitlines()
-        if not {Bad("few[1]", "broken").line(), Bad("few[7]", "torn").line()} <= set(listed):
+        if not {BadSampleEntry("few[1]", "broken").line(), BadSampleEntry("few[7]", "torn").line()} <= set(listed):
             raise Fault(f"the list has {listed}")
 
     # ----------------------------------------------------------------------------------------------------- configs
@@ -130,7 +132,7 @@ class Runs:
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     @cached_property
-    def saved(self) -> tuple[Path, Model, Any, Any, Saved]:
+    def saved(self) -> tuple[Path, Model, Any, Any, CheckpointMetadata]:
         config = load(TINY)
         mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
         model = Model.build(config.model, jnp.float32)
@@ -138,20 +140,20 @@ class Runs:
         rng, folder = np.random.default_rng(0), self.folder / "checkpoints"
         host = jax.tree.map(lambda x: np.asarray(rng.normal(size=x.shape), x.dtype), executor.abstract)
         state = jax.device_put(host, executor.shardings)
-        checkpoints = Checkpoints(folder, executor, Retention(2))
+        checkpoints = CheckpointStore(folder, executor, Retention(2))
         for step in (2, 4):
             checkpoints.save(state, to_json(config), DataState(step, "an index", {"rows": [1]}))
         checkpoints.close()
         shardings = parameter_shardings(model, mesh, rules)
         params = jax.device_get(restore_parameters(folder, 4, model, shardings))
-        return folder, model, shardings, params, read_saved(folder, 4)
+        return folder, model, shardings, params, read_metadata(folder, 4)
 
     def checkpoint(self, rng: Random, way: list[str]) -> int:
         folder, model, shardings, params, said = self.saved
         with put_back(folder):
             path = one_file(folder / "4", rng)
             way[0] = f"{path.relative_to(folder).parent}/{spoil_file(path, rng)}"
-            if read_saved(folder, 4) != said:
+            if read_metadata(folder, 4) != said:
                 raise Fault("what it says of itself is something else")
             restored = jax.device_get(restore_parameters(folder, 4, model, shardings))
             if not all(map(np.array_equal, jax.tree.leaves(restored), jax.tree.leaves(params))):

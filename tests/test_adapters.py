@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from commands import TINY_MEDIA
 
-from mmjax.adapters import adapted, adapted_modules, adapter_sizes, frozen_by_adapters, linear_layers, scale
+from mmjax.adapters import (
+    adapted_modules,
+    adapter_parameters,
+    adapters_by_layer,
+    frozen_by_adapters,
+    linear_layers,
+    lora_scale,
+)
 from mmjax.config import LoraConfig
 from mmjax.config_files import load
 from mmjax.errors import UserError
@@ -17,14 +24,14 @@ def with_lora(*words: str):
 
 def test_patterns_name_linear_layers_of_towers_and_connectors():
     model = with_lora("model.lora.a.layers=llm.*.query,vision.connector.*", "model.lora.b.layers=vision.layers.*.up")
-    assert {name: lora.layers[0] for name, lora in adapted(model).items()} == {
+    assert {name: lora.layers[0] for name, lora in adapters_by_layer(model).items()} == {
         "llm.layers.*.attention.query": "llm.*.query",
         "vision.connector.mlp.up": "llm.*.query",
         "vision.connector.mlp.down": "llm.*.query",
         "vision.layers.*.mlp.up": "vision.layers.*.up",
     }
     assert adapted_modules(model) == ["llm", "vision.connector", "vision"]
-    assert adapted(with_lora()) == {}
+    assert adapters_by_layer(with_lora()) == {}
 
 
 def test_a_module_with_adapters_is_frozen_unless_its_base_is_trained():
@@ -35,15 +42,15 @@ def test_a_module_with_adapters_is_frozen_unless_its_base_is_trained():
 def test_adapters_are_as_large_as_their_rank_and_layers_say():
     model = with_lora("model.lora.a.layers=llm.*.query,vision.connector.mlp.up", "model.lora.a.rank=3")
     names = linear_layers(model)
-    assert adapter_sizes(model) == {
+    assert adapter_parameters(model) == {
         "llm.lora": model.llm.layers * 3 * sum(names["llm.layers.*.attention.query"]),
         "vision.connector.lora": 3 * sum(names["vision.connector.mlp.up"]),
     }
 
 
 def test_the_scale_is_alpha_over_the_rank_or_its_root():
-    assert scale(LoraConfig(("*",), 16, 8.0)) == 0.5
-    assert scale(LoraConfig(("*",), 16, 8.0, "sqrt_rank")) == 2.0
+    assert lora_scale(LoraConfig(("*",), 16, 8.0)) == 0.5
+    assert lora_scale(LoraConfig(("*",), 16, 8.0, "sqrt_rank")) == 2.0
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mmjax.benchmarks.balance_steps import (
 )
 from mmjax.data.index import build_index
 from mmjax.data.lengths import omni_corpus
-from mmjax.data.media import prepare
+from mmjax.data.media import encoder_input
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_samples_are_as_long_as_the_lengths_say(source, index):
     for sample in range(60):
         facts = source.facts(sample)
         for number, (encoder, _) in enumerate(facts.items):
-            prepared = prepare(MODEL.encoders[encoder], source.item(sample, number))
+            prepared = encoder_input(MODEL.encoders[encoder], source.item(sample, number))
             wanted = max(int(found[encoder][sample]) // 64, 1)
             assert wanted <= prepared.valid.sum() <= wanted + 1
         assert [encoder for encoder, _ in facts.items] == [e for e in PHASES[1:] if found[e][sample]]

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmjax import export, train
 from mmjax.config import AnyRes, Callbacks, MeshConfig
-from mmjax.config_files import callbacks_of, edit, find, load
+from mmjax.config_files import apply_overrides, find_config, load, resolve_callbacks
 from mmjax.data.index import build_index
 from mmjax.data.loader import reader_of
 from mmjax.data.packing import pack_microbatch
@@ -75,7 +75,7 @@ def whole_batch(config, folder):
 
 
 def loaded(config, folder):
-    model = Model.build(config.model, jnp.float32, functions=callbacks_of(config.model, folder))
+    model = Model.build(config.model, jnp.float32, functions=resolve_callbacks(config.model, folder))
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     return model, load_pretrained(model, parameter_shardings(model, mesh, ShardingRules()))
 
@@ -102,7 +102,7 @@ def test_any_res_written_as_callbacks_gives_the_items_places_and_logits_of_our_o
 @pytest.mark.exhaustive
 def test_what_was_trained_with_them_is_exported_as_it_was_read(place):
     config = load(place / "any_res.py", [*words(place), *SMALL, f"run={place / 'run'}"])
-    train.train(config, find(place / "any_res.py"), devices=jax.devices()[:1])
+    train.train(config, find_config(place / "any_res.py"), devices=jax.devices()[:1])
     export.main([str(place / "run"), str(place / "served")])
     before, after = (load_file(place / of / "model.safetensors") for of in ("checkpoint", "served"))
     assert {k: (v.shape, v.dtype) for k, v in after.items()} == {k: (v.shape, v.dtype) for k, v in before.items()}
@@ -117,7 +117,7 @@ def test_what_was_trained_with_them_is_exported_as_it_was_read(place):
 def check_answers_there(place: Path) -> None:
     """Logits of the served folder in transformers are those of the run's own functions and weights here."""
     config = load(place / "any_res.py", [*words(place, "served"), *SMALL, "batch.size.count=10"])
-    batch = whole_batch(edit(config, ["batch.grouping=none"]), place)
+    batch = whole_batch(apply_overrides(config, ["batch.grouping=none"]), place)
     model, params = loaded(config, place)
     ours = np.asarray(jax.jit(model.logits)(params, batch))
     processor = AutoProcessor.from_pretrained(place / "served")
@@ -142,7 +142,7 @@ def test_newlines_and_mixed_tokens_travel_between_ranks(tmp_path):
         run = f"run={tmp_path / str(devices)}"
         split = ["batch.balance.locality=off", f"mesh.fsdp={devices}"]
         config = load("llava_style", [*words(tmp_path), *SMALL, *split, run])
-        session = train.train(config, find("llava_style"), devices=jax.devices()[:devices])
+        session = train.train(config, find_config("llava_style"), devices=jax.devices()[:devices])
         lines = (session.folder.path / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines if '"loss"' in line])
     assert len(losses[0]) >= 3

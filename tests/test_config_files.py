@@ -13,10 +13,10 @@ import pytest
 
 from mmjax.config import Config
 from mmjax.config_files import (
+    apply_overrides,
+    copy_config,
     default_config,
-    edit,
-    find,
-    keep,
+    find_config,
     load,
     resolve,
     sibling,
@@ -260,10 +260,10 @@ def test_a_fault_between_values_of_a_file_names_the_file(tmp_path: Path) -> None
 
 def test_edit_validates_and_leaves_the_old_config() -> None:
     config = load("tiny_omni")
-    assert edit(config, ["device=cpu"]) == dataclasses.replace(config, device="cpu")
+    assert apply_overrides(config, ["device=cpu"]) == dataclasses.replace(config, device="cpu")
     assert config.device == "auto"
     with pytest.raises(UserError, match=r"training\.steps"):
-        edit(config, ["training.steps=0"])
+        apply_overrides(config, ["training.steps=0"])
 
 
 # ------------------------------------------------------------------------------------------------------ functions
@@ -304,7 +304,7 @@ def test_a_function_of_the_kept_config_is_found_when_the_file_is_gone(tmp_path: 
     write_variant(folder, "first")
     path = write_variant(folder, "second", "first", OWN, SOURCE)
     config = load(path)
-    keep(path, run)
+    copy_config(path, run)
     shutil.rmtree(folder)
     assert resolve(config.data.sources["own"].function, run)(split="train") == [5, 5, 5]
     assert resolve("config:Group.numbers", run)("test") == "test"
@@ -312,9 +312,9 @@ def test_a_function_of_the_kept_config_is_found_when_the_file_is_gone(tmp_path: 
 
 
 def test_keeping_a_run_s_own_config_again_changes_nothing(tmp_path: Path) -> None:
-    keep("tiny_vlm", tmp_path)
+    copy_config("tiny_vlm", tmp_path)
     text = (tmp_path / "config.py").read_text()
-    keep(tmp_path / "config.py", tmp_path)
+    copy_config(tmp_path / "config.py", tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["config.py"]
     assert (tmp_path / "config.py").read_text() == text
 
@@ -367,8 +367,8 @@ def test_a_function_that_the_file_does_not_have_is_refused_when_it_is_loaded(tmp
 
 
 def test_find_gives_the_file_that_load_reads() -> None:
-    assert find("tiny_omni") == default_config()
-    assert math.isclose(load(find("tiny_omni")).model.llm.rope_theta, 1000.0)
+    assert find_config("tiny_omni") == default_config()
+    assert math.isclose(load(find_config("tiny_omni")).model.llm.rope_theta, 1000.0)
 
 
 ASKS = """
@@ -392,7 +392,7 @@ def test_a_config_may_ask_for_words(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"asks\.py: config\(\) asks for label; say it after the config's name: label="):
         load(path, ["size=7"])
     (tmp_path / "kept").mkdir()
-    keep(path, tmp_path / "kept")
+    copy_config(path, tmp_path / "kept")
     assert (tmp_path / "kept" / "config.py").read_text() == ASKS
 
 

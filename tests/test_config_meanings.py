@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import get_args
 
 from mmjax.config import BatchConfig, Config, PackGrouping, QuestionsSource
-from mmjax.config_files import default_config, describe, describe_with_meanings, load, shipped
+from mmjax.config_files import default_config, describe, describe_with_meanings, load, shipped_configs
 from mmjax.config_meanings import field_comments, first_line
-from mmjax.config_values import field_hints, members
+from mmjax.config_values import field_hints, union_members
 
 
 def sections(hint: object) -> Iterator[type]:
     """Every dataclass that a config can hold."""
-    for member in members(hint):
+    for member in union_members(hint):
         if dataclasses.is_dataclass(member):
             yield member
             for inner in field_hints(member).values():
@@ -28,7 +28,7 @@ def sections(hint: object) -> Iterator[type]:
 
 def has_own_line(hint: object) -> bool:
     """Whether a field has a comment to be shown: of a section, its own fields have; of a kind, its docstring is."""
-    return not any(dataclasses.is_dataclass(member) for member in members(hint))
+    return not any(dataclasses.is_dataclass(member) for member in union_members(hint))
 
 
 def test_every_key_of_every_section_has_a_meaning() -> None:
@@ -62,7 +62,7 @@ def test_values_stand_as_without_meanings_and_a_kind_says_what_it_is() -> None:
 
 
 def test_every_shipped_config_says_in_its_first_line_what_it_is(tmp_path: Path) -> None:
-    assert len(shipped()) >= 12
-    assert all(about.endswith(".") for about in shipped().values())
+    assert len(shipped_configs()) >= 12
+    assert all(about.endswith(".") for about in shipped_configs().values())
     (tmp_path / "bad.py").write_text("def (")
     assert first_line(tmp_path / "bad.py") == ""

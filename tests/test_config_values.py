@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import AdamW, IsfGrouping, Muon, NoGrouping, PackGrouping, Rates, Samples, Tokens
-from mmjax.config_files import describe, differences, edit, from_json, keys_of, load, to_json
+from mmjax.config_files import apply_overrides, describe, differences, from_json, keys_of, load, to_json
 from mmjax.errors import UserError
 
 STEPS = load("tiny_omni").training.steps
@@ -232,9 +232,9 @@ def test_numbers_that_nothing_holds_are_one_line_for_every_key(number: str) -> N
     tiny = load("tiny_omni")
     for key in keys_of(tiny):
         with suppress(UserError):
-            edit(tiny, [f"{key}={number}"])
+            apply_overrides(tiny, [f"{key}={number}"])
     with pytest.raises(UserError, match=r"^training\.steps: "):
-        edit(tiny, [f"training.steps={number}"])
+        apply_overrides(tiny, [f"training.steps={number}"])
     text = to_json(tiny).replace(f'"steps": {STEPS}', f'"steps": {number}')
     with pytest.raises(UserError, match=r"training\.steps: a whole number beyond|the stored config is not JSON"):
         from_json(text)

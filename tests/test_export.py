@@ -27,7 +27,7 @@ from mmjax import export
 from mmjax.batch import PADDING, Microbatch, TextBatch
 from mmjax.config import ConnectorConfig, LoraConfig, MeshConfig, VisionConfig
 from mmjax.config_files import load
-from mmjax.data.kept import sealed, unsealed
+from mmjax.data.kept import verify_checksum, with_checksum
 from mmjax.hf.families import from_hf
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
@@ -189,9 +189,9 @@ def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatc
 def test_a_damaged_checkpoint_is_not_exported(tuned, tmp_path, capsys):
     work = shutil.copytree(tuned, tmp_path / "run")
     meta = work / "checkpoints" / "3" / "meta" / "metadata"
-    said = unsealed(json.loads(meta.read_text()))
+    said = verify_checksum(json.loads(meta.read_text()))
     said["sums"]["trainable.llm.layers.2.mlp.down.lora.b"] += 1
-    meta.write_text(json.dumps(sealed(said)))
+    meta.write_text(json.dumps(with_checksum(said)))
     ended = run(capsys, export.main, work, tmp_path / "out")
     assert ended.code == 2
     assert "trainable.llm.layers.2.mlp.down.lora.b is not what was saved" in ended.err

@@ -24,14 +24,14 @@ from mmjax.config import MeshConfig
 from mmjax.config_files import load
 from mmjax.data.digits import Strip
 from mmjax.data.embedded import EmbeddedDataset
-from mmjax.data.prompts import Prompts
+from mmjax.data.prompts import QuestionPrompts
 from mmjax.data.tones import Clip
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.evaluation import evaluation_sources
 from mmjax.training.generation import Generator
 from mmjax.training.run_folder import RunFolder
-from mmjax.training.served import Served
+from mmjax.training.served import CheckpointModel
 
 QUESTION = "What colour is the upper half?"
 SMALL = ("training.precision=float32", "batch.rows.llm=2", "batch.rows.vision=2", "device=cpu", "data.workers=0")
@@ -115,7 +115,7 @@ def test_a_terminal_sees_the_answer_grow_to_what_a_pipe_gets(place, capsys, monk
 def test_a_run_of_the_embedded_data_answers_what_its_evaluation_has_it_say(runs, capsys, tmp_path):
     """The README's first run, smaller: no chat format, but an alphabet, and the embedded data's positions."""
     folder, _ = media_run(runs)
-    served = Served.open(folder)
+    served = CheckpointModel.open(folder)
     (source,) = evaluation_sources(served.config, ("test",), folder).values()
     chosen: dict[tuple[type, ...], int] = {}  # of each combination of media, a sample with words between them
     for number in range(len(source)):
@@ -128,7 +128,7 @@ def test_a_run_of_the_embedded_data_answers_what_its_evaluation_has_it_say(runs,
     model, params = served.load(mesh, rules)
     form = served.prompt_format()
     generator = Generator(model, mesh, rules, form.ends, form.said, most=10)
-    for number, wanted in zip(numbers, generator.answers(params, Prompts(source, 0), numbers), strict=True):
+    for number, wanted in zip(numbers, generator.answers(params, QuestionPrompts(source, 0), numbers), strict=True):
         found = asked(capsys, folder, *asked_of(source, number, tmp_path))
         assert (found["tokens"], found["answer"]) == (list(wanted.tokens), wanted.text)
 

@@ -22,7 +22,7 @@ from mmjax.config_files import load
 from mmjax.data.chat import load_chat
 from mmjax.data.conversation import BadSample
 from mmjax.data.file_sources import Split, open_conversations
-from mmjax.data.stored import StoredConversations
+from mmjax.data.stored import Conversations
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 from mmjax.hub import cache_folder, checkpoint_folder
@@ -168,12 +168,12 @@ def pages(tmp_path) -> Path:
     return repository
 
 
-def opened(path: str, tmp_path: Path, split: Split = "train", **own: str) -> StoredConversations:
+def opened(path: str, tmp_path: Path, split: Split = "train", **own: str) -> Conversations:
     source = ParquetSource(path, **QUESTIONS | own)
     return open_conversations(source, split, tmp_path / "learned", "data.sources.x")
 
 
-def contents(conversations: StoredConversations) -> list:
+def contents(conversations: Conversations) -> list:
     """The turns and the bytes of the media of all records."""
     records = range(len(conversations))
     return [(conversations.conversation(i), [m.read() for m in conversations.media(i)]) for i in records]

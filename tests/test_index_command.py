@@ -26,7 +26,7 @@ from mmjax.data.array_records import ArrayRecords
 from mmjax.data.file_sources import open_conversations
 from mmjax.data.media_facts import open_facts, read_facts
 from mmjax.data.sources import open_sources
-from mmjax.data.text_lengths import open_text_lengths
+from mmjax.data.text_lengths import open_token_counts
 from mmjax.errors import UserError
 from mmjax.index import PROBES
 
@@ -96,7 +96,7 @@ def test_with_a_checkpoints_template_lengths_are_in_tokens_and_training_counts_n
     assert text[3:5] == ["11", str(min(lengths))]
     (image,) = (line.split() for line in out.splitlines() if "vision, tokens" in line)
     assert image[3:] == ["11", "16", "16", "16", "16", "176"]
-    assert open_text_lengths(source.conversations, source.chat, tmp_path / "cache") is not None
+    assert open_token_counts(source.conversations, source.chat, tmp_path / "cache") is not None
     assert json.loads((tmp_path / "out" / "bad.jsonl").read_text())["sample"] == "chat[5]"
     assert "tokens of a record" in (tmp_path / "out" / "lengths.svg").read_text()
 

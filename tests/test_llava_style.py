@@ -17,8 +17,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmjax import evaluate, export, train
 from mmjax.config import MeshConfig
-from mmjax.config_files import find, load
-from mmjax.data.asked import AskedPrompts, ask
+from mmjax.config_files import find_config, load
+from mmjax.data.asked import UserPromptSource, make_prompt
 from mmjax.data.sources import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
@@ -26,7 +26,7 @@ from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.checkpoint import checkpoint_step, restore_parameters
 from mmjax.training.generation import Generator
 from mmjax.training.run_folder import RunFolder
-from mmjax.training.served import Served
+from mmjax.training.served import CheckpointModel
 from mmjax.training.state import parameter_shardings
 
 pytestmark = pytest.mark.exhaustive
@@ -57,7 +57,7 @@ def trained(tmp_path_factory):
     given = (f"checkpoint={place / 'checkpoint'}", f"data={data}", f"images={place / 'data' / 'images'}")
     split = (f"validation={data}", f"data.sources.chat.test={data}", f"data.cache={place / 'cache'}")
     config = load("llava_style", [*given, *split, *RECIPE, f"run={place / 'run'}"])
-    train.train(config, find("llava_style"), devices=jax.devices()[:1])
+    train.train(config, find_config("llava_style"), devices=jax.devices()[:1])
     export.main([str(place / "run"), str(place / "served")])
     return place
 
@@ -113,12 +113,12 @@ def test_as_many_training_questions_are_answered_right_by_evaluate_generate_and_
     """The images' line break after `<image>`, the template's own and a byte-level tokenizer: one prompt everywhere."""
     wanted = questions(trained)
     evaluated = json.loads(run(capsys, evaluate.main, trained / "run", "--max-tokens", "8", "--json").out)
-    served = Served.open(trained / "served")
+    served = CheckpointModel.open(trained / "served")
     chat, mesh, rules = served.chat(), make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
-    asked = [ask(f"<image>\n{question}", {"image": [image.read_bytes()]}) for image, question, _ in wanted]
+    asked = [make_prompt(f"<image>\n{question}", {"image": [image.read_bytes()]}) for image, question, _ in wanted]
     model, params = served.load(mesh, rules)
     generator = Generator(model, mesh, rules, chat.tokenizer.ends, chat.said, most=8)
-    prompts = AskedPrompts(asked, chat, served.config.model.encoders, served.functions())
+    prompts = UserPromptSource(asked, chat, served.config.model.encoders, served.functions())
     generated = [answer.text for answer in generator.answers(params, prompts)]
     there = [chat.said(transformers_tokens[i]) for i in range(COUNT)]
     right = [

@@ -22,7 +22,7 @@ from mmjax.data.replay import Replayed
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training.run_data import loader_of, open_data
 from mmjax.training.run_folder import NOTHING, RunFolder, claim
-from mmjax.training.run_history import all_lives, life_of
+from mmjax.training.run_history import launch_of_step, read_launches
 
 WORDS = (
     "schedule.warmup=2", "training.evaluate_every=0", "training.steps=100000", "training.checkpoint_every=50",
@@ -38,7 +38,7 @@ def train_on(samples: int, folder: Path, processes: int, *more: str) -> subproce
 
 def replayed(folder: RunFolder, step: int, loaders: dict) -> Replayed:
     """A step, counted from 0, by a loader that is opened once for each life."""
-    life = life_of(folder.history, step, folder.due)
+    life = launch_of_step(folder.history, step, folder.due)
     return Replayed(loaders.setdefault(life.first, loader_of(life, folder)), step)
 
 
@@ -63,7 +63,7 @@ def test_new_data_at_step_50_comes_once_an_epoch_like_the_old_though_killed_and_
     process.send_signal(signal.SIGTERM)
     ended = finish(process, 240)
     assert ended.code == 0, ended
-    lives = all_lives(folder.history)
+    lives = read_launches(folder.history)
     first = lives[1]["first"]
     assert first == 50
     assert [life["segment"]["first"] for life in lives] == [0, *[first] * (len(lives) - 1)]
@@ -102,7 +102,7 @@ def test_another_batch_is_gone_on_with_where_it_is_named(runs, capsys):
     for line in ("training.steps: 10 -> 14", "batch.size.count: 8 -> 12", "optimizer.learning_rate: 0.001 -> 0.0001"):
         assert f"changed {line}\n" in ended.out
     assert sorted(losses(path)) == list(range(1, 15))
-    assert [life["segment"]["first"] for life in all_lives(path / "history.jsonl")] == [0, 10]
+    assert [life["segment"]["first"] for life in read_launches(path / "history.jsonl")] == [0, 10]
 
 
 @pytest.fixture(scope="module")

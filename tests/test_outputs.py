@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from mmjax.errors import UserError
-from mmjax.outputs import PICTURES, check_output
+from mmjax.outputs import PLOT_SUFFIXES, check_output
 
 
 def test_files_in_folders_that_exist_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.png").write_bytes(b"")
     for name in ("new.svg", "old.png", str(tmp_path / "new.png")):
-        check_output("--picture", Path(name), PICTURES)
+        check_output("--picture", Path(name), PLOT_SUFFIXES)
     check_output("--out", Path("plan.json"))
 
 
@@ -34,7 +34,7 @@ def test_what_cannot_be_written_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.svg").mkdir()
     with pytest.raises(UserError) as refused:
-        check_output("--picture", Path(name), PICTURES)
+        check_output("--picture", Path(name), PLOT_SUFFIXES)
     assert str(refused.value) == said
 
 

@@ -11,23 +11,33 @@ import pytest
 from matplotlib.image import imread
 
 from mmjax.balance.metrics import dist_ratio
-from mmjax.config_files import find, load
+from mmjax.config_files import find_config, load
 from mmjax.data.lengths import index_of_lengths
-from mmjax.pictures import KINDS, PARTS, TALLEST, draw_lengths, draw_plan, draw_work, folded, module_colours, time_parts
-from mmjax.planning.clusters import cluster_of
+from mmjax.pictures import (
+    KINDS,
+    PARTS,
+    TALLEST,
+    fold_ranks,
+    module_colours,
+    plot_lengths,
+    plot_plan,
+    plot_work,
+    time_parts,
+)
+from mmjax.planning.clusters import parse_cluster
 from mmjax.planning.times import StepTime
-from mmjax.training.outlook import Outlook, look_ahead
+from mmjax.training.outlook import RunForecast, forecast_run
 
 
 @pytest.fixture(scope="module")
-def outlook() -> Outlook:
+def outlook() -> RunForecast:
     """Of samples of a few tokens on 4 absent A100s, with encoders on twice as many ranks as the LLM."""
     rng, samples = np.random.default_rng(0), 400
     lengths = {name: rng.integers(1, 40, samples) for name in ("vision", "audio")}
     lengths["llm_tokens"] = lengths["vision"] + lengths["audio"] + rng.integers(1, 20, samples)
     words = ["batch.grouping=none", "batch.size.count=32", "mesh.tensor=2", "mesh.encoders=data"]
-    config = load(find("tiny_omni"), words)
-    return look_ahead(config, cluster_of("a100x1x4"), index_of_lengths(lengths, config.model.encoders), [1.0])
+    config = load(find_config("tiny_omni"), words)
+    return forecast_run(config, parse_cluster("a100x1x4"), index_of_lengths(lengths, config.model.encoders), [1.0])
 
 
 def said(path: Path) -> str:
@@ -35,15 +45,15 @@ def said(path: Path) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_plan_is_drawn_the_same_each_time_and_twice_as_fine_in_png(outlook: Outlook, tmp_path: Path) -> None:
+def test_a_plan_is_drawn_the_same_each_time_and_twice_as_fine_in_png(outlook: RunForecast, tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg", "c.png"):
-        draw_plan(tmp_path / name, outlook)
+        plot_plan(tmp_path / name, outlook)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert imread(tmp_path / "c.png").shape[1] == 2000
     assert "Work of each encoder rank, balance none" in said(tmp_path / "a.svg")
 
 
-def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(outlook: Outlook) -> None:
+def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(outlook: RunForecast) -> None:
     for way in outlook.ways.values():
         assert way.work.keys() == way.dist_ratio.keys() == {"llm", "vision", "audio"}
         for name, work in way.work.items():
@@ -52,7 +62,7 @@ def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(outlook:
         assert np.array_equal(way.work["llm"][:, ::2], way.work["llm"][:, 1::2])
 
 
-def test_bars_hold_every_kind_of_memory_and_every_part_of_the_time(outlook: Outlook) -> None:
+def test_bars_hold_every_kind_of_memory_and_every_part_of_the_time(outlook: RunForecast) -> None:
     assert list(PARTS) == [f.name for f in fields(StepTime)]
     for way in outlook.ways.values():
         assert list(KINDS) == list(way.fitted.fixed)
@@ -61,13 +71,13 @@ def test_bars_hold_every_kind_of_memory_and_every_part_of_the_time(outlook: Outl
 
 def test_a_rank_is_shown_over_the_fullest_of_its_step() -> None:
     work = np.array([[4, 2, 1], [0, 0, 0]])
-    assert np.array_equal(folded(work), [[1, 0], [0.5, 0], [0.25, 0]])
+    assert np.array_equal(fold_ranks(work), [[1, 0], [0.5, 0], [0.25, 0]])
 
 
 @pytest.mark.parametrize("ranks", [TALLEST, TALLEST + 1, 10 * TALLEST + 7])
 def test_many_ranks_stand_in_several_columns_of_their_step(ranks: int) -> None:
     work = np.arange(1, 3 * ranks + 1).reshape(3, ranks)
-    cells = folded(work)
+    cells = fold_ranks(work)
     rows, columns = cells.shape
     assert rows <= TALLEST
     for step, of in enumerate(np.split(cells, 3, axis=1)):
@@ -79,7 +89,7 @@ def test_many_ranks_stand_in_several_columns_of_their_step(ranks: int) -> None:
 def test_a_picture_of_thousands_of_ranks_and_many_modules_is_small(tmp_path: Path) -> None:
     rng, names = np.random.default_rng(0), ("llm", "vision", "audio", "depth", "video")
     works = {kind: {name: rng.integers(0, 99, (2, 5000)) for name in names} for kind in ("none", "post")}
-    draw_work(tmp_path / "work.svg", works, {"none": "as they come", "post": "balanced"}, "5000 ranks")
+    plot_work(tmp_path / "work.svg", works, {"none": "as they come", "post": "balanced"}, "5000 ranks")
     assert (tmp_path / "work.svg").stat().st_size < 400_000
     text = said(tmp_path / "work.svg")
     assert {"rank 0", "63", "step 1", "2"} <= set(text.split("\n"))
@@ -100,12 +110,12 @@ def test_lengths_are_drawn_the_same_each_time_with_every_source_and_measure(tmp_
         "clip, seconds": {"speech": np.array([2.5])},
     }
     for name in ("a.svg", "b.svg"):
-        draw_lengths(tmp_path / name, "Data of mine", "403 records", lengths)
+        plot_lengths(tmp_path / name, "Data of mine", "403 records", lengths)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     for text in ("Data of mine", "403 records", "photos", "speech", "clip, seconds", "median 2.5, largest 2.5"):
         assert text in said(tmp_path / "a.svg")
 
 
 def test_nothing_to_draw_is_drawn_as_nothing(tmp_path: Path) -> None:
-    draw_lengths(tmp_path / "a.svg", "Data of mine", "0 records", {})
+    plot_lengths(tmp_path / "a.svg", "Data of mine", "0 records", {})
     assert "Data of mine" in said(tmp_path / "a.svg")

@@ -11,7 +11,7 @@ from llava_folder import save_checkpoint, save_parts, save_questions
 from started import ROOT
 
 from mmjax import train
-from mmjax.config_files import find, load
+from mmjax.config_files import find_config, load
 from mmjax.models.model import module_of
 
 SMALL = (
@@ -47,7 +47,7 @@ def test_a_recipe_trains_what_it_says(place, recipe, tmp_path):
     words = [f"{name}={value}" for name, value in given.items()]
     words += ["batch.rows.vision=1", *(["model.lora.llm.rank=4"] if recipe == "llava_lora" else [])]
     config = load(recipe, [*words, *SMALL, f"run={tmp_path / 'run'}", f"data.cache={place / 'cache'}"])
-    session = train.train(config, find(recipe), devices=jax.devices()[:1])
+    session = train.train(config, find_config(recipe), devices=jax.devices()[:1])
     trainable = session.executor.abstract.trainable
     modules = {module_of(tuple(key.key for key in path)) for path, _ in jax.tree.leaves_with_path(trainable)}
     llm = {"llava_style": {"llm"}, "llava_lora": {"llm"}, "llava_alignment": set()}[recipe]
@@ -78,7 +78,7 @@ def test_an_audio_checkpoint_is_trained_by_the_documented_config_and_the_recipes
     words = [f"checkpoint={sounds / 'qwen'}", f"data={data}", f"audio={sounds / 'data' / 'clips'}", *SMALL]
     words += ["batch.rows.audio=2", *(["model.lora.llm.rank=4"] if recipe == "llava_lora" else [])]
     config = load(named, [*words, f"run={tmp_path / 'run'}", f"data.cache={sounds / 'cache'}"])
-    train.train(config, find(named), devices=jax.devices()[:1])
+    train.train(config, find_config(named), devices=jax.devices()[:1])
     losses = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert len(losses) == 3
     assert (config.model.encoders["audio"].frozen, config.model.encoders["audio"].connector.frozen) == (True, False)

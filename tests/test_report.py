@@ -21,7 +21,7 @@ from started import Ended
 
 from mmjax.balance.metrics import dist_ratio
 from mmjax.config_files import load
-from mmjax.data.kept import sealed, unsealed
+from mmjax.data.kept import verify_checksum, with_checksum
 from mmjax.data.replay import PackedRow
 from mmjax.inspect import replay, write
 from mmjax.models.attention import allowed
@@ -31,7 +31,7 @@ from mmjax.report import main, report
 from mmjax.reporting.run import plan_again, read_runs
 from mmjax.training.run_data import open_data
 from mmjax.training.run_folder import NOTHING, RunFolder
-from mmjax.training.run_history import append_life
+from mmjax.training.run_history import append_launch
 
 SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "history", "config")  # nothing is left out
 CHROMIUM = next(
@@ -168,7 +168,7 @@ def test_what_samples_and_files_say_is_shown_and_never_obeyed(tmp_path: Path, mo
     folder.path.mkdir()
     folder.write_config(config)
     opened = open_data(config, folder, 0, NOTHING, make_mesh(config.mesh, jax.devices()[:1]))
-    append_life(folder.history, opened.life)
+    append_launch(folder.history, opened.life)
     (data.parent / "images" / "3.png").write_bytes(b"no longer an image")
     worst = {"chat[3]": 2.5, "chat[1]": 1.5, evil: 9.0}
     line = {"step": 1, "loss": 1.0, "gradient_norm": 1.0, "loss/" + evil: 1.0, "loss/b": 2.0, "worst": worst}
@@ -199,7 +199,7 @@ def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(trained: Path) -> None
     life = json.loads((folder / "history.jsonl").read_text())
     config = json.loads(json.dumps(life["config"]))
     config["training"]["steps"] = 9
-    later = sealed(unsealed(life) | {"first": 4, "config": config, "devices": "8 x elsewhere"})
+    later = with_checksum(verify_checksum(life) | {"first": 4, "config": config, "devices": "8 x elsewhere"})
     (folder / "history.jsonl").write_text(f'{{"fir\n{json.dumps(life)}\n{json.dumps(later)}\n{{"first": 5, "be')
     for name in ("metrics.jsonl", "quarantine.jsonl"):
         with (folder / name).open("a") as file:
@@ -216,9 +216,9 @@ def test_masks_are_drawn_as_attention_computes_them_and_show_which_layers_have_a
     windowed: list[int], trained: Path, tmp_path: Path
 ) -> None:
     folder = copied(trained, f"windowed_{len(windowed)}")
-    life = unsealed(json.loads((folder / "history.jsonl").read_text()))
+    life = verify_checksum(json.loads((folder / "history.jsonl").read_text()))
     life["config"]["model"]["llm"] |= {"window": 5, "windowed": windowed}
-    (folder / "history.jsonl").write_text(json.dumps(sealed(life)) + "\n")
+    (folder / "history.jsonl").write_text(json.dumps(with_checksum(life)) + "\n")
     replayed, of = replay(RunFolder(folder), 6)
     assert of.config.model.llm.layers == 2
     model = Model.build(of.config.model, np.float32)

@@ -37,9 +37,9 @@ def test_an_activity_that_takes_long_is_named_with_what_is_done(
     for name in ("QUIET_SECONDS", "REPEAT_SECONDS"):
         monkeypatch.setattr(startup, name, 0.0)
     before = signal.getsignal(signal.SIGINT)
-    startup.begin("train")
+    startup.start_clock("train")
     signal.signal(signal.SIGINT, before)
-    startup.loaded()
+    startup.end_loading()
     with startup.activity("opening"), startup.activity("indexing samples", 2000) as counted:
         counted.done = 1000
         printed = ""
@@ -56,7 +56,7 @@ def test_seconds_of_an_activity_are_without_those_of_activities_in_it(monkeypatc
     monkeypatch.setattr(startup, "_started", 0.0)
     startup._stack.append(startup.Activity("loading libraries"))
     clock = 2.0
-    startup.loaded()
+    startup.end_loading()
     with startup.activity("opening"):
         clock = 3.0
         with startup.activity("indexing"):

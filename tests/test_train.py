@@ -23,11 +23,11 @@ from restarts import last
 from started import begin, environment, finish, start, wait_until, without_activities
 
 from mmjax import train
-from mmjax.config_files import default_config, describe_with_meanings, load, shipped
-from mmjax.data.kept import sealed, unsealed
+from mmjax.config_files import default_config, describe_with_meanings, load, shipped_configs
+from mmjax.data.kept import verify_checksum, with_checksum
 from mmjax.training.checkpoint import checkpoint_step, restore_parameters
 from mmjax.training.run_folder import RunFolder, claim
-from mmjax.training.signals import Asked
+from mmjax.training.signals import StopFlags
 from mmjax.training.state import all_parameters, parameter_shardings
 from mmjax.training.watchdog import Watchdog
 
@@ -151,7 +151,7 @@ def test_help_lists_the_shipped_configs_with_what_each_is(capsys):
     with pytest.raises(SystemExit):
         train.main(["--help"])
     out = capsys.readouterr().out
-    for name, about in shipped().items():
+    for name, about in shipped_configs().items():
         assert re.search(rf"^  {name} +{re.escape(about)}$", out, re.M)
 
 
@@ -217,9 +217,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(trained, stopped, capsys):
 @pytest.mark.exhaustive
 def test_a_resumed_run_keeps_what_was_decided_of_its_memory_whatever_would_be_now(trained, stopped, capsys):
     fit = stopped / "fit.json"
-    kept = unsealed(json.loads(fit.read_text()))
+    kept = verify_checksum(json.loads(fit.read_text()))
     assert set(kept["policies"]["llm"]) == {"none"}
-    fit.write_text(json.dumps(sealed(kept | {"policies": kept["policies"] | {"llm": ["full", "none"]}})))
+    fit.write_text(json.dumps(with_checksum(kept | {"policies": kept["policies"] | {"llm": ["full", "none"]}})))
     ended = run(capsys, train.main, TINY_MEDIA, "--resume", f"run={stopped}", *MEDIA_WORDS)
     assert ended.code == 0, ended
     assert re.search(r"remat of llm: 1 full, 1 none\n", ended.out)
@@ -343,7 +343,7 @@ def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
     config = load(TINY_MEDIA, words)
     with claim(config, Path(TINY_MEDIA), "new") as (folder, _):
         watchdog = Watchdog(config.training.watch, folder.stacks)
-        session = train.open_session(config, folder, jax.devices(), watchdog, Asked())
+        session = train.open_session(config, folder, jax.devices(), watchdog, StopFlags())
         state = session.start()
         session.close()
     assert session.life.first == int(state.step) == 0

@@ -39,7 +39,7 @@ from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.lengths import omni_corpus, read_lengths
 from mmjax.data.loader import StepLoader
 from mmjax.errors import UserError
-from mmjax.outputs import PICTURES, check_output
+from mmjax.outputs import PLOT_SUFFIXES, check_output
 
 KEYS = ("vision", "audio", "llm_tokens")
 LINES = 40  # of what a failed process said
@@ -96,7 +96,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: give at least 0")
     if args.picture is not None:
-        check_output("--picture", args.picture, PICTURES)
+        check_output("--picture", args.picture, PLOT_SUFFIXES)
 
 
 def _written(source: LengthSource, folder: Path) -> LengthIndex:
@@ -209,7 +209,7 @@ def _figures(
 
 def _picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
     """Draw, and return each panel's mean dist ratio."""
-    from mmjax.pictures import MEANINGS, draw_work  # matplotlib looks for fonts when it is first imported
+    from mmjax.pictures import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
     ranks, per_rank, steps = args.picture_ranks, args.picture_per_rank, args.picture_steps
     trial = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)
@@ -218,7 +218,7 @@ def _picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict
     waits = {m: float(np.mean([straggler_wait(of_step, flops) for of_step in of])) for m, of in planned.items()}
     works = {m: dict(zip(PHASES, np.stack(of, axis=1), strict=True)) for m, of in planned.items()}
     headings = {m: f"balance {m}: {MEANINGS[m]}; ranks wait {wait:.1%} of the step" for m, wait in waits.items()}
-    draw_work(args.picture, works, headings, f"{ranks} ranks, {per_rank} samples each, {steps} steps")
+    plot_work(args.picture, works, headings, f"{ranks} ranks, {per_rank} samples each, {steps} steps")
     return {
         f"picture_dist_ratio_{m}_{p}": float(dist_ratio(w).mean()) for m, of in works.items() for p, w in of.items()
     }

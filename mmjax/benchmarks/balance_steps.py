@@ -37,7 +37,7 @@ from mmjax.data.layout import RankLayout, lay_out, make_placer
 from mmjax.data.media import positions_per_token
 from mmjax.data.placement import Balance, MicrobatchPlan, Topology
 from mmjax.data.plan import StepPlan, StepPlanner
-from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.sample import Item, Sample, SampleLengths, Text
 from mmjax.planning.cost import executed, frozen_modules
 
 MODES: dict[str, Balance] = {
@@ -87,7 +87,7 @@ class LengthSource:
         """Nothing keeps an index of these."""
         return ""
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         """An image is a strip of two rows of patches, so that it has as many as wanted, or one more."""
         items: list[tuple[str, tuple[int, ...]]] = []
         vision, clips = MODEL.encoders["vision"], MODEL.encoders["audio"].clips
@@ -95,7 +95,7 @@ class LengthSource:
             items.append(("vision", (2 * vision.patch, -(-patches // 2) * vision.patch)))
         if frames := int(self.audio[index]):
             items.append(("audio", (clips.window + (frames - 1) * clips.hop,)))
-        return Facts(int(self.text[index]), tuple(items))
+        return SampleLengths(int(self.text[index]), tuple(items))
 
     def sample(self, index: int) -> Sample:
         """Items first; every text token but a sample's very first is learned."""

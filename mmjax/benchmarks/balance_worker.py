@@ -24,13 +24,13 @@ from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.data.loader import LoadedStep, StepLoader
 from mmjax.data.placement import Shape
-from mmjax.errors import leave, run_command
+from mmjax.errors import exit_process, run_command
 from mmjax.models.model import Model
 from mmjax.parallel import processes
-from mmjax.parallel.mesh import held_ranks, make_mesh, replicated
+from mmjax.parallel.mesh import local_ranks, make_mesh, replicated
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.optimizer import Hyperparameters, hyperparameters, make_optimizer
-from mmjax.training.programs import ProgramCounter
+from mmjax.training.programs import CompileCounter
 from mmjax.training.state import TrainState
 from mmjax.training.step import Accumulated, Executor, Said
 
@@ -76,7 +76,7 @@ def main() -> None:
     folder, core = Path(sys.argv[1]), int(sys.argv[2])
     if core != CORES_LEFT:
         os.sched_setaffinity(0, {core})  # before JAX starts its threads, which inherit it
-    with processes.joined():
+    with processes.process_group():
         measured = measure(pickle.loads((folder / "task.pickle").read_bytes()))
         (folder / f"{processes.index()}.json").write_text(json.dumps(measured))
 
@@ -87,7 +87,7 @@ def measure(task: Task) -> dict[str, object]:
     meet = _meeting(trainer.executor)
     steps = [_prepare(task, trainer.executor, step) for step in range(task.steps)]
     _warm_up(trainer, steps, meet)
-    programs, modes = ProgramCounter(), list(task.loaders)
+    programs, modes = CompileCounter(), list(task.loaders)
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     busy: dict[str, list[float]] = {mode: [] for mode in modes}
     for number, step in enumerate(steps):
@@ -123,7 +123,7 @@ def _meeting(executor: Executor) -> Callable[[], None]:
 
 def _prepare(task: Task, executor: Executor, step: int) -> dict[str, Prepared]:
     """Every mode's batches of one step, packed and put before any clock runs. Raises where they hold other samples."""
-    ranks, prepared = held_ranks(executor.mesh), {}
+    ranks, prepared = local_ranks(executor.mesh), {}
     for mode, loader in task.loaders.items():
         loaded = replace(loader, ranks=ranks)(step)
         prepared[mode] = Prepared(tuple(executor.put(b) for b in loaded.microbatches), loaded)
@@ -149,4 +149,4 @@ def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]], meet: Callable[
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_process(run_command(main))

@@ -27,7 +27,7 @@ from mmjax.config import (
     PostBalance,
     Samples,
 )
-from mmjax.config_files import default_config, find, load
+from mmjax.config_files import default_config, find_config, load
 from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.lengths import read_lengths
 from mmjax.data.placement import MicrobatchPlan, Topology
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.samples < 0 or args.epochs < 0:
         raise UserError("--samples and --epochs: give 0 or more")
     check(args, "ranks", "steps", "seeds", "scale", "per_rank")
-    config = load(find(args.config) if args.config else default_config(), args.overrides)
+    config = load(find_config(args.config) if args.config else default_config(), args.overrides)
     topology, rows = _topology(args), []
     for seed in range(args.seeds):
         config = replace(config, seed=seed)

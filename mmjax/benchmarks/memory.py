@@ -19,13 +19,13 @@ from mmjax.config import (
 )
 from mmjax.config_files import load
 from mmjax.planning.clusters import Rates
-from mmjax.planning.fit import Room, fit
+from mmjax.planning.fit import MemoryLimit, plan_memory
 from mmjax.planning.layer_times import Speed
-from mmjax.planning.memory import OnDevice
-from mmjax.training.absent_devices import absent_h100
+from mmjax.planning.memory import DeviceBatch
+from mmjax.training.absent_devices import aot_h100
 from mmjax.training.compiled_memory import compiled_bytes
-from mmjax.training.fitting import ACTIVATION, spread_of
-from mmjax.training.residuals import kept_per_layer
+from mmjax.training.fitting import ACTIVATION, sharding_spread
+from mmjax.training.residuals import saved_bytes_per_layer
 
 GB = 1e9
 DEVICES = 8
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     `predicted` and `compiled` are GB of a device, `off` by which part they differ.
     Models of one to two billion parameters in bfloat16, sharded over 8 devices, with one row of each module on each.
     """
-    devices, rows = absent_h100(DEVICES), []
+    devices, rows = aot_h100(DEVICES), []
     for name in args.model or sorted(MODELS):
         model, lengths = MODELS[name]
         for mix, chunks in product(MIXES, LOSS_CHUNKS.get(name, (1,))):
@@ -60,12 +60,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dict[str, float]:
     model = config.model
     shape = {name: (1, length) for name, length in lengths.items()}
-    batch = OnDevice(shape, dict.fromkeys(model.encoders, 64), DEVICES)
-    kept = {name: kept_per_layer(model, name, shape[name], config.training.precision) for name in shape}
-    spread = spread_of(config.mesh, {"fsdp": DEVICES, "tensor": 1})
+    batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 64), DEVICES)
+    kept = {name: saved_bytes_per_layer(model, name, shape[name], config.training.precision) for name in shape}
+    spread = sharding_spread(config.mesh, {"fsdp": DEVICES, "tensor": 1})
     activation = ACTIVATION[config.training.precision]
     chunks = config.training.loss_chunks
-    predicted = fit(model, [batch], [kept], spread, activation, config.optimizer, SPEED, Room(0), (chunks,)).device
+    predicted = plan_memory(
+        model, [batch], [kept], spread, activation, config.optimizer, SPEED, MemoryLimit(0), (chunks,)
+    ).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
 

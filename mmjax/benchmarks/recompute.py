@@ -19,15 +19,15 @@ from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.fit import Fit, Room, fit
+from mmjax.planning.fit import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.layer_times import LayerTimes, Speed
-from mmjax.planning.memory import OnDevice, Spread
+from mmjax.planning.memory import DeviceBatch, ModelSharding
 from mmjax.training.fitting import ACTIVATION
 from mmjax.training.layer_profile import STACK, layer_programs, time_layer, typical_seconds
-from mmjax.training.layers_alone import batch_of_tower
+from mmjax.training.layers_alone import tower_batch
 from mmjax.training.optimizer import make_optimizer
-from mmjax.training.profile import described
-from mmjax.training.residuals import kept_per_layer
+from mmjax.training.profile import device_description
+from mmjax.training.residuals import saved_bytes_per_layer
 from mmjax.training.step import Executor
 
 GB = 1e9
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not 0 <= args.room <= 1:
         raise UserError(f"--room {args.room}: give a part between 0 and 1")
     config, device = _config(args), jax.devices()[0]
-    batch = OnDevice({"llm": (1, args.length), "vision": (1, args.length)}, {"vision": TOKENS})
+    batch = DeviceBatch({"llm": (1, args.length), "vision": (1, args.length)}, {"vision": TOKENS})
     speed = _speed(config, batch, device)
     fits = {name: _fit(_mixed(config, mix), batch, speed, np.inf) for name, mix in MIXES.items()}
     least, most = (fits[name].device for name in ("full", "none"))
@@ -108,21 +108,23 @@ def _mixed(config: Config, mix: tuple[Remat, Remat]) -> Config:
     return replace(config, model=replace(model, llm=replace(model.llm, remat=mix[0]), encoders=encoders))
 
 
-def _speed(config: Config, batch: OnDevice, device: jax.Device) -> Speed:
+def _speed(config: Config, batch: DeviceBatch, device: jax.Device) -> Speed:
     times = {
         name: LayerTimes(rows, {length: time_layer(config, name, (rows, length), device)})
         for name, (rows, length) in batch.shape.items()
     }
-    return Speed(described(device).rates(config.training.precision), times)
+    return Speed(device_description(device).rates(config.training.precision), times)
 
 
-def _fit(config: Config, batch: OnDevice, speed: Speed, room: float) -> Fit:
-    kept = {name: kept_per_layer(config.model, name, shape, jnp.float32) for name, shape in batch.shape.items()}
+def _fit(config: Config, batch: DeviceBatch, speed: Speed, room: float) -> MemoryPlan:
+    kept = {name: saved_bytes_per_layer(config.model, name, shape, jnp.float32) for name, shape in batch.shape.items()}
     activation = ACTIVATION[config.training.precision]
-    return fit(config.model, [batch], [kept], Spread(), activation, config.optimizer, speed, Room(room))
+    return plan_memory(
+        config.model, [batch], [kept], ModelSharding(), activation, config.optimizer, speed, MemoryLimit(room)
+    )
 
 
-def _gradients(config: Config, batch: OnDevice, states: dict[str, list[Any]]) -> Callable[[], jax.Array]:
+def _gradients(config: Config, batch: DeviceBatch, states: dict[str, list[Any]]) -> Callable[[], jax.Array]:
     """The program that accumulates gradients. Models of the same runs of layers share what lies in `states`."""
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     mesh = make_mesh(config.mesh, jax.devices()[:1])
@@ -140,10 +142,10 @@ def _gradients(config: Config, batch: OnDevice, states: dict[str, list[Any]]) ->
     return step
 
 
-def _microbatch(config: Config, batch: OnDevice) -> Microbatch:
+def _microbatch(config: Config, batch: DeviceBatch) -> Microbatch:
     """Full rows of one sample each; the encoder's tokens stand at the beginning of the text."""
     zeros = partial(jax.tree.map, lambda x: np.zeros(x.shape, x.dtype))
-    text, item = (zeros(batch_of_tower(config.model, name, batch.shape[name])) for name in ("llm", "vision"))
+    text, item = (zeros(tower_batch(config.model, name, batch.shape[name])) for name in ("llm", "vision"))
     along = np.broadcast_to(np.arange(batch.shape["llm"][1], dtype=np.int32), text.token.shape)
     slots = np.where(along < TOKENS, along, -1)
     sent = np.arange(batch.widths["vision"], dtype=np.int32)[None, None]

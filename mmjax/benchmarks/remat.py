@@ -16,12 +16,12 @@ from mmjax.config import AdamW, AudioConfig, ModelConfig, Remat
 from mmjax.config_files import load
 from mmjax.errors import UserError
 from mmjax.planning.clusters import Rates
-from mmjax.planning.cost import executed, frozen_modules, recomputed
-from mmjax.planning.fit import Room, fit
+from mmjax.planning.cost import executed, frozen_modules, recompute_flops
+from mmjax.planning.fit import MemoryLimit, plan_memory
 from mmjax.planning.layer_times import Speed
-from mmjax.planning.memory import OnDevice, Spread
+from mmjax.planning.memory import DeviceBatch, ModelSharding
 from mmjax.planning.work import CONV_STRIDE, layer_positions, row_work
-from mmjax.training.residuals import kept_per_layer
+from mmjax.training.residuals import saved_bytes_per_layer
 
 PRESETS = ("omni-10b", "omni-18b", "omni-84b")
 GB = 1e9
@@ -73,15 +73,15 @@ def _row(model: ModelConfig, longest: np.ndarray, args: argparse.Namespace) -> d
     shape = _shape(model, longest)
     work, frozen = row_work(model, shape), frozen_modules(model)
     towers = {"llm": model.llm, **model.encoders}
-    kept = {name: kept_per_layer(model, name, shape[name], PRECISION) for name in towers}
+    kept = {name: saved_bytes_per_layer(model, name, shape[name], PRECISION) for name in towers}
     speed = Speed(Rates(args.tflops * 1e12, args.memory_gbs * GB, args.host_gbs * GB))
-    room = Room(args.memory * GB, args.host_memory * GB)
-    batch = OnDevice(shape, dict.fromkeys(model.encoders, 0))
-    found = fit(model, [batch], [kept], Spread(args.shards), ACTIVATION, AdamW(), speed, room)
+    room = MemoryLimit(args.memory * GB, args.host_memory * GB)
+    batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 0))
+    found = plan_memory(model, [batch], [kept], ModelSharding(args.shards), ACTIVATION, AdamW(), speed, room)
     everything = sum(f.total for f in executed(model, shape, frozen).values())
 
     def again(name: str, policy: Remat) -> int:
-        return recomputed(towers[name], work[name], policy)
+        return recompute_flops(towers[name], work[name], policy)
 
     full = sum(config.layers * again(name, "full") for name, config in towers.items())
     share = sum(again(name, policy) for name, own in found.policies.items() for policy in own) / everything

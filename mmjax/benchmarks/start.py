@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mmjax.errors import UserError, leave, run_command
-from mmjax.startup import begin, loaded
+from mmjax.errors import UserError, exit_process, run_command
+from mmjax.startup import end_loading, start_clock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +44,14 @@ def _start(folder: Path, run: str, config: str, changes: list[str]) -> dict[str,
 
 def _train() -> None:
     """Train as `CONFIG [a.b=value ...]` says and print the seconds of the start's activities as JSON."""
-    from mmjax.config_files import find, load
+    from mmjax.config_files import find_config, load
     from mmjax.train import train
 
-    loaded()
-    path = find(sys.argv[1])
+    end_loading()
+    path = find_config(sys.argv[1])
     print(json.dumps(train(load(path, sys.argv[2:]), path).start_seconds))
 
 
 if __name__ == "__main__":  # a start in a process of its own; its imports are part of what is timed
-    begin("train")
-    leave(run_command(_train))
+    start_clock("train")
+    exit_process(run_command(_train))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.adapters import linear_layers, matching
+from mmjax.adapters import linear_layers, matching_layers
 from mmjax.config import (
     AnyRes,
     AsIs,
@@ -83,11 +83,11 @@ def _check_lora(model: ModelConfig) -> None:
         check(bool(lora.layers), f"{where}.layers is empty; give patterns of linear layers, such as {example}")
         for pattern in lora.layers:
             check(
-                bool(matching(replace(lora, layers=(pattern,)), names)),
+                bool(matching_layers(replace(lora, layers=(pattern,)), names)),
                 f"{where}.layers: {pattern!r} matches no linear layer (all layers of a tower have the same adapters: "
                 f"write * for their number){did_you_mean(pattern, names)}",
             )
-        for layer in matching(lora, names):
+        for layer in matching_layers(lora, names):
             first = adapter_of.setdefault(layer, name)
             check(first == name, f"{where}.layers: {layer} has model.lora.{first} already; keep one")
             limit = min(names[layer])

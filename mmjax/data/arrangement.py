@@ -10,16 +10,16 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.config import AnyRes, AudioConfig, VisionConfig
-from mmjax.data.image_items import Size, best_pinpoint
+from mmjax.data.image_items import Size, select_best_resolution
 from mmjax.errors import BadMedia
 
-NOTHING = -1  # in `Arrangement.token`: no token
+NO_TOKEN = -1  # in `Arrangement.token`: no token
 NEWLINE = -2  # in `Arrangement.token`: the connector's newline embedding
 CORNERS = 4  # tokens that one position may interpolate, as bilinear resizing does
 MIN_SHRINK = 1.1  # of each side: images that would shrink by less are not interpolated
 
 
-class Arrangement(NamedTuple):
+class TokenLayout(NamedTuple):
     """The tokens of one image, each the weighted sum of up to four tokens that the encoder made of its items."""
 
     token: np.ndarray  # int32 [n, 4]: indices into all items' tokens, one item after the other; or NEWLINE, NOTHING
@@ -30,10 +30,10 @@ class Arrangement(NamedTuple):
 
 
 # (image (height, width) in pixels, (rows, columns) of tokens of each of its items) -> Arrangement
-BeforeLlm = Callable[[Size, Sequence[Size]], Arrangement]
+BeforeLlm = Callable[[Size, Sequence[Size]], TokenLayout]
 
 
-def interpolates(encoder: VisionConfig | AudioConfig) -> bool:
+def interpolates_tokens(encoder: VisionConfig | AudioConfig) -> bool:
     """Return whether a position of the LLM may be made of several tokens of an encoder."""
     images = encoder.images if isinstance(encoder, VisionConfig) else None
     return bool(encoder.callbacks.before_llm) or (isinstance(images, AnyRes) and images.most_tiles > 0)
@@ -47,52 +47,52 @@ def before_llm(encoder: VisionConfig) -> BeforeLlm | None:
     return None
 
 
-def in_order(token: np.ndarray) -> Arrangement:
+def layout_in_order(token: np.ndarray) -> TokenLayout:
     """Arrange these tokens `[n]` one by one, without interpolation."""
-    corners = np.full((token.size, CORNERS), NOTHING, np.int32)
+    corners = np.full((token.size, CORNERS), NO_TOKEN, np.int32)
     corners[:, 0] = token.reshape(-1)
-    return Arrangement(corners, np.tile(np.float32([1, 0, 0, 0]), (token.size, 1)))
+    return TokenLayout(corners, np.tile(np.float32([1, 0, 0, 0]), (token.size, 1)))
 
 
-def any_res_rows(config: AnyRes, newline: bool, size: Size, grids: Sequence[Size]) -> Arrangement:
+def any_res_rows(config: AnyRes, newline: bool, size: Size, grids: Sequence[Size]) -> TokenLayout:
     """Arrange the whole image's tokens, then the rows of the image that its tiles make up, a newline after each if any.
 
     size: (height, width) of the image in pixels. grids: rows and columns of the tokens of each item. Raises BadMedia
     for an image that would be interpolated to nothing.
     """
     base = grids[0][0] * grids[0][1]
-    overview = in_order(np.arange(base))
-    newlines = in_order(np.full(int(newline), NEWLINE))
+    overview = layout_in_order(np.arange(base))
+    newlines = layout_in_order(np.full(int(newline), NEWLINE))
     if len(grids) == 1:
         return _concatenated(overview, newlines)
-    rows, columns = (side // config.tile for side in best_pinpoint(config, size))
+    rows, columns = (side // config.tile for side in select_best_resolution(config, size))
     height, width = grids[1]
     # Tokens are numbered tile by tile; the table has them as they lie in the image: for 1 x 2 tiles of 2 x 2 tokens,
     # after base, 0 1 4 5 in its first row and 2 3 6 7 in its second.
     table = base + np.arange(rows * columns * height * width).reshape(rows, columns, height, width)
-    table = unpadded(table.transpose(0, 2, 1, 3).reshape(rows * height, columns * width), size)
+    table = unpad_tokens(table.transpose(0, 2, 1, 3).reshape(rows * height, columns * width), size)
     shape = table.shape
-    lines = in_order(table)
+    lines = layout_in_order(table)
     shrink = math.sqrt(table.size / (config.most_tiles * height * width)) if config.most_tiles else 1.0
     if shrink > MIN_SHRINK:
         shape = int(table.shape[0] // shrink), int(table.shape[1] // shrink)
         if not min(shape):
             raise BadMedia(f"of an image of {size[0]} x {size[1]} pixels nothing is left when it is interpolated")
-        lines = interpolated(table, shape)
+        lines = interpolate_tokens(table, shape)
     if newline:
         line_ends = np.arange(1, shape[0] + 1) * shape[1]
-        lines = Arrangement(
+        lines = TokenLayout(
             token=np.insert(lines.token, line_ends, newlines.token, axis=0),
             share=np.insert(lines.share, line_ends, newlines.share, axis=0),
         )
     return _concatenated(overview, lines)
 
 
-def _concatenated(first: Arrangement, second: Arrangement) -> Arrangement:
-    return Arrangement(np.concatenate([first.token, second.token]), np.concatenate([first.share, second.share]))
+def _concatenated(first: TokenLayout, second: TokenLayout) -> TokenLayout:
+    return TokenLayout(np.concatenate([first.token, second.token]), np.concatenate([first.share, second.share]))
 
 
-def unpadded(table: np.ndarray, size: Size) -> np.ndarray:
+def unpad_tokens(table: np.ndarray, size: Size) -> np.ndarray:
     """Cut from a canvas of tokens `[R, C]` the part `[r, c]` that shows an image of (height, width)."""
     rows, columns = table.shape
     height, width = size
@@ -103,12 +103,12 @@ def unpadded(table: np.ndarray, size: Size) -> np.ndarray:
     return table[:, cut : columns - cut]
 
 
-def interpolated(table: np.ndarray, size: Size) -> Arrangement:
+def interpolate_tokens(table: np.ndarray, size: Size) -> TokenLayout:
     """Resize a table of tokens `[R, C]` bilinearly to (rows, columns): PyTorch's `align_corners=False`."""
     (rows, row_shares), (columns, column_shares) = map(_linear, table.shape, size)
     token = np.stack([table[np.ix_(r, c)] for r in rows for c in columns], axis=-1)
     share = np.stack([np.outer(r, c) for r in row_shares for c in column_shares], axis=-1)
-    return Arrangement(token.reshape(-1, CORNERS).astype(np.int32), share.reshape(-1, CORNERS).astype(np.float32))
+    return TokenLayout(token.reshape(-1, CORNERS).astype(np.int32), share.reshape(-1, CORNERS).astype(np.float32))
 
 
 def _linear(have: int, want: int) -> tuple[np.ndarray, np.ndarray]:

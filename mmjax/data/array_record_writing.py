@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.data.array_records import FACTS, INDEX, Contents, Shard, header_of, packed
+from mmjax.data.array_records import FACTS, INDEX, FolderIndex, ShardWriter, encode_record, to_header
 from mmjax.data.conversation import BadSample
 from mmjax.data.media_facts import MediaFacts
-from mmjax.data.stored import StoredConversations, digest
+from mmjax.data.stored import Conversations, hash_strings
 from mmjax.errors import UserError
 
-LEFT_OUT = "left_out.jsonl"  # records that could not be read, with their reasons
-MAKING = "making.json"  # exists until the folder is complete
+UNREADABLE_FILE = "left_out.jsonl"  # records that could not be read, with their reasons
+UNFINISHED_FILE = "making.json"  # exists until the folder is complete
 _SHARD_RECORDS = 1000  # at least, and of large data sets as many as make
 _MAX_SHARDS = 1000
 _READERS = 32  # threads that read media
@@ -27,17 +27,17 @@ _WINDOW = 128  # records that they are ahead of the writing
 
 
 def write_array_records(
-    conversations: StoredConversations, facts: MediaFacts, folder: Path, progress: Callable[[int], None]
-) -> Contents:
+    conversations: Conversations, facts: MediaFacts, folder: Path, progress: Callable[[int], None]
+) -> FolderIndex:
     """Write all records whose facts are good, with the facts of their media; return the folder's contents.
 
     Records that cannot be read after all are left out and listed. Raises UserError where the folder holds something
     else.
     """
     # Which records are bad is part of the identity, as it decides which records each shard has.
-    made_from = digest(conversations.fingerprint(), digest(*map(str, facts.bad)))
+    made_from = hash_strings(conversations.fingerprint(), hash_strings(*map(str, facts.bad)))
     if (folder / INDEX).exists():
-        if (contents := Contents.read(str(folder))).made_from != made_from:
+        if (contents := FolderIndex.read(str(folder))).made_from != made_from:
             raise UserError(f"{folder} holds another data set; name another folder, or remove it")
         return contents
     _claim(folder, made_from)
@@ -56,7 +56,7 @@ def write_array_records(
 
 def _claim(folder: Path, made_from: str) -> None:
     """Create the folder, or check that it holds an unfinished part of the same data set."""
-    making = folder / MAKING
+    making = folder / UNFINISHED_FILE
     if folder.exists() and any(folder.iterdir()):
         if not making.exists():
             raise UserError(f"{folder} is not empty; name a new folder")
@@ -68,19 +68,17 @@ def _claim(folder: Path, made_from: str) -> None:
         _write(making, json.dumps({"made_from": made_from}))
 
 
-def _write_shard(
-    name: Path, conversations: StoredConversations, records: Sequence[int], pool: ThreadPoolExecutor
-) -> None:
+def _write_shard(name: Path, conversations: Conversations, records: Sequence[int], pool: ThreadPoolExecutor) -> None:
     written = []
     headers = []
     left_out = []
-    shard = Shard(name.with_suffix(".arrayrecord"))
+    shard = ShardWriter(name.with_suffix(".arrayrecord"))
     for index, result in zip(records, _map_ahead(pool, lambda i: _read(conversations, i), records), strict=True):
         if isinstance(result, str):
             left_out.append({"record": index, "reason": result})
             continue
         header, media = result
-        shard.write(packed(header, media))
+        shard.write(encode_record(header, media))
         written.append(index)
         headers.append(json.dumps(header))
     _write(name.with_suffix(".jsonl"), "".join(line + "\n" for line in headers))
@@ -89,11 +87,11 @@ def _write_shard(
     shard.close()
 
 
-def _read(conversations: StoredConversations, index: int) -> tuple[dict[str, Any], list[bytes]] | str:
+def _read(conversations: Conversations, index: int) -> tuple[dict[str, Any], list[bytes]] | str:
     """Read a record's header and media, or return why it cannot be used."""
     try:
         media = [stored.read() for stored in conversations.media(index)]
-        return header_of(conversations.conversation(index), [len(encoded) for encoded in media]), media
+        return to_header(conversations.conversation(index), [len(encoded) for encoded in media]), media
     except BadSample as error:
         return str(error)
 
@@ -109,16 +107,16 @@ def _map_ahead(pool: ThreadPoolExecutor, read: Callable[[int], Any], records: It
         yield future.result()
 
 
-def _finish(folder: Path, facts: MediaFacts, shards: int, made_from: str) -> Contents:
+def _finish(folder: Path, facts: MediaFacts, shards: int, made_from: str) -> FolderIndex:
     """Join what the shards' lists of records say, and mark the folder as complete."""
     lists = [json.loads((folder / f"{number:05d}.kept.json").read_text()) for number in range(shards)]
     written = np.array([index for shard in lists for index in shard["kept"]], np.int64)
     facts.take(written).save(folder / FACTS)
     if left_out := [line for shard in lists for line in shard["left"]]:
-        _write(folder / LEFT_OUT, "".join(json.dumps(line) + "\n" for line in left_out))
-    contents = Contents(tuple(len(shard["kept"]) for shard in lists), made_from)
+        _write(folder / UNREADABLE_FILE, "".join(json.dumps(line) + "\n" for line in left_out))
+    contents = FolderIndex(tuple(len(shard["kept"]) for shard in lists), made_from)
     contents.write(folder)
-    for path in (*folder.glob("*.kept.json"), *folder.glob("*.partial"), folder / MAKING):
+    for path in (*folder.glob("*.kept.json"), *folder.glob("*.partial"), folder / UNFINISHED_FILE):
         path.unlink()
     return contents
 

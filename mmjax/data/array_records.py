@@ -28,9 +28,9 @@ from typing import Any, get_args
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from mmjax.data.conversation import BadSample, Conversation, Media, Medium, Message
+from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Medium, Message
 from mmjax.data.json_records import JsonRecords
-from mmjax.data.stored import Inline, Stored, digest, local_copy, one_line, stored
+from mmjax.data.stored import FileRef, InlineBytes, file_at, hash_strings, local_copy, one_line
 from mmjax.errors import UserError
 
 MAGIC = b"MMJ1"
@@ -40,14 +40,14 @@ _FORMAT = "mmjax-conversations-1"
 _LENGTH = struct.Struct("<I")
 
 
-def header_of(conversation: Conversation, lengths: Sequence[int]) -> dict[str, Any]:
+def to_header(conversation: Conversation, lengths: Sequence[int]) -> dict[str, Any]:
     """Convert a conversation to JSON; `lengths` are the bytes of its media."""
     messages = []
     media: list[list[Any]] = []
     for message in conversation.messages:
         parts: list[str | int] = []
         for part in message.parts:
-            if isinstance(part, Media):
+            if isinstance(part, MediaPlace):
                 parts.append(len(media))
                 media.append([part.kind, lengths[len(media)]])
             else:
@@ -56,10 +56,10 @@ def header_of(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
     return {"messages": messages, "media": media} | ({"answers": conversation.answers} if conversation.answers else {})
 
 
-def conversation_of(header: Mapping[str, Any]) -> Conversation:
-    """Convert JSON from `header_of` back to a conversation. Raises BadSample."""
+def from_header(header: Mapping[str, Any]) -> Conversation:
+    """Convert JSON from `to_header` back to a conversation. Raises BadSample."""
     try:
-        media = [Media(kind) for kind, _ in header["media"]]
+        media = [MediaPlace(kind) for kind, _ in header["media"]]
         if odd := [medium.kind for medium in media if medium.kind not in get_args(Medium)]:
             raise ValueError(f"a medium of the kind {odd[0]!r}")
         messages = []
@@ -76,13 +76,13 @@ def conversation_of(header: Mapping[str, Any]) -> Conversation:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
 
 
-def packed(header: Mapping[str, Any], media: Sequence[bytes]) -> bytes:
+def encode_record(header: Mapping[str, Any], media: Sequence[bytes]) -> bytes:
     """Encode one record."""
     text = json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return b"".join((MAGIC, _LENGTH.pack(len(text)), text, *media))
 
 
-def unpacked(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
+def decode_record(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
     """Decode one record to its conversation and the media's files. Raises BadSample where it is damaged."""
     start = len(MAGIC) + _LENGTH.size
     if record[: len(MAGIC)] != MAGIC or len(record) < start:
@@ -99,10 +99,10 @@ def unpacked(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
     if bounds[-1] != len(record):
         raise BadSample(f"has {len(record)} bytes, not {bounds[-1]}")
-    return conversation_of(header), tuple(record[a:b] for a, b in pairwise(bounds))
+    return from_header(header), tuple(record[a:b] for a, b in pairwise(bounds))
 
 
-class Shard:
+class ShardWriter:
     """One file that is being written; it gets its final name when it is complete."""
 
     def __init__(self, path: Path) -> None:
@@ -122,7 +122,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Contents:
+class FolderIndex:
     """`index.json`: the number of records in each shard, and the fingerprint of what they were made from."""
 
     records: tuple[int, ...]
@@ -136,10 +136,10 @@ class Contents:
         partial.rename(folder / INDEX)
 
     @classmethod
-    def read(cls, folder: str) -> Contents:
+    def read(cls, folder: str) -> FolderIndex:
         """Read a folder's index. Raises UserError where the folder is incomplete, or of another format."""
         try:
-            index = json.loads(stored(os.path.join(folder, INDEX)).read())
+            index = json.loads(file_at(os.path.join(folder, INDEX)).read())
             if index["format"] != _FORMAT:
                 raise UserError(f"{folder}: its format is {index['format']!r}; this version reads {_FORMAT!r}")
             return cls(tuple(index["records"]), index["made_from"])
@@ -158,7 +158,7 @@ class ArrayRecords:
     def __init__(self, folder: str, cache: Path) -> None:
         self.folder = folder
         self._cache = cache
-        self._contents = Contents.read(folder)
+        self._contents = FolderIndex.read(folder)
         names = [os.path.join(folder, f"{shard:05d}") for shard in range(len(self._contents.records))]
         self._shards = [f"{name}.arrayrecord" for name in names]
         self._headers = JsonRecords([f"{name}.jsonl" for name in names], cache)
@@ -174,15 +174,15 @@ class ArrayRecords:
 
     def fingerprint(self) -> str:
         """Hash the fingerprint of what the folder was made from with all its texts."""
-        return digest(self._contents.made_from, self._headers.fingerprint())
+        return hash_strings(self._contents.made_from, self._headers.fingerprint())
 
     def files(self) -> list[tuple[str, int]]:
         return self._headers.files()
 
     def conversation(self, index: int) -> Conversation:
-        return conversation_of(self._headers[index])
+        return from_header(self._headers[index])
 
-    def media(self, index: int) -> tuple[Stored, ...]:
+    def media(self, index: int) -> tuple[FileRef, ...]:
         """Read all of a record's media at once."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
@@ -192,7 +192,7 @@ class ArrayRecords:
                 (record,) = self._reader(shard).read([index - int(self._starts[shard])])
         except (RuntimeError, ValueError, IndexError) as error:
             raise BadSample(f"{self._shards[shard]} cannot be read: {one_line(error)}") from None
-        return tuple(map(Inline, unpacked(record)[1]))
+        return tuple(map(InlineBytes, decode_record(record)[1]))
 
     def _open(self, shard: int) -> ArrayRecordReader:
         local = local_copy(self._shards[shard], self._cache / "copies")

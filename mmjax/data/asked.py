@@ -11,22 +11,22 @@ from typing import Protocol
 import numpy as np
 
 from mmjax.data.chat_source import DECODED
-from mmjax.data.conversation import MARKER, BadSample, Conversation, Media, Medium, Message, marked_parts
+from mmjax.data.conversation import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
 from mmjax.data.index import Encoders
-from mmjax.data.media_items import PROBES, Functions, MediumItems, Senses, in_rows, names
-from mmjax.data.sample import Facts, Sample, Text
+from mmjax.data.media_items import PROBES, Functions, MediaItems, MediaProcessors, encoder_names, merge_arranged_items
+from mmjax.data.sample import Sample, SampleLengths, Text
 from mmjax.errors import BadMedia, UserError
 
 
 @dataclass(frozen=True)
-class Asked:
+class UserPrompt:
     """A conversation that ends with a question, and the encoded files of its media in order."""
 
     conversation: Conversation
     media: tuple[bytes, ...] = ()
 
 
-def ask(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = "") -> Asked:
+def make_prompt(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = "") -> UserPrompt:
     """Build a prompt of one question, with media at its `<image>` and `<audio>`; kinds without such come before it.
 
     Raises UserError for an empty question, or where its places and the files differ in number.
@@ -42,12 +42,12 @@ def ask(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = ""
     if not MARKER.sub("", question).strip():
         raise UserError("the question is empty; say what to ask")
     # Media of unmarked kinds first, in the order of `files`, then the question with the marked ones in their places.
-    parts: list[str | Media] = [Media(kind) for kind in files if kind not in marked for _ in files[kind]]
-    parts += marked_parts(question)
+    parts: list[str | MediaPlace] = [MediaPlace(kind) for kind in files if kind not in marked for _ in files[kind]]
+    parts += split_markers(question)
     unplaced = {kind: iter(of_kind) for kind, of_kind in files.items()}
-    media = tuple(next(unplaced[part.kind]) for part in parts if isinstance(part, Media))
+    media = tuple(next(unplaced[part.kind]) for part in parts if isinstance(part, MediaPlace))
     messages = (Message("system", (system,)),) if system.strip() else ()
-    return Asked(Conversation((*messages, Message("user", tuple(parts)))), media)
+    return UserPrompt(Conversation((*messages, Message("user", tuple(parts)))), media)
 
 
 class PromptFormat(Protocol):
@@ -63,16 +63,16 @@ class PromptFormat(Protocol):
         """Decode generated tokens up to the end of the answer."""
 
 
-class AskedPrompts:
+class UserPromptSource:
     """Questions as a `Source` of prompts."""
 
     def __init__(
-        self, prompts: Sequence[Asked], chat: PromptFormat, encoders: Encoders, functions: Functions | None = None
+        self, prompts: Sequence[UserPrompt], chat: PromptFormat, encoders: Encoders, functions: Functions | None = None
     ) -> None:
         """functions: the encoders' callbacks by name."""
         self._prompts = list(prompts)
         self._chat = chat
-        self._senses = Senses(encoders, functions)
+        self._senses = MediaProcessors(encoders, functions)
         self._decoded = lru_cache(maxsize=DECODED)(self._decode)
 
     def __len__(self) -> int:
@@ -81,13 +81,13 @@ class AskedPrompts:
     def fingerprint(self) -> str:
         return "asked"  # nothing is cached of user prompts
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
         return self._senses.facts(text, self._media_items(index))
 
     def sample(self, index: int) -> Sample:
         media = self._media_items(index)
-        return in_rows(self._chat.prompt(self._prompts[index].conversation, names(media)), media)
+        return merge_arranged_items(self._chat.prompt(self._prompts[index].conversation, encoder_names(media)), media)
 
     def item(self, index: int, number: int) -> np.ndarray:
         media = self._media_items(index)
@@ -95,7 +95,7 @@ class AskedPrompts:
         medium, k = places[number]
         return self._decoded(index, medium)[k]
 
-    def _media_items(self, index: int) -> list[MediumItems]:
+    def _media_items(self, index: int) -> list[MediaItems]:
         """Return the items of every medium. Raises BadSample."""
         kinds = self._kinds(index)
         media = []

@@ -19,9 +19,9 @@ import numpy as np
 
 from mmjax.config import ChatFormat, Placeholder
 from mmjax.data.conversation import BadSample, Conversation, Message
-from mmjax.data.placeholders import Line, any_of, check_places, folder_placeholders, write_media
+from mmjax.data.placeholders import TokenizerInput, check_places, compile_any_of, folder_placeholders, write_media
 from mmjax.data.sample import Item, Sample, Text
-from mmjax.data.template import ASSISTANT, BEGIN, END, Rendered, Template, load_template
+from mmjax.data.template import ASSISTANT, BEGIN, END, RenderedChat, Template, load_template
 from mmjax.data.tokenizer import Encoded, Tokenizer, load_tokenizer
 from mmjax.errors import UserError
 from mmjax.hub import checkpoint_folder
@@ -84,7 +84,7 @@ class Chat:
         if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
             raise BadSample("it does not end with a question, so there is nothing to answer")
         text, _ = self.template.render(self._messages(conversation), True)
-        line = self._with_media(Rendered(text, ()), conversation)
+        line = self._with_media(RenderedChat(text, ()), conversation)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders))
 
@@ -102,8 +102,8 @@ class Chat:
         counts: list[int | BadSample] = []
         for first in range(0, len(conversations), BATCH):
             lines = [_or_bad(self._line, conversation) for conversation in conversations[first : first + BATCH]]
-            encoded = iter(self.tokenizer.encode_all([line.text for line in lines if isinstance(line, Line)]))
-            tokens = [_or_bad(self._tokens, x, next(encoded)) if isinstance(x, Line) else x for x in lines]
+            encoded = iter(self.tokenizer.encode_all([line.text for line in lines if isinstance(line, TokenizerInput)]))
+            tokens = [_or_bad(self._tokens, x, next(encoded)) if isinstance(x, TokenizerInput) else x for x in lines]
             counts += [x.text_tokens() if isinstance(x, Tokens) else x for x in tokens]
         return counts
 
@@ -115,7 +115,7 @@ class Chat:
 
     # ----------------------------------------------------------------------------------------------------- text
 
-    def _line(self, conversation: Conversation) -> Line:
+    def _line(self, conversation: Conversation) -> TokenizerInput:
         """Render the text to tokenize, with the characters of the answers that are trained on."""
         answer_weights = [message.weight for message in conversation.messages if message.role == ASSISTANT]
         if not answer_weights:
@@ -151,7 +151,7 @@ class Chat:
                 )
         return self.template.messages(conversation, {kind: p.written for kind, p in self.placeholders.items()})
 
-    def _with_media(self, rendered: Rendered, conversation: Conversation) -> Line:
+    def _with_media(self, rendered: RenderedChat, conversation: Conversation) -> TokenizerInput:
         # The template's placeholders become tokens, and must be as many as the conversation's media.
         line = write_media(rendered, self.placeholders, self.written)
         check_places(line.kinds, [medium.kind for medium in conversation.media()])
@@ -159,7 +159,7 @@ class Chat:
 
     # --------------------------------------------------------------------------------------------------- tokens
 
-    def _tokens(self, line: Line, encoded: Encoded) -> Tokens:
+    def _tokens(self, line: TokenizerInput, encoded: Encoded) -> Tokens:
         """Set loss weights on the tokens of answers, except media and the text around them.
 
         A token that straddles the boundary of an answer is trained on if any of its characters inside the answer is not
@@ -305,8 +305,8 @@ def load_prompt_chat(form: ChatFormat) -> Chat:
         template=template,
         placeholders=placeholders,
         token={kind: _token_of(tokenizer, kind, p) for kind, p in placeholders.items()},
-        written=any_of(p.written for p in placeholders.values()),
-        control=any_of(_control_tokens(tokenizer, template, placeholders)),
+        written=compile_any_of(p.written for p in placeholders.values()),
+        control=compile_any_of(_control_tokens(tokenizer, template, placeholders)),
         processor=bool(folder_defaults),
     )
 

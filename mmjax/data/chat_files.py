@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmjax.data.chat_records import Excerpt, Record, Reference
+from mmjax.data.chat_records import ClipSpan, Record, Reference
 from mmjax.data.conversation import BadSample, Conversation, Medium
-from mmjax.data.excerpts import Cut
+from mmjax.data.excerpts import AudioSegment
 from mmjax.data.json_records import JsonRecords
 from mmjax.data.media_folder import MediaFolder, unbase64
-from mmjax.data.stored import Inline, Stored, digest
+from mmjax.data.stored import FileRef, InlineBytes, hash_strings
 
 
 class ChatFiles:
@@ -36,7 +36,7 @@ class ChatFiles:
 
     def fingerprint(self) -> str:
         places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in self._folders.items()]
-        return digest(self._records.fingerprint(), self._reading, *places)
+        return hash_strings(self._records.fingerprint(), self._reading, *places)
 
     def files(self) -> list[tuple[str, int]]:
         return self._records.files()
@@ -44,26 +44,28 @@ class ChatFiles:
     def conversation(self, index: int) -> Conversation:
         return self._read(self._records[index]).conversation
 
-    def media(self, index: int) -> tuple[Stored, ...]:
+    def media(self, index: int) -> tuple[FileRef, ...]:
         record = self._read(self._records[index])
         media = zip(record.conversation.media(), record.references, strict=True)
-        return tuple(find(reference, self._folders[medium.kind]) for medium, reference in media)
+        return tuple(resolve_reference(reference, self._folders[medium.kind]) for medium, reference in media)
 
 
-def find(reference: Reference, folder: MediaFolder) -> Stored:
+def resolve_reference(reference: Reference, folder: MediaFolder) -> FileRef:
     """Resolve a reference: a path, a URL, bytes, base64, or an object with one of them. Raises BadSample."""
     if isinstance(reference, str):
         return folder.find(reference)
     if isinstance(reference, bytes):
-        return Inline(reference)
-    if isinstance(reference, Excerpt):
+        return InlineBytes(reference)
+    if isinstance(reference, ClipSpan):
         clip = folder.find(reference.path)
-        return Cut(clip, reference.offset, reference.duration) if reference.offset or reference.duration else clip
+        return (
+            AudioSegment(clip, reference.offset, reference.duration) if reference.offset or reference.duration else clip
+        )
     if isinstance(reference, Mapping):
         # OpenAI's input_audio has base64 under "data"; Hugging Face datasets have "bytes" and "path".
         if isinstance(encoded := reference.get("data"), str):
-            return Inline(unbase64(encoded))
+            return InlineBytes(unbase64(encoded))
         value = next((reference[key] for key in ("bytes", "path", "url") if reference.get(key) is not None), None)
         if isinstance(value, str | bytes):
-            return find(value, folder)
+            return resolve_reference(value, folder)
     raise BadSample(f"refers to a file by {str(reference)[:80]!r}; expected a path, a URL or bytes")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmjax.data.conversation import MARKER, BadSample, Conversation, Media, Medium, Message, marked_parts
+from mmjax.data.conversation import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
 
 KEYS: Mapping[Medium, tuple[str, ...]] = {"image": ("images", "image"), "audio": ("audios", "audio")}
 # Roles as data sets name them: OpenAI's, ShareGPT's ("human", "gpt", "observation"), Gemma's ("model").
@@ -44,7 +44,7 @@ Reference = Any  # a path, a URL, bytes, {"bytes", "path"}, ... as the record ha
 
 
 @dataclass(frozen=True)
-class Excerpt:
+class ClipSpan:
     """A stretch of a clip's file in seconds; a duration of None is to its end."""
 
     path: str
@@ -60,7 +60,7 @@ class Record:
     references: tuple[Reference, ...]
 
 
-def chat_record(record: Mapping[str, Any], turns: str) -> Record:
+def parse_chat(record: Mapping[str, Any], turns: str) -> Record:
     """Parse a record whose messages are under the key `turns`: {"from", "value"} or {"role", "content"} each.
 
     Media are named inside the content, or beside the messages ("image", "images", "audio", "audios") and marked in the
@@ -82,7 +82,7 @@ def chat_record(record: Mapping[str, Any], turns: str) -> Record:
         messages.append(Message("system", system))
     for number, turn in enumerate(turn_list, start=1):
         role, content, weight = _turn(turn, number)
-        parts: list[str | Media] = []
+        parts: list[str | MediaPlace] = []
         for part in _parts(content, number):
             if isinstance(part, str):
                 parts.append(part)
@@ -93,8 +93,8 @@ def chat_record(record: Mapping[str, Any], turns: str) -> Record:
                 reference = listed[places[medium]] if places[medium] < len(listed) else None
                 places[medium] += 1
             references.append(reference)
-            parts.append(Media(medium))
-        if any(isinstance(part, Media) or part.strip() for part in parts):
+            parts.append(MediaPlace(medium))
+        if any(isinstance(part, MediaPlace) or part.strip() for part in parts):
             messages.append(Message(role, tuple(parts), weight))
         elif role != "system":  # many data sets have an empty system message, which changes nothing
             raise BadSample(f"message {number} ({role}) is empty")
@@ -105,7 +105,7 @@ def chat_record(record: Mapping[str, Any], turns: str) -> Record:
     return Record(Conversation(tuple(messages)), tuple(references))
 
 
-def question_record(question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]]) -> Record:
+def parse_question(question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]]) -> Record:
     """Build a record of a question and its answer; unmarked media come before the question. Raises BadSample."""
     answers: tuple[str, ...] = ()
     if isinstance(answer, Sequence) and not isinstance(answer, str) and len(answer):
@@ -119,18 +119,18 @@ def question_record(question: Any, answer: Any, media: Mapping[Medium, Sequence[
     if not MARKER.search(question):
         question = "".join(f"<{medium}>" * len(files) for medium, files in media.items()) + question
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    record = chat_record({"messages": turns} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
+    record = parse_chat({"messages": turns} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
     return replace(record, conversation=replace(record.conversation, answers=answers))
 
 
-def questions_record(record: Mapping[str, Any], question: str, answer: str) -> Record:
+def parse_question_record(record: Mapping[str, Any], question: str, answer: str) -> Record:
     """Parse a question under one key, and its answer, or several right ones, under another. Raises BadSample."""
     media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
     answers = _value_of_one(record, (answer, f"{answer}s"))
-    return question_record(record.get(question), answers, {medium: files for medium, files in media.items() if files})
+    return parse_question(record.get(question), answers, {medium: files for medium, files in media.items() if files})
 
 
-def clip_record(record: Mapping[str, Any], prompt: str) -> Record:
+def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
     """Parse a line of an audio manifest: {"audio_filepath", "text", "offset", "duration", "prompt"}.
 
     The clip comes before the prompt, for which `prompt` is the default. Raises BadSample.
@@ -141,13 +141,13 @@ def clip_record(record: Mapping[str, Any], prompt: str) -> Record:
     offset, duration = (_seconds(record, key) for key in ("offset", "duration"))
     if duration == 0:
         raise BadSample("has duration=0: an empty clip")
-    clip = Excerpt(path, offset or 0.0, duration)
+    clip = ClipSpan(path, offset or 0.0, duration)
     question = record.get("prompt")
     if question is None:
         question = prompt
     elif not isinstance(question, str):
         raise BadSample(f"has a prompt that is a {type(question).__name__}, not text")
-    return question_record(question, record.get("text"), {"audio": [clip]})
+    return parse_question(question, record.get("text"), {"audio": [clip]})
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
@@ -218,7 +218,7 @@ def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference 
     """Yield texts, and media with their references; None for a reference beside the messages."""
     # marked_parts cuts LLaVA's "<image>" out of a string; lists of parts have no markers in their texts.
     if isinstance(content, str):
-        yield from ((part.kind, None) if isinstance(part, Media) else part for part in marked_parts(content))
+        yield from ((part.kind, None) if isinstance(part, MediaPlace) else part for part in split_markers(content))
         return
     if not isinstance(content, Sequence):
         raise BadSample(f"message {number} has no content")

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.data.chat import Chat
-from mmjax.data.conversation import BadSample, Conversation, Media
+from mmjax.data.conversation import BadSample, Conversation, MediaPlace
 from mmjax.data.index import Encoders
 from mmjax.data.media_facts import KINDS, MediaFacts, Progress, open_facts, read_facts
-from mmjax.data.media_items import PROBES, Functions, MediumItems, Senses, in_rows, names
-from mmjax.data.sample import Facts, Question, Sample, Text
+from mmjax.data.media_items import PROBES, Functions, MediaItems, MediaProcessors, encoder_names, merge_arranged_items
+from mmjax.data.sample import Question, Sample, SampleLengths, Text
 from mmjax.data.template import ASSISTANT
-from mmjax.data.text_lengths import Reopen, TextLengths, count_text, open_text_lengths
+from mmjax.data.text_lengths import Reopen, TokenCounts, count_text, open_token_counts
 from mmjax.errors import BadMedia
 
 DECODED = 4  # cached media, so that an image is decoded once for all its tiles
@@ -35,7 +35,7 @@ class ChatSource:
         self.chat = chat
         self._cache = cache
         self._reopen = reopen
-        self._senses = Senses(encoders, functions)
+        self._senses = MediaProcessors(encoders, functions)
         self._decoded = lru_cache(maxsize=DECODED)(self._decode)
 
     def __len__(self) -> int:
@@ -69,8 +69,8 @@ class ChatSource:
         return self.read_headers() if known is None else known
 
     @cached_property
-    def _text(self) -> TextLengths:
-        known = open_text_lengths(self.conversations, self.chat, self._cache)
+    def _text(self) -> TokenCounts:
+        known = open_token_counts(self.conversations, self.chat, self._cache)
         return count_text(self.conversations, self._reopen, self.chat, self._cache) if known is None else known
 
     @cached_property
@@ -79,7 +79,7 @@ class ChatSource:
         tables = (self._text, self._facts)
         return {k: why for t in tables for k, why in zip(t.bad.tolist(), t.reason.tolist(), strict=True)}
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         if (reason := self._bad.get(index)) is not None:
             raise BadSample(reason)
         try:
@@ -88,7 +88,7 @@ class ChatSource:
             raise BadSample(str(bad)) from None
         return self._senses.facts(int(self._text.tokens[index]), media)
 
-    def _items(self, index: int) -> list[MediumItems]:
+    def _items(self, index: int) -> list[MediaItems]:
         """Return the items of every medium. Raises BadMedia."""
         begin, end = self._facts.start[index : index + 2]
         kinds = [KINDS[kind] for kind in self._facts.kind[begin:end]]
@@ -97,7 +97,9 @@ class ChatSource:
 
     def sample(self, index: int) -> Sample:
         media = self._items(index)
-        return in_rows(self.chat.sample(self.conversations.conversation(index), names(media)), media)
+        return merge_arranged_items(
+            self.chat.sample(self.conversations.conversation(index), encoder_names(media)), media
+        )
 
     def item(self, index: int, number: int) -> np.ndarray:
         for medium, items in enumerate(self._items(index)):
@@ -115,13 +117,13 @@ class ChatSource:
         """Return the conversation up to its last answer, and that answer. Raises BadSample where it ends otherwise."""
         conversation = self.conversations.conversation(index)
         *history, last = conversation.messages
-        if last.role != ASSISTANT or any(isinstance(part, Media) for part in last.parts):
+        if last.role != ASSISTANT or any(isinstance(part, MediaPlace) for part in last.parts):
             raise BadSample("it does not end with an answer of the assistant, so there is nothing to ask")
         media = self._items(index)
         return Question(
             family="chat",
             task="chat.answer",
-            prompt=in_rows(self.chat.prompt(Conversation(tuple(history)), names(media)), media),
+            prompt=merge_arranged_items(self.chat.prompt(Conversation(tuple(history)), encoder_names(media)), media),
             answer="".join(last.parts).strip(),
             needs=tuple(dict.fromkeys(medium.encoder for medium in media)),
             answers=conversation.answers,

@@ -36,8 +36,8 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
     if isinstance(clips, LogMel):
         frames = conv_frames = log_mel.frame_count(samples, clips.window, clips.hop)
     else:
-        whisper_mel.one_piece(clips, samples)
-        window = whisper_mel.most_frames(clips)
+        whisper_mel.check_one_piece(clips, samples)
+        window = whisper_mel.window_frames(clips)
         frames = window if clips.attended == "window" else whisper_mel.valid_frames(clips, samples)
         # Position p reads frames 2p - 2 to 2p + 2: 5 frames make positions 0, 1, 2, and position 2 reads up to frame
         # 6, so 5 + 5 % 2 + 1 = 7 frames are needed; 4 frames make 0 and 1, which read up to frame 4: 5 frames.
@@ -47,14 +47,14 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
     return ClipSize(frames, conv_frames)
 
 
-def pieces(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...]:
+def split_clip(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...]:
     """Cut a clip of so many samples into items, (start, stop). Raises BadMedia for one that is too long, or empty."""
     if isinstance(encoder.clips, WhisperMel):
-        return whisper_mel.pieces(encoder.clips, samples)
+        return whisper_mel.split_clip(encoder.clips, samples)
     return ((0, samples),)
 
 
-def clip_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
+def log_mel_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
     """Compute frames float32 `[held, mels]` of a clip float `[samples]`; lengths and errors are `clip_size`'s."""
     clips = encoder.clips
     if isinstance(clips, LogMel):

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator
 
 import numpy as np
 
-from mmjax.batch import ItemBatch, Microbatch, Mixed, TextBatch
+from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 
 BITS, HALF = 64, 32
 
@@ -45,7 +45,7 @@ def _arrays(batch: TextBatch | ItemBatch) -> Iterator[np.ndarray]:
     """Iterate over all arrays of a batch, those of encoders in the order of their names, as in a JAX tree."""
     for value in batch:
         for array in (value[k] for k in sorted(value)) if isinstance(value, dict) else (value,):
-            yield from array if isinstance(array, Mixed) else (array,)
+            yield from array if isinstance(array, WeightedSlots) else (array,)
 
 
 def _rows_content(arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: range, own: Container[int]) -> int:

@@ -20,7 +20,7 @@ class BadSample(ValueError):
 
 
 @dataclass(frozen=True)
-class Media:
+class MediaPlace:
     """A place of an image or a clip in a message; the n-th place of a conversation is that of its n-th medium."""
 
     kind: Medium
@@ -31,7 +31,7 @@ class Message:
     """One message of a conversation: text and media, in order."""
 
     role: str  # "system", "user", "assistant", ...
-    parts: tuple[str | Media, ...]
+    parts: tuple[str | MediaPlace, ...]
     weight: float = 1.0  # of the loss on an answer's tokens
 
 
@@ -42,22 +42,22 @@ class Conversation:
     messages: tuple[Message, ...]
     answers: tuple[str, ...] = ()  # all right answers to its last question, where the record has several
 
-    def media(self) -> Iterator[Media]:
+    def media(self) -> Iterator[MediaPlace]:
         """Iterate over the places of media in order."""
-        return (part for message in self.messages for part in message.parts if isinstance(part, Media))
+        return (part for message in self.messages for part in message.parts if isinstance(part, MediaPlace))
 
 
-def marked_parts(text: str) -> list[str | Media]:
+def split_markers(text: str) -> list[str | MediaPlace]:
     """Split a text at its markers `<image>` and `<audio>`.
 
     A line break beside a marker is part of the marker, not of the text: LLaVA's records write one, and chat templates
     write their own. Other white space stays.
     """
     pieces = MARKER.split(text)
-    parts: list[str | Media] = []
+    parts: list[str | MediaPlace] = []
     for k, piece in enumerate(pieces):
         if k % 2:  # re.split alternates texts with the marker's group
-            parts.append(Media(cast(Medium, piece)))
+            parts.append(MediaPlace(cast(Medium, piece)))
             continue
         # A piece's start follows a marker unless it is the first, its end precedes one unless it is the last.
         if k > 0:

@@ -69,7 +69,7 @@ MIN_SECONDS = 0.001  # a shorter clip is a mistake
 # ----------------------------------------------------------------------------------------------------------- images
 
 
-def image_size(file: BinaryIO, limits: MediaLimits | None = None) -> tuple[int, int]:
+def read_image_size(file: BinaryIO, limits: MediaLimits | None = None) -> tuple[int, int]:
     """Read (height, width) of an image, orientation applied, from the header of a seekable (best a buffered) file.
 
     Raises BadMedia for an unknown format or a size beyond the limits (None = the defaults).
@@ -81,11 +81,11 @@ def image_size(file: BinaryIO, limits: MediaLimits | None = None) -> tuple[int, 
 
 
 def decode_image(data: bytes, limits: MediaLimits | None = None) -> np.ndarray:
-    """Decode an image file to pixels, uint8 `[height, width, 3]` (read only), of the size that `image_size` returns.
+    """Decode an image file to pixels, uint8 `[height, width, 3]`, read only, of the size of `read_image_size`.
 
-    Raises BadMedia as `image_size`, and for a truncated or corrupt file.
+    Raises BadMedia as `read_image_size`, and for a truncated or corrupt file.
     """
-    size = image_size(io.BytesIO(data), limits)
+    size = read_image_size(io.BytesIO(data), limits)
     reader = _FileReader(io.BytesIO(data))
     pixels = _call_decoder(reader, _image_kind(reader), _pixels)
     if pixels.shape[:2] != size:
@@ -229,14 +229,14 @@ def _open_image(reader: _FileReader, kind: str) -> Image.Image:
 # ------------------------------------------------------------------------------------------------------------ clips
 
 
-class ClipFacts(NamedTuple):
+class ClipHeader(NamedTuple):
     """Length and sample rate of a clip, from its header."""
 
     frames: int  # samples of each channel
     sample_rate: int  # Hz
 
 
-def clip_facts(file: BinaryIO, limits: MediaLimits | None = None) -> ClipFacts:
+def read_clip_header(file: BinaryIO, limits: MediaLimits | None = None) -> ClipHeader:
     """Read length and sample rate of a clip from the header of a seekable file (for Ogg also from its end).
 
     Raises BadMedia for an unknown format, an unknown length, an empty clip, and one longer than the limits.
@@ -257,7 +257,7 @@ def clip_facts(file: BinaryIO, limits: MediaLimits | None = None) -> ClipFacts:
     return facts
 
 
-def clip_samples(facts: ClipFacts, sample_rate: int) -> int:
+def resampled_length(facts: ClipHeader, sample_rate: int) -> int:
     """Return a clip's length in samples after resampling to that rate."""
     return -(-facts.frames * sample_rate // facts.sample_rate)
 
@@ -265,9 +265,9 @@ def clip_samples(facts: ClipFacts, sample_rate: int) -> int:
 def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits | None = None) -> np.ndarray:
     """Decode a clip's file to mono samples at that rate, float32 `[clip_samples]` in about -1..1.
 
-    Raises BadMedia as `clip_facts`, and for a file that is truncated, corrupt or holds NaN.
+    Raises BadMedia as `read_clip_header`, and for a file that is truncated, corrupt or holds NaN.
     """
-    facts = clip_facts(io.BytesIO(data), limits)
+    facts = read_clip_header(io.BytesIO(data), limits)
     reader = _FileReader(io.BytesIO(data))
     kind = _clip_kind(reader)
     if kind == "OGG":
@@ -280,7 +280,7 @@ def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits | None = None
         raise BadMedia("it holds samples that are not finite")
     if facts.sample_rate != sample_rate:
         wave = soxr.resample(wave, facts.sample_rate, sample_rate, quality="HQ")
-        samples = clip_samples(facts, sample_rate)
+        samples = resampled_length(facts, sample_rate)
         wave = np.pad(wave, (0, max(0, samples - len(wave))))[:samples]
     return np.ascontiguousarray(wave, np.float32)
 
@@ -297,7 +297,7 @@ def _clip_kind(reader: _FileReader) -> str:
     return kind
 
 
-def _clip_facts(reader: _FileReader, kind: str) -> ClipFacts:
+def _clip_facts(reader: _FileReader, kind: str) -> ClipHeader:
     if kind == "MP3":
         _check_mp3_length(reader)
     if kind == "WAV":
@@ -309,7 +309,7 @@ def _clip_facts(reader: _FileReader, kind: str) -> ClipFacts:
             claimed, actual = map(int, log.groups())
             if actual < claimed < UNKNOWN_SIZE:
                 raise BadMedia(f"truncated WAV: {actual} of {claimed} bytes of samples")
-        return ClipFacts(clip.frames, clip.samplerate)
+        return ClipHeader(clip.frames, clip.samplerate)
 
 
 def _check_wav_chunks(reader: _FileReader) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 Split = Literal["train", "validation", "test"]
 
 SIDE = 8  # pixels of a digit
-COUNTS = tuple(accumulate((0.32, 0.25, 0.17, 0.10, 0.06, 0.045, 0.03, 0.025)))  # of 1..8 digits on an image
+COUNT_CDF = tuple(accumulate((0.32, 0.25, 0.17, 0.10, 0.06, 0.045, 0.03, 0.025)))  # of 1..8 digits on an image
 FEW = tuple(accumulate((0.48, 0.28, 0.15, 0.09)))  # of 1..4 digits, where a sample has more items than one
 AFFINES = 512
 
@@ -38,7 +38,7 @@ def digit_table() -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def digits_of(split: Split) -> tuple[tuple[int, ...], ...]:
+def digits_by_label(split: Split) -> tuple[tuple[int, ...], ...]:
     """List for each label the indices into the digit table that this split may use.
 
     Training, validation and test have 80, 5 and 15 % of each label, the same ones in every run.

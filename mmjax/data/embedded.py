@@ -17,8 +17,8 @@ import numpy as np
 from mmjax.config import EmbeddedSource
 from mmjax.data import digits, tones
 from mmjax.data.digits import Split, Strip
-from mmjax.data.questions import ENCODER, Ask, Family, choose, possible
-from mmjax.data.sample import Facts, Item, Question, Sample, Text
+from mmjax.data.questions import ENCODER, Family, GeneratedQuestion, draw_questions, possible_questions
+from mmjax.data.sample import Item, Question, Sample, SampleLengths, Text
 from mmjax.data.tones import Clip
 
 ALPHABET = " abcdefghijklmnopqrstuvwxyz0123456789*#?+"
@@ -53,7 +53,7 @@ class Recipe(NamedTuple):
     words: tuple[str, ...]  # before each item; in a text sample, before the passage
     media: tuple[Strip | Clip, ...]
     passage: str
-    asks: tuple[Ask, ...]
+    asks: tuple[GeneratedQuestion, ...]
 
 
 class EmbeddedDataset:
@@ -79,12 +79,14 @@ class EmbeddedDataset:
         made_by = ("embedded-2", source, self.split, self.seed, ALPHABET)
         return hashlib.sha256(repr(made_by).encode() + digits.digit_table()[0].tobytes()).hexdigest()[:16]
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         recipe = self.recipe(index)
         branches = sum([len(ask.text) + len(ask.answer) + 1 for ask in recipe.asks])
         text = sum(map(len, recipe.words)) + len(recipe.passage) + branches
         sizes = [(m.samples,) if isinstance(m, Clip) else (m.height, m.width) for m in recipe.media]
-        return Facts(text, tuple([(ENCODER[type(m)], size) for m, size in zip(recipe.media, sizes, strict=True)]))
+        return SampleLengths(
+            text, tuple([(ENCODER[type(m)], size) for m, size in zip(recipe.media, sizes, strict=True)])
+        )
 
     def sample(self, index: int) -> Sample:
         """Return a sample with its questions and answers."""
@@ -112,12 +114,14 @@ class EmbeddedDataset:
         u = _uniforms(self._rng(index, 0))
         draw = next(u)
         family = next(name for bound, name in self._families if draw < bound)
-        media = _draw_media(u, family, digits.digits_of(self.split), self.split == "train")
+        media = _draw_media(u, family, digits.digits_by_label(self.split), self.split == "train")
         passage = _draw_passage(u) if family == "text" else ""
         words = (_draw_words(u, 0.75, 78),) if passage else tuple([_draw_words(u, 0.3, BEFORE_ITEM) for _ in media])
         # Media are encoded once for all their questions, so more cost little: 1..n, with more the more probable.
         count = max(1, ceil(self.source.questions * next(u) ** 0.5)) if self.split == "train" else 1
-        return Recipe(family, words, media, passage, choose(u, possible(family, media, passage), count))
+        return Recipe(
+            family, words, media, passage, draw_questions(u, possible_questions(family, media, passage), count)
+        )
 
     def _rng(self, index: int, stream: int) -> np.random.Generator:
         """Return the generator of a sample's recipe (stream 0) or n-th item (stream n), by Philox's counter."""
@@ -144,11 +148,11 @@ class SwappedItems:
     def fingerprint(self) -> str:
         return f"{self.dataset.fingerprint()}-swapped-{'-'.join(self.encoders)}"
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         """Return the sample's own text tokens, and the sizes of the items that it gets."""
         facts = self.dataset.facts(index)
         origins = (self._origin(index, number) for number in range(len(facts.items)))
-        return Facts(facts.text_tokens, tuple(self.dataset.facts(i).items[number] for i, number in origins))
+        return SampleLengths(facts.text_tokens, tuple(self.dataset.facts(i).items[number] for i, number in origins))
 
     def sample(self, index: int) -> Sample:
         return self.dataset.sample(index)
@@ -187,12 +191,12 @@ class SwappedItems:
         return [ENCODER[type(item)] for item in self.dataset.recipe(index).media]
 
 
-def encode(text: str) -> np.ndarray:
+def encode_characters(text: str) -> np.ndarray:
     """Encode a text in `ALPHABET` to tokens int32 `[len(text)]`."""
     return _TOKEN[np.frombuffer(text.encode("ascii"), np.uint8)]
 
 
-def decode(tokens: Iterable[int]) -> str:
+def decode_characters(tokens: Iterable[int]) -> str:
     """Decode tokens up to the end token, skipping padding."""
     return "".join(ALPHABET[token - 2] for token in itertools.takewhile(lambda t: t != END, tokens) if token > END)
 
@@ -209,15 +213,15 @@ def _context(recipe: Recipe) -> Iterator[Text | Item]:
 
 
 def _untrained(text: str, start: int, branch: int = 0) -> Text:
-    return Text(encode(text), np.zeros(len(text), np.float32), branch, start)
+    return Text(encode_characters(text), np.zeros(len(text), np.float32), branch, start)
 
 
-def _branch(number: int, ask: Ask, answered: bool) -> Text:
+def _branch(number: int, ask: GeneratedQuestion, answered: bool) -> Text:
     """Encode a question and, if `answered`, its answer and the end token, which alone have a loss."""
     if not answered:
         return _untrained(ask.text, QUESTION, number)
     # The weight of a token is that of predicting it, so the first one trained is the answer's first.
-    tokens = np.append(encode(ask.text + ask.answer), np.int32(END))
+    tokens = np.append(encode_characters(ask.text + ask.answer), np.int32(END))
     weights = np.zeros(len(tokens), np.float32)
     weights[len(ask.text) :] = 1
     return Text(tokens, weights, number, QUESTION)
@@ -233,7 +237,7 @@ def _draw_media(
     draw = next(u)
     if family == "image":
         count = 1 + sum(draw >= bound for bound in _IMAGES)
-        return tuple([digits.draw_strip(u, digits.FEW if count > 1 else digits.COUNTS, pool) for _ in range(count)])
+        return tuple([digits.draw_strip(u, digits.FEW if count > 1 else digits.COUNT_CDF, pool) for _ in range(count)])
     if family == "audio":
         count = 1 + sum(draw >= bound for bound in _CLIPS)
         counts = few if count > 1 else tones.PRACTICE if practice else tones.COUNTS

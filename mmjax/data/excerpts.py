@@ -9,19 +9,19 @@ from typing import BinaryIO
 import soundfile
 
 from mmjax.data.conversation import BadSample
-from mmjax.data.stored import Stored, one_line
+from mmjax.data.stored import FileRef, one_line
 
 _TOLERANCE = 0.02  # seconds; durations in manifests are rounded
 
 
 @dataclass(frozen=True)
-class Cut:
+class AudioSegment:
     """The `duration` seconds (None: to the end) of an encoded clip from `offset` on.
 
     Name, stamp and header are the whole file's, so that the header is read once for all cuts of a file.
     """
 
-    whole: Stored
+    whole: FileRef
     offset: float
     duration: float | None
 

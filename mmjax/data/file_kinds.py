@@ -19,7 +19,7 @@ from mmjax.config import (
 from mmjax.data.array_records import INDEX
 from mmjax.data.json_records import JsonRecords
 from mmjax.data.parquet import column_names
-from mmjax.data.stored import found_files
+from mmjax.data.stored import list_files
 from mmjax.errors import UserError
 
 KEYS = {  # of a JSON record, by which its file is known
@@ -44,7 +44,7 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
     """
     if os.path.isfile(os.path.join(path, INDEX)):
         return ArrayRecordSource(path)
-    paths = found_files(path, option)
+    paths = list_files(path, option)
     if paths[0].endswith(".parquet"):
         return _parquet(path, paths[0], option)
     records = JsonRecords(paths, cache)

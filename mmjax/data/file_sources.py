@@ -11,11 +11,11 @@ from typing import Literal
 from mmjax.config import ArrayRecordSource, DataConfig, FileSource, ManifestSource, ParquetSource, QuestionsSource
 from mmjax.data.array_records import ArrayRecords
 from mmjax.data.chat_files import ChatFiles
-from mmjax.data.chat_records import chat_record, clip_record, questions_record
+from mmjax.data.chat_records import parse_chat, parse_manifest_line, parse_question_record
 from mmjax.data.conversation import Medium
 from mmjax.data.media_folder import MediaFolder
 from mmjax.data.parquet import ParquetRecords
-from mmjax.data.stored import StoredConversations, found_files, is_url
+from mmjax.data.stored import Conversations, is_url, list_files
 from mmjax.errors import UserError
 from mmjax.hub import JSON, PARQUET, cached_path, dataset_files, is_dataset
 
@@ -36,7 +36,7 @@ def path_of(source: FileSource, split: Split) -> str:
     return source.path if split == "train" else str(getattr(source, split))
 
 
-def open_conversations(source: FileSource, split: Split, cache: Path, key: str) -> StoredConversations:
+def open_conversations(source: FileSource, split: Split, cache: Path, key: str) -> Conversations:
     """The records of a source's split. No media is read.
 
     key: of the source in the config, for messages. Raises UserError where files or folders are missing or broken, or
@@ -55,7 +55,7 @@ def open_conversations(source: FileSource, split: Split, cache: Path, key: str) 
     return opened
 
 
-def _open(source: FileSource, path: str, split: Split, cache: Path, key: str) -> StoredConversations:
+def _open(source: FileSource, path: str, split: Split, cache: Path, key: str) -> Conversations:
     where = f"{key}.{'path' if split == 'train' else split}"
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
@@ -63,7 +63,7 @@ def _open(source: FileSource, path: str, split: Split, cache: Path, key: str) ->
         paths = dataset_files(path, split, PARQUET if isinstance(source, ParquetSource) else JSON, where)
         path = paths[0]
     else:
-        paths = found_files(path, where)
+        paths = list_files(path, where)
     if isinstance(source, ParquetSource):
         return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key)
     folders: dict[Medium, MediaFolder] = {}
@@ -73,12 +73,14 @@ def _open(source: FileSource, path: str, split: Split, cache: Path, key: str) ->
             raise UserError(f"{key}.{name}={root}: there is no such folder or archive")
         folders[medium] = MediaFolder(root or _parent(path), source.outside, cache)
     if isinstance(source, ManifestSource):
-        return ChatFiles(paths, cache, folders, partial(clip_record, prompt=source.prompt), f"clips {source.prompt}")
+        return ChatFiles(
+            paths, cache, folders, partial(parse_manifest_line, prompt=source.prompt), f"clips {source.prompt}"
+        )
     if isinstance(source, QuestionsSource):
         keys = {"question": source.question, "answer": source.answer}
-        return ChatFiles(paths, cache, folders, partial(questions_record, **keys), f"questions {keys}")
+        return ChatFiles(paths, cache, folders, partial(parse_question_record, **keys), f"questions {keys}")
     turns = TURNS[source.kind]
-    return ChatFiles(paths, cache, folders, partial(chat_record, turns=turns), turns)
+    return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns)
 
 
 def _parent(path: str) -> str:

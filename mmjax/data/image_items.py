@@ -2,8 +2,8 @@
 
 Before rescaling and normalisation, pixels equal those of transformers' processors with the Pillow backend bit for bit.
 (The torchvision backend, which transformers prefers where it is installed, rounds resized pixels a little differently.)
-Every preparation is one function of a `Picture`, and so is a user's own. Given a picture without pixels it computes the
-item sizes, for which the image's header is enough.
+Every preparation is one function of a `LazyImage`, and so is a user's own. Given a picture without pixels it computes
+the item sizes, for which the image's header is enough.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from functools import partial
 import numpy as np
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize
-from mmjax.data.picture import Picture, Size
+from mmjax.data.picture import LazyImage, Size
 from mmjax.errors import BadMedia
 
-BeforeEncoder = Callable[[Picture, int], Sequence[Picture]]  # (image, images in its sample) -> items
+BeforeEncoder = Callable[[LazyImage, int], Sequence[LazyImage]]  # (image, images in its sample) -> items
 
 MAX_ASPECT = 200  # longer side / shorter side, in Qwen-VL's resizing
 
@@ -36,10 +36,10 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
         case DynamicTiles():
             return partial(dynamic_tiles, config)
         case AnyRes():
-            return partial(any_res, config)
+            return partial(anyres_tiles, config)
 
 
-def sizes_of_items(
+def prepared_sizes(
     prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits | None = None
 ) -> tuple[Size, ...]:
     """Compute the sizes of the items of an image of (height, width); `images` is how many images its sample has.
@@ -49,26 +49,26 @@ def sizes_of_items(
     if min(size) < 1:
         raise BadMedia(f"an image of {size[0]} x {size[1]} pixels is empty")
     # Without pixels: the preparation computes sizes alone.
-    picture = Picture(size, None, (limits or MediaLimits()).pixels)
+    picture = LazyImage(size, None, (limits or MediaLimits()).pixels)
     return tuple(item.size for item in prepare(picture, images))
 
 
-def items_of_image(
+def prepare_image(
     prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits | None = None
 ) -> tuple[np.ndarray, ...]:
-    """Prepare the items uint8 `[h, w, 3]` (read only) of an image uint8 `[H, W, 3]`, in the sizes of `sizes_of_items`.
+    """Prepare the items uint8 `[h, w, 3]` (read only) of an image uint8 `[H, W, 3]`, in the sizes of `prepared_sizes`.
 
-    Raises ValueError for another shape or type, BadMedia as `sizes_of_items`.
+    Raises ValueError for another shape or type, BadMedia as `prepared_sizes`.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(f"an image must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}")
     if not image.size:
         raise BadMedia(f"an image of {image.shape[0]} x {image.shape[1]} pixels is empty")
-    picture = Picture(image.shape[:2], image, (limits or MediaLimits()).pixels)
+    picture = LazyImage(image.shape[:2], image, (limits or MediaLimits()).pixels)
     return tuple(item.pixels for item in prepare(picture, images))
 
 
-def fixed_size(config: FixedSize, picture: Picture, images: int) -> tuple[Picture, ...]:
+def fixed_size(config: FixedSize, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
     """Prepare one item of a fixed size."""
     if config.square:
         picture = picture.squared(config.square)
@@ -82,12 +82,12 @@ def fixed_size(config: FixedSize, picture: Picture, images: int) -> tuple[Pictur
     return (picture.cropped((config.crop[0], config.crop[1])) if config.crop else picture,)
 
 
-def smart_resize(config: SmartResize, picture: Picture, images: int) -> tuple[Picture, ...]:
+def smart_resize(config: SmartResize, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
     """Prepare one item near the image's own size."""
     return (picture.resized(smart_size(config, picture.size), config.filter),)
 
 
-def dynamic_tiles(config: DynamicTiles, picture: Picture, images: int) -> tuple[Picture, ...]:
+def dynamic_tiles(config: DynamicTiles, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
     """Cut an image into tiles, followed by its thumbnail."""
     rows, columns = tile_grid(config, picture.size)
     height, width = config.tile
@@ -97,13 +97,13 @@ def dynamic_tiles(config: DynamicTiles, picture: Picture, images: int) -> tuple[
     return tiles
 
 
-def any_res(config: AnyRes, picture: Picture, images: int) -> tuple[Picture, ...]:
+def anyres_tiles(config: AnyRes, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
     """Prepare the whole image, then its tiles."""
     tile = config.tile, config.tile
     if images > 1 and config.several == "square":
         return (picture.squared(config.background).resized(tile, config.filter),)
     # The canvas has the pinpoint's size, with the image centred on black padding.
-    canvas = best_pinpoint(config, picture.size)
+    canvas = select_best_resolution(config, picture.size)
     tiles = picture.fitted(canvas, config.filter).cut(canvas[0] // config.tile, canvas[1] // config.tile)
     return (picture.resized(tile, config.filter), *tiles)
 
@@ -158,7 +158,7 @@ def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
 
 
-def best_pinpoint(config: AnyRes, size: Size) -> Size:
+def select_best_resolution(config: AnyRes, size: Size) -> Size:
     """Choose the resolution that shows most of an image's pixels, and of several such the one that wastes least."""
     height, width = size
 

@@ -19,9 +19,9 @@ import numpy as np
 from mmjax.balance.parts import Parts
 from mmjax.config import AudioConfig, VisionConfig
 from mmjax.data.conversation import BadSample
-from mmjax.data.kept import Damaged, keep, kept, note
+from mmjax.data.kept import Damaged, open_arrays, print_recomputation, save_arrays
 from mmjax.data.media import item_size, positions_per_token
-from mmjax.data.sample import Facts, Source
+from mmjax.data.sample import SampleLengths, Source
 from mmjax.errors import BadMedia, UserError
 from mmjax.startup import activity
 
@@ -116,12 +116,12 @@ class LengthIndex:
         with suppress(Damaged):
             LengthIndex.open(folder)
             return
-        keep(folder, {f.name: getattr(self, f.name) for f in fields(self)})
+        save_arrays(folder, {f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
     def open(cls, folder: Path) -> LengthIndex:
         """Memory-map what `save` wrote. Raises Damaged where it is not that."""
-        return cls(**kept(folder, [f.name for f in fields(cls)]))
+        return cls(**open_arrays(folder, [f.name for f in fields(cls)]))
 
 
 def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthIndex:
@@ -141,7 +141,7 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
                 rows = [(numbers.get(e), *_measured(encoders, e, size, sizes)) for e, size in facts.items]
             except (BadSample, BadMedia) as found:
                 bad[len(text)] = str(found)
-                facts, rows = Facts(0, ()), []
+                facts, rows = SampleLengths(0, ()), []
             except ValueError as error:
                 raise UserError(f"sample {source_name}[{i}]: {error}") from error
             else:
@@ -210,6 +210,6 @@ def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path
     try:
         return LengthIndex.open(path), path
     except Damaged as damage:
-        note(damage)
+        print_recomputation(damage)
     build_index(sources, encoders).save(path)
     return LengthIndex.open(path), path

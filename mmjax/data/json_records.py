@@ -13,8 +13,8 @@ import numba
 import numpy as np
 
 from mmjax.data.conversation import BadSample
-from mmjax.data.kept import keep, kept, kept_if_sound
-from mmjax.data.stored import digest, local_copy
+from mmjax.data.kept import open_arrays, open_arrays_if_sound, save_arrays
+from mmjax.data.stored import hash_strings, local_copy
 from mmjax.errors import UserError
 
 _VERSION = "4"  # of the index
@@ -33,7 +33,7 @@ class JsonRecords:
     def __init__(self, paths: Sequence[str], cache: Path) -> None:
         self._names = paths
         self._paths, folders = zip(*(_index_file(path, cache) for path in paths), strict=True)
-        arrays = kept(folders[0] if len(folders) == 1 else _join(folders, cache), _NAMES)
+        arrays = open_arrays(folders[0] if len(folders) == 1 else _join(folders, cache), _NAMES)
         self._starts = arrays["starts"]  # int64 [files + 1]: first record of each file
         self._spans = arrays["spans"]  # int64 [n, 2]: start and stop of each record in its file
         self._content = str(arrays["content"])  # hash of the files' bytes
@@ -82,11 +82,11 @@ def _index_file(path: str, cache: Path) -> tuple[Path, Path]:
     try:
         local = local_copy(path, cache / "copies")
         status = local.stat()
-        key = digest(str(local.absolute()), str(status.st_size), str(status.st_mtime_ns), _VERSION)
+        key = hash_strings(str(local.absolute()), str(status.st_size), str(status.st_mtime_ns), _VERSION)
         folder = cache / f"records-{key}"
-        if kept_if_sound(folder, _NAMES) is None:
+        if open_arrays_if_sound(folder, _NAMES) is None:
             spans, content = _find_records(path, local)
-            keep(folder, {"starts": np.array([0, len(spans)]), "spans": spans, "content": np.array(content)})
+            save_arrays(folder, {"starts": np.array([0, len(spans)]), "spans": spans, "content": np.array(content)})
     except (OSError, BadSample) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     return local, folder
@@ -94,13 +94,13 @@ def _index_file(path: str, cache: Path) -> tuple[Path, Path]:
 
 def _join(folders: Sequence[Path], cache: Path) -> Path:
     """Join the indexes of several files into one folder, since each memory-mapped array keeps a file open."""
-    joined = cache / f"records-{digest(*(folder.name for folder in folders))}"
-    if kept_if_sound(joined, _NAMES) is None:
-        indexes = [kept(folder, _NAMES) for folder in folders]
+    joined = cache / f"records-{hash_strings(*(folder.name for folder in folders))}"
+    if open_arrays_if_sound(joined, _NAMES) is None:
+        indexes = [open_arrays(folder, _NAMES) for folder in folders]
         spans = [index["spans"] for index in indexes]
-        content = digest(*(str(index["content"]) for index in indexes))
+        content = hash_strings(*(str(index["content"]) for index in indexes))
         starts = np.cumsum([0, *map(len, spans)])  # files of 3, 0 and 2 records: 0, 3, 3, 5
-        keep(joined, {"starts": starts, "spans": np.concatenate(spans), "content": np.array(content)})
+        save_arrays(joined, {"starts": starts, "spans": np.concatenate(spans), "content": np.array(content)})
     return joined
 
 

@@ -35,11 +35,11 @@ class Missing(Damaged):
     """A folder that was not written yet."""
 
 
-def keep(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def save_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write one file per array and their hashes, replacing the folder. Raises UserError where it can't be written."""
     partial, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
     try:
-        remove(partial)
+        remove_path(partial)
         partial.mkdir(parents=True)
         for name, array in arrays.items():
             np.save(partial / f"{name}.npy", array)
@@ -53,30 +53,30 @@ def keep(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         except OSError:  # another process was faster
             if not folder.exists():
                 raise
-            remove(partial)
-        remove(old)
+            remove_path(partial)
+        remove_path(old)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; make room there") from None
 
 
-def kept(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Memory-map arrays of these names that `keep` saved. Raises Missing and Damaged."""
+def open_arrays(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Memory-map arrays of these names that `save_arrays` saved. Raises Missing and Damaged."""
     if not os.path.lexists(folder):
         raise Missing(f"{folder} is not there")
-    return kept_files({name: folder / f"{name}.npy" for name in names}, folder / SUMS)
+    return open_array_files({name: folder / f"{name}.npy" for name in names}, folder / SUMS)
 
 
-def kept_if_sound(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray] | None:
+def open_arrays_if_sound(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray] | None:
     """Memory-map saved arrays; None where they are missing, or damaged, which is printed."""
     try:
-        return kept(folder, names)
+        return open_arrays(folder, names)
     except Damaged as damage:
-        note(damage)
+        print_recomputation(damage)
         return None
 
 
-def kept_files(paths: Mapping[str, Path], sums: Path) -> dict[str, np.ndarray]:
+def open_array_files(paths: Mapping[str, Path], sums: Path) -> dict[str, np.ndarray]:
     """Memory-map a saved folder's files wherever they have been copied to. Raises Damaged."""
     if multiprocessing.parent_process() is None:  # the parent of a worker has verified them
         _verify(paths, sums)
@@ -107,7 +107,7 @@ def _verify(paths: Mapping[str, Path], sums: Path) -> None:
     _verified.add(state)
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Delete a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -115,19 +115,19 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def note(damage: Damaged) -> None:
+def print_recomputation(damage: Damaged) -> None:
     """Print that something is computed again because its cache is damaged; nothing for the first time."""
     if not isinstance(damage, Missing):
         print(f"note   {damage}; it is made again", file=sys.stderr, flush=True)
 
 
-def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Add a checksum to a JSON object: with a changed letter it might still be valid JSON."""
     return dict(fields) | {"sum": _sum_of(fields)}
 
 
-def unsealed(fields: Any) -> dict[str, Any]:
-    """Verify and remove the checksum of `sealed`. Raises ValueError on a mismatch."""
+def verify_checksum(fields: Any) -> dict[str, Any]:
+    """Verify and remove the checksum of `with_checksum`. Raises ValueError on a mismatch."""
     if not isinstance(fields, dict) or fields.get("sum") != _sum_of({k: v for k, v in fields.items() if k != "sum"}):
         raise ValueError("it is not what was written")
     return {k: v for k, v in fields.items() if k != "sum"}

@@ -21,12 +21,12 @@ from mmjax.data.budget import Budget
 from mmjax.data.content import Own, content_of, plus
 from mmjax.data.grouping import StepGrouper
 from mmjax.data.index import LengthIndex
-from mmjax.data.kept import sealed, unsealed
+from mmjax.data.kept import verify_checksum, with_checksum
 from mmjax.data.layout import RankLayout, make_placer
 from mmjax.data.packing import Reader, pack_microbatch
 from mmjax.data.placement import MicrobatchPlan
 from mmjax.data.plan import PLANNER, StepPlan, StepPlanner
-from mmjax.data.sample import Facts, Sample, Source
+from mmjax.data.sample import Sample, SampleLengths, Source
 from mmjax.data.segments import WHOLE_RUN, Segment
 from mmjax.data.sources import open_sources
 from mmjax.data.text_rows import Arrays
@@ -122,7 +122,7 @@ class StepLoader:
 
     def _known_chunks(self) -> list[int]:
         try:
-            return unsealed(json.loads(self._chunks.read_text()))["first_steps"]
+            return verify_checksum(json.loads(self._chunks.read_text()))["first_steps"]
         except (OSError, ValueError, RecursionError):
             return [0]
 
@@ -162,7 +162,7 @@ class StepLoader:
         if self.leads and len(grouper.first_steps) > known:
             with suppress(OSError):  # the disk is full: it only saves time
                 partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
-                partial.write_text(json.dumps(sealed({"first_steps": grouper.first_steps})))
+                partial.write_text(json.dumps(with_checksum({"first_steps": grouper.first_steps})))
                 partial.rename(self._chunks)
 
     def _content(self, batches: Sequence[Microbatch]) -> int:
@@ -210,7 +210,7 @@ def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
         source, i = locate(sample)
         return source.sample(i)
 
-    def facts(sample: int) -> Facts:
+    def facts(sample: int) -> SampleLengths:
         source, i = locate(sample)
         return source.facts(i)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, LearnedGrid, LogMel, VisionConfig
-from mmjax.data.clip_items import CONV_STRIDE, clip_frames, clip_size
+from mmjax.data.clip_items import CONV_STRIDE, clip_size, log_mel_frames
 from mmjax.errors import BadMedia
 
 
@@ -20,7 +20,7 @@ class ItemSize(NamedTuple):
     valid: int  # positions that hold data: patches and the class token, or frames that the convolutions read
 
 
-class Prepared(NamedTuple):
+class EncoderInput(NamedTuple):
     """One item as encoder input; `n` is `ItemSize.positions`."""
 
     values: np.ndarray  # [n, F]: pixels, uint8, or log-mel bins, float32
@@ -108,7 +108,7 @@ def _check_positions(encoder: VisionConfig | AudioConfig, size: tuple[int, ...],
         )
 
 
-def prepare(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Prepared:
+def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> EncoderInput:
     """Convert an image (uint8 `[H, W, C]`) to patches, or a clip (float `[n]`) to log-mel frames, as long as
     `item_size` says.
 
@@ -119,9 +119,9 @@ def prepare(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Prepared:
             raise ValueError(f"an image of shape {array.shape} is not [height, width, {encoder.channels}]")
         rows, columns = patch_grid(encoder, array.shape[:2])
         array = array[: rows * encoder.patch, : columns * encoder.patch]
-        item = patches(array, encoder.patch, encoder.connector.merge)
+        item = to_patches(array, encoder.patch, encoder.connector.merge)
         return _with_class_token(item, encoder.connector.merge) if encoder.class_token else item
-    frames = clip_frames(encoder, array)
+    frames = log_mel_frames(encoder, array)
     positions = item_size(encoder, array.shape).positions
     values = np.zeros((positions, encoder.mels), np.float32)
     values[: len(frames)] = frames
@@ -129,10 +129,10 @@ def prepare(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Prepared:
     coordinates[:, 0] = np.arange(positions)
     # Row -1 marks frames that the convolutions read but that make no position of the layers.
     coordinates[clip_size(encoder, len(array)).frames :, 1] = -1
-    return Prepared(values, coordinates, coordinates[:, 0] < len(frames))
+    return EncoderInput(values, coordinates, coordinates[:, 0] < len(frames))
 
 
-def patches(image: np.ndarray, patch: int, merge: int) -> Prepared:
+def to_patches(image: np.ndarray, patch: int, merge: int) -> EncoderInput:
     """Cut a uint8 `[H, W, C]` image into patches in merge order: values uint8 `[n, patch * patch * C]`.
 
     The image is padded with black (0) to whole patches, and the grid to whole merge x merge windows; a patch without a
@@ -141,11 +141,11 @@ def patches(image: np.ndarray, patch: int, merge: int) -> Prepared:
     """
     height, width, _ = image.shape
     coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge)
-    return Prepared(patchify(image, patch, merge), coordinates, valid)
+    return EncoderInput(patchify(image, patch, merge), coordinates, valid)
 
 
 def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
-    """Return patches uint8 `[n, patch * patch * C]` of a uint8 `[H, W, C]` image, ordered and padded as in `patches`.
+    """Cut a uint8 `[H, W, C]` image into patches `[n, patch * patch * C]`, ordered and padded as in `to_patches`.
 
     Within a patch: row, column, channel.
     """
@@ -163,12 +163,12 @@ def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
     return windows.reshape(-1, patch * patch * channels)
 
 
-def _with_class_token(item: Prepared, merge: int) -> Prepared:
+def _with_class_token(item: EncoderInput, merge: int) -> EncoderInput:
     """Append one window: the class token, whose row and column are -1, and padding."""
     window = merge * merge
     values = np.concatenate([item.values, np.zeros((window, item.values.shape[1]), np.uint8)])
     coordinates = np.concatenate([item.coordinates, np.tile(np.int32([[0, -1, -1]]), (window, 1))])
-    return Prepared(values, coordinates, np.concatenate([item.valid, np.arange(window) == 0]))
+    return EncoderInput(values, coordinates, np.concatenate([item.valid, np.arange(window) == 0]))
 
 
 @functools.lru_cache(maxsize=1024)

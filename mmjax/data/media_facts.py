@@ -23,9 +23,18 @@ import numpy as np
 
 from mmjax.data.array_records import FACTS, ArrayRecords
 from mmjax.data.conversation import BadSample, Medium
-from mmjax.data.excerpts import Cut
-from mmjax.data.kept import SUMS, Damaged, Missing, keep, kept, kept_files, note, remove
-from mmjax.data.stored import Stored, StoredConversations, Unreadable, digest, is_url, local_copy
+from mmjax.data.excerpts import AudioSegment
+from mmjax.data.kept import (
+    SUMS,
+    Damaged,
+    Missing,
+    open_array_files,
+    open_arrays,
+    print_recomputation,
+    remove_path,
+    save_arrays,
+)
+from mmjax.data.stored import Conversations, FileRef, Unreadable, hash_strings, is_url, local_copy
 from mmjax.errors import UserError
 
 KINDS: tuple[Medium, ...] = ("image", "audio")
@@ -86,20 +95,20 @@ class MediaFacts:
 
     def save(self, folder: Path) -> None:
         """Write one file per array, and their hashes, replacing the folder."""
-        keep(folder, {f.name: getattr(self, f.name) for f in fields(self)})
+        save_arrays(folder, {f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
     def open(cls, folder: str, cache: Path) -> MediaFacts:
         """Memory-map a saved folder; files behind a URL are copied into `cache` first. Raises Damaged."""
         names = [f.name for f in fields(cls)]
         if not is_url(folder):
-            return cls(**kept(Path(folder), names))
+            return cls(**open_arrays(Path(folder), names))
         sums = local_copy(os.path.join(folder, SUMS), cache / "copies")
         copies = {name: local_copy(os.path.join(folder, f"{name}.npy"), cache / "copies") for name in names}
-        return cls(**kept_files(copies, sums))
+        return cls(**open_array_files(copies, sums))
 
 
-def open_facts(conversations: StoredConversations, cache: Path) -> MediaFacts | None:
+def open_facts(conversations: Conversations, cache: Path) -> MediaFacts | None:
     """Open the facts that `read_facts` cached for these records, or that their ArrayRecord folder has; None for none.
 
     Media are not checked for changes since.
@@ -109,7 +118,7 @@ def open_facts(conversations: StoredConversations, cache: Path) -> MediaFacts | 
     try:
         return MediaFacts.open(str(_folder(conversations, cache)), cache)
     except Damaged as damage:
-        note(damage)
+        print_recomputation(damage)
         return None
 
 
@@ -130,7 +139,7 @@ def _shipped_facts(records: ArrayRecords, cache: Path) -> MediaFacts | None:
 
 
 def read_facts(
-    conversations: StoredConversations,
+    conversations: Conversations,
     probes: Mapping[Medium, Probe],
     cache: Path,
     progress: Progress = lambda done: None,
@@ -173,8 +182,8 @@ def read_facts(
     return MediaFacts.open(str(_folder(conversations, cache)), cache)
 
 
-def _folder(conversations: StoredConversations, cache: Path) -> Path:
-    return cache / f"facts-{digest(conversations.fingerprint(), _VERSION)}"
+def _folder(conversations: Conversations, cache: Path) -> Path:
+    return cache / f"facts-{hash_strings(conversations.fingerprint(), _VERSION)}"
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,7 @@ class _RecordFacts:
 
 
 def _read_record(
-    conversations: StoredConversations, index: int, probes: Mapping[Medium, Probe], known: _KnownFiles
+    conversations: Conversations, index: int, probes: Mapping[Medium, Probe], known: _KnownFiles
 ) -> _RecordFacts:
     try:
         conversation = conversations.conversation(index)
@@ -196,7 +205,7 @@ def _read_record(
         sizes = []
         for medium, stored in zip(media, conversations.media(index) if media else (), strict=True):
             first, second = known.size(medium.kind, stored, probes[medium.kind])
-            sizes.append((stored.frames(first, second) if isinstance(stored, Cut) else first, second))
+            sizes.append((stored.frames(first, second) if isinstance(stored, AudioSegment) else first, second))
     except BadSample as error:
         return _RecordFacts(reason=str(error) or "cannot be used")
     parts = (part for message in conversation.messages for part in message.parts)
@@ -236,7 +245,7 @@ class _KnownFiles:
         self._tables = [(np.ascontiguousarray(rows["key"]), rows) for rows in tables if len(rows)]
         self._bad = _read_bad(folder / "bad.jsonl")
 
-    def size(self, kind: Medium, stored: Stored, probe: Probe) -> tuple[int, int]:
+    def size(self, kind: Medium, stored: FileRef, probe: Probe) -> tuple[int, int]:
         """Look a medium's size up, or read it from the header. Raises BadSample."""
         key = _hash(f"{kind} {stored.name}")
         stamp = _hash(stored.stamp())
@@ -292,10 +301,10 @@ class _KnownFiles:
             partial = self._folder / f"partial-{uuid.uuid4().hex}.npy"
             np.save(partial, _unique([_rows(merged), *map(_rows, shards)]))
             if merged.is_dir():
-                remove(merged)
+                remove_path(merged)
             partial.rename(merged)
             for shard in shards:
-                remove(shard)
+                remove_path(shard)
 
     def _shards(self) -> list[Path]:
         return sorted(self._folder.glob("found-*.npy"), key=lambda path: path.stat().st_mtime_ns)
@@ -337,7 +346,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _read_header(stored: Stored, kind: Medium, probe: Probe) -> tuple[int, int]:
+def _read_header(stored: FileRef, kind: Medium, probe: Probe) -> tuple[int, int]:
     with stored.open() as file:
         try:
             first, second = probe(file)

@@ -21,8 +21,19 @@ import numpy as np
 
 from mmjax.config import Outside
 from mmjax.data.conversation import BadSample
-from mmjax.data.kept import keep, kept, kept_if_sound
-from mmjax.data.stored import File, Inline, LocalFile, Piece, RemoteFile, Stored, digest, is_url, one_line, stored
+from mmjax.data.kept import open_arrays, open_arrays_if_sound, save_arrays
+from mmjax.data.stored import (
+    ArchiveMember,
+    File,
+    FileRef,
+    InlineBytes,
+    LocalFile,
+    RemoteFile,
+    file_at,
+    hash_strings,
+    is_url,
+    one_line,
+)
 from mmjax.errors import UserError
 from mmjax.hub import repository_of
 
@@ -50,18 +61,18 @@ class MediaFolder:
     outside: Outside
     cache: Path
 
-    def find(self, reference: str) -> Stored:
+    def find(self, reference: str) -> FileRef:
         """Resolve a path in this folder, or a data: URL. Raises BadSample, naming the reference."""
         if any("\ud800" <= character <= "\udfff" for character in reference):
             raise BadSample(f"refers to a file by what is not Unicode text: {reference[:200]!r}")
         if reference.startswith("data:"):
-            return Inline(data_url(reference))
+            return InlineBytes(data_url(reference))
         if not reference or "\0" in reference:
             raise BadSample(f"refers to a file without a name: {reference!r}")
         if is_url(reference) or os.path.isabs(reference):
             if self.outside == "refuse":
                 raise self._points_outside(reference)
-            return stored(reference)
+            return file_at(reference)
         unquoted = unquote(reference) if is_url(self.root) else reference  # a server would decode %2e to a dot
         inside = posixpath.normpath(unquoted)
         if (inside == ".." or inside.startswith(("../", "/"))) and self.outside == "refuse":
@@ -109,20 +120,20 @@ class Archive:
     @classmethod
     def open(cls, path: str, cache: Path) -> Archive:
         """Index an archive, or open its cached index. Raises UserError where it is no archive."""
-        file = stored(path)
+        file = file_at(path)
         try:
             stamp = file.stamp()
-            folder = cache / f"members-{digest(os.path.abspath(path) if not is_url(path) else path, stamp)}"
-            if (members := kept_if_sound(folder, _NAMES)) is None:
+            folder = cache / f"members-{hash_strings(os.path.abspath(path) if not is_url(path) else path, stamp)}"
+            if (members := open_arrays_if_sound(folder, _NAMES)) is None:
                 _write_index(folder, file)
-                members = kept(folder, _NAMES)
+                members = open_arrays(folder, _NAMES)
         except (BadSample, OSError, zipfile.BadZipFile, tarfile.TarError, RuntimeError) as error:
             raise UserError(f"{path}: the archive cannot be read: {one_line(error)}") from None
         return cls(file, stamp, members["name"], members["where"])
 
-    def find(self, member: str) -> Piece:
+    def find(self, member: str) -> ArchiveMember:
         """Find a member. Raises BadSample where it is missing, a link or can't be unpacked."""
-        key = digest(member).encode()
+        key = hash_strings(member).encode()
         row = int(np.searchsorted(self.name, key, side="right")) - 1  # of equal names the last counts, as in unpacking
         if row < 0 or self.name[row] != key:
             raise BadSample(f"{self.file.name}::{member} is missing")
@@ -137,7 +148,7 @@ class Archive:
             skipped = _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header)[1:])
             start += skipped
             stop += skipped
-        return Piece(
+        return ArchiveMember(
             file=self.file, file_stamp=self.stamp, member=member, start=start, stop=stop, size=size, deflated=kind
         )
 
@@ -146,10 +157,10 @@ def _write_index(folder: Path, file: File) -> None:
     with file.open() as opened:
         rows = list(_zip_members(opened) if file.name.endswith(".zip") else _tar_members(opened))
     # Hashes have one length, so that names can be searched in a memory-mapped array.
-    inside = [(digest(name), where) for name, where in rows if not name.startswith(("/", "../"))]
+    inside = [(hash_strings(name), where) for name, where in rows if not name.startswith(("/", "../"))]
     members = np.array(inside, [("name", "S32"), ("where", np.int64, 4)])
     members = members[np.argsort(members["name"], kind="stable")]
-    keep(folder, {name: np.ascontiguousarray(members[name]) for name in _NAMES})
+    save_arrays(folder, {name: np.ascontiguousarray(members[name]) for name in _NAMES})
 
 
 def _zip_members(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:

@@ -14,9 +14,9 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import VisionConfig
-from mmjax.data.media import hidden_tokens, positions_per_token, prepare, token_grid
+from mmjax.data.media import encoder_input, hidden_tokens, positions_per_token, token_grid
 from mmjax.data.placement import MicrobatchPlan
-from mmjax.data.sample import Facts, Sample
+from mmjax.data.sample import Sample, SampleLengths
 from mmjax.data.text_rows import Arrays, Place, empty_text, stretch, write_sample
 from mmjax.errors import UserError
 
@@ -26,7 +26,7 @@ class Reader:
     """How the loader gets at samples: by global id."""
 
     sample: Callable[[int], Sample]
-    facts: Callable[[int], Facts]
+    facts: Callable[[int], SampleLengths]
     item: Callable[[int, int], np.ndarray]
     source_of: Callable[[np.ndarray], np.ndarray]
     name: Callable[[int], str]  # for messages: "source[index]"
@@ -134,7 +134,7 @@ def _pack_items(
         at = slice(begin, begin + length)
         owner[row, at], offset[row, at] = sample, before[part] + np.arange(length)
         with _reading(reader, sample, spoiled, f"item {number} ({encoder})"):
-            value, place, valid = prepare(arrays.encoders[encoder], reader.item(sample, number))
+            value, place, valid = encoder_input(arrays.encoders[encoder], reader.item(sample, number))
             if len(value) != length:
                 raise ValueError(f"it has {len(value)} positions where its source's facts() promised {length}")
             if value.dtype != np.uint8 and not np.isfinite(value).all():
@@ -191,7 +191,7 @@ def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent
     return Place(encoder, int(sent[encoder].slot[part]), tokens, sent[encoder].newline)
 
 
-def _with_grids(places: Sequence[Place], arrays: Arrays, facts: Facts) -> list[Place]:
+def _with_grids(places: Sequence[Place], arrays: Arrays, facts: SampleLengths) -> list[Place]:
     """Every image's place with its grid, by the sizes in its source's facts. ValueError where they have changed."""
     if len(places) != len(facts.items):
         raise ValueError(f"its source's facts() have {len(facts.items)} items and promised {len(places)}")

@@ -17,11 +17,11 @@ import pyarrow.parquet
 
 from mmjax.config import ParquetSource
 from mmjax.config_values import did_you_mean
-from mmjax.data.chat_files import find
-from mmjax.data.chat_records import KEYS, Record, chat_record, question_record
+from mmjax.data.chat_files import resolve_reference
+from mmjax.data.chat_records import KEYS, Record, parse_chat, parse_question
 from mmjax.data.conversation import BadSample, Conversation, Medium
 from mmjax.data.media_folder import MediaFolder
-from mmjax.data.stored import Stored, digest, filesystem, is_url, one_line, stored
+from mmjax.data.stored import FileRef, file_at, filesystem, hash_strings, is_url, one_line
 from mmjax.errors import UserError
 
 _CACHED_GROUPS = 4  # row groups of each column that stay in memory
@@ -60,7 +60,7 @@ class ParquetRecords:
     def fingerprint(self) -> str:
         """Hash the files' names and stamps, and the columns that are read."""
         files = [f"{os.path.basename(file.path)} {file.stamp}" for file in self._files]
-        return digest(repr((self._texts, self._media)), self._folder.outside, *files)
+        return hash_strings(repr((self._texts, self._media)), self._folder.outside, *files)
 
     def files(self) -> list[tuple[str, int]]:
         return [(path, int(file.starts[-1])) for path, file in zip(self._paths, self._files, strict=True)]
@@ -68,7 +68,7 @@ class ParquetRecords:
     def conversation(self, index: int) -> Conversation:
         return self._record(index).conversation
 
-    def media(self, index: int) -> tuple[Stored, ...]:
+    def media(self, index: int) -> tuple[FileRef, ...]:
         return self._record(index).references
 
     def _record(self, index: int) -> Record:
@@ -82,11 +82,13 @@ class ParquetRecords:
         media = {medium: self._cells(file, row, column) for medium, column in self._media.items()}
         if self._source.messages:
             cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
-            record = chat_record({"messages": texts[self._source.messages]} | cells_by_key, "messages")
+            record = parse_chat({"messages": texts[self._source.messages]} | cells_by_key, "messages")
         else:
-            record = question_record(texts[self._source.question], texts[self._source.answer], media)
+            record = parse_question(texts[self._source.question], texts[self._source.answer], media)
         # References inside messages are paths or bytes; those of media columns are cells.
-        files = tuple(ref if isinstance(ref, Cell) else find(ref, self._folder) for ref in record.references)
+        files = tuple(
+            ref if isinstance(ref, Cell) else resolve_reference(ref, self._folder) for ref in record.references
+        )
         return Record(record.conversation, files)
 
     def _cells(self, file: _File, row: int, column: str) -> list[Cell]:
@@ -127,7 +129,7 @@ class Cell:
             value = value[self.number]
         if value is None or (isinstance(value, Mapping) and value.get("bytes") is None and not value.get("path")):
             raise BadSample(f"{self.name} holds neither bytes nor a path")
-        return find(value, self.folder).read()
+        return resolve_reference(value, self.folder).read()
 
 
 class _GroupCache(dict[str, Callable[["_File", int], pyarrow.ChunkedArray]]):
@@ -147,7 +149,7 @@ class _File:
         self._metadata: pyarrow.parquet.FileMetaData | None = None  # so that it is read once
         self._lock = threading.Lock()
         try:
-            self.stamp = stored(path).stamp()
+            self.stamp = file_at(path).stamp()
             with self._open() as file:
                 self._metadata = file.metadata
                 self.columns = file.schema_arrow.names

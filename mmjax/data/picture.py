@@ -24,7 +24,7 @@ FILTERS: dict[Filter, Image.Resampling] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class LazyImage:
     """An image, or its size alone: what is made of a picture without pixels has none either.
 
     Operations raise BadMedia where the result would exceed `max_pixels`.
@@ -34,7 +34,7 @@ class Picture:
     pixels: np.ndarray | None = None  # uint8 [height, width, 3], read only
     max_pixels: int = MediaLimits.pixels
 
-    def resized(self, size: Size, filter: Filter = "bicubic") -> Picture:
+    def resized(self, size: Size, filter: Filter = "bicubic") -> LazyImage:
         """Resize to (height, width)."""
         if self.pixels is None or size == self.size:
             return self._with(size, self.pixels)
@@ -42,12 +42,12 @@ class Picture:
         image = Image.fromarray(self.pixels).resize((size[1], size[0]), FILTERS[filter])
         return self._with(size, np.asarray(image))
 
-    def squared(self, color: tuple[int, ...] = (0, 0, 0)) -> Picture:
+    def squared(self, color: tuple[int, ...] = (0, 0, 0)) -> LazyImage:
         """Pad to a square of the longer side, centred; an odd row or column of padding goes after the image."""
         side = max(self.size)
         return self._centred((side, side), color)
 
-    def fitted(self, canvas: Size, filter: Filter = "bicubic") -> Picture:
+    def fitted(self, canvas: Size, filter: Filter = "bicubic") -> LazyImage:
         """Resize to fit a canvas, keeping the aspect ratio, and centre it there on black."""
         height, width = self.size
         max_height, max_width = canvas
@@ -60,7 +60,7 @@ class Picture:
         self._check(canvas)
         return self.resized(size, filter)._centred(canvas, (0, 0, 0))
 
-    def cropped(self, size: Size) -> Picture:
+    def cropped(self, size: Size) -> LazyImage:
         """Crop to the centre, padding with black where the picture is smaller."""
         if self.pixels is None:
             return self._with(size, None)
@@ -70,7 +70,7 @@ class Picture:
         padding = [((want - have + 1) // 2, (want - have) // 2) for have, want in zip(inner.shape, size, strict=False)]
         return self._with(size, np.pad(inner, (*padding, (0, 0))))
 
-    def cut(self, rows: int, columns: int) -> tuple[Picture, ...]:
+    def cut(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
         """Cut into the tiles of a grid, row by row."""
         tile = self.size[0] // rows, self.size[1] // columns
         if self.pixels is None:
@@ -78,7 +78,7 @@ class Picture:
         parts = [part for row in np.split(self.pixels, rows) for part in np.split(row, columns, axis=1)]
         return tuple(self._with(tile, part) for part in parts)
 
-    def _centred(self, canvas: Size, color: tuple[int, ...]) -> Picture:
+    def _centred(self, canvas: Size, color: tuple[int, ...]) -> LazyImage:
         self._check(canvas)
         if self.pixels is None:
             return self._with(canvas, None)
@@ -87,7 +87,7 @@ class Picture:
         pixels[y : y + self.size[0], x : x + self.size[1]] = self.pixels
         return self._with(canvas, pixels)
 
-    def _with(self, size: Size, pixels: np.ndarray | None) -> Picture:
+    def _with(self, size: Size, pixels: np.ndarray | None) -> LazyImage:
         self._check(size)
         return replace(self, size=size, pixels=pixels)
 

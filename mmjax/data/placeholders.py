@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmjax.config import Placeholder
 from mmjax.data.conversation import BadSample
-from mmjax.data.template import Rendered, Span
+from mmjax.data.template import RenderedChat, Span
 from mmjax.data.tokenizer import read_json, tokenizer_config
 
 
@@ -53,13 +53,13 @@ def _families(path: Path, processor: Mapping[str, object]) -> list[str]:
     return [str(name).replace("_", "").lower().removesuffix("processor") for name in names if name]
 
 
-def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def compile_any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Compile a pattern that finds any of these texts, longer ones first."""
     return re.compile("|".join(map(re.escape, sorted({t for t in texts if t}, key=len, reverse=True))) or "(?!)")
 
 
 @dataclass(frozen=True)
-class Line:
+class TokenizerInput:
     """A conversation's text as it is tokenized, with one token for each medium."""
 
     text: str
@@ -70,7 +70,7 @@ class Line:
     kinds: tuple[str, ...]  # of these media
 
 
-def write_media(rendered: Rendered, places: Mapping[str, Placeholder], written: re.Pattern[str]) -> Line:
+def write_media(rendered: RenderedChat, places: Mapping[str, Placeholder], written: re.Pattern[str]) -> TokenizerInput:
     """Replace what the template wrote for each medium, found by `written`, with its token and the text around it."""
     kind_of = {p.written: kind for kind, p in places.items()}
     pieces = []
@@ -96,7 +96,7 @@ def write_media(rendered: Rendered, places: Mapping[str, Placeholder], written: 
     def move(position: int) -> int:
         return position + shifts[bisect_right(starts, position) - 1]
 
-    return Line(
+    return TokenizerInput(
         text="".join([*pieces, rendered.text[last:]]),
         answers=tuple((move(begin), move(end)) for begin, end in rendered.answers),
         weights=rendered.weights,

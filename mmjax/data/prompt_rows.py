@@ -23,7 +23,7 @@ UNIT = 16  # tokens: row lengths are 1, 2, 3, 4, 6, 8, 12, ... of them
 
 
 @dataclass(frozen=True)
-class AtOnce:
+class BatchLimits:
     """How much a rank answers together. Rows are a power of two, so that few programs are compiled."""
 
     rows: int = 64  # prompts, at most
@@ -57,12 +57,12 @@ class PromptRows:
         model: ModelConfig,
         topology: Topology,
         room: int,
-        at_once: AtOnce | None = None,
+        at_once: BatchLimits | None = None,
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
         self._index = build_index({"prompt": prompts}, model.encoders)
         self._arrays = Arrays.of(model)
-        self._room, self._at_once = room, at_once or AtOnce()
+        self._room, self._at_once = room, at_once or BatchLimits()
         # Items are encoded where their prompt is, so nothing travels.
         self._topology = Topology(topology.ranks, 1, 1, topology.encoders_per_rank)
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
@@ -106,7 +106,7 @@ class PromptRows:
 
     def _chunks(self, prompts: np.ndarray) -> Iterator[_Chunk]:
         """Divide prompts into batches, those of similar length together."""
-        columns = np.array([in_steps(int(n), UNIT) for n in self._index.llm_tokens[prompts]], np.int64)
+        columns = np.array([round_up_to_step(int(n), UNIT) for n in self._index.llm_tokens[prompts]], np.int64)
         if self.one_shape:
             columns[:] = self.one_shape[0][LLM]
         for length in np.unique(columns).tolist():
@@ -142,7 +142,7 @@ class PromptRows:
     def _common_shape(self, groups: Sequence[np.ndarray]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the row lengths and rows of every module that hold any batch of these groups."""
         parts = self._index.parts()
-        lengths = [in_steps(self.longest, UNIT)]
+        lengths = [round_up_to_step(self.longest, UNIT)]
         for k, name in enumerate(self._arrays.encoders, start=1):
             lengths.append(self._row_length(name, k, parts.length[parts.module == k]))
         self.one_shape = tuple(lengths), (0,) * len(lengths)
@@ -171,10 +171,10 @@ class PromptRows:
         unit = math.lcm(8, int(self._index.positions_per_token[module - 1]))
         config, longest = self._arrays.encoders[encoder], max(1, int(positions.max(initial=0)))
         alike = isinstance(config, VisionConfig) and isinstance(config.images, FixedSize | DynamicTiles | AnyRes)
-        return -(-longest // unit) * unit if alike else in_steps(longest, unit)
+        return -(-longest // unit) * unit if alike else round_up_to_step(longest, unit)
 
 
-def in_steps(n: int, unit: int) -> int:
+def round_up_to_step(n: int, unit: int) -> int:
     """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... units that holds `n`."""
     units = max(1, -(-n // unit))
     power = _power_of_two(units)

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from mmjax.data.conversation import BadSample
-from mmjax.data.embedded import END, decode
-from mmjax.data.sample import Facts, Question, Sample, Source, Text
+from mmjax.data.embedded import END, decode_characters
+from mmjax.data.sample import Question, Sample, SampleLengths, Source, Text
 
 
 class QuestionSource(Source, Protocol):
@@ -28,18 +28,18 @@ def answer_tokens(source: QuestionSource, index: int) -> int:
     return source.answer_tokens(index) if hasattr(source, "answer_tokens") else len(source.question(index).answer) + 1
 
 
-def decoded(source: QuestionSource, tokens: Sequence[int]) -> str:
+def decode_answer(source: QuestionSource, tokens: Sequence[int]) -> str:
     """Decode tokens up to the end of the answer."""
-    return source.decode(tokens) if hasattr(source, "decode") else decode(tokens)
+    return source.decode(tokens) if hasattr(source, "decode") else decode_characters(tokens)
 
 
 def ends_of(source: QuestionSource) -> tuple[int, ...]:
-    """Return the tokens that end an answer; none where only `decode` knows them."""
+    """Return the tokens that end an answer; none where only `decode_characters` knows them."""
     return tuple(source.ends) if hasattr(source, "ends") else () if hasattr(source, "decode") else (END,)
 
 
 @dataclass(frozen=True)
-class Prompts:
+class QuestionPrompts:
     """A `Source` of a source's questions: samples that end where the answer begins."""
 
     source: QuestionSource
@@ -51,7 +51,7 @@ class Prompts:
         """Return the source's fingerprint."""
         return self.source.fingerprint()
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         """Return the sample's items with the question's text."""
         text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
         return replace(self.source.facts(index), text_tokens=text)
@@ -79,7 +79,7 @@ class Selection:
         sources = {id(source): source.fingerprint() for source, _ in self._samples}
         return repr([(sources[id(source)], index) for source, index in self._samples])
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         """Return the facts of that sample."""
         source, number = self._samples[index]
         return source.facts(number)

@@ -12,7 +12,7 @@ from mmjax.errors import UserError
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadSampleEntry:
     """A sample that cannot be used, by its name "source[index]", and why."""
 
     sample: str
@@ -34,12 +34,12 @@ class Quarantine:
     data: DataConfig
     total: int
     writes: bool = True
-    _met: dict[str, Bad] = field(default_factory=dict, repr=False)  # by sample
+    _met: dict[str, BadSampleEntry] = field(default_factory=dict, repr=False)  # by sample
 
     def __len__(self) -> int:
         return len(self._met)
 
-    def add(self, bad: Iterable[Bad]) -> list[Bad]:
+    def add(self, bad: Iterable[BadSampleEntry]) -> list[BadSampleEntry]:
         """Record samples that were not met before, and return those.
 
         Raises UserError, after recording them, where a bad sample is fatal or there are too many.
@@ -58,7 +58,7 @@ class Quarantine:
             raise UserError(f"{message}. That is more than data.max_bad_share={share:g} allows; all are in {self.path}")
         return list(new.values())
 
-    def _write(self, new: Iterable[Bad]) -> None:
+    def _write(self, new: Iterable[BadSampleEntry]) -> None:
         if self.path.is_dir():
             raise UserError(f"{self.path} is a folder, and the bad samples are to be listed there; remove it")
         written = self.path.read_text(errors="replace") if self.path.exists() else ""

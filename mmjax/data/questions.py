@@ -19,7 +19,7 @@ ORDINALS = "abcdefgh"
 ENCODER = {Strip: "vision", Clip: "audio"}
 
 
-class Ask(NamedTuple):
+class GeneratedQuestion(NamedTuple):
     """One possible question about a sample."""
 
     task: str  # family.name
@@ -28,27 +28,33 @@ class Ask(NamedTuple):
     needs: tuple[str, ...]  # encoders of the items that the answer depends on
 
 
-def possible(family: Family, media: Sequence[Strip | Clip], passage: str) -> list[list[Ask]]:
+def possible_questions(family: Family, media: Sequence[Strip | Clip], passage: str) -> list[list[GeneratedQuestion]]:
     """List every question about a sample, one list per task; `passage` is the text of a text-only sample."""
     if family == "text":
         return _of_passage(passage)
-    reads = [Ask(f"{family}.read", f"read {o}?", m.text, ("vision",)) for o, m in _numbered(media, Strip)]
-    writes = [Ask(f"{family}.write", f"write {o}?", m.text, ("audio",)) for o, m in _numbered(media, Clip)]
+    reads = [GeneratedQuestion(f"{family}.read", f"read {o}?", m.text, ("vision",)) for o, m in _numbered(media, Strip)]
+    writes = [
+        GeneratedQuestion(f"{family}.write", f"write {o}?", m.text, ("audio",)) for o, m in _numbered(media, Clip)
+    ]
     # A task's questions count as one in the draw, so a sample with many items does not ask to read all the time.
     tasks = [reads, writes]
     if family == "image" and len(media) == 1:
         by_letter = zip(ORDINALS, media[0].text, strict=False)
-        tasks.append([Ask("image.at", f"at {letter}?", digit, ("vision",)) for letter, digit in by_letter])
+        tasks.append(
+            [GeneratedQuestion("image.at", f"at {letter}?", digit, ("vision",)) for letter, digit in by_letter]
+        )
     if family == "audio" and len(media) == 1:
-        tasks.append([Ask("audio.first", "first?", media[0].text[0], ("audio",))])
-        tasks.append([Ask("audio.last", "last?", media[0].text[-1], ("audio",))])
+        tasks.append([GeneratedQuestion("audio.first", "first?", media[0].text[0], ("audio",))])
+        tasks.append([GeneratedQuestion("audio.last", "last?", media[0].text[-1], ("audio",))])
     if family == "mixed" and len(media) == 2:
-        tasks.append([Ask("mixed.both", "both?", f"{writes[0].answer} {reads[0].answer}", ("vision", "audio"))])
+        tasks.append(
+            [GeneratedQuestion("mixed.both", "both?", f"{writes[0].answer} {reads[0].answer}", ("vision", "audio"))]
+        )
     digits = "".join([m.text for m in media])
     # The largest of many digits is nearly always 9, which would be a good guess.
     if family != "audio" and 2 <= len(digits) <= 4:
         needs = ("vision", "audio") if family == "mixed" else ("vision",)
-        tasks.append([Ask(f"{family}.max", "max?", max(digits), needs)])
+        tasks.append([GeneratedQuestion(f"{family}.max", "max?", max(digits), needs)])
     return [asks for asks in tasks if asks]
 
 
@@ -57,16 +63,21 @@ def _numbered(media: Sequence[Strip | Clip], kind: type) -> Iterator[tuple[str, 
     return ((letter, item) for letter, item in zip(ORDINALS, media, strict=False) if type(item) is kind)
 
 
-def _of_passage(passage: str) -> list[list[Ask]]:
+def _of_passage(passage: str) -> list[list[GeneratedQuestion]]:
     if "+" in passage:
-        return [[Ask("text.add", "add?", str(sum(map(int, passage.split("+")))), ())]]
-    tasks = [[Ask("text.read", "read a?", passage, ())], [Ask("text.last", "last?", passage[-1], ())]]
+        return [[GeneratedQuestion("text.add", "add?", str(sum(map(int, passage.split("+")))), ())]]
+    tasks = [
+        [GeneratedQuestion("text.read", "read a?", passage, ())],
+        [GeneratedQuestion("text.last", "last?", passage[-1], ())],
+    ]
     if len(passage) <= 4:
-        tasks.append([Ask("text.max", "max?", max(passage), ())])
+        tasks.append([GeneratedQuestion("text.max", "max?", max(passage), ())])
     return tasks
 
 
-def choose(u: Iterator[float], tasks: list[list[Ask]], count: int) -> tuple[Ask, ...]:
+def draw_questions(
+    u: Iterator[float], tasks: list[list[GeneratedQuestion]], count: int
+) -> tuple[GeneratedQuestion, ...]:
     """Draw up to `count` questions without replacement: tasks are equally likely, then questions of a task."""
     # An exponential race: the first to arrive is drawn with probability proportional to its rate, 1 / len(asks).
     arrivals = [(-log(1 - next(u)) * len(asks), ask) for asks in tasks for ask in asks]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mmjax.data.arrangement import Arrangement
+from mmjax.data.arrangement import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Arranged:
+class ArrangedItems:
     """The place of the tokens of several items, interleaved or interpolated: the tiles of one image."""
 
     encoder: str
     number: int  # of the first item
     items: int  # how many
-    tokens: Arrangement
+    tokens: TokenLayout
     start: int | None = None  # RoPE position of the first token; None = continue the branch
 
 
@@ -50,7 +50,7 @@ class Arranged:
 class Sample:
     """One training example, with text and items interleaved; items are not decoded yet."""
 
-    segments: tuple[Text | Item | Arranged, ...]
+    segments: tuple[Text | Item | ArrangedItems, ...]
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Facts:
+class SampleLengths:
     """Lengths of a sample, computed from headers without decoding anything."""
 
     text_tokens: int
     items: tuple[tuple[str, tuple[int, ...]], ...]  # (encoder, size): (height, width) in pixels, (samples,) of a clip
-    item_tokens: int | None = None  # LLM tokens of all items; None = all that their encoders make (no `Arranged`)
+    item_tokens: int | None = None  # LLM tokens of all items; None = all that their encoders make (no `ArrangedItems`)
 
 
 class Source(Protocol):
@@ -85,7 +85,7 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """Return a hash that changes when any sample changes."""
 
-    def facts(self, index: int) -> Facts: ...
+    def facts(self, index: int) -> SampleLengths: ...
 
     def sample(self, index: int) -> Sample: ...
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.config import ChatFormat, Config, EmbeddedSource, FileSource, FunctionSource, ModelConfig
-from mmjax.config_files import callbacks_of, resolve
+from mmjax.config_files import resolve, resolve_callbacks
 from mmjax.data.chat import Chat, load_chat
 from mmjax.data.chat_source import ChatSource
 from mmjax.data.embedded import EmbeddedDataset
@@ -97,7 +97,7 @@ def _open(
     if isinstance(source, FileSource):
         cache = cache_folder(config.data)
         reopen = partial(open_conversations, source, split, cache, f"data.sources.{name}")
-        functions = callbacks_of(config.model, config_folder)
+        functions = resolve_callbacks(config.model, config_folder)
         return ChatSource(reopen, chat, config.model.encoders, cache, functions)
     make, arguments = resolve(source.function, config_folder), {"split": split, **source.arguments}
     try:

@@ -34,7 +34,7 @@ class Unreadable(BadSample):
     """A missing or unreadable file. That may pass, while other BadSamples are faults of its bytes."""
 
 
-class Stored(Protocol):
+class FileRef(Protocol):
     """An encoded file. All methods raise Unreadable where it is missing or cannot be read."""
 
     @property
@@ -51,7 +51,7 @@ class Stored(Protocol):
         """Read all of it."""
 
 
-class StoredConversations(Protocol):
+class Conversations(Protocol):
     """Random access to the records of a data set, and to the files of their media. Nothing is decoded.
 
     `conversation` and `media` raise BadSample for a record that cannot be used.
@@ -68,12 +68,12 @@ class StoredConversations(Protocol):
     def conversation(self, index: int) -> Conversation:
         """Read a record's conversation."""
 
-    def media(self, index: int) -> tuple[Stored, ...]:
+    def media(self, index: int) -> tuple[FileRef, ...]:
         """Return the files of a record's media, in order: JPEG, PNG, WAV, FLAC, ..."""
 
 
 @dataclass(frozen=True)
-class Inline:
+class InlineBytes:
     """Bytes that are part of their record; name and stamp are a hash of them."""
 
     content: bytes
@@ -162,7 +162,7 @@ File = LocalFile | RemoteFile
 
 
 @dataclass(frozen=True)
-class Piece:
+class ArchiveMember:
     """A member of an archive, stamped with the archive's stamp when it was opened."""
 
     file: File
@@ -248,7 +248,7 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def stored(path: str) -> File:
+def file_at(path: str) -> File:
     """Return the file of a path or URL."""
     return RemoteFile(path) if is_url(path) else LocalFile(path)
 
@@ -268,11 +268,11 @@ def filesystem(url: str) -> Any:
     return _filesystem(os.getpid(), f"{scheme}://{rest.partition('/')[0]}")
 
 
-def found_files(path: str, key: str) -> list[str]:
+def list_files(path: str, key: str) -> list[str]:
     """List the files of a path, URL or pattern with `*`, sorted. Raises UserError, which names config key `key`."""
     try:
         if not any(character in path for character in "*?["):
-            stored(path).stamp()
+            file_at(path).stamp()
             files = [path]
         elif is_url(path):
             files = [filesystem(path).unstrip_protocol(name) for name in filesystem(path).glob(path)]
@@ -292,7 +292,7 @@ def local_copy(path: str, folder: Path) -> Path:
     if not is_url(path):
         return Path(path)
     file = RemoteFile(path)
-    copy = folder / f"{digest(path, file.stamp())}{Path(path).suffix}"
+    copy = folder / f"{hash_strings(path, file.stamp())}{Path(path).suffix}"
     if not copy.exists():
         folder.mkdir(parents=True, exist_ok=True)
         # Several processes may copy at once: each writes a file of its own, and the renames replace each other.
@@ -304,7 +304,7 @@ def local_copy(path: str, folder: Path) -> Path:
     return copy
 
 
-def digest(*parts: str) -> str:
+def hash_strings(*parts: str) -> str:
     """Hash these strings together to 32 hexadecimal digits."""
     return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

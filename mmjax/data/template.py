@@ -25,7 +25,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mmjax.config import ChatFormat
-from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message
 from mmjax.data.tokenizer import Tokenizer, read_json, tokenizer_config
 from mmjax.errors import UserError
 
@@ -39,13 +39,13 @@ END = "\ufdd1"
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "7f3a"  # a text that no template contains
-MOST_WORK = 2_000_000  # loop iterations in one rendering: some seconds
+MAX_WORK = 2_000_000  # loop iterations in one rendering: some seconds
 CALL_WORK = 10  # loop iterations that take as long as a call
-MOST_TEXT = 64_000_000  # characters
+MAX_CHARACTERS = 64_000_000  # characters
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedChat:
     """A conversation's text with the spans of the answers, each including the end of its turn."""
 
     text: str
@@ -101,7 +101,7 @@ class Template:
 
     def rendered(
         self, messages: Sequence[dict[str, Any]], last_only: bool = False, weights: Sequence[float] | None = None
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Render a whole conversation and locate its answers, or only the last of them.
 
         Answers are what the template marks; without marks, what their message adds to the prompt before it, up to the
@@ -115,17 +115,17 @@ class Template:
         trained = [k for k in answered if weights[k]]
         if not self.marked:
             answers = tuple(self._added(messages, k, text) for k in trained)
-            return Rendered(text, answers, tuple(weights[k] for k in trained), tuple(begin for begin, _ in answers))
+            return RenderedChat(text, answers, tuple(weights[k] for k in trained), tuple(begin for begin, _ in answers))
         if not trained:
-            return Rendered(text, ())
+            return RenderedChat(text, ())
         prompts = tuple(self._prompts(messages, trained, text))
         if len({weights[k] for k in answered}) > 1:
             spans = [(k, mark) for k in trained for mark in self._marks_of(messages, k, marks)]
-            return Rendered(text, tuple(mark for _, mark in spans), tuple(weights[k] for k, _ in spans), prompts)
+            return RenderedChat(text, tuple(mark for _, mark in spans), tuple(weights[k] for k, _ in spans), prompts)
         # All answers have one weight, so that it does not matter which mark belongs to which message.
         if last_only and answered[0]:
             marks = marks[len(self.render(messages[: answered[0]], False)[1]) :]
-        return Rendered(text, marks, (weights[answered[0]],) * len(marks), prompts)
+        return RenderedChat(text, marks, (weights[answered[0]],) * len(marks), prompts)
 
     def _prompts(self, messages: Sequence[dict[str, Any]], trained: Sequence[int], text: str) -> Iterator[int]:
         """Yield the ends of the answers' prompts in the text; a template may rewrite earlier answers once more follows.
@@ -236,7 +236,7 @@ def _default(templates: Any, path: Path) -> tuple[str, str]:
     return templates, str(path)
 
 
-def _as_string(parts: Sequence[str | Media], written: Mapping[str, str]) -> str:
+def _as_string(parts: Sequence[str | MediaPlace], written: Mapping[str, str]) -> str:
     """Join a message to one string, with media as `written`: on lines of their own unless beside white space."""
     pieces: list[str] = []
     for k, part in enumerate(parts):
@@ -344,7 +344,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         _work.budget -= work
         # Thread-local, since one environment renders in many threads.
         if _work.budget < 0:
-            raise _TooMuch(f"it takes more than {MOST_WORK:,} loops and calls")
+            raise _TooMuch(f"it takes more than {MAX_WORK:,} loops and calls")
 
     def count_loop(self, values: Iterable[Any]) -> Iterator[Any]:
         """Iterate over values, counting each."""
@@ -373,8 +373,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, x, y)
 
     def _check_length(self, length: int) -> None:
-        if length > MOST_TEXT:
-            raise _TooMuch(f"it makes something longer than {MOST_TEXT:,} characters")
+        if length > MAX_CHARACTERS:
+            raise _TooMuch(f"it makes something longer than {MAX_CHARACTERS:,} characters")
 
 
 _work = threading.local()
@@ -382,14 +382,14 @@ _work = threading.local()
 
 def _rendered(source: str, **variables: Any) -> str:
     """Render a template. Raises what its code raises, and _TooMuch."""
-    _work.budget = MOST_WORK
+    _work.budget = MAX_WORK
     pieces = []
     length = 0
     for piece in _compiled(source).generate(**variables):
         pieces.append(piece)
         length += len(piece)
-        if length > MOST_TEXT:
-            raise _TooMuch(f"it writes more than {MOST_TEXT:,} characters")
+        if length > MAX_CHARACTERS:
+            raise _TooMuch(f"it writes more than {MAX_CHARACTERS:,} characters")
     return "".join(pieces)
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from mmjax.config import ChatFormat
 from mmjax.data.chat import Chat, load_chat
 from mmjax.data.conversation import BadSample
-from mmjax.data.kept import keep, kept, kept_if_sound, remove
+from mmjax.data.kept import open_arrays, open_arrays_if_sound, remove_path, save_arrays
 from mmjax.data.media_facts import Progress
-from mmjax.data.stored import StoredConversations, digest
+from mmjax.data.stored import Conversations, hash_strings
 
 # Opens the conversations in another process, so it must pickle; open files and locks do not.
-Reopen = Callable[[], StoredConversations]
+Reopen = Callable[[], Conversations]
 
 _VERSION = "3"
 _NAMES = ("tokens", "bad", "reason")
@@ -29,7 +29,7 @@ _ALONE = 3 * _CHUNK  # records below which starting worker processes takes longe
 
 
 @dataclass(frozen=True)
-class TextLengths:
+class TokenCounts:
     """Text tokens of all records of a data set."""
 
     tokens: np.ndarray  # int32 [n]: of text, without media; 0 for a bad record
@@ -37,38 +37,38 @@ class TextLengths:
     reason: np.ndarray  # str [b]
 
 
-def open_text_lengths(conversations: StoredConversations, chat: Chat, cache: Path) -> TextLengths | None:
+def open_token_counts(conversations: Conversations, chat: Chat, cache: Path) -> TokenCounts | None:
     """Open the lengths that `count_text` cached for these records and this template; None if there are none."""
-    arrays = kept_if_sound(_path(conversations, chat, cache), _NAMES)
-    return None if arrays is None else TextLengths(**arrays)
+    arrays = open_arrays_if_sound(_path(conversations, chat, cache), _NAMES)
+    return None if arrays is None else TokenCounts(**arrays)
 
 
 def count_text(
-    conversations: StoredConversations, reopen: Reopen, chat: Chat, cache: Path, progress: Progress = lambda done: None
-) -> TextLengths:
+    conversations: Conversations, reopen: Reopen, chat: Chat, cache: Path, progress: Progress = lambda done: None
+) -> TokenCounts:
     """Count the text tokens of all records. A killed run resumes where it was."""
-    if (known := open_text_lengths(conversations, chat, cache)) is not None:
+    if (known := open_token_counts(conversations, chat, cache)) is not None:
         return known
     path = _path(conversations, chat, cache)
     # Each chunk is saved in a folder of its own until all are counted.
     parts = path.with_suffix(".parts")
     chunks = [range(k, min(k + _CHUNK, len(conversations))) for k in range(0, len(conversations), _CHUNK)]
     folders = {chunk: parts / f"{chunk.start}-{chunk.stop}" for chunk in chunks}
-    missing = [chunk for chunk in chunks if kept_if_sound(folders[chunk], _NAMES) is None]
+    missing = [chunk for chunk in chunks if open_arrays_if_sound(folders[chunk], _NAMES) is None]
     done = len(conversations) - sum(map(len, missing))
     for chunk, lengths in _count_chunks(missing, conversations, reopen, chat):
-        keep(folders[chunk], vars(lengths))
+        save_arrays(folders[chunk], vars(lengths))
         progress(done := done + len(chunk))
-    saved = [kept(folders[chunk], _NAMES) for chunk in chunks]
-    joined = TextLengths(**{name: np.concatenate([part[name] for part in saved]) for name in _NAMES})
-    keep(path, vars(joined))
-    remove(parts)
+    saved = [open_arrays(folders[chunk], _NAMES) for chunk in chunks]
+    joined = TokenCounts(**{name: np.concatenate([part[name] for part in saved]) for name in _NAMES})
+    save_arrays(path, vars(joined))
+    remove_path(parts)
     return joined
 
 
 def _count_chunks(
-    chunks: Sequence[range], conversations: StoredConversations, reopen: Reopen, chat: Chat
-) -> Iterator[tuple[range, TextLengths]]:
+    chunks: Sequence[range], conversations: Conversations, reopen: Reopen, chat: Chat
+) -> Iterator[tuple[range, TokenCounts]]:
     cores = len(os.sched_getaffinity(0))
     if cores == 1 or sum(map(len, chunks)) <= _ALONE:
         yield from ((chunk, _lengths(chunk, conversations, chat)) for chunk in chunks)
@@ -79,7 +79,7 @@ def _count_chunks(
         yield from zip(chunks, pool.map(_count_in_worker, chunks), strict=True)
 
 
-_opened: tuple[StoredConversations, Chat] | None = None  # in a worker process
+_opened: tuple[Conversations, Chat] | None = None  # in a worker process
 
 
 def _open_in_worker(reopen: Reopen, form: ChatFormat) -> None:
@@ -88,11 +88,11 @@ def _open_in_worker(reopen: Reopen, form: ChatFormat) -> None:
     _opened = reopen(), load_chat(form)
 
 
-def _count_in_worker(chunk: range) -> TextLengths:
+def _count_in_worker(chunk: range) -> TokenCounts:
     return _lengths(chunk, *_opened)
 
 
-def _lengths(chunk: range, conversations: StoredConversations, chat: Chat) -> TextLengths:
+def _lengths(chunk: range, conversations: Conversations, chat: Chat) -> TokenCounts:
     readable = {}
     bad = {}  # reasons by index
     for index in chunk:
@@ -108,8 +108,8 @@ def _lengths(chunk: range, conversations: StoredConversations, chat: Chat) -> Te
         else:
             tokens[index - chunk.start] = count
     indices = sorted(bad)
-    return TextLengths(tokens, np.array(indices, np.int64), np.array([bad[k] for k in indices], np.str_))
+    return TokenCounts(tokens, np.array(indices, np.int64), np.array([bad[k] for k in indices], np.str_))
 
 
-def _path(conversations: StoredConversations, chat: Chat, cache: Path) -> Path:
-    return cache / f"text-{digest(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"
+def _path(conversations: Conversations, chat: Chat, cache: Path) -> Path:
+    return cache / f"text-{hash_strings(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"

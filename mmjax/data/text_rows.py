@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.batch import PADDING, Mixed, TextBatch
+from mmjax.batch import PADDING, TextBatch, WeightedSlots
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
-from mmjax.data.arrangement import CORNERS, NEWLINE, NOTHING, interpolates
-from mmjax.data.sample import Arranged, Item, Sample, Text
+from mmjax.data.arrangement import CORNERS, NEWLINE, NO_TOKEN, interpolates_tokens
+from mmjax.data.sample import ArrangedItems, Item, Sample, Text
 from mmjax.errors import UserError
 
 # Bits of `kind` and `sees`: text, then the encoders, then the branches of a sample.
@@ -71,8 +71,8 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
     def full(value: int, *more: int) -> np.ndarray:
         return np.full((*shape, *more), value, np.int32)
 
-    def mixed() -> Mixed:
-        return Mixed(full(PADDING, CORNERS), np.zeros((*shape, CORNERS), np.float32))
+    def mixed() -> WeightedSlots:
+        return WeightedSlots(full(PADDING, CORNERS), np.zeros((*shape, CORNERS), np.float32))
 
     return TextBatch(
         token=full(0),
@@ -87,7 +87,10 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
         source=full(PADDING),
         owner=full(PADDING),
         offset=full(0),
-        slots={name: mixed() if interpolates(encoder) else full(PADDING) for name, encoder in arrays.encoders.items()},
+        slots={
+            name: mixed() if interpolates_tokens(encoder) else full(PADDING)
+            for name, encoder in arrays.encoders.items()
+        },
         send=send,
     )
 
@@ -96,7 +99,9 @@ def stretch(batch: TextBatch, row: int, at: slice) -> TextBatch:
     """Views `[n]` of the part of a row that a sample gets."""
     slots = {}
     for encoder, of in batch.slots.items():
-        slots[encoder] = Mixed(of.slot[row, at], of.share[row, at]) if isinstance(of, Mixed) else of[row, at]
+        slots[encoder] = (
+            WeightedSlots(of.slot[row, at], of.share[row, at]) if isinstance(of, WeightedSlots) else of[row, at]
+        )
     views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f not in ("slots", "send")}
     return TextBatch(**views, slots=slots, send={})
 
@@ -147,17 +152,17 @@ def _write_text(row: TextBatch, here: slice, text: Text, arrays: Arrays, before:
 
 
 def _write_tokens(
-    row: TextBatch, here: slice, segment: Item | Arranged, places: Sequence[Place], arrays: Arrays, span: int
+    row: TextBatch, here: slice, segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays, span: int
 ) -> None:
     """Tokens of items: where they come from, and how they see each other and what is before them."""
     encoder, of = segment.encoder, places[segment.number : segment.number + _items(segment)]
     came = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in of])
     slots, shares = came[:, None], np.ones((1, 1), np.float32)
-    if isinstance(segment, Arranged):
+    if isinstance(segment, ArrangedItems):
         codes = np.array([of[0].newline, PADDING])  # at the end, as NEWLINE and NOTHING count from there
         slots, shares = np.concatenate([came, codes])[segment.tokens.token], segment.tokens.share
     into = row.slots[encoder]
-    if isinstance(into, Mixed):
+    if isinstance(into, WeightedSlots):
         into.slot[here, : slots.shape[1]], into.share[here, : slots.shape[1]] = slots, shares
     else:
         into[here] = slots[:, 0]
@@ -166,23 +171,23 @@ def _write_tokens(
     row.span[here] = 0 if arrays.items == "causal" else span
 
 
-def _items(segment: Item | Arranged) -> int:
-    return segment.items if isinstance(segment, Arranged) else 1
+def _items(segment: Item | ArrangedItems) -> int:
+    return segment.items if isinstance(segment, ArrangedItems) else 1
 
 
-def _tokens_of(segment: Item | Arranged, places: Sequence[Place], arrays: Arrays) -> int:
+def _tokens_of(segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays) -> int:
     """Tokens of the LLM that a segment takes. ValueError where they are arranged as they cannot be."""
     if isinstance(segment, Item):
         return places[segment.number].tokens
     token, have = segment.tokens.token, sum(p.tokens for p in places[segment.number :][: segment.items])
-    if not NEWLINE <= token.min(initial=NOTHING) <= token.max(initial=NOTHING) < have:
-        first, last = token[token != NOTHING].min(), token.max()
+    if not NEWLINE <= token.min(initial=NO_TOKEN) <= token.max(initial=NO_TOKEN) < have:
+        first, last = token[token != NO_TOKEN].min(), token.max()
         raise ValueError(
             f"its items from {segment.number} on have {have} tokens, and it places those from {first} to {last}"
         )
     if (token == NEWLINE).any() and not arrays.newline(segment.encoder):
         raise ValueError(f"it places newlines, and connector.newline of {segment.encoder!r} is false")
-    if not interpolates(arrays.encoders[segment.encoder]) and (token[:, 1:] != NOTHING).any():
+    if not interpolates_tokens(arrays.encoders[segment.encoder]) and (token[:, 1:] != NO_TOKEN).any():
         raise ValueError(f"it mixes tokens of {segment.encoder!r}, whose images say nothing of interpolation")
     return len(segment.tokens)
 

@@ -16,17 +16,17 @@ FLOOR = 1e-10  # of power
 RANGE = 8.0  # decades below the window's loudest bin at which power is clamped
 
 
-def most_frames(config: WhisperMel) -> int:
+def window_frames(config: WhisperMel) -> int:
     """Count the frames of a whole window."""
     return config.seconds * config.sample_rate // config.hop
 
 
 def valid_frames(config: WhisperMel, samples: int) -> int:
     """Count the frames centred inside a clip of that many samples: those that the extractor's attention mask counts."""
-    return min(-(-samples // config.hop), most_frames(config))
+    return min(-(-samples // config.hop), window_frames(config))
 
 
-def pieces(config: WhisperMel, samples: int) -> tuple[tuple[int, int], ...]:
+def split_clip(config: WhisperMel, samples: int) -> tuple[tuple[int, int], ...]:
     """Cut a clip, (start, stop) in samples: one piece where it fits the window, else as `config.longer` says.
 
     Pieces fill the window but for the last. Raises BadMedia for an empty clip, and for a longer one that is to be
@@ -43,9 +43,9 @@ def pieces(config: WhisperMel, samples: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(start + window, samples)) for start in range(0, samples, window))
 
 
-def one_piece(config: WhisperMel, samples: int) -> None:
-    """Raise BadMedia for an empty clip, or one longer than the window, which `pieces` would cut."""
-    if len(pieces(config, samples)) > 1:
+def check_one_piece(config: WhisperMel, samples: int) -> None:
+    """Raise BadMedia for an empty clip, or one longer than the window, which `split_clip` would cut."""
+    if len(split_clip(config, samples)) > 1:
         raise BadMedia(f"a piece of {samples} samples is longer than the encoder's {config.seconds} s")
 
 
@@ -53,16 +53,16 @@ def log_mel(config: WhisperMel, wave: np.ndarray, extra_frames: int = 0) -> np.n
     """Compute frames float32 `[valid_frames + extra_frames, mels]` of a clip float32 `[n]` at `config.sample_rate`.
 
     extra_frames: frames after the valid ones, out of the silence that pads the clip (no more than the window has).
-    Raises BadMedia as `one_piece`.
+    Raises BadMedia as `check_one_piece`.
     """
     if wave.ndim != 1 or not np.issubdtype(wave.dtype, np.floating):
         raise ValueError(f"a clip must be floats [samples], not {wave.dtype} {list(wave.shape)}")
-    one_piece(config, wave.size)
+    check_one_piece(config, wave.size)
     valid = valid_frames(config, wave.size)
-    frames = min(valid + extra_frames, most_frames(config))
+    frames = min(valid + extra_frames, window_frames(config))
     # Frames that overlap the clip, which may be some after the last valid one; all others are silent. They are computed
     # even if not returned, since power is clamped relative to the window's maximum.
-    overlapping = min(-(-(wave.size + config.window // 2) // config.hop), most_frames(config))
+    overlapping = min(-(-(wave.size + config.window // 2) // config.hop), window_frames(config))
     decades = np.full((max(frames, overlapping), config.mels), np.log10(np.float32(FLOOR)))
     decades[:overlapping] = np.log10(np.maximum(_centred_power(config, wave, overlapping), FLOOR))
     return ((np.maximum(decades, decades.max() - RANGE) + 4) / 4)[:frames].astype(np.float32)

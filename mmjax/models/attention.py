@@ -37,7 +37,7 @@ class Scoring(NamedTuple):
         return through_cap * (self.scale or head_width**-0.5)
 
 
-PLAIN = Scoring()
+DEFAULT_SCORING = Scoring()
 
 
 class MaskSpec(NamedTuple):
@@ -51,7 +51,7 @@ class MaskSpec(NamedTuple):
     reach: Array | None = None  # sliding window: causal keys, the query itself included; None: unlimited
 
 
-def items_mask(item: Int[Array, "b t"]) -> MaskSpec:
+def encoder_mask(item: Int[Array, "b t"]) -> MaskSpec:
     """Build the mask of an encoder: full attention inside each item, none for padding (-1)."""
     pos = jnp.broadcast_to(jnp.arange(item.shape[1], dtype=jnp.int32), item.shape)
     ones = jnp.ones_like(item)
@@ -78,7 +78,7 @@ def attention(
     v: Float[Array, "b t m h"],
     mask: MaskSpec,
     backend: Backend,
-    scoring: Scoring = PLAIN,
+    scoring: Scoring = DEFAULT_SCORING,
 ) -> Float[Array, "b t n h"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
@@ -97,7 +97,7 @@ def dense_attention(
     v: Float[Array, "b s m h"],
     q_mask: MaskSpec,
     k_mask: MaskSpec,
-    scoring: Scoring = PLAIN,
+    scoring: Scoring = DEFAULT_SCORING,
 ) -> Float[Array, "b t n h"]:
     """Compute attention with all scores at once: the reference, and the fastest for short rows."""
     b, t, n, h = q.shape
@@ -123,7 +123,7 @@ def blockwise_attention(
     q_mask: MaskSpec,
     k_mask: MaskSpec,
     block: int = BLOCK,
-    scoring: Scoring = PLAIN,
+    scoring: Scoring = DEFAULT_SCORING,
 ) -> Float[Array, "b t n h"]:
     """Compute the same values as `dense_attention` block by block, visiting only pairs of blocks with allowed pairs.
 

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch
 from mmjax.config import AudioConfig, StoredTable
-from mmjax.models.attention import items_mask
-from mmjax.models.encoder_block import encoder_block
-from mmjax.models.layer_runs import LayerRuns, Run
+from mmjax.models.attention import encoder_mask
+from mmjax.models.encoder_block import encoder_layer_config
+from mmjax.models.layer_runs import LayerStack, LayerStacks
 from mmjax.models.layers import ACTIVATIONS, Context, FixedTable, LayerNorm, Linear, TransformerLayer
 from mmjax.parallel.sharding import constrain
 
@@ -76,11 +76,11 @@ class AudioEncoder(nnx.Module):
     of the recording (`ItemBatch.coordinates`).
     """
 
-    def __init__(self, config: AudioConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: AudioConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.embed = AudioStem(c, rngs)
-        block = encoder_block(c)
-        self.layers = LayerRuns(lambda rngs: TransformerLayer(block, rngs), plan, rngs)
+        block = encoder_layer_config(c)
+        self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs)
         self.head = LayerNorm(c.width, c.norm_eps)
         self.pool = c.pool
         self.dropout = c.dropout
@@ -96,7 +96,7 @@ class AudioEncoder(nnx.Module):
 
     def context(self, items: ItemBatch) -> Context:
         """Build the attention mask of a batch; the stem has added positions already."""
-        return Context(items_mask(self._layer_items(items)))
+        return Context(encoder_mask(self._layer_items(items)))
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
         """Pool the last layer's output over every `pool` positions and apply the final norm."""

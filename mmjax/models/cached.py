@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.batch import PADDING, TextBatch
 from mmjax.models.attention import MaskSpec
-from mmjax.models.decoder import scores
+from mmjax.models.decoder import logits_of
 from mmjax.models.layer_runs import KVCache
 from mmjax.models.layers import KVCacheView
 from mmjax.models.multimodal import MultimodalModel
@@ -85,4 +85,4 @@ def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, 
 
 
 def _logits(model: MultimodalModel, x: Float[Array, "b 1 d"]) -> Float[Array, "b v"]:
-    return scores(*model.llm.hidden_and_table(x), model.llm.config.logit_cap)[:, 0]
+    return logits_of(*model.llm.hidden_and_table(x), model.llm.config.logit_cap)[:, 0]

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig
 from mmjax.models.attention import MaskSpec, Scoring
-from mmjax.models.layer_runs import LayerRuns, Run
-from mmjax.models.layers import Block, Context, RMSNorm, TransformerLayer
+from mmjax.models.layer_runs import LayerStack, LayerStacks
+from mmjax.models.layers import Context, LayerConfig, RMSNorm, TransformerLayer
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.sharding import constrain
 
@@ -21,7 +21,7 @@ UNLIMITED = 2**30  # a window of more tokens than any row has
 
 
 class TokenTable(nnx.Module):
-    """One vector per token of the vocabulary: the embedding, or the output projection that `scores` applies."""
+    """One vector per token of the vocabulary: the embedding, or the output projection that `logits_of` applies."""
 
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
         table = jax.random.normal(rngs.params(), (vocab, width), jnp.float32) * width**-0.5
@@ -33,17 +33,17 @@ class TokenTable(nnx.Module):
         return constrain(table[token], "rows", "length", "width")
 
 
-def scores(x: Float[Array, "r t d"], table: Float[Array, "v d"], cap: float = 0.0) -> Float[Array, "r t v"]:
+def logits_of(x: Float[Array, "r t d"], table: Float[Array, "v d"], cap: float = 0.0) -> Float[Array, "r t v"]:
     """Compute float32 logits over an output table or a slice of one, soft-capped by tanh where `cap` is not 0."""
     logits = jnp.einsum("rtd,vd->rtv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
     logits = constrain(logits, "rows", "length", "vocab")
     return jnp.tanh(logits / cap) * cap if cap else logits
 
 
-def decoder_block(config: DecoderConfig) -> Block:
+def decoder_layer_config(config: DecoderConfig) -> LayerConfig:
     """Describe a decoder's layers."""
     c = config
-    return Block(
+    return LayerConfig(
         width=c.width,
         heads=c.heads,
         kv_heads=c.kv_heads,
@@ -71,10 +71,10 @@ class DecoderHead(nnx.Module):
 class Decoder(nnx.Module):
     """embed -> layers -> head."""
 
-    def __init__(self, config: DecoderConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.embed = TokenTable(config.vocab, config.width, rngs)
-        block = decoder_block(config)
-        self.layers = LayerRuns(lambda rngs: TransformerLayer(block, rngs), plan, rngs, config.windowed)
+        block = decoder_layer_config(config)
+        self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs, config.windowed)
         self.head = DecoderHead(config, rngs)
         self.config = config
         self.dropout = config.dropout
@@ -104,6 +104,6 @@ class Decoder(nnx.Module):
         return text.owner, text.offset
 
     def hidden_and_table(self, x: Float[Array, "r t d"]) -> tuple[Float[Array, "r t d"], Float[Array, "v d"]]:
-        """Return the operands of `scores`: activations after the final norm, and the output table as it is stored."""
+        """Return the operands of `logits_of`: activations after the final norm, and the output table as stored."""
         table = self.embed if self.head.table is None else self.head.table
         return self.head.norm(x), table.weight[...]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from functools import partial
 
 from mmjax.config import AudioConfig, VisionConfig
-from mmjax.models.layers import Block, LayerNorm, RMSNorm
+from mmjax.models.layers import LayerConfig, LayerNorm, RMSNorm
 
 WHISPER_BIASES = ("query", "value", "output", "up", "down")  # all but the keys
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 
 
-def encoder_block(config: VisionConfig | AudioConfig) -> Block:
+def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
     """Describe a pre-norm layer with full attention. Raises ValueError where heads do not divide the width."""
     c = config
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
     vision = c if isinstance(c, VisionConfig) else None
-    return Block(
+    return LayerConfig(
         width=c.width,
         heads=c.heads,
         kv_heads=c.heads,

@@ -1,9 +1,9 @@
 """A tower's layers as stacks ("runs"): contiguous layers of one remat policy on one stage, stored stacked and scanned.
 
 Scanning makes compile time independent of depth, and a pipeline may cut between stacks. Parameters are initialised as
-stacks and never restacked or sliced inside jit, which would hold them twice. Outside jit, `layers_one_by_one` and
-`into_runs` convert between stacks and the numbered layers that checkpoints name, so that a run with other stacks reads
-the same files.
+stacks and never restacked or sliced inside jit, which would hold them twice. Outside jit, `unstack_layers` and
+`stack_layers` convert between stacks and the numbered layers that checkpoints name, so that a run with other stacks
+reads the same files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LayerInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerStack:
     """Layers `start` to `stop` (exclusive) of a tower, with one remat policy."""
 
     start: int
@@ -61,7 +61,7 @@ class Run:
         return str(self.start) if self.stop - self.start == 1 else f"{self.start}:{self.stop}"
 
 
-def plan_runs(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] = ()) -> tuple[Run, ...]:
+def plan_stacks(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] = ()) -> tuple[LayerStack, ...]:
     """Divide layers into the fewest stacks with one remat policy each and a border before every layer in `cuts`.
 
     Policies (a, a, b, b) and the cut 1 give the stacks 0, 1 and 2:4. Raises ValueError for a number of policies other
@@ -79,10 +79,10 @@ def plan_runs(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] =
             f"a cut before layer {outside[0]} does not divide {layers} layers; cuts lie in 1..{layers - 1}"
         )
     borders = sorted({0, layers, *cuts, *(i for i in range(1, layers) if policies[i] != policies[i - 1])})
-    return tuple(Run(start, stop, policies[start]) for start, stop in pairwise(borders))
+    return tuple(LayerStack(start, stop, policies[start]) for start, stop in pairwise(borders))
 
 
-class LayerRuns(nnx.Module):
+class LayerStacks(nnx.Module):
     """A tower's layers, in stacks. `make` builds one layer: a module called as `layer(x, context)`.
 
     windowed: indices of the layers that attend under the context's `window_mask`.
@@ -91,7 +91,7 @@ class LayerRuns(nnx.Module):
     def __init__(
         self,
         make: Callable[[nnx.Rngs], nnx.Module],
-        plan: tuple[Run, ...],
+        plan: tuple[LayerStack, ...],
         rngs: nnx.Rngs,
         windowed: tuple[int, ...] = (),
     ):
@@ -171,7 +171,7 @@ class LayerRuns(nnx.Module):
         return outputs
 
 
-def _init_stack(make: Callable[[nnx.Rngs], nnx.Module], run: Run, key: Array) -> nnx.Module:
+def _init_stack(make: Callable[[nnx.Rngs], nnx.Module], run: LayerStack, key: Array) -> nnx.Module:
     """Initialise layers, stacked if several. Layer i's key depends on i alone, so stacks do not matter."""
 
     def layer(i: int | Array) -> nnx.Module:
@@ -187,7 +187,7 @@ def _init_stack(make: Callable[[nnx.Rngs], nnx.Module], run: Run, key: Array) ->
 
 def _apply(
     layers: nnx.Module,
-    run: Run,
+    run: LayerStack,
     x: Array,
     context: Context,
     windowed: tuple[bool, ...],
@@ -241,16 +241,16 @@ def _policy(remat: Remat) -> Callable[..., Any]:
     return jax.checkpoint_policies.save_only_these_names(*SAVED[remat])
 
 
-def layers_one_by_one(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i: leaf[i]) -> Any:
+def unstack_layers(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i: leaf[i]) -> Any:
     """Unstack nested dicts: every `{"runs": {"0:2": stacked, "2": single}}` becomes `{"0": ..., "1": ..., "2": ...}`.
 
     `take(leaf, i)` is layer i of a stacked leaf; give another to translate shapes or shardings. Dicts may lie inside
     tuples and lists (an optimizer's state); parameters may be missing (a frozen part).
     """
     if not isinstance(params, dict):
-        return _map_members(params, lambda x: layers_one_by_one(x, take))
+        return _map_members(params, lambda x: unstack_layers(x, take))
     if set(params) != {"runs"}:
-        return {key: layers_one_by_one(value, take) for key, value in params.items()}
+        return {key: unstack_layers(value, take) for key, value in params.items()}
     layers = {}
     for name, run in params["runs"].items():
         start, _, stop = name.partition(":")
@@ -265,15 +265,17 @@ def _stack(leaves: list[Any]) -> Any:
     return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else jnp.stack(leaves)
 
 
-def into_runs(params: Any, runs: Mapping[str, tuple[Run, ...]], stack: Callable[[list[Any]], Any] = _stack) -> Any:
-    """Stack the numbered layers of each tower in `runs` (by the tower's name): the inverse of `layers_one_by_one`.
+def stack_layers(
+    params: Any, runs: Mapping[str, tuple[LayerStack, ...]], stack: Callable[[list[Any]], Any] = _stack
+) -> Any:
+    """Stack the numbered layers of each tower in `runs` (by the tower's name): the inverse of `unstack_layers`.
 
     `stack(leaves)` joins the same leaf of a stack's layers; give another to translate shapes or shardings.
     """
     if not isinstance(params, dict):
-        return _map_members(params, lambda x: into_runs(x, runs, stack))
+        return _map_members(params, lambda x: stack_layers(x, runs, stack))
 
-    def join(layers: dict[str, Any], run: Run) -> Any:
+    def join(layers: dict[str, Any], run: LayerStack) -> Any:
         members = [layers[str(i)] for i in range(run.start, run.stop)]
         return members[0] if len(members) == 1 else jax.tree.map(lambda *leaves: stack(list(leaves)), *members)
 
@@ -282,7 +284,7 @@ def into_runs(params: Any, runs: Mapping[str, tuple[Run, ...]], stack: Callable[
         if key in runs and isinstance(value, dict) and "layers" in value:
             out[key] = value | {"layers": {"runs": {run.name: join(value["layers"], run) for run in runs[key]}}}
         else:
-            out[key] = into_runs(value, runs, stack)
+            out[key] = stack_layers(value, runs, stack)
     return out
 
 

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import Activation, Biased
-from mmjax.models.attention import PLAIN, Backend, MaskSpec, Scoring, attention, dense_attention
+from mmjax.models.attention import DEFAULT_SCORING, Backend, MaskSpec, Scoring, attention, dense_attention
 from mmjax.models.dropout import ATTENTION, MLP_SITE, Dropout, drop
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
@@ -156,7 +156,7 @@ class MLP(nnx.Module):
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerConfig:
     """Sizes and variants of a transformer layer."""
 
     width: int
@@ -173,13 +173,13 @@ class Block:
     width_norm: Callable[[int], nnx.Module] | None = None  # of the concatenated queries, or keys, of all heads
     post_norms: bool = False  # of the outputs of attention and MLP
     layer_scale: bool = False  # learned per-channel scales of the same outputs
-    scoring: Scoring = PLAIN
+    scoring: Scoring = DEFAULT_SCORING
 
 
 class SelfAttention(nnx.Module):
     """Grouped-query self-attention under a mask spec, with rotary positions where the context has them."""
 
-    def __init__(self, block: Block, rngs: nnx.Rngs):
+    def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
         b = block
         q_width = b.heads * b.head_width
         kv_width = b.kv_heads * b.head_width
@@ -235,7 +235,7 @@ class LayerScale(nnx.Module):
         return x * self.scale[...].astype(x.dtype)
 
 
-def _post_module(block: Block) -> nnx.Module | None:
+def _post_module(block: LayerConfig) -> nnx.Module | None:
     """Build the module between attention or MLP and the residual sum, if the layer has one."""
     if block.post_norms:
         return block.norm(block.width)
@@ -245,7 +245,7 @@ def _post_module(block: Block) -> nnx.Module | None:
 class TransformerLayer(nnx.Module):
     """Pre-norm attention, then a pre-norm MLP, each added to the residual stream."""
 
-    def __init__(self, block: Block, rngs: nnx.Rngs):
+    def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
         b = block
         self.attention_norm = b.norm(b.width)
         self.attention = SelfAttention(b, rngs)

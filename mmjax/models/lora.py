@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.adapters import adapted, scale
+from mmjax.adapters import adapters_by_layer, lora_scale
 from mmjax.config import LoraConfig, ModelConfig
-from mmjax.models.layer_runs import Run
+from mmjax.models.layer_runs import LayerStack
 from mmjax.models.layers import Linear
 from mmjax.models.multimodal import MultimodalModel
 
@@ -36,13 +36,13 @@ class LowRank(nnx.Module):
 
 def attach(model: MultimodalModel, config: ModelConfig, key: Array) -> None:
     """Attach adapters to a new model. Layer i's values depend on the linear layer's name and on i, not on stacks."""
-    for name, lora in adapted(config).items():
+    for name, lora in adapters_by_layer(config).items():
         name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         for linear, run in _linear_layers(model, name):
             linear.lora = _init_adapter(linear, lora, run, name_key)
 
 
-def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, Run | None]]:
+def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, LayerStack | None]]:
     """Find the linear layers of this name: a connector's only one, or one per stack of a tower.
 
     Names are as in `mmjax.adapters`: `vision.connector.mlp.up`, `llm.layers.*.attention.query`.
@@ -56,7 +56,7 @@ def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, 
         yield reduce(getattr, path[1:], layers.runs[run.name]), run
 
 
-def _init_adapter(linear: Linear, lora: LoraConfig, run: Run | None, key: Array) -> LowRank:
+def _init_adapter(linear: Linear, lora: LoraConfig, run: LayerStack | None, key: Array) -> LowRank:
     """Draw `a` as PyTorch's default for linear layers (Kaiming uniform with a = sqrt(5)); `b` is zero."""
     *stack, inputs, outputs = linear.weight.shape
     limit = inputs**-0.5
@@ -67,4 +67,4 @@ def _init_adapter(linear: Linear, lora: LoraConfig, run: Run | None, key: Array)
     # Keys count from the stack's first layer in the tower, not from 0: other stacks draw the same values.
     start = 0 if run is None else run.start
     a = jax.vmap(uniform)(jnp.arange(start, run.stop)) if stack else uniform(start)
-    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, scale(lora))
+    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora_scale(lora))

@@ -17,15 +17,15 @@ from mmjax.adapters import frozen_by_adapters
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import ModelConfig, VisionConfig
 from mmjax.models.cached import Cache, prefill, step
-from mmjax.models.decoder import scores
+from mmjax.models.decoder import logits_of
 from mmjax.models.dropout import Noise
-from mmjax.models.layer_runs import Run, plan_runs
+from mmjax.models.layer_runs import LayerStack, plan_stacks
 from mmjax.models.lora import attach
 from mmjax.models.multimodal import Functions, MultimodalModel
 from mmjax.parallel.sharding import encoding
 
 Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
-ADAPTER = "lora"  # attribute of `Linear`
+ADAPTER_ATTRIBUTE = "lora"  # attribute of `Linear`
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Model:
 
     config: ModelConfig
     dtype: Any  # of the activations; parameters are initialised in float32
-    runs: dict[str, tuple[Run, ...]]  # layer stacks of every tower: "llm" and the encoders by name
+    runs: dict[str, tuple[LayerStack, ...]]  # layer stacks of every tower: "llm" and the encoders by name
     abstract: Params = field(repr=False)  # shapes and dtypes of the parameters
     axes: Params = field(repr=False)  # their logical axes, tuples; a stack's leading axis is not named
     graph: Any = field(repr=False)  # NNX graph definition
@@ -65,7 +65,7 @@ class Model:
             layers = range(max(map(len, deepstacks.values()), default=0)) if name == "llm" else deepstacks.get(name, ())
             borders = [i + 1 for i in layers if i + 1 < c.layers]
             remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
-            runs[name] = plan_runs(c.layers, remat, (*(cuts or {}).get(name, ()), *borders))
+            runs[name] = plan_stacks(c.layers, remat, (*(cuts or {}).get(name, ()), *borders))
         dtype = jnp.dtype(dtype)
         functions = functions or {}
         # Shapes only: nothing is allocated.
@@ -204,7 +204,7 @@ class Stage:
         if self.tower == "llm":
             x, add = module.embedded(batch, inputs) if self.first else (inputs, ())
             x = module.llm.layers(x, module.context("llm", batch, noise), self.start, self.stop, add)
-            return scores(*module.llm.hidden_and_table(x), self.model.config.llm.logit_cap) if self.last else x
+            return logits_of(*module.llm.hidden_and_table(x), self.model.config.llm.logit_cap) if self.last else x
         tower = module.encoders[self.tower]
         with encoding():
             x = tower.embedded(batch) if self.first else inputs
@@ -224,9 +224,9 @@ def module_of(path: tuple[str, ...]) -> str:
     return path[1] if kind == "encoders" else f"{path[1]}.connector"
 
 
-def group_of(path: tuple[str, ...]) -> str:
+def parameter_group(path: tuple[str, ...]) -> str:
     """Name the module that a parameter belongs to, or "<module>.lora" for an adapter's."""
-    return f"{module_of(path)}.lora" if ADAPTER in path[2:] else module_of(path)
+    return f"{module_of(path)}.lora" if ADAPTER_ATTRIBUTE in path[2:] else module_of(path)
 
 
 def modules_of(params: Params) -> set[str]:
@@ -252,7 +252,7 @@ def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
                 if inner := select(value, where, want_frozen):
                     selected[key] = inner
             # Adapters are trainable even in a frozen module.
-            elif (module_of(where) in frozen and ADAPTER not in where[2:]) == want_frozen:
+            elif (module_of(where) in frozen and ADAPTER_ATTRIBUTE not in where[2:]) == want_frozen:
                 selected[key] = value
         return selected
 
@@ -269,7 +269,7 @@ def merge(first: Params, second: Params) -> Params:
 
 
 def _init_params(
-    config: ModelConfig, runs: dict[str, tuple[Run, ...]], dtype: Any, functions: Functions, key: Array
+    config: ModelConfig, runs: dict[str, tuple[LayerStack, ...]], dtype: Any, functions: Functions, key: Array
 ) -> MultimodalModel:
     model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key), functions)
     attach(model, config, key)

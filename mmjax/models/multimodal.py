@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.batch import ItemBatch, Mixed, TextBatch
+from mmjax.batch import ItemBatch, TextBatch, WeightedSlots
 from mmjax.config import ModelConfig, VisionConfig
 from mmjax.models.audio import AudioEncoder
 from mmjax.models.connector import Connector
-from mmjax.models.decoder import Decoder, scores
+from mmjax.models.decoder import Decoder, logits_of
 from mmjax.models.dropout import Noise, tower_dropout
-from mmjax.models.layer_runs import Run
+from mmjax.models.layer_runs import LayerStack
 from mmjax.models.layers import Context
 from mmjax.models.vision import VisionEncoder
 from mmjax.parallel.dispatch import dispatch
@@ -31,7 +31,7 @@ class MultimodalModel(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        plans: dict[str, tuple[Run, ...]],
+        plans: dict[str, tuple[LayerStack, ...]],
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
         functions: Functions,
@@ -98,7 +98,7 @@ class MultimodalModel(nnx.Module):
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
     ) -> Float[Array, "b t v"]:
         """Compute float32 logits of the next token at every position."""
-        return scores(*self.hidden_and_table(text, features, noise), self.llm.config.logit_cap)
+        return logits_of(*self.hidden_and_table(text, features, noise), self.llm.config.logit_cap)
 
     def hidden_and_table(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
@@ -120,7 +120,7 @@ class MultimodalModel(nnx.Module):
                 # [B, T, D * (1 + deepstack)]: the embedding, then one addition per deepstack layer.
                 embedding, *deeper = jnp.split(tokens, tokens.shape[-1] // x.shape[-1], axis=-1)
                 slots = text.slots[name]
-                is_item = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, Mixed) else slots >= 0
+                is_item = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, WeightedSlots) else slots >= 0
                 x = jnp.where(is_item[..., None], embedding, x)
                 add = [a + b for a, b in zip_longest(add, deeper, fillvalue=0)]
         return constrain(x, "rows", "length", "width"), add
@@ -144,13 +144,13 @@ def _callback(functions: Functions, name: str) -> Callable[[Array, ItemBatch], A
 
 
 def _place_tokens(feature: Float[Array, "r m e"], text: TextBatch, encoder: str) -> Float[Array, "b t e"]:
-    """Exchange an encoder's tokens and place them at the text's positions, zeros elsewhere; `Mixed` ones are summed."""
+    """Exchange an encoder's tokens and place them at the text's positions, zeros elsewhere; sum `WeightedSlots`."""
     send = text.send[encoder]
     slots = text.slots[encoder]
-    indices = slots.slot if isinstance(slots, Mixed) else slots
+    indices = slots.slot if isinstance(slots, WeightedSlots) else slots
     rules = active()
     mesh, exchange = (None, "padded") if rules is None else (rules.mesh, rules.exchange)
     # One leading entry per rank, as `dispatch` wants: a rank's rows of tokens and of text are joined.
     tokens = feature.reshape(len(send), -1, feature.shape[-1])
     placed = dispatch(tokens, send, indices.reshape(len(send), -1), mesh, exchange).reshape(*indices.shape, -1)
-    return jnp.sum(placed * slots.share[..., None], axis=2) if isinstance(slots, Mixed) else placed
+    return jnp.sum(placed * slots.share[..., None], axis=2) if isinstance(slots, WeightedSlots) else placed

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch
 from mmjax.config import LearnedGrid, StretchedGrid, VisionConfig
-from mmjax.models.attention import MaskSpec, items_mask
-from mmjax.models.encoder_block import NORMS, encoder_block
-from mmjax.models.layer_runs import LayerRuns, Run
+from mmjax.models.attention import MaskSpec, encoder_mask
+from mmjax.models.encoder_block import NORMS, encoder_layer_config
+from mmjax.models.layer_runs import LayerStack, LayerStacks
 from mmjax.models.layers import Context, Linear, PositionTable, TransformerLayer
 from mmjax.models.rope import max_in_item, rotation_2d
 from mmjax.parallel.sharding import constrain
@@ -46,7 +46,7 @@ class PatchEmbedding(nnx.Module):
         if self.class_token is not None:
             x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)
         if isinstance(c.positions, StretchedGrid):
-            x = x + stretched(self.positions, c.positions.side, items).astype(dtype)
+            x = x + interpolate_positions(self.positions, c.positions.side, items).astype(dtype)
         elif self.positions is not None:
             # Entry 0 is the class token's, where there is one; the grid follows row by row.
             index = jnp.where(row < 0, 0, row * c.positions.columns + column + c.class_token)
@@ -64,7 +64,7 @@ def _learned_positions(config: VisionConfig) -> int:
     return 0
 
 
-def stretched(table: PositionTable, side: int, items: ItemBatch) -> Float[Array, "r l d"]:
+def interpolate_positions(table: PositionTable, side: int, items: ItemBatch) -> Float[Array, "r l d"]:
     """Interpolate a `side` x `side` grid of position vectors bilinearly, its corners aligned with those of each image.
 
     With side 4, patch column 3 of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5: half of column 1 and half of column 2.
@@ -88,11 +88,11 @@ class VisionEncoder(nnx.Module):
     encoder with a class token, an image's last group holds it (row and column -1), and padding.
     """
 
-    def __init__(self, config: VisionConfig, plan: tuple[Run, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: VisionConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.embed = PatchEmbedding(c, rngs)
-        block = encoder_block(c)
-        self.layers = LayerRuns(lambda rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed)
+        block = encoder_layer_config(c)
+        self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed)
         self.head = NORMS[c.head_norm_kind](c.width, c.norm_eps) if c.head_norm else None
         self.config = c
         self.dropout = c.dropout
@@ -109,7 +109,7 @@ class VisionEncoder(nnx.Module):
         """Build the masks, and the rotary angles if positions are rotary."""
         c = self.config
         patch = jnp.maximum(items.coordinates[..., 1:], 0)
-        context = Context(items_mask(items.item), window_mask=self._window_mask(items.item, patch))
+        context = Context(encoder_mask(items.item), window_mask=self._window_mask(items.item, patch))
         if isinstance(c.positions, LearnedGrid):
             return context
         return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta))
@@ -120,7 +120,7 @@ class VisionEncoder(nnx.Module):
             return None
         row, column = jnp.moveaxis(patch // self.config.window, -1, 0)
         # A query that sees no kind attends its span alone, here the window.
-        return items_mask(item)._replace(span=1 + row * MAX_WINDOWS + column, sees=jnp.zeros_like(item))
+        return encoder_mask(item)._replace(span=1 + row * MAX_WINDOWS + column, sees=jnp.zeros_like(item))
 
     def origin(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l"]]:
         """Return every position's sample id, and its index among those of the sample's images."""

@@ -35,7 +35,7 @@ _LEAVE_SECONDS = 10.0  # that process 0 waits for the others to leave
 _ending = threading.Lock()
 
 
-class Place(NamedTuple):
+class Phase(NamedTuple):
     """The current phase of this process; times of `time.monotonic`."""
 
     step: int  # from 0; -1 = before the first
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
+class PeerStatus:
     """The phase of a process by its last heartbeat."""
 
     step: int
@@ -55,21 +55,21 @@ class Seen:
     silent: bool  # no heartbeat lately
 
 
-class Stuck(NamedTuple):
+class StuckReport(NamedTuple):
     """The report of the first process that noticed that the run is stuck."""
 
     line: str
     silent: tuple[int, ...]  # processes that will not answer
 
 
-class Lookout:
+class PeerMonitor:
     """Threads of one process that send its heartbeats and watch for peers that exited or are stuck."""
 
     def __init__(self, client: Any, address: str, index: int, count: int) -> None:
         """address: of process 0, host:port."""
         start = time.monotonic()
-        self.place = Place(-1, "starting", start, start)  # the watchdog updates it
-        self.stuck: Stuck | None = None
+        self.place = Phase(-1, "starting", start, start)  # the watchdog updates it
+        self.stuck: StuckReport | None = None
         self.index = index
         self.count = count
         self._client = client
@@ -91,35 +91,35 @@ class Lookout:
         """Stop watching: from here on peers may exit."""
         self._finished.set()
 
-    def everyone(self) -> dict[int, Seen] | None:
+    def everyone(self) -> dict[int, PeerStatus] | None:
         """Read the phase of every process, this one included; None if process 0 does not answer. Takes seconds."""
-        earlier = within(_REPLY_SECONDS, self._read_heartbeats)
+        earlier = call_with_timeout(_REPLY_SECONDS, self._read_heartbeats)
         time.sleep(_BEATS_SECONDS)
-        latest = within(_REPLY_SECONDS, self._read_heartbeats)
+        latest = call_with_timeout(_REPLY_SECONDS, self._read_heartbeats)
         if earlier is None or latest is None:
             return None
-        phases = {p: Seen(-1, "starting", 0.0, "", silent=True) for p in range(self.count)}
+        phases = {p: PeerStatus(-1, "starting", 0.0, "", silent=True) for p in range(self.count)}
         for process, heartbeat in latest.items():
             beat = heartbeat.pop("beat")
             # Two readings with the same counter: no heartbeat came between them. This process clearly runs.
             silent = process in earlier and earlier[process]["beat"] == beat
-            phases[process] = Seen(**heartbeat, silent=silent and process != self.index)
+            phases[process] = PeerStatus(**heartbeat, silent=silent and process != self.index)
         return phases
 
-    def say_stuck(self, stuck: Stuck) -> Stuck:
+    def say_stuck(self, stuck: StuckReport) -> StuckReport:
         """Report to all processes that the run is stuck; return the report that came first, which all print."""
 
-        def report() -> Stuck:
+        def report() -> StuckReport:
             with suppress(Exception):  # another process was faster
                 self._client.key_value_set("mmjax/stuck", json.dumps(stuck))
             return _parse_stuck(self._client.blocking_key_value_get("mmjax/stuck", _milliseconds(_REPLY_SECONDS)))
 
-        return within(_REPLY_SECONDS, report) or stuck
+        return call_with_timeout(_REPLY_SECONDS, report) or stuck
 
     def await_leavers(self, peers: Collection[int]) -> None:
         """Announce that this process exits. Process 0 waits for the others, which would else blame it for their end."""
         if self.index:
-            within(_REPLY_SECONDS, lambda: self._client.key_value_set(f"mmjax/leaving/{self.index}", ""))
+            call_with_timeout(_REPLY_SECONDS, lambda: self._client.key_value_set(f"mmjax/leaving/{self.index}", ""))
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
         for process in set(peers) - {0}:
@@ -171,7 +171,7 @@ class Lookout:
                 continue
             if dead := sorted(set(everyone) - alive):
                 if not self._finished.is_set():
-                    claim_the_end()
+                    exit_once()
                     self.await_leavers(alive)
                     peers = [str(p) for p in dead if p != self.index]
                     if not peers:
@@ -185,21 +185,21 @@ class Lookout:
         while self.index and not self._finished.wait(_POLL_SECONDS):
             self._unanswered += 1
             if self._unanswered * _POLL_SECONDS > _MUTE_SECONDS:
-                claim_the_end()
+                exit_once()
                 self._end(f"process 0 of this run's {self.count}, which coordinates them, does not answer")
             if self._unanswered * _POLL_SECONDS > _PROBE_SECONDS and _refused(*self._address):
                 return self._end_without_first()
 
     def _end_without_first(self) -> None:
         if not self._finished.is_set():
-            claim_the_end()
+            exit_once()
             self._end(f"process 0 of this run's {self.count}, which coordinates them, ended or cannot be reached")
 
     def _end(self, why: str) -> None:
         """Print why and exit at once: an orderly exit would wait for processes that are dead."""
         line = f"error: {why}; process {self.index} ends too. Its own last lines may say why; go on with --resume\n"
         os.write(2, line.encode())
-        within(1, sys.stdout.flush)
+        call_with_timeout(1, sys.stdout.flush)
         os._exit(1)
 
 
@@ -225,12 +225,12 @@ def _delay_abort() -> None:
     library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
 
 
-def claim_the_end() -> None:
+def exit_once() -> None:
     """Let the first calling thread exit the process; block every later caller."""
     _ending.acquire()
 
 
-def within(seconds: float, work: Callable[[], T]) -> T | None:
+def call_with_timeout(seconds: float, work: Callable[[], T]) -> T | None:
     """Call `work` in a thread with a timeout; return None if it raises or takes longer (the thread is abandoned)."""
     results: list[T] = []
 
@@ -244,9 +244,9 @@ def within(seconds: float, work: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
-def _parse_stuck(report: str) -> Stuck:
+def _parse_stuck(report: str) -> StuckReport:
     line, silent = json.loads(report)
-    return Stuck(line, tuple(silent))
+    return StuckReport(line, tuple(silent))
 
 
 def _disconnected(error: Exception) -> bool:

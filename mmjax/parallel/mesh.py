@@ -102,7 +102,7 @@ def encoder_axes(config: MeshConfig) -> tuple[str, ...]:
     return (*RANKS, TENSOR) if config.encoders == "data" else RANKS
 
 
-def held_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
+def local_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
     """Return the ranks whose rows, sharded over `axes`, are on this process's devices.
 
     Raises UserError where these are not consecutive.
@@ -118,14 +118,14 @@ def held_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
     return range(ranks[0], ranks[0] + len(ranks))
 
 
-def own_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> tuple[int, ...]:
-    """Return the ranks of `held_ranks` that this process owns: a rank on several processes belongs to the first."""
+def owned_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> tuple[int, ...]:
+    """Return the ranks of `local_ranks` that this process owns: a rank on several processes belongs to the first."""
     # With tensor parallelism across processes, several hold the rows of a rank.
     owner: dict[int, int] = {}
     for device, (rows,) in rows_sharding(mesh, axes).devices_indices_map((row_ranks(mesh, axes),)).items():
         rank = rows.start or 0
         owner[rank] = min(owner.get(rank, device.process_index), device.process_index)
-    return tuple(rank for rank in held_ranks(mesh, axes) if owner[rank] == jax.process_index())
+    return tuple(rank for rank in local_ranks(mesh, axes) if owner[rank] == jax.process_index())
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

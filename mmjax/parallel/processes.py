@@ -22,14 +22,14 @@ import jax
 from jax._src import distributed  # the service's client has no public name
 
 from mmjax.errors import UserError
-from mmjax.parallel.lookout import HEARTBEAT_SECONDS, Lookout
+from mmjax.parallel.lookout import HEARTBEAT_SECONDS, PeerMonitor
 
 _START_SECONDS = 300  # until all processes have connected
 _EXIT_SECONDS = 1.0  # for the others to exit after their last message
 _WAIT_SECONDS = 3600  # the longest that the others wait for work of process 0: indexing a large dataset
 
-_lookout: Lookout | None = None
-_broadcasts = 0  # of `led` so far; in step on all processes, which makes the keys unique
+_lookout: PeerMonitor | None = None
+_broadcasts = 0  # of `run_on_leader` so far; in step on all processes, which makes the keys unique
 
 
 def index() -> int:
@@ -42,18 +42,18 @@ def count() -> int:
     return int(os.environ.get("MMJAX_PROCESSES", 1))
 
 
-def leads() -> bool:
+def is_leader() -> bool:
     """Return whether this process is the leader, which writes the run's files and prints for all."""
     return index() == 0
 
 
-def lookout() -> Lookout | None:
+def lookout() -> PeerMonitor | None:
     """Return the monitor of the other processes; None when this process is alone."""
     return _lookout
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """Run the body as one process of the group that the environment names; all exit together.
 
     Where one ends early, by an error or a signal, the others end too, within a minute, and print which one it was: exit
@@ -64,13 +64,13 @@ def joined() -> Iterator[None]:
         return
     global _lookout
     _connect()
-    _lookout = Lookout(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
+    _lookout = PeerMonitor(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
     _lookout.start()
     try:
         yield
         wait_for_all("end")
     except UserError as error:
-        if leads() or not error.everywhere:
+        if is_leader() or not error.everywhere:
             print(f"error: process {index()}: {error}", file=sys.stderr, flush=True)
         if error.everywhere:
             _lookout.await_leavers(range(count()))
@@ -89,7 +89,7 @@ def joined() -> Iterator[None]:
     _disconnect()
 
 
-def led(work: Callable[[], Any]) -> Any:
+def run_on_leader(work: Callable[[], Any]) -> Any:
     """Run `work` on process 0 alone and return its result, which JSON can hold, on all; likewise raise its UserError.
 
     All processes must call this in the same order.
@@ -100,7 +100,7 @@ def led(work: Callable[[], Any]) -> Any:
     key = f"mmjax/told/{_broadcasts}"
     _broadcasts += 1
     client = distributed.global_state.client
-    if not leads():
+    if not is_leader():
         message = json.loads(client.blocking_key_value_get(key, _WAIT_SECONDS * 1000))
         if "error" in message:
             raise UserError(message["error"], everywhere=True)
@@ -122,7 +122,7 @@ def gather(key: str, text: str) -> list[str]:
     client = distributed.global_state.client
     milliseconds = _WAIT_SECONDS * 1000
     client.key_value_set(f"mmjax/gather/{key}/{index()}", text)
-    if leads():
+    if is_leader():
         # Process 0 collects and publishes all texts under one key: 2 n requests for n processes instead of n^2.
         texts = [client.blocking_key_value_get(f"mmjax/gather/{key}/{p}", milliseconds) for p in range(count())]
         client.key_value_delete(f"mmjax/gather/{key}/")
@@ -131,14 +131,14 @@ def gather(key: str, text: str) -> list[str]:
     return json.loads(client.blocking_key_value_get(f"mmjax/gathered/{key}", milliseconds))
 
 
-def tell(key: str, text: str) -> None:
-    """Store a text that any process may read with `told`; does not wait."""
+def kv_put(key: str, text: str) -> None:
+    """Store a text that any process may read with `kv_get`; does not wait."""
     if count() > 1:
         distributed.global_state.client.key_value_set(f"mmjax/{key}", text, allow_overwrite=True)
 
 
-def told(key: str) -> str:
-    """Read the text that some process has stored with `tell`, waiting for it."""
+def kv_get(key: str) -> str:
+    """Read the text that some process has stored with `kv_put`, waiting for it."""
     return distributed.global_state.client.blocking_key_value_get(f"mmjax/{key}", HEARTBEAT_SECONDS * 1000)
 
 
@@ -187,7 +187,7 @@ def _connect() -> None:
 def _disconnect() -> None:
     """Exit in order: process 0 last, because the others need its service even to announce that they exit."""
     client = distributed.global_state.client
-    if not leads():
+    if not is_leader():
         client.key_value_set(f"mmjax/left/{index()}", "")
         _leave(0)
     for process in range(1, count()):

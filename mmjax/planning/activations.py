@@ -5,25 +5,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mmjax.config import DecoderConfig, Remat
-from mmjax.planning.work import Encoder, layer_of
+from mmjax.planning.work import Encoder, layer_sizes
 
 LOGSUMEXP = 4  # bytes: blockwise attention saves the log-sum-exp of each query and head, in float32
 
 
-class Kept(NamedTuple):
+class SavedBytes(NamedTuple):
     """Bytes saved between the passes of one microbatch."""
 
     device: float
     host: float = 0.0  # offloaded
 
 
-def named_saves(config: DecoderConfig | Encoder, policy: Remat, activation: int, trainable: bool = True) -> Kept:
+def saved_bytes_of_policy(
+    config: DecoderConfig | Encoder, policy: Remat, activation: int, trainable: bool = True
+) -> SavedBytes:
     """Count the bytes saved per position of one layer; `activation` is bytes of a number. Not for the policy `none`.
 
     Every policy saves the layer's input. Of the products, the last is never saved: no gradient needs its value. The
     output of attention is only saved where it is needed: for gradients of trainable weights, or of blockwise attention.
     """
-    layer = layer_of(config)
+    layer = layer_sizes(config)
     stream = layer.width * activation
     output = layer.queries * activation
     blockwise = config.attention == "blockwise"
@@ -33,15 +35,17 @@ def named_saves(config: DecoderConfig | Encoder, policy: Remat, activation: int,
     mlp = (1 + layer.gated) * layer.mlp
     products = attention + (layer.queries + 2 * layer.keys + layer.width + mlp) * activation
     return {
-        "full": Kept(stream),
-        "attention": Kept(stream + logsumexp + output),
-        "attention_mlp": Kept(2 * stream + attention),
-        "products": Kept(stream + products),
-        "offload": Kept(stream, products),
+        "full": SavedBytes(stream),
+        "attention": SavedBytes(stream + logsumexp + output),
+        "attention_mlp": SavedBytes(2 * stream + attention),
+        "products": SavedBytes(stream + products),
+        "offload": SavedBytes(stream, products),
     }[policy]
 
 
-def cut(saved: Kept, config: DecoderConfig | Encoder, positions: int, activation: int, parts: int) -> Kept:
+def divide_by_tensor_parallelism(
+    saved: SavedBytes, config: DecoderConfig | Encoder, positions: int, activation: int, parts: int
+) -> SavedBytes:
     """Divide the bytes saved at `positions` by tensor parallelism into `parts`: all but the replicated layer inputs."""
-    replicated = min(layer_of(config).width * activation * positions, saved.device)
-    return Kept(replicated + (saved.device - replicated) / parts, saved.host / parts)
+    replicated = min(layer_sizes(config).width * activation * positions, saved.device)
+    return SavedBytes(replicated + (saved.device - replicated) / parts, saved.host / parts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import NamedTuple
 
-from mmjax.adapters import Sizes, adapted, copies, linear_layers, module_with
+from mmjax.adapters import Sizes, adapters_by_layer, layer_count, linear_layers, module_of_layer
 from mmjax.config import AudioConfig, ModelConfig
-from mmjax.planning.work import CONV_TAPS, Work, layer_of
+from mmjax.planning.work import CONV_TAPS, Work, layer_sizes
 
 
 class AdapterWork(NamedTuple):
@@ -27,16 +27,18 @@ def adapter_work(
     reached: whether its input needs a gradient, or all its weights do. Otherwise the gradient ends at the first adapter
     of its first layer. spares: whether that layer is compiled by itself; in a scan it computes what the others do.
     """
-    adapters = {name: lora for name, lora in adapted(model).items() if module_with(name) == module}
+    adapters = {name: lora for name, lora in adapters_by_layer(model).items() if module_of_layer(name) == module}
     if not adapters:
         return AdapterWork()
     connector = module.endswith(".connector")
     tower = module.removesuffix(".connector")
     work = works[tower]
-    sizes = {name: size for name, size in linear_layers(model).items() if module_with(name) == module}
+    sizes = {name: size for name, size in linear_layers(model).items() if module_of_layer(name) == module}
     positions = work.tokens if connector else work.positions
     # An adapter of an [in, out] matrix has rank * (in + out) elements.
-    forward = sum(lora.rank * sum(sizes[name]) * copies(model, name) for name, lora in adapters.items()) * positions
+    forward = (
+        sum(lora.rank * sum(sizes[name]) * layer_count(model, name) for name, lora in adapters.items()) * positions
+    )
     config = model.llm if tower == "llm" else model.encoders[tower]
     # The second convolution of an audio encoder needs no gradient of its input: the first one stands before it.
     stem = CONV_TAPS * config.width**2 * work.positions if isinstance(config, AudioConfig) and not connector else 0
@@ -48,7 +50,7 @@ def adapter_work(
     # With nothing trainable before it, an adapter's input needs no gradient: rank * in multiply-adds less.
     unread = sum(lora.rank * sizes[name][0] for name, lora in adapters.items() if name not in live) * positions
     dead = sum(sizes[name][0] * sizes[name][1] for name in sizes if name not in live) * positions
-    unneeded = 0 if connector else (4 - attention) * layer_of(config).queries * work.pairs
+    unneeded = 0 if connector else (4 - attention) * layer_sizes(config).queries * work.pairs
     return AdapterWork(forward, 2 * forward - unread, dead + stem, unneeded)
 
 

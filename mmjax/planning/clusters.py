@@ -46,7 +46,11 @@ class Device:
 
     def rates(self, precision: Literal["bfloat16", "float32"]) -> Rates:
         """Return the rates that a training step is assumed to sustain."""
-        return Rates(REACHED * self.peak(precision), REACHED_MOVING * self.bandwidth, REACHED_MOVING * self.host)
+        return Rates(
+            COMPUTE_EFFICIENCY * self.peak(precision),
+            BANDWIDTH_EFFICIENCY * self.bandwidth,
+            BANDWIDTH_EFFICIENCY * self.host,
+        )
 
 
 # Data sheets, halved where they give only the rate with 2:4 sparsity or the sum of both directions: NVIDIA's A40, A100,
@@ -70,8 +74,8 @@ DEVICES = tuple(Device(**dict(zip(_COLUMNS, row, strict=True))) for row in _ROWS
 SLICE_OF_GPU = r"\bMIG\b"
 
 # Fractions of the data sheet that a training step is assumed to reach where the device was not profiled.
-REACHED = 0.65  # of FLOP/s
-REACHED_MOVING = 0.8  # of the bandwidth of memory and links
+COMPUTE_EFFICIENCY = 0.65  # of FLOP/s
+BANDWIDTH_EFFICIENCY = 0.8  # of the bandwidth of memory and links
 USABLE = 0.92  # of the memory: the rest goes to the driver, the collectives and fragmentation
 
 
@@ -92,14 +96,14 @@ class Cluster:
         return f"{self.device.name}x{self.nodes}x{self.per_node}"
 
 
-def device_of(kind: str) -> Device | None:
+def find_device(kind: str) -> Device | None:
     """Look up the device of JAX's `device_kind`; None where we know no data sheet."""
     if re.search(SLICE_OF_GPU, kind):  # a fraction of a GPU has other rates than its name says
         return None
     return next((device for device in DEVICES if re.search(device.kind, kind)), None)
 
 
-def cluster_of(name: str) -> Cluster:
+def parse_cluster(name: str) -> Cluster:
     """Parse a cluster's name: DEVICE, DEVICExCOUNT or DEVICExNODESxCOUNT. Raises UserError for any other."""
     match = re.fullmatch(r"(?P<device>.+?)(x(?P<first>\d+))?(x(?P<second>\d+))?", name.lower())
     known = {device.name: device for device in DEVICES}

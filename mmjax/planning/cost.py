@@ -1,6 +1,6 @@
 """Count the floating-point operations of a microbatch: those needed, and those executed.
 
-`needed` counts the model's FLOPs, the numerator of MFU: matrix products on useful positions, attention on allowed
+`model_flops` counts the model's FLOPs, the numerator of MFU: matrix products on useful positions, attention on allowed
 pairs, and in backward only what trainable parameters need. `executed` counts what the backend runs: padded rows, every
 score of dense attention or every block that blockwise attention may visit, recomputation, and elementwise work as XLA
 counts it. Both are by module: "llm", "<encoder>" and "<encoder>.connector".
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.adapters import adapted_modules, adapter_sizes, frozen_by_adapters
+from mmjax.adapters import adapted_modules, adapter_parameters, frozen_by_adapters
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import (
     AudioConfig,
@@ -32,13 +32,13 @@ from mmjax.planning.work import (
     CONV_TAPS,
     Encoder,
     Work,
+    connector_mlps,
     connector_weights,
-    layer_of,
     layer_positions,
+    layer_sizes,
     merged_positions,
     norm_parameters,
     row_work,
-    streams,
     useful_work,
 )
 
@@ -66,22 +66,22 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
     llm = model.llm
     # Layers, final norm, and a table of embeddings that a tied output table shares.
-    counts = {"llm": llm.layers * layer_of(llm).parameters + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
+    counts = {"llm": llm.layers * layer_sizes(llm).parameters + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
     for name, encoder in model.encoders.items():
         c = encoder.connector
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
         head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
-        counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_of(encoder).parameters + head
+        counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_sizes(encoder).parameters + head
         merged = merged_positions(encoder) * width
         # A norm has a scale, and with "layer" a bias too; each further MLP of a deepstack norms what it merges.
         norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
         mlp = connector_weights(encoder, llm.width) + biases
-        deeper = (streams(encoder) - 1) * (2 * merged + mlp)
+        deeper = (connector_mlps(encoder) - 1) * (2 * merged + mlp)
         tables = (2 if vision else 1) * c.position_grid + c.newline
         counts[f"{name}.connector"] = norm + mlp + deeper + tables * llm.width
-    return counts | adapter_sizes(model)
+    return counts | adapter_parameters(model)
 
 
 def _embedding_parameters(c: Encoder) -> int:
@@ -99,7 +99,7 @@ def _embedding_parameters(c: Encoder) -> int:
 # ------------------------------------------------------------------------------------------------------------ needed
 
 
-def needed(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Flops]:
+def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Flops]:
     """Count the model FLOPs of one microbatch by module.
 
     Matrix products only, as is usual for MFU: logits of every useful position, with or without a loss; a convolution as
@@ -126,7 +126,7 @@ def step_needed(
 
     share: fraction of the text's items that `items` hold; the others are assumed to cost as much per item.
     """
-    flops = needed(model, useful_work(model, text, items), frozen)
+    flops = model_flops(model, useful_work(model, text, items), frozen)
     return float(sum(f.total / (1 if module == "llm" else share) for module, f in flops.items()))
 
 
@@ -138,7 +138,7 @@ def frozen_modules(model: ModelConfig) -> frozenset[str]:
     return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
 
 
-def wanted_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
+def needed_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
     """Return the gradients that a tower's layers compute in a backward pass: of "weights", "adapters" and "inputs"."""
     trainable, upstream, has_adapters = _gradients(tower, model, frozenset(model.encoders), frozen)
     gradients = {"weights": trainable, "adapters": has_adapters, "inputs": trainable or upstream or has_adapters}
@@ -166,7 +166,7 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
     products = {}
     for name, w in work.items():
         config = model.llm if name == "llm" else model.encoders[name]
-        layer = layer_of(config)
+        layer = layer_sizes(config)
         weights = config.layers * layer.weights * w.positions
         attention = config.layers * 2 * layer.queries * w.pairs  # scores, and the weighted sum of values
         if isinstance(config, DecoderConfig):
@@ -183,7 +183,9 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
         matrices = connector_weights(config, model.llm.width)
         second = config.connector.mlp_width * model.llm.width
         first = (matrices - second) * (config.connector.norm == "none" and name in frozen)
-        products[f"{name}.connector"] = Products(first * w.tokens, (streams(config) * matrices - first) * w.tokens, 0)
+        products[f"{name}.connector"] = Products(
+            first * w.tokens, (connector_mlps(config) * matrices - first) * w.tokens, 0
+        )
     return products
 
 
@@ -208,7 +210,7 @@ def executed(
         config = model.llm if module == "llm" else model.encoders[tower]
         # Two products forward, four backward; blockwise attention saves no scores and recomputes them with a fifth.
         attention = 5 * p.attention // 2 if config.attention == "blockwise" else 2 * p.attention
-        policies = policies_of(config)
+        policies = layer_policies(config)
         unscanned = module != tower or len(policies) < 2 or policies[0] != policies[1]  # the first layer
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
         attention -= lora.spared_attention if config.attention == "dense" else 0
@@ -217,7 +219,7 @@ def executed(
         recompute = 0
         if module == tower:
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
-            recompute = sum(recomputed(config, work[tower], policy) for policy in policies)
+            recompute = sum(recompute_flops(config, work[tower], policy) for policy in policies)
             if module == "llm" and loss_chunks > 1:
                 recompute += executed_logits(model, work["llm"])
         else:
@@ -251,7 +253,7 @@ def executed_logits(model: ModelConfig, work: Work) -> int:
     return (2 * model.llm.width + LOGITS[0]) * model.llm.vocab * work.positions
 
 
-def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> int:
+def recompute_flops(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> int:
     """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy.
 
     The last product of a layer is never recomputed: no gradient needs its value. Blockwise attention is not recomputed
@@ -260,7 +262,7 @@ def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> in
     """
     if policy == "none":
         return 0
-    layer = layer_of(config)
+    layer = layer_sizes(config)
     saved_weights = {  # matrices whose outputs are saved or not needed
         "products": layer.weights,
         "offload": layer.weights,
@@ -273,7 +275,7 @@ def recomputed(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> in
     return 2 * (layer.weights - saved_weights) * work.positions + attention + layer_elementwise(config, work)[0]
 
 
-def policies_of(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:
+def layer_policies(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:
     """Return the remat policy of each layer; "none" for an `auto` that is not resolved yet."""
     if isinstance(config.remat, tuple):
         return config.remat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mmjax.config import AudioConfig, DecoderConfig, LearnedGrid, VisionConfig
-from mmjax.planning.work import Encoder, Work, layer_of, streams
+from mmjax.planning.work import Encoder, Work, connector_mlps, layer_sizes
 
 
 class Elementwise(NamedTuple):
@@ -32,7 +32,7 @@ LOGITS = (4, 4)  # per logit: log-sum-exp, its gradient, and the gradient of pic
 
 def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:
     """Count the elementwise operations of one layer, (forward, backward)."""
-    layer = layer_of(config)
+    layer = layer_sizes(config)
     rates = _rates(config)
     rotary = isinstance(config, DecoderConfig) or (
         isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid)
@@ -52,7 +52,7 @@ def _rates(config: DecoderConfig | Encoder) -> Elementwise:
     if isinstance(config, DecoderConfig):
         return DECODER
     norm = DECODER if isinstance(config, VisionConfig) and config.norm == "rms" else ENCODER
-    mlp = DECODER if layer_of(config).gated else ENCODER
+    mlp = DECODER if layer_sizes(config).gated else ENCODER
     return ENCODER._replace(width=norm.width, mlp=mlp.mlp)
 
 
@@ -72,7 +72,7 @@ def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
 
 def connector_elementwise(encoder: Encoder, llm_width: int, work: Work) -> tuple[int, int]:
     """Count the elementwise operations of a connector: norm, GELU, and placing its tokens in the text."""
-    mlps = streams(encoder)
+    mlps = connector_mlps(encoder)
     return _sum(
         (_one_norm(ENCODER), mlps * encoder.width * work.positions),
         (ENCODER.mlp, mlps * encoder.connector.mlp_width * work.tokens),

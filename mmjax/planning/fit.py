@@ -9,20 +9,20 @@ from typing import Literal
 import numpy as np
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat
-from mmjax.planning.activations import Kept, cut
+from mmjax.planning.activations import SavedBytes, divide_by_tensor_parallelism
 from mmjax.planning.clusters import Rates
-from mmjax.planning.cost import executed_logits, frozen_modules, policies_of, recomputed
+from mmjax.planning.cost import executed_logits, frozen_modules, layer_policies, recompute_flops
 from mmjax.planning.layer_times import Speed
-from mmjax.planning.memory import OnDevice, Spread, fixed_bytes, kv_cache_bytes
-from mmjax.planning.remat import Option, Options, choose, least_seconds
+from mmjax.planning.memory import DeviceBatch, ModelSharding, fixed_bytes, kv_cache_bytes
+from mmjax.planning.remat import Option, Options, choose_policies, least_seconds
 from mmjax.planning.work import Encoder, Work, row_work
 
-KeptOfTowers = Mapping[str, Mapping[Remat, Kept]]  # bytes saved by one layer of each tower, by policy
+SavedByTower = Mapping[str, Mapping[Remat, SavedBytes]]  # bytes saved by one layer of each tower, by policy
 Policies = Mapping[str, Sequence[Remat]]  # of every layer of each tower
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimit:
     """Memory available to a run, in bytes per device, and on its host for offloading."""
 
     device: float
@@ -31,7 +31,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryPlan:
     """A memory plan: remat policies and the bytes per device that a run needs with them."""
 
     policies: dict[str, tuple[Remat, ...]]  # of every layer of each tower, configured ones too
@@ -43,8 +43,8 @@ class Fit:
     least: float  # lower bound on it: the optimum if layers were divisible
     again: dict[str, dict[Remat, float]]  # recomputation seconds of one layer of each tower by policy
     fullest: int  # index of the largest shape
-    spread: Spread
-    room: Room
+    spread: ModelSharding
+    room: MemoryLimit
     measured: float | None = None  # bytes in total, where compiled or measured
 
     @property
@@ -85,17 +85,17 @@ def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
     return replace(model, llm=replace(model.llm, remat=remat["llm"]), encoders=encoders)
 
 
-def fit(
+def plan_memory(
     model: ModelConfig,
-    shapes: Sequence[OnDevice],
-    saved: Sequence[KeptOfTowers],
-    spread: Spread,
+    shapes: Sequence[DeviceBatch],
+    saved: Sequence[SavedByTower],
+    spread: ModelSharding,
     activation: int,
     optimizer: AdamW | Muon,
     speed: Speed,
-    room: Room,
+    room: MemoryLimit,
     loss_choices: Sequence[int] = (1,),
-) -> Fit:
+) -> MemoryPlan:
     """Find the policies with the least recomputation that fit in memory; exact, for all compiled shapes at once.
 
     saved: for each shape, before tensor parallelism. activation: bytes of an activation. Towers whose `remat` is not
@@ -117,14 +117,14 @@ def fit(
         for tower, config in towers.items()
     }
     without_remat = [{tower: options[tower]["none"].device[s] for tower in towers} for s in range(len(shapes))]
-    configured = {name: policies_of(config) for name, config in towers.items() if config.remat != "auto"}
+    configured = {name: layer_policies(config) for name, config in towers.items() if config.remat != "auto"}
     auto = {name: config.layers for name, config in towers.items() if name not in configured}
     auto_options = {name: options[name] for name in auto}
     # Bytes left on the host, by shape.
     host_room = [room.host - _bytes(configured, options, s, "host") for s in range(len(shapes))]
     logits = [executed_logits(model, work["llm"]) / spread.llm / speed.rates.flops for work in works]
 
-    def with_chunks(chunks: int) -> Fit:
+    def with_chunks(chunks: int) -> MemoryPlan:
         fixed = [
             fixed_bytes(model, shape, layers, frozen, spread, activation, optimizer, chunks)
             for shape, layers in zip(shapes, without_remat, strict=True)
@@ -133,7 +133,7 @@ def fit(
         device_room = [
             room.device - sum(f.values()) - _bytes(configured, options, s, "device") for s, f in enumerate(fixed)
         ]
-        chosen = choose(auto, auto_options, device_room, host_room)
+        chosen = choose_policies(auto, auto_options, device_room, host_room)
         bound = least_seconds(auto, auto_options, device_room, host_room)
         if chosen is None:
             chosen = {name: (_smallest(options[name]),) * layers for name, layers in auto.items()}
@@ -141,7 +141,7 @@ def fit(
         totals = [sum(f.values()) + _bytes(policies, options, s, "device") for s, f in enumerate(fixed)]
         largest = int(np.argmax(totals))
         logits_again = float(np.mean(logits)) if chunks > 1 else 0.0
-        return Fit(
+        return MemoryPlan(
             policies=policies,
             loss_chunks=chunks,
             fixed=fixed[largest],
@@ -164,7 +164,7 @@ def fit(
 def _options(
     config: DecoderConfig | Encoder,
     works: Sequence[Work],
-    saved: Sequence[Mapping[Remat, Kept]],
+    saved: Sequence[Mapping[Remat, SavedBytes]],
     rates: Rates,
     measured: Sequence[Mapping[str, float] | None],
     parts: int,
@@ -172,7 +172,10 @@ def _options(
 ) -> dict[Remat, Option]:
     """Compute what each policy costs one layer on one device: bytes for every shape, and mean recomputation seconds."""
     on_device = [
-        {policy: cut(full, config, work.positions, activation, parts) for policy, full in by_policy.items()}
+        {
+            policy: divide_by_tensor_parallelism(full, config, work.positions, activation, parts)
+            for policy, full in by_policy.items()
+        }
         for work, by_policy in zip(works, saved, strict=True)
     ]
     seconds = [
@@ -192,7 +195,7 @@ def _options(
 def _recompute_seconds(
     config: DecoderConfig | Encoder,
     work: Work,
-    saved: Mapping[Remat, Kept],
+    saved: Mapping[Remat, SavedBytes],
     rates: Rates,
     measured: Mapping[str, float],
     parts: int,
@@ -207,7 +210,7 @@ def _recompute_seconds(
         if policy in measured:
             return (measured[policy] - measured["none"]) / parts
         moved = 2 * (saved["none"].device - saved[policy].device - saved[policy].host)
-        on_device = recomputed(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
+        on_device = recompute_flops(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
         return on_device + 2 * saved[policy].host / rates.host
 
     return {policy: seconds(policy) for policy in saved}

@@ -48,7 +48,7 @@ class Speed:
         return {name: seconds * rows / times.rows for name, seconds in times.at(length).items()}
 
 
-def grid_of(lengths: Sequence[int]) -> list[int]:
+def profile_lengths(lengths: Sequence[int]) -> list[int]:
     """Choose row lengths to profile for rows of these lengths: shortest, longest, and powers of two between."""
     low = min(lengths)
     high = max(lengths)

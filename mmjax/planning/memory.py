@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mmjax.config import AdamW, ModelConfig, Muon, VisionConfig
 from mmjax.planning.cost import frozen_modules, parameters
-from mmjax.planning.work import connector_weights, layer_of, merged_positions, row_work, streams
+from mmjax.planning.work import connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
 
 MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's moments are float32
 LOADED = 2  # steps whose batches are on the devices: the running one and the next
@@ -21,7 +21,7 @@ ALIVE = 0.8
 
 
 @dataclass(frozen=True)
-class Spread:
+class ModelSharding:
     """Sharding of a model over devices."""
 
     shards: int = 1  # of the parameters: ZeRO-3 times tensor parallelism
@@ -41,7 +41,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class OnDevice:
+class DeviceBatch:
     """One microbatch on one device."""
 
     shape: Mapping[str, tuple[int, int]]  # (rows, row length) by tower
@@ -52,10 +52,10 @@ class OnDevice:
 
 def fixed_bytes(
     model: ModelConfig,
-    batch: OnDevice,
+    batch: DeviceBatch,
     layers: Mapping[str, float],
     frozen: Set[str],
-    spread: Spread,
+    spread: ModelSharding,
     activation: int,
     optimizer: AdamW | Muon,
     loss_chunks: int = 1,
@@ -84,7 +84,7 @@ def fixed_bytes(
     for name, encoder in model.encoders.items():
         # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
         numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
-        tokens += work[name].tokens * streams(encoder) * numbers * activation if name in work else 0
+        tokens += work[name].tokens * connector_mlps(encoder) * numbers * activation if name in work else 0
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * trainable,
@@ -93,7 +93,7 @@ def fixed_bytes(
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
         "tokens": tokens,
         "exchange": sum(
-            2 * batch.peers * n * streams(model.encoders[name]) * model.llm.width * activation
+            2 * batch.peers * n * connector_mlps(model.encoders[name]) * model.llm.width * activation
             for name, n in batch.widths.items()
         ),
         "transient": max(_loss(model, work["llm"].positions, spread, loss_chunks), *layer_peaks, 0.0) + table,
@@ -105,9 +105,9 @@ def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> di
     numbers = {module: 2 * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, AdamW):
         return numbers
-    matrices = {name: c.layers * layer_of(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
+    matrices = {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
     for name, encoder in model.encoders.items():
-        matrices[f"{name}.connector"] = streams(encoder) * connector_weights(encoder, model.llm.width)
+        matrices[f"{name}.connector"] = connector_mlps(encoder) * connector_weights(encoder, model.llm.width)
     return {module: n - matrices.get(module, 0) for module, n in numbers.items()}
 
 
@@ -118,12 +118,12 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) ->
     return weights + MASTER * sum(moments(model, frozen, optimizer).values())
 
 
-def kv_cache_bytes(llm: DecoderConfig, spread: Spread, activation: int) -> float:
+def kv_cache_bytes(llm: DecoderConfig, spread: ModelSharding, activation: int) -> float:
     """Bytes on one device that each position of a generated row takes: keys and values of all layers."""
     return 2 * llm.layers * llm.kv_heads * llm.head_width * activation / spread.llm
 
 
-def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
+def _batch_bytes(model: ModelConfig, batch: DeviceBatch) -> float:
     """Count the bytes of a microbatch's arrays."""
     # One of the text's fields, the position, has an entry for each axis.
     rows, length = batch.shape["llm"]
@@ -137,7 +137,7 @@ def _batch_bytes(model: ModelConfig, batch: OnDevice) -> float:
     return total
 
 
-def _loss(model: ModelConfig, positions: int, spread: Spread, chunks: int) -> float:
+def _loss(model: ModelConfig, positions: int, spread: ModelSharding, chunks: int) -> float:
     """Count the peak bytes of the loss, all float32.
 
     Logits of one vocabulary chunk (their gradient reuses the buffer), the activations and their gradient, and the
@@ -149,8 +149,8 @@ def _loss(model: ModelConfig, positions: int, spread: Spread, chunks: int) -> fl
     return MASTER * (positions * (vocab + 2 * width) + table)
 
 
-def _layer(model: ModelConfig, tower: str, saved: float, spread: Spread, activation: int) -> float:
+def _layer(model: ModelConfig, tower: str, saved: float, spread: ModelSharding, activation: int) -> float:
     """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient."""
-    layer = layer_of(model.llm if tower == "llm" else model.encoders[tower])
+    layer = layer_sizes(model.llm if tower == "llm" else model.encoders[tower])
     largest = layer.width * max(layer.mlp, layer.queries) / spread.parts(tower)
     return ALIVE * saved + ((activation + MASTER) * largest if spread.shards > 1 else 0)

@@ -22,7 +22,7 @@ def allowed_pairs(text: TextBatch) -> np.ndarray:
     return np.array([block_work(Mask._make(row), length).sum() for row in zip(*arrays, strict=True)], np.int64)
 
 
-def far_pairs(text: TextBatch, window: int) -> np.ndarray:
+def pairs_beyond_window(text: TextBatch, window: int) -> np.ndarray:
     """Count the allowed pairs that a sliding window excludes, int64 `[R]`; for rows whose `pos` is the column.
 
     Assumes that the tokens of a span are of one kind, as those of an item are.

@@ -22,7 +22,7 @@ class Option(NamedTuple):
 Options = Mapping[Remat, Option]
 
 
-def choose(
+def choose_policies(
     layers: Mapping[str, int],
     options: Mapping[str, Options],
     device: float | Sequence[float],

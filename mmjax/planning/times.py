@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon
-from mmjax.planning.clusters import REACHED_MOVING, Cluster
-from mmjax.planning.cost import executed, frozen_modules, parameters, policies_of
+from mmjax.planning.clusters import BANDWIDTH_EFFICIENCY, Cluster
+from mmjax.planning.cost import executed, frozen_modules, layer_policies, parameters
 from mmjax.planning.layer_times import Speed
-from mmjax.planning.memory import MASTER, OnDevice, Spread, moments
+from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moments
 from mmjax.planning.work import Encoder, row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
@@ -42,12 +42,12 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Machine:
+class ClusterRun:
     """A cluster, the mesh on it, and its speed. activation: bytes of an activation."""
 
     cluster: Cluster
     mesh: Mapping[str, int]
-    spread: Spread
+    spread: ModelSharding
     speed: Speed
     activation: int
     loss_chunks: int = 1
@@ -55,9 +55,9 @@ class Machine:
 
 def step_time(
     model: ModelConfig,
-    microbatches: Sequence[OnDevice],
+    microbatches: Sequence[DeviceBatch],
     unsaved: Mapping[str, float],
-    machine: Machine,
+    machine: ClusterRun,
     optimizer: AdamW | Muon,
 ) -> StepTime:
     """Estimate the time of these microbatches and one optimizer update.
@@ -74,7 +74,7 @@ def step_time(
     return StepTime(**summed | {"update": 2 * MASTER * numbers / machine.speed.rates.memory})
 
 
-def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float], machine: Machine) -> StepTime:
+def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, float], machine: ClusterRun) -> StepTime:
     """Estimate the time of one microbatch, without the update."""
     device = machine.cluster.device
     rates = machine.speed.rates
@@ -87,7 +87,7 @@ def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float
     compute = _flops(rest_without_remat, batch, frozen, machine, 1) / rates.flops
     recompute = _flops(rest, batch, frozen, machine, machine.loss_chunks) / rates.flops - compute
     for name, times in profiled.items():
-        policies = policies_of(towers[name])
+        policies = layer_policies(towers[name])
         parts = machine.spread.parts(name)
         compute += len(policies) * times["none"] / parts
         recompute += sum(times[policy] - times["none"] for policy in policies) / parts
@@ -106,7 +106,7 @@ def _microbatch(model: ModelConfig, batch: OnDevice, unsaved: Mapping[str, float
         recompute=recompute,
         shards=_shards(model, machine, frozen),
         tensor=sum(_tensor(c, work[name].positions, machine.spread.parts(name), machine) for name, c in towers.items()),
-        exchange=2 * sent / (REACHED_MOVING * (device.link if in_node else device.network)),
+        exchange=2 * sent / (BANDWIDTH_EFFICIENCY * (device.link if in_node else device.network)),
         update=0.0,
     )
 
@@ -117,13 +117,13 @@ def _with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -
     return replace(model, llm=replace(model.llm, **towers.get("llm", {})), encoders=encoders)
 
 
-def _flops(model: ModelConfig, batch: OnDevice, frozen: Set[str], machine: Machine, loss_chunks: int) -> float:
+def _flops(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: ClusterRun, loss_chunks: int) -> float:
     """Count the executed FLOPs per device."""
     flops = executed(model, batch.shape, frozen, loss_chunks)
     return sum(f.total / machine.spread.parts(module.removesuffix(".connector")) for module, f in flops.items())
 
 
-def _shards(model: ModelConfig, machine: Machine, frozen: Set[str]) -> float:
+def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     """Estimate the seconds to gather parameters in both passes, scatter gradients, and sum them over `data`."""
     counts = parameters(model)
     mesh = machine.mesh
@@ -150,14 +150,14 @@ def _collective(size: float, group: int, stride: int, cluster: Cluster) -> float
     inside = size * (group - 1) / group / device.link
     groups = min(stride, cluster.per_node)
     outside = size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network) if nodes > 1 else 0.0
-    return max(inside, outside) / REACHED_MOVING
+    return max(inside, outside) / BANDWIDTH_EFFICIENCY
 
 
-def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine: Machine) -> float:
+def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun) -> float:
     """Estimate the all-reduces of activations: per layer two forward, two backward, and two if recomputed."""
     if parts == 1:
         return 0.0
-    recomputed = sum(policy in ("attention_mlp", "attention", "full") for policy in policies_of(config))
+    recomputed = sum(policy in ("attention_mlp", "attention", "full") for policy in layer_policies(config))
     # A ring all-reduce of n bytes among p devices sends 2 (p - 1) / p * n bytes from each.
     size = 2 * (parts - 1) / parts * positions * config.width * machine.activation
-    return (4 * config.layers + 2 * recomputed) * size / (REACHED_MOVING * machine.cluster.device.link)
+    return (4 * config.layers + 2 * recomputed) * size / (BANDWIDTH_EFFICIENCY * machine.cluster.device.link)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.planning.pairs import allowed_pairs, far_pairs, item_pairs
+from mmjax.planning.pairs import allowed_pairs, item_pairs, pairs_beyond_window
 
 Encoder = VisionConfig | AudioConfig
 
@@ -27,7 +27,7 @@ class Work(NamedTuple):
     tokens: int = 0  # outputs of its connector
 
 
-class Layer(NamedTuple):
+class LayerSizes(NamedTuple):
     """Sizes of one transformer layer."""
 
     width: int
@@ -49,7 +49,7 @@ class Layer(NamedTuple):
         return self.weights + self.vectors
 
 
-def layer_of(config: DecoderConfig | Encoder) -> Layer:
+def layer_sizes(config: DecoderConfig | Encoder) -> LayerSizes:
     """Compute the sizes of a tower's layers."""
     c = config
     queries = keys = c.width
@@ -69,7 +69,7 @@ def layer_of(config: DecoderConfig | Encoder) -> Layer:
         vectors = 2 * norm_parameters(c)
     outputs = {"query": queries, "key": keys, "value": keys, "output": c.width, "down": c.width}
     vectors += sum(outputs.get(name, c.mlp_width) for name in biases)
-    return Layer(
+    return LayerSizes(
         width=c.width, queries=queries, keys=keys, heads=c.heads, mlp=c.mlp_width, gated=gated, vectors=vectors
     )
 
@@ -79,7 +79,7 @@ def norm_parameters(config: Encoder) -> int:
     return config.width if isinstance(config, VisionConfig) and config.norm == "rms" else 2 * config.width
 
 
-def streams(encoder: Encoder) -> int:
+def connector_mlps(encoder: Encoder) -> int:
     """Count the MLPs of an encoder's connector: one, plus one per deepstack layer."""
     return 1 + (len(encoder.deepstack) if isinstance(encoder, VisionConfig) else 0)
 
@@ -111,7 +111,7 @@ def connector_weights(encoder: Encoder, outputs: int) -> int:
 def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]) -> dict[str, Work]:
     """Measure the work in the arrays of a microbatch by tower, without padding."""
     pairs = int(allowed_pairs(text).sum())
-    pairs = _mean_pairs(model.llm, pairs, lambda window: pairs - int(far_pairs(text, window).sum()))
+    pairs = _mean_pairs(model.llm, pairs, lambda window: pairs - int(pairs_beyond_window(text, window).sum()))
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
         encoder = model.encoders[name]

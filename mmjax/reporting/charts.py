@@ -37,7 +37,7 @@ RARE = 0.02
 FAR = 3.0
 LEVEL = 0.1  # of a value, or in decades: a smaller span counts as this, so that a level line has no outliers
 
-Spell = Callable[..., str]  # formats a value with a number of digits
+Formatter = Callable[..., str]  # formats a value with a number of digits
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def round_step(rough: float) -> float:
 def line_chart(
     curves: Mapping[str, Curve],
     colours: Mapping[str, int],
-    spell: Spell = count,
+    spell: Formatter = count,
     marks: Sequence[float] = (),
     logarithmic: bool = False,
     from_zero: bool = False,
@@ -137,7 +137,7 @@ def area_chart(
     layers: Mapping[str, np.ndarray],
     step: np.ndarray,
     colours: Mapping[str, int],
-    spell: Spell = count,
+    spell: Formatter = count,
     marks: Sequence[float] = (),
     width: int = WIDE,
     height: int = 190,
@@ -161,7 +161,7 @@ def area_chart(
 def histogram(
     values: np.ndarray,
     colour: int,
-    spell: Spell = count,
+    spell: Formatter = count,
     bounds: tuple[float, float] | None = None,
     bins: int = 44,
     width: int = HALF,
@@ -212,7 +212,7 @@ def _curve(name: str, style: str, x: np.ndarray, y: np.ndarray) -> str:
     return f'<path class="{style}" d="{path(x, y)}"><title>{escape(name)}</title></path>'
 
 
-def _labels(ticks: Sequence[float], spell: Spell) -> list[str]:
+def _labels(ticks: Sequence[float], spell: Formatter) -> list[str]:
     """Format the values of an axis with as few digits as tell them apart."""
     labels = [spell(tick) for tick in ticks]
     for digits in DIGITS:
@@ -222,12 +222,12 @@ def _labels(ticks: Sequence[float], spell: Spell) -> list[str]:
     return labels
 
 
-def _left_margin(y: Scale, spell: Spell) -> float:
+def _left_margin(y: Scale, spell: Formatter) -> float:
     """Compute the left margin that the labels of a vertical axis need."""
     return max(LEFT, 9 + CHARACTER * max(map(len, _labels(y.ticks(4), spell)), default=0))
 
 
-def _step_scale(steps: Sequence[np.ndarray], y: Scale, spell: Spell, width: int) -> Scale:
+def _step_scale(steps: Sequence[np.ndarray], y: Scale, spell: Formatter, width: int) -> Scale:
     """Make the horizontal scale of a chart over steps."""
     joined = np.concatenate(steps)
     low, high = float(joined.min()), float(joined.max())
@@ -241,7 +241,7 @@ def _marks(x: Scale, marks: Sequence[float], height: int) -> list[str]:
     return [f'<path class="mark" d="M{mark_x:.1f} {TOP}V{height - BOTTOM}"/>' for mark_x in inside]
 
 
-def _outliers(step: np.ndarray, values: np.ndarray, x: Scale, y: Scale, style: str, spell: Spell) -> list[str]:
+def _outliers(step: np.ndarray, values: np.ndarray, x: Scale, y: Scale, style: str, spell: Formatter) -> list[str]:
     """Draw triangles at the edge of a chart where values lie beyond it, and label the largest."""
     parts = []
     below = (values < y.low) & (values > 0 if y.logarithmic else True)
@@ -260,7 +260,7 @@ def _outliers(step: np.ndarray, values: np.ndarray, x: Scale, y: Scale, style: s
     return parts
 
 
-def _axes(x: Scale, y: Scale, spell: Spell, width: int, height: int, spell_y: Spell | None = None) -> str:
+def _axes(x: Scale, y: Scale, spell: Formatter, width: int, height: int, spell_y: Formatter | None = None) -> str:
     """Draw both axes and the grid. spell: formats y over steps, or x where y has a format of its own."""
     spell_x, spell_y = (count, spell) if spell_y is None else (spell, spell_y)
     bottom = height - BOTTOM

@@ -40,9 +40,9 @@ def length_figures(run: Run, planned: Planned) -> Iterator[Figure]:
         yield Figure(title, caption, histogram(fills, k, percent, (0.0, max(1.0, float(fills.max())))))
 
 
-def work_picture(planned: Planned, modules: tuple[str, ...]) -> str:
+def work_plot(planned: Planned, modules: tuple[str, ...]) -> str:
     """Plot every rank's work, as it ran and without balancing, as a data URI; empty where there is one rank."""
-    from mmjax.pictures import MEANINGS, draw_work  # matplotlib looks for fonts when it is first imported
+    from mmjax.pictures import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
     kind = planned.life.config.batch.balance.kind
     works = {way: dict(zip(modules, planned.work(way != "none"), strict=True)) for way in dict.fromkeys(("none", kind))}
@@ -53,7 +53,7 @@ def work_picture(planned: Planned, modules: tuple[str, ...]) -> str:
     headings[kind] += " (as it ran)"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "work.svg"
-        draw_work(path, works, headings, f"{ranks} ranks, {planned.span}")
+        plot_work(path, works, headings, f"{ranks} ranks, {planned.span}")
         return data_uri("svg+xml", path.read_bytes())
 
 

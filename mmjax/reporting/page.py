@@ -14,8 +14,17 @@ import jinja2
 from mmjax.config_files import describe
 from mmjax.errors import UserError
 from mmjax.reporting.charts import Figure
-from mmjax.reporting.lengths import length_figures, work_picture, work_table
-from mmjax.reporting.records import LIFE_HEADINGS, LeftOut, Rows, ShownLife, facts_of, left_out, lives_of, worst_table
+from mmjax.reporting.lengths import length_figures, work_plot, work_table
+from mmjax.reporting.records import (
+    LAUNCH_HEADINGS,
+    LeftOut,
+    Rows,
+    ShownLaunch,
+    facts_of,
+    left_out,
+    list_launches,
+    worst_table,
+)
 from mmjax.reporting.rows import WORST_LISTED, Shower, ShownRow, ShownSample
 from mmjax.reporting.run import Run, plan_again
 from mmjax.reporting.training import balance_figures, slowest_table, time_figures, time_table, training_figures
@@ -45,7 +54,7 @@ class RunPart:
     missing_row: str = ""  # why no row can be packed again
     quarantine: LeftOut | None = None
     oversize: LeftOut | None = None
-    lives: Sequence[ShownLife] = ()
+    lives: Sequence[ShownLaunch] = ()
     config: str = ""
 
     @property
@@ -67,7 +76,7 @@ def page_of(runs: Sequence[Run]) -> str:
         facts=facts_of(runs),
         figures=list(training_figures(runs)),
         sections=sections_of(parts),
-        life_headings=LIFE_HEADINGS,
+        life_headings=LAUNCH_HEADINGS,
         version=version("mmjax"),
     )
 
@@ -98,7 +107,7 @@ def part_of(run: Run, media: int) -> RunPart:
         worst=worst_table(run, WORST_LISTED),
         quarantine=left_out(run.folder.quarantine),
         oversize=left_out(run.folder.oversize),
-        lives=lives_of(run),
+        lives=list_launches(run),
         config=describe(run.config),
     )
     # All above is in the run folder; all below needs the data files too, which may be gone.
@@ -108,7 +117,7 @@ def part_of(run: Run, media: int) -> RunPart:
         return part
     part.lengths = list(length_figures(run, planned))
     part.ranks = planned.life.layout.topology.ranks
-    part.work = work_picture(planned, run.modules)
+    part.work = work_plot(planned, run.modules)
     part.work_table = work_table(planned, run.modules)
     shower = Shower(planned, media)
     part.row, part.missing_row = _or_reason(shower.row)

@@ -16,7 +16,7 @@ from mmjax.errors import UserError
 from mmjax.reporting.run import Run
 from mmjax.reporting.training import percent
 from mmjax.training.console import count, duration
-from mmjax.training.json_lines import whole_lines
+from mmjax.training.json_lines import read_json_lines
 
 LISTED = 40  # samples that were left out
 # Keys of the history that are compared between launches, with their headings.
@@ -41,7 +41,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class ShownLife:
+class ShownLaunch:
     """One launch of a run."""
 
     facts: tuple[str, ...]  # under LIFE_HEADINGS
@@ -49,7 +49,7 @@ class ShownLife:
     changed: Sequence[str]  # since the launch before
 
 
-LIFE_HEADINGS = ("from step", "began", "mmjax", "processes", "devices", "samples", "length index")
+LAUNCH_HEADINGS = ("from step", "began", "mmjax", "processes", "devices", "samples", "length index")
 
 
 def facts_of(runs: Sequence[Run]) -> Rows:
@@ -101,10 +101,10 @@ def _scores(run: Run) -> str:
     return f"{split}: {', '.join(texts)}" if texts else ""
 
 
-def lives_of(run: Run) -> list[ShownLife]:
+def list_launches(run: Run) -> list[ShownLaunch]:
     """List the launches in a run's history, each compared with the one before."""
     return [
-        ShownLife(_life_facts(life), _mixture(life), _changed(previous, life) if previous else [])
+        ShownLaunch(_life_facts(life), _mixture(life), _changed(previous, life) if previous else [])
         for previous, life in zip([None, *run.lives], run.lives, strict=False)
     ]
 
@@ -144,7 +144,7 @@ def left_out(path: Path) -> LeftOut:
     """Read a quarantine.jsonl or an oversize.jsonl line by line; lines that are cut off are skipped."""
     reasons: Counter[str] = Counter()
     rows: Rows = []
-    for record in whole_lines(path):
+    for record in read_json_lines(path):
         if {"sample", "reason"} <= record.keys():
             reasons[str(record["reason"])] += 1
             if len(rows) < LISTED:

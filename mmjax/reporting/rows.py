@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmjax.batch import TextBatch
 from mmjax.config import AudioConfig
-from mmjax.data.clip_items import clip_frames
+from mmjax.data.clip_items import log_mel_frames
 from mmjax.data.packing import pack_microbatch
 from mmjax.data.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
 from mmjax.data.sample import Text
@@ -172,7 +172,7 @@ class Shower:
         try:
             value = self.replayed.item(sample, number)
             if isinstance(config, AudioConfig):
-                frames = mel_picture(clip_frames(config, value))
+                frames = mel_picture(log_mel_frames(config, value))
                 caption = f"{caption}; {len(value) / config.clips.sample_rate:.2f} s"
                 item = ShownItem(caption, frames, wave_picture(value), CLIP[0])
             else:

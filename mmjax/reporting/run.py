@@ -16,7 +16,7 @@ from mmjax.errors import UserError
 from mmjax.reporting.curves import Metrics, read_metrics
 from mmjax.training.run_data import loader_of
 from mmjax.training.run_folder import RunFolder
-from mmjax.training.run_history import Life, all_lives, life_of
+from mmjax.training.run_history import Launch, launch_of_step, read_launches
 
 PLANNED_STEPS = 32  # the last steps, whose rows and work are shown
 
@@ -47,7 +47,7 @@ class Run:
 class Planned:
     """Plans of consecutive steps, from `first` (counted from 0) on; no sample of them is loaded."""
 
-    life: Life
+    life: Launch
     loader: StepLoader
     first: int
     plans: Sequence[StepPlan]
@@ -86,7 +86,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             folder=folder,
             config=folder.read_config(),
             metrics=read_metrics(folder.metrics),
-            lives=all_lives(folder.history),
+            lives=read_launches(folder.history),
             colour=k,
         )
         for k, folder in enumerate(folders)
@@ -99,7 +99,7 @@ def plan_again(run: Run) -> Planned:
     Raises UserError where its history, its length index or its data files are gone.
     """
     last = max(run.metrics.steps, 1)
-    life = life_of(run.folder.history, last - 1, run.folder.due)
+    life = launch_of_step(run.folder.history, last - 1, run.folder.due)
     if life is None:
         raise UserError(
             "there is no history.jsonl that tells how its steps were made: it has not started yet, or is old"

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Spell, area_chart, line_chart
+from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Formatter, area_chart, line_chart
 from mmjax.reporting.curves import Curve
 from mmjax.reporting.run import Run
 from mmjax.training.console import count, duration, size
@@ -34,7 +34,7 @@ class Chart:
     key: str
     title: Title
     caption: str = ""
-    spell: Spell = count
+    spell: Formatter = count
     logarithmic: bool = False
     from_zero: bool = False
     noisy: bool = False
@@ -60,7 +60,7 @@ def _change(what: str) -> Title:
     return title
 
 
-def _last(what: str, spell: Spell) -> Title:
+def _last(what: str, spell: Formatter) -> Title:
     """Make a title with the last value of each curve."""
 
     def title(suffix: str, curves: Mapping[str, Curve]) -> str:
@@ -71,14 +71,14 @@ def _last(what: str, spell: Spell) -> Title:
     return title
 
 
-def _typical(what: str, spell: Spell) -> Title:
+def _typical(what: str, spell: Formatter) -> Title:
     """Make a title with the typical value of each curve."""
     return lambda suffix, curves: (
         f"{what}{suffix}: typically {', '.join(spell(curve.typical()) for curve in curves.values())}"
     )
 
 
-def _maximum(what: str, spell: Spell) -> Title:
+def _maximum(what: str, spell: Formatter) -> Title:
     """Make a title with the largest value of all curves."""
     return lambda suffix, curves: (
         f"{what}{suffix}: at most {spell(max(float(curve.high.max()) for curve in curves.values()))}"
@@ -194,7 +194,7 @@ def balance_figures(run: Run) -> Iterator[Figure]:
 
 
 def _compare(
-    run: Run, balanced: Curve, unbalanced: Curve, colour: int, spell: Spell, from_zero: bool = False
+    run: Run, balanced: Curve, unbalanced: Curve, colour: int, spell: Formatter, from_zero: bool = False
 ) -> tuple[str, dict[str, int]]:
     """Draw a curve over that without balancing. Returns the SVG and its legend."""
     colours = {"without balancing": GREY, "as it ran": colour}
@@ -231,7 +231,7 @@ def time_figures(run: Run) -> Iterator[Figure]:
     if (planning := curves.get("plan_ms")) is not None:
         title = f"Planning takes {duration(planning.typical() / 1e3)}"
         caption = "Grouping and placing, in the workers; a peak begins a new chunk of steps. Logarithmic."
-        milliseconds: Spell = lambda value, digits=3: duration(value / 1e3, digits)  # noqa: E731
+        milliseconds: Formatter = lambda value, digits=3: duration(value / 1e3, digits)  # noqa: E731
         svg = line_chart({"planning": planning}, {"planning": 5}, milliseconds, run.resumes, logarithmic=True)
         yield Figure(title, caption, svg)
 

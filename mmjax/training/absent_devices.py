@@ -44,7 +44,7 @@ runtime_version { major: 13 }
 """
 
 
-def absent_h100(per_node: int, nodes: int = 1) -> list[jax.Device]:
+def aot_h100(per_node: int, nodes: int = 1) -> list[jax.Device]:
     """Return H100s to compile for, `per_node` on each node. Raises UserError where JAX's CUDA wheels are missing."""
     if importlib.util.find_spec(WHEELS) is None:
         raise UserError(f"compiling for GPUs needs JAX's CUDA wheels, not a GPU; install them with: {INSTALL}")

@@ -19,40 +19,42 @@ from mmjax.config import Config
 from mmjax.data.layout import RankLayout
 from mmjax.data.loader import LoadedStep, StepLoader
 from mmjax.data.placement import Shape
-from mmjax.models.model import Model, group_of
-from mmjax.planning.fit import Fit
-from mmjax.training.console import count, say, size, table
+from mmjax.models.model import Model, parameter_group
+from mmjax.planning.fit import MemoryPlan
+from mmjax.training.console import count, print_lines, size, table
 from mmjax.training.metrics import balance_scalars
 from mmjax.training.optimizer import key_names
 
 REPLICATED = 1.5  # warn where a device stores more than so many times its share of a module's parameters
 
 
-def what_will_run(config: Config, model: Model, mesh: jax.sharding.Mesh, loader: StepLoader, first: LoadedStep) -> None:
+def print_run_summary(
+    config: Config, model: Model, mesh: jax.sharding.Mesh, loader: StepLoader, first: LoadedStep
+) -> None:
     """Print parameters, mesh, budgets, shapes, tokens per step, steps per epoch and the first batch."""
     layout = loader.layout
     modules = ("llm", *config.model.encoders)
     sizes: Counter[str] = Counter()  # parameters of each module, and of its adapters as `<module>.lora`
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
-        sizes[group_of(key_names(path))] += math.prod(leaf.shape)
-    say(f"mmjax  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
-    say(*table([(m, count(n), "frozen" if m in model.frozen else "") for m, n in sizes.items()]))
+        sizes[parameter_group(key_names(path))] += math.prod(leaf.shape)
+    print_lines(f"mmjax  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
+    print_lines(*table([(m, count(n), "frozen" if m in model.frozen else "") for m, n in sizes.items()]))
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
-    say(f"on     {mesh.size} x {device.device_kind} ({axes})")
+    print_lines(f"on     {mesh.size} x {device.device_kind} ({axes})")
     grouper = loader.planner.grouper
     per_step = loader.budget.samples_per_step
     tokens = per_step * float(np.mean(loader.index.llm_tokens))
     epoch_steps = math.ceil(grouper.epoch_samples / per_step)
-    say(
+    print_lines(
         f"data   {len(loader.index):,} samples; a step has about {per_step:.4g} samples with {count(tokens)} LLM "
         f"tokens, an epoch {epoch_steps:,} steps; the run has {config.training.steps:,} steps"
     )
     if oversize := len(grouper.oversize):
-        say(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
+        print_lines(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
     for note in (*loader.budget.notes, *grouper.epoch_notes()):
-        say(f"       {note}")
-    say(
+        print_lines(f"       {note}")
+    print_lines(
         f"rows   of each module, grouping {config.batch.grouping.kind}, {config.batch.microbatches} microbatch(es), "
         f"{len(layout.shapes)} shape(s)"
     )
@@ -65,9 +67,9 @@ def what_will_run(config: Config, model: Model, mesh: jax.sharding.Mesh, loader:
         shape = "x".join(map(str, array.shape))
         rows = layout.topology.ranks * layout.rows[k]
         lines.append((module, str(rows), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}"))
-    say(*table(lines))
+    print_lines(*table(lines))
     if layout.topology.ranks * layout.topology.encoders_per_rank > 1:
-        say(*_ranks(config, layout))
+        print_lines(*_ranks(config, layout))
 
 
 def _ranks(config: Config, layout: RankLayout) -> list[str]:
@@ -91,7 +93,7 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
     return lines
 
 
-def how_it_fits(fitted: Fit) -> list[str]:
+def describe_memory_plan(fitted: MemoryPlan) -> list[str]:
     """Describe the predicted memory of a device and its remat policies."""
     kinds = {**fitted.fixed, "activations": sum(fitted.activations.values())}
     # Kinds below 1 % are left out.
@@ -108,7 +110,7 @@ def how_it_fits(fitted: Fit) -> list[str]:
         )
     if fitted.loss_chunks > 1:
         lines.append(f"       loss in {fitted.loss_chunks} parts of the vocabulary")
-    if warning := lying_whole(fitted):
+    if warning := replication_warning(fitted):
         lines.append(f"       {warning}")
     for tower, policies in fitted.policies.items():
         if set(policies) != {"none"}:
@@ -117,7 +119,7 @@ def how_it_fits(fitted: Fit) -> list[str]:
     return lines
 
 
-def lying_whole(fitted: Fit) -> str:
+def replication_warning(fitted: MemoryPlan) -> str:
     """Warn of modules whose widths the mesh does not divide, so that each device stores all of them; else return ""."""
     spread = fitted.spread
     replicated = [module for module in spread.held if spread.part_of(module) > REPLICATED / spread.shards]
@@ -149,7 +151,7 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
     )
 
 
-def empty_like(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
+def padding_microbatches(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
     """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
 
     def resize(x: np.ndarray, length: int) -> np.ndarray:
@@ -166,7 +168,7 @@ def empty_like(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
     return batches
 
 
-def brief(scores: dict[str, float]) -> str:
+def score_line(scores: dict[str, float]) -> str:
     """Format the exact match of families and the loss on one line; names are those of metrics.jsonl."""
     names = {name.partition("/")[2]: value for name, value in scores.items()}
     families = {n.removeprefix("exact_match_"): v for n, v in names.items() if n.startswith("exact_match_")}
@@ -191,7 +193,7 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
     return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines), *loss]
 
 
-def what_next(run: Path, encoders: Sequence[str]) -> list[str]:
+def next_commands(run: Path, encoders: Sequence[str]) -> list[str]:
     """Suggest commands for a finished run."""
     path = shlex.quote(min(os.path.relpath(run), str(run), key=len))
     blind = f", or with --swap={next(iter(encoders))}: with another sample's items" if encoders else ""

@@ -20,7 +20,7 @@ from mmjax.training.step import Executor
 MAX_TRIALS = 64
 
 
-def samples_behind(
+def samples_with_bad_gradients(
     executor: Executor,
     state: TrainState,
     batches: Sequence[Microbatch],
@@ -47,7 +47,7 @@ def samples_behind(
             return not bool(finite(sums.gradients))
 
         owner = np.asarray(replicate(batch.text.owner))
-        rows = halved(list(range(len(owner))), bad, MAX_TRIALS)
+        rows = bisect_bad(list(range(len(owner))), bad, MAX_TRIALS)
         samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
     return samples
 
@@ -74,7 +74,7 @@ def _isolate(batch: Microbatch, rows: jax.Array) -> Microbatch:
     return Microbatch(text._replace(**plain, sample=keep(text.sample, rows, PADDING), slots=slots), items)
 
 
-def halved(members: list[int], bad: Callable[[list[int]], bool], max_trials: int) -> list[int]:
+def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials: int) -> list[int]:
     """Return the members that are bad by themselves, found by bisection.
 
     After `max_trials` trials, all members of the parts that are not decided yet are returned, too.

@@ -10,7 +10,7 @@ import numpy as np
 
 from mmjax.config import TrainingConfig
 from mmjax.errors import UserError
-from mmjax.training.console import say
+from mmjax.training.console import print_lines
 from mmjax.training.sample_losses import MOST_NAMED, Worst
 from mmjax.training.step import StepReport
 
@@ -20,7 +20,7 @@ ENOUGH = 20  # steps before there is a usual norm
 SKIPPED = 10  # steps in a row without finite numbers that end the run
 
 
-class BadNumbers:
+class NonFiniteWatch:
     """Watches the losses and gradients of a run. name: maps an id of the length index to a sample's name."""
 
     def __init__(self, training: TrainingConfig, name: Callable[[int], str]) -> None:
@@ -51,7 +51,7 @@ class BadNumbers:
             f"{self._culprits(report.worst, find_samples, samples)}"
         )
         if self._training.bad_numbers == "skip" and self._skipped < SKIPPED:
-            say(message)
+            print_lines(message)
             return
         many = f" {SKIPPED} steps in a row were skipped." if self._skipped == SKIPPED else ""
         raise UserError(
@@ -79,7 +79,9 @@ class BadNumbers:
         self._norms.append(norm)
         if (limit := self._training.spike) and norm > limit * usual:
             losses = ", ".join(f"{name} {loss:.3g}" for name, loss in self.worst(worst).items())
-            say(f"step {step + 1}: the gradient norm is {norm:.3g}, usually {usual:.3g}; worst losses: {losses}")
+            print_lines(
+                f"step {step + 1}: the gradient norm is {norm:.3g}, usually {usual:.3g}; worst losses: {losses}"
+            )
 
     def _names(self, samples: Sequence[int], count: int) -> str:
         names = [self._name(sample) for sample in samples[:MOST_NAMED]]

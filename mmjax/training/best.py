@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmjax.config import TrainingConfig
 from mmjax.parallel import processes
-from mmjax.training.json_lines import whole_lines
+from mmjax.training.json_lines import read_json_lines
 
 LOWER_IS_BETTER = ("loss", "wer")  # first parts of such metrics' names
 
@@ -28,7 +28,7 @@ class BestMetric:
         """Read what a run's evaluations gave up to `step`, the same on every process."""
         best = cls(training.keep_best, training.patience)
         if best.metric and step:
-            for at, value in processes.led(lambda: _recorded(metrics, best.metric, step)):
+            for at, value in processes.run_on_leader(lambda: _recorded(metrics, best.metric, step)):
                 best.update(at, {best.metric: value})
         return best
 
@@ -52,5 +52,5 @@ class BestMetric:
 
 def _recorded(metrics: Path, metric: str, step: int) -> list[tuple[int, float]]:
     """Return the steps and values of a metric in a run's records up to `step`."""
-    records = whole_lines(metrics)
+    records = read_json_lines(metrics)
     return [(r["step"], float(r[metric])) for r in records if metric in r and r["step"] <= step]

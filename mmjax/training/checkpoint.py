@@ -24,22 +24,22 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.data.kept import sealed, unsealed
+from mmjax.data.kept import verify_checksum, with_checksum
 from mmjax.errors import UserError
-from mmjax.models.layer_runs import into_runs, layers_one_by_one
+from mmjax.models.layer_runs import stack_layers, unstack_layers
 from mmjax.models.model import Model
 from mmjax.parallel import processes
 from mmjax.training.checkpoint_commit import (
     Commit,
     Retention,
     begin_partial,
-    partial_of,
-    reason,
-    reason_of,
+    partial_folder,
     remove_leftovers,
-    steps_in,
+    root_cause_line,
+    run_and_describe_failure,
+    saved_steps,
 )
-from mmjax.training.late_ends import drop_late_ends
+from mmjax.training.late_ends import silence_late_io_errors
 from mmjax.training.optimizer import key_names
 from mmjax.training.state import TrainState, all_parameters
 from mmjax.training.step import Executor
@@ -67,7 +67,7 @@ class DataState:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointMetadata:
     """Metadata of a checkpoint."""
 
     step: int
@@ -76,11 +76,11 @@ class Saved:
     sums: Sums
 
 
-class TornCheckpoint(UserError):
+class DamagedCheckpoint(UserError):
     """A checkpoint that is incomplete or damaged. Raised on all processes together."""
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one run, in the structure and shardings of its executor."""
 
     def __init__(self, folder: Path, executor: Executor, retention: Retention) -> None:
@@ -91,7 +91,7 @@ class Checkpoints:
         self._saves = 0
         self._commit: Commit | None = None
         self._abstract = _with_sharding(executor.abstract, executor.shardings)
-        self._target = layers_one_by_one(self._abstract, _layer_of_struct)
+        self._target = unstack_layers(self._abstract, _layer_of_struct)
         shardings = jax.tree.map(lambda x: x.sharding, self._target)
         self._unstack: Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]
         self._unstack = jax.jit(_unstack_with_sums, out_shardings=(shardings, executor.shardings.step))
@@ -102,7 +102,7 @@ class Checkpoints:
                 folder.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(folder)
 
-        processes.led(open_folder)
+        processes.run_on_leader(open_folder)
 
     def prepare(self) -> None:
         """Compile what saving needs, so that nothing is compiled in mid-run."""
@@ -113,7 +113,7 @@ class Checkpoints:
         self.wait()
         unstacked, sums = self._unstack(state)
         meta = {"format": FORMAT, "config": config, "data": asdict(data), "sums": _as_ints(sums)}
-        partial = partial_of(self._folder, data.step)
+        partial = partial_folder(self._folder, data.step)
         futures: list[Any] = []
 
         def begin() -> None:
@@ -124,15 +124,17 @@ class Checkpoints:
         def finish(partial: Path) -> None:
             self._handler.finalize(partial / STATE)
             (partial / META).parent.mkdir()
-            (partial / META).write_text(json.dumps(sealed(meta)))
+            (partial / META).write_text(json.dumps(with_checksum(meta)))
 
         # Errors travel as text to `write`, so that every process starts the same save and all learn why it failed.
-        refused = processes.led(lambda: reason_of(lambda: begin_partial(self._folder, data.step)))
-        refused = refused or reason_of(begin)
+        refused = processes.run_on_leader(
+            lambda: run_and_describe_failure(lambda: begin_partial(self._folder, data.step))
+        )
+        refused = refused or run_and_describe_failure(begin)
 
         def write() -> None:
             # Every future is awaited, also after one has failed: none may write any more when the folder is removed.
-            failed = [refused, *(reason_of(future.result) for future in futures)]
+            failed = [refused, *(run_and_describe_failure(future.result) for future in futures)]
             if error := next(filter(None, failed), ""):
                 raise OSError(error)
 
@@ -148,7 +150,7 @@ class Checkpoints:
         """Return the last save if it has ended, successfully or not."""
         return self._commit if self._commit and self._commit.ended else None
 
-    def restore(self, step: int) -> tuple[TrainState, Saved]:
+    def restore(self, step: int) -> tuple[TrainState, CheckpointMetadata]:
         """Restore step `step` into this run's shardings.
 
         Raises TornCheckpoint on all processes where one of them cannot read it.
@@ -157,16 +159,16 @@ class Checkpoints:
 
         def read() -> None:
             # By the handler itself: Orbax's checkpointers have processes wait for each other, also for a failed one.
-            parts.append(read_saved(self._folder, step))
+            parts.append(read_metadata(self._folder, step))
             parts.append(self._handler.restore(self._folder / str(step) / STATE, args=_restore_as(self._target)))
 
-        error = next(filter(None, processes.gather(f"restored/{step}", reason_of(read))), "")
+        error = next(filter(None, processes.gather(f"restored/{step}", run_and_describe_failure(read))), "")
         if not error and (wrong := _not_as_saved(parts[1], parts[0].sums)) is not None:
             error = f"{wrong} is not what was saved"
         if error:
-            raise TornCheckpoint(f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True)
+            raise DamagedCheckpoint(f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True)
         saved, unstacked = parts
-        return jax.device_put(into_runs(unstacked, self._model.runs), self._shardings), saved
+        return jax.device_put(stack_layers(unstacked, self._model.runs), self._shardings), saved
 
     def close(self) -> None:
         """Wait for the last save."""
@@ -175,22 +177,22 @@ class Checkpoints:
 
 def checkpoint_step(folder: Path, step: int | None = None) -> int:
     """Return a checkpoint's step, by default the newest's. Raises UserError where there is no such checkpoint."""
-    if not (steps := steps_in(folder)):
+    if not (steps := saved_steps(folder)):
         raise UserError(f"{folder} holds no checkpoint yet; train further, or start afresh with --overwrite")
     if step is not None and step not in steps:
         raise UserError(f"--step {step}: {folder.parent} has checkpoints of {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
 
 
-def read_saved(folder: Path, step: int) -> Saved:
+def read_metadata(folder: Path, step: int) -> CheckpointMetadata:
     """Read the metadata of checkpoint `step`. Raises UserError where it is not one of mmjax's, or is damaged."""
     with _reading(folder, step):
         meta = json.loads((folder / str(step) / META).read_text())
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise UserError(f"it is not one of mmjax's ({FORMAT})")
         if "sum" in meta:  # older checkpoints have none
-            meta = unsealed(meta)
-        return Saved(step, meta["config"], DataState(**meta["data"]), meta["sums"])
+            meta = verify_checksum(meta)
+        return CheckpointMetadata(step, meta["config"], DataState(**meta["data"]), meta["sums"])
 
 
 def restore_parameters(folder: Path, step: int, model: Model, shardings: Params) -> Params:
@@ -199,10 +201,10 @@ def restore_parameters(folder: Path, step: int, model: Model, shardings: Params)
     What was frozen may be trainable now, and the reverse. Raises UserError where the checkpoint is damaged, or a
     parameter is missing, unexpected or of another shape.
     """
-    saved = read_saved(folder, step)
+    saved = read_metadata(folder, step)
     path = folder / str(step) / STATE
     handler = _state_handler()
-    target = layers_one_by_one(_with_sharding(model.abstract, shardings), _layer_of_struct)
+    target = unstack_layers(_with_sharding(model.abstract, shardings), _layer_of_struct)
     with _reading(folder, step):
         parts = _parameter_tree(handler, path, target)
         stored = {part: _as_stored(tree, target) for part, tree in parts.items()}
@@ -211,7 +213,7 @@ def restore_parameters(folder: Path, step: int, model: Model, shardings: Params)
             raise UserError(f"{wrong} is not what was saved")
     # Checksums are of the stored precision, so the cast comes after them.
     params = jax.tree.map(lambda x, w: x.astype(w.dtype), all_parameters(_state_of(single)), target)
-    return jax.device_put(into_runs(params, model.runs), shardings)
+    return jax.device_put(stack_layers(params, model.runs), shardings)
 
 
 class SavedParameters:
@@ -225,10 +227,10 @@ class SavedParameters:
         self._folder = folder
         self._step = step
         self._path = folder / str(step) / STATE
-        self._sums = read_saved(folder, step).sums
+        self._sums = read_metadata(folder, step).sums
         mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("host",))
         host = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), model.abstract)
-        self._target = layers_one_by_one(_with_sharding(model.abstract, host), _layer_of_struct)
+        self._target = unstack_layers(_with_sharding(model.abstract, host), _layer_of_struct)
         with _reading(folder, step):
             self._parts = _parameter_tree(_state_handler(), self._path, self._target)
 
@@ -284,7 +286,7 @@ def _state_of(parts: dict[str, Params]) -> TrainState:
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    drop_late_ends()
+    silence_late_io_errors()
     # By default Orbax slices replicated arrays on the devices, to divide the writing among replicas: a hundred small
     # programs, compiled in mid-run.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
@@ -317,7 +319,7 @@ def _bit_sums(tree: Any) -> dict[str, jax.Array]:
 
 
 def _unstack_with_sums(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
-    unstacked = layers_one_by_one(state)
+    unstacked = unstack_layers(state)
     return unstacked, _bit_sums(unstacked)
 
 
@@ -347,7 +349,7 @@ def _user_error(message: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Orbax and its storage raise dozens of kinds for one broken file
-        raise UserError(f"{message}: {reason(error)}") from error
+        raise UserError(f"{message}: {root_cause_line(error)}") from error
 
 
 @cache
@@ -369,6 +371,6 @@ def _reading(folder: Path, step: int) -> Iterator[None]:
         with _user_error(f"checkpoint {folder / str(step)} cannot be used"):
             yield
     except UserError as error:
-        older = [s for s in steps_in(folder) if s < step]
+        older = [s for s in saved_steps(folder) if s < step]
         remedy = f"to use step {older[-1]} instead, remove it" if older else "there is no older one here"
         raise UserError(f"{error}; {remedy}") from error.__cause__

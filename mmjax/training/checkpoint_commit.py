@@ -74,24 +74,24 @@ class Commit:
     def _run(self) -> None:
         try:
             # Nothing gets its final name before all processes have reported that their part is written.
-            written = processes.gather(f"save/{self.number}/written", reason_of(self.write))
+            written = processes.gather(f"save/{self.number}/written", run_and_describe_failure(self.write))
             error = next(filter(None, written), "")
-            if processes.leads():
-                error = error or reason_of(self._publish)
+            if processes.is_leader():
+                error = error or run_and_describe_failure(self._publish)
                 if error:
-                    shutil.rmtree(partial_of(self.folder, self.step), ignore_errors=True)
+                    shutil.rmtree(partial_folder(self.folder, self.step), ignore_errors=True)
             self.error = processes.gather(f"save/{self.number}/whole", error)[0]
         except Exception as error:  # another process has died: this one ends soon
-            self.error = reason(error)
+            self.error = root_cause_line(error)
 
     def _publish(self) -> None:
         """Give the checkpoint its final name, then remove what it replaces."""
-        partial = partial_of(self.folder, self.step)
+        partial = partial_folder(self.folder, self.step)
         self.finish(partial)
         partial.rename(self.folder / str(self.step))
         # The checkpoint is complete whatever fails from here on; the next save tries these again.
-        reason_of(self._report_progress)
-        reason_of(self._remove_superfluous)
+        run_and_describe_failure(self._report_progress)
+        run_and_describe_failure(self._remove_superfluous)
 
     def _report_progress(self) -> None:
         if name := os.environ.get(PROGRESS):
@@ -101,7 +101,7 @@ class Commit:
             partial.rename(path)
 
     def _remove_superfluous(self) -> None:
-        for step in self.retention.superfluous(steps_in(self.folder)):
+        for step in self.retention.superfluous(saved_steps(self.folder)):
             remove(self.folder / str(step))
         remove_leftovers(self.folder)
         for torn in self.folder.glob(f"*{TORN}"):
@@ -110,19 +110,19 @@ class Commit:
                 shutil.rmtree(torn)
 
 
-def steps_in(folder: Path) -> list[int]:
+def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints under `folder`, ascending."""
     return sorted(int(p.name) for p in folder.glob("*") if p.is_dir() and p.name.isdecimal())
 
 
-def partial_of(folder: Path, step: int) -> Path:
+def partial_folder(folder: Path, step: int) -> Path:
     """Return the folder into which checkpoint `step` is written."""
     return folder / f"{step}{PARTIAL}"
 
 
 def begin_partial(folder: Path, step: int) -> None:
     """Make an empty folder to write checkpoint `step` into; on process 0 only."""
-    partial = partial_of(folder, step)
+    partial = partial_folder(folder, step)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -149,16 +149,16 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def reason_of(work: Callable[[], None]) -> str:
+def run_and_describe_failure(work: Callable[[], None]) -> str:
     """Run `work`, and return why it failed, on one line; empty where it did not."""
     try:
         work()
     except Exception as error:  # storage raises dozens of kinds
-        return reason(error)
+        return root_cause_line(error)
     return ""
 
 
-def reason(error: BaseException) -> str:
+def root_cause_line(error: BaseException) -> str:
     """Return the first line of what an error goes back to; a long one without its middle, since its end says why."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -11,19 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mmjax.batch import ItemBatch, Microbatch, Mixed, TextBatch
+from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, ModelConfig
-from mmjax.data.arrangement import CORNERS, interpolates
+from mmjax.data.arrangement import CORNERS, interpolates_tokens
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.memory import LOADED, OnDevice
-from mmjax.training.layers_alone import batch_of_tower
+from mmjax.planning.memory import LOADED, DeviceBatch
+from mmjax.training.layers_alone import tower_batch
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.step import Executor
 
 
-def compiled_bytes(config: Config, batch: OnDevice, devices: list[jax.Device]) -> int:
+def compiled_bytes(config: Config, batch: DeviceBatch, devices: list[jax.Device]) -> int:
     """Return the peak bytes of a step on each device, according to the compiler.
 
     Counted are the program that accumulates gradients and what lies beside it: the optimizer's moments and the batches
@@ -54,7 +54,7 @@ def compiled_bytes(config: Config, batch: OnDevice, devices: list[jax.Device]) -
     return memory.temp_size_in_bytes + inside + _on_one_device(state.optimizer) + waiting
 
 
-def _microbatch(executor: Executor, batch: OnDevice, model: ModelConfig) -> Microbatch:
+def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> Microbatch:
     """Return the shapes and shardings of the global microbatch of which each device gets `batch`."""
     mesh = executor.mesh
     rules = executor.rules
@@ -62,7 +62,7 @@ def _microbatch(executor: Executor, batch: OnDevice, model: ModelConfig) -> Micr
     def tower(name: str, axes: tuple[str, ...]) -> TextBatch | ItemBatch:
         rows, length = batch.shape[name]
         shards = math.prod(mesh.shape[axis] for axis in axes)
-        structs = batch_of_tower(model, name, (shards * rows, length))
+        structs = tower_batch(model, name, (shards * rows, length))
         return jax.tree.map(lambda x: _struct(x, NamedSharding(mesh, PartitionSpec(axes))), structs)
 
     text = tower("llm", rules.rows)
@@ -72,9 +72,9 @@ def _microbatch(executor: Executor, batch: OnDevice, model: ModelConfig) -> Micr
     send: dict[str, Any] = {}
     for name, encoder in model.encoders.items():
         slots[name] = token
-        if interpolates(encoder):
+        if interpolates_tokens(encoder):
             corners = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32, sharding=token.sharding)
-            slots[name] = Mixed(corners, corners.update(dtype=np.float32))
+            slots[name] = WeightedSlots(corners, corners.update(dtype=np.float32))
         # Slots that each rank sends to each of its peers.
         shape = ranks, batch.peers, batch.widths[name]
         send[name] = jax.ShapeDtypeStruct(shape, np.int32, sharding=token.sharding)

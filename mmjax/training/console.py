@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from mmjax.startup import spoke
+from mmjax.startup import record_output
 
 PLAIN_EVERY_SECONDS = 5.0
 
 _muted = False
 
 
-def note(line: str) -> None:
+def print_note(line: str) -> None:
     """Print a line on standard error."""
     print(line, file=sys.stderr, flush=True)
 
@@ -31,11 +31,11 @@ def mute() -> None:
     _muted = True
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     """Print lines without buffering. Where the reader of a pipe has left, as `head` does, the command ends."""
     if _muted:
         return
-    spoke()
+    record_output()
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
@@ -105,7 +105,7 @@ class ProgressLine:
             self._bar.update(self._task, completed=done, description=describe())
         elif time_now - self._last_line >= PLAIN_EVERY_SECONDS or done == self._steps:
             self._last_line = time_now
-            say(f"{self._unit} {done}/{self._steps}  {describe()}")
+            print_lines(f"{self._unit} {done}/{self._steps}  {describe()}")
 
     def __enter__(self) -> ProgressLine:
         if self._bar is not None:

@@ -14,13 +14,13 @@ from mmjax.config import MeshConfig
 from mmjax.data.placement import Topology
 from mmjax.errors import UserError
 from mmjax.parallel import processes
-from mmjax.parallel.mesh import held_ranks, row_ranks
+from mmjax.parallel.mesh import local_ranks, row_ranks
 from mmjax.planning.clusters import USABLE
 
 INSTALL_CUDA = 'pip install -e ".[cuda13]"'
 
 
-def use_most_memory() -> None:
+def set_gpu_memory_fraction() -> None:
     """Let JAX's allocator use as much of a GPU as plans assume, unless the user says otherwise; before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(USABLE))
 
@@ -48,12 +48,12 @@ def choose_devices(
     return devices
 
 
-def topology_of(mesh: Mesh, config: MeshConfig) -> Topology:
+def mesh_topology(mesh: Mesh, config: MeshConfig) -> Topology:
     """Return the ranks of a mesh and how many of them are on one host; encoder outputs are exchanged among these.
 
     Raises UserError where `mesh.ranks_per_node` does not divide the ranks.
     """
-    return make_topology(config, row_ranks(mesh), len(held_ranks(mesh)) * processes.per_host(), mesh.shape["tensor"])
+    return make_topology(config, row_ranks(mesh), len(local_ranks(mesh)) * processes.per_host(), mesh.shape["tensor"])
 
 
 def make_topology(config: MeshConfig, ranks: int, ranks_on_host: int, tensor: int) -> Topology:

@@ -19,8 +19,16 @@ from jax.sharding import Mesh
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.data.prompt_rows import AtOnce, PromptRows
-from mmjax.data.prompts import Prompts, QuestionSource, Selection, answer_tokens, decoded, ends_of, select_usable
+from mmjax.data.prompt_rows import BatchLimits, PromptRows
+from mmjax.data.prompts import (
+    QuestionPrompts,
+    QuestionSource,
+    Selection,
+    answer_tokens,
+    decode_answer,
+    ends_of,
+    select_usable,
+)
 from mmjax.data.sample import Question, Sample, Source, Text
 from mmjax.data.sources import open_sources
 from mmjax.errors import UserError
@@ -98,7 +106,7 @@ class Evaluator:
         limits: Mapping[str, int | None] | None = None,
         samples: Mapping[str, Sequence[int]] | None = None,
         max_tokens: int | None = None,
-        at_once: AtOnce | None = None,
+        at_once: BatchLimits | None = None,
         one_shape: bool = False,
         loss_chunks: int | None = None,
         progress: Callable[[int], None] = lambda done: None,
@@ -133,7 +141,7 @@ class Evaluator:
         self._generator = Generator(
             model, mesh, rules, common_ends, decode, most=max_tokens or max(lengths), at_once=at_once
         )
-        prompts = {name: Prompts(source) for name, source in sources.items()}
+        prompts = {name: QuestionPrompts(source) for name, source in sources.items()}
         self._questions = self._generator.rows(
             Selection([(prompts[name], index) for name, index in asked]), _by_split(asked) if one_shape else ()
         )
@@ -255,7 +263,7 @@ class Evaluator:
             task=question.task,
             question=readable(question.prompt, source),
             answer=question.answer,
-            prediction=decoded(source, answer.tokens),
+            prediction=decode_answer(source, answer.tokens),
             needs=question.needs,
             references=question.answers or (question.answer,),
             ended=answer.ended,
@@ -294,7 +302,7 @@ def evaluation_sources(config: Config, splits: Sequence[str], folder: Path) -> d
 def readable(prompt: Sample, source: QuestionSource) -> str:
     """Render a prompt as text, its items as <encoder>."""
     return " ".join(
-        decoded(source, s.tokens.tolist()) if isinstance(s, Text) else f"<{s.encoder}>" for s in prompt.segments
+        decode_answer(source, s.tokens.tolist()) if isinstance(s, Text) else f"<{s.encoder}>" for s in prompt.segments
     )
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.adapters import adapted, scale
+from mmjax.adapters import adapters_by_layer, lora_scale
 from mmjax.config import LoraConfig, ModelConfig
 from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.hf.parts import Part, Parts
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
-from mmjax.models.model import ADAPTER, module_of
+from mmjax.models.model import ADAPTER_ATTRIBUTE, module_of
 from mmjax.training.checkpoint import SavedParameters
 from mmjax.training.pretrained import check_fits
 
@@ -45,21 +45,21 @@ class Exporter:
 
     def names_of(self, modules: Sequence[str]) -> list[Name]:
         """Return the parameters of these modules, without their adapters."""
-        return [name for name in self.saved.shapes if module_of(name) in modules and ADAPTER not in name[2:]]
+        return [name for name in self.saved.shapes if module_of(name) in modules and ADAPTER_ATTRIBUTE not in name[2:]]
 
     def lora_of(self, name: Name) -> LoraConfig | None:
         """Return the adapter config of a parameter, if it has one."""
-        return adapted(self.model).get(linear_name(name)) if name[-1] == "weight" else None
+        return adapters_by_layer(self.model).get(linear_name(name)) if name[-1] == "weight" else None
 
     def read(self, names: Sequence[Name]) -> None:
         """Load these parameters with their adapters, in place of those loaded before."""
-        adapters = [(*n[:-1], ADAPTER, factor) for n in names if self.lora_of(n) for factor in ("a", "b")]
+        adapters = [(*n[:-1], ADAPTER_ATTRIBUTE, factor) for n in names if self.lora_of(n) for factor in ("a", "b")]
         self._loaded = {}  # freed first: the old and the new are never in memory together
         self._loaded = self.saved.read([*names, *adapters])
 
     def adapter(self, name: Name) -> tuple[np.ndarray, np.ndarray]:
         """Return the factors a `[in, rank]` and b `[rank, out]` of a loaded parameter's adapter, float32."""
-        return tuple(self._loaded[(*name[:-1], ADAPTER, factor)].astype(np.float32) for factor in ("a", "b"))
+        return tuple(self._loaded[(*name[:-1], ADAPTER_ATTRIBUTE, factor)].astype(np.float32) for factor in ("a", "b"))
 
     def merged(self, name: Name, source: np.ndarray | None = None) -> np.ndarray | None:
         """Return a loaded parameter with its adapter added in float32; None where training has not changed `source`.
@@ -74,7 +74,7 @@ class Exporter:
         if lora is None:
             return None if same else value
         a, b = self.adapter(name)
-        change = scale(lora) * (a @ b)
+        change = lora_scale(lora) * (a @ b)
         if same and not change.any():
             return None
         return (source if same else value).astype(np.float32) + change

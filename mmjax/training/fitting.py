@@ -15,28 +15,28 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from mmjax.config import Config, MeshConfig, Remat, Samples
-from mmjax.config_files import edit
+from mmjax.config_files import apply_overrides
 from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Shape
 from mmjax.errors import UserError
-from mmjax.models.model import Model, group_of
+from mmjax.models.model import Model, parameter_group
 from mmjax.parallel import processes
 from mmjax.parallel.mesh import loss_choices
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.activations import Kept
+from mmjax.planning.activations import SavedBytes
 from mmjax.planning.clusters import Rates
-from mmjax.planning.cost import frozen_modules, wanted_gradients
-from mmjax.planning.fit import Fit, Policies, Room, fit, with_policies
+from mmjax.planning.cost import frozen_modules, needed_gradients
+from mmjax.planning.fit import MemoryLimit, MemoryPlan, Policies, plan_memory, with_policies
 from mmjax.planning.layer_times import LayerTimes, Speed
-from mmjax.planning.memory import OnDevice, Spread
+from mmjax.planning.memory import DeviceBatch, ModelSharding
 from mmjax.training.compiled_memory import compiled_bytes
 from mmjax.training.console import size
-from mmjax.training.kept_fit import Decision
+from mmjax.training.kept_fit import MemoryDecision
 from mmjax.training.layer_profile import layer_times
-from mmjax.training.measured_fit import measured_fit
+from mmjax.training.measured_fit import choose_by_measurement
 from mmjax.training.optimizer import key_names
-from mmjax.training.profile import described, ram_of_device
-from mmjax.training.residuals import kept_per_layer
+from mmjax.training.profile import device_description, ram_per_device
+from mmjax.training.residuals import saved_bytes_per_layer
 from mmjax.training.state import parameter_shardings
 
 GB = 1e9
@@ -51,17 +51,17 @@ Layouts = Callable[[Config], RankLayout]  # row layout of the config with other 
 
 
 @dataclass
-class Tracer:
+class ActivationTracer:
     """Trace which activations a model's layers save and where its parameters lie; every shape is traced once."""
 
     config: Config
-    _traced: dict[tuple[str, int, int], Mapping[Remat, Kept]] = field(default_factory=dict)
+    _traced: dict[tuple[str, int, int], Mapping[Remat, SavedBytes]] = field(default_factory=dict)
 
     @cached_property
     def _model(self) -> Model:
         return Model.build(self.config.model, jnp.dtype(self.config.training.precision))
 
-    def saved_bytes(self, tower: str, rows: int, lengths: Sequence[int]) -> list[Mapping[Remat, Kept]]:
+    def saved_bytes(self, tower: str, rows: int, lengths: Sequence[int]) -> list[Mapping[Remat, SavedBytes]]:
         """Return the bytes of activations that one layer saves for backward, by policy, for rows of each length.
 
         Bytes per position are linear in the row length: constant, but for the scores of dense attention. So only the
@@ -72,13 +72,13 @@ class Tracer:
         long = LINEAR if part.attention == "blockwise" else max(lengths)
         traced = {n: self._trace(tower, rows, n) for n in {short, long}}
 
-        def interpolate(policy: Remat, length: int) -> Kept:
+        def interpolate(policy: Remat, length: int) -> SavedBytes:
             per_position, at_long = (np.array(traced[n][policy]) / n for n in (short, long))
             if short != long:
                 # Rows of 1,024 and 3,072 saving 10 and 14 bytes per position: of 2,048, 10 + 4 * 1,024 / 2,048 = 12.
                 per_position = per_position + (at_long - per_position) * (length - short) / (long - short)
             device, host = (per_position * length).tolist()
-            return Kept(device, host)
+            return SavedBytes(device, host)
 
         return [{policy: interpolate(policy, n) for policy in traced[short]} for n in lengths]
 
@@ -90,28 +90,30 @@ class Tracer:
         stored: Counter[str] = Counter()
         leaves = jax.tree.leaves_with_path(self._model.abstract)
         for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
-            module = group_of(key_names(path))
+            module = parameter_group(key_names(path))
             total[module] += math.prod(leaf.shape)
             stored[module] += math.prod(sharding.shard_shape(leaf.shape))
         return {module: stored[module] / n for module, n in total.items()}
 
-    def _trace(self, tower: str, rows: int, length: int) -> Mapping[Remat, Kept]:
+    def _trace(self, tower: str, rows: int, length: int) -> Mapping[Remat, SavedBytes]:
         model = self.config.model
         key = tower, rows, length
         if key not in self._traced:
-            gradients = wanted_gradients(tower, model, frozen_modules(model))
-            self._traced[key] = kept_per_layer(model, tower, (rows, length), self.config.training.precision, gradients)
+            gradients = needed_gradients(tower, model, frozen_modules(model))
+            self._traced[key] = saved_bytes_per_layer(
+                model, tower, (rows, length), self.config.training.precision, gradients
+            )
         return self._traced[key]
 
 
-def fit_on_mesh(
+def plan_memory_on_mesh(
     config: Config,
     mesh: Mesh,
     layouts: Layouts,
     profile: bool = False,
-    earlier: Decision | None = None,
+    earlier: MemoryDecision | None = None,
     longest: str = "",
-) -> Fit:
+) -> MemoryPlan:
     """Choose the remat policies and loss chunks with which a run fits the devices of a mesh.
 
     earlier: the run's own decision from its first start, reused while it still fits. profile: time layers that no
@@ -125,74 +127,74 @@ def fit_on_mesh(
     sizes = dict(mesh.shape)
     layout = layouts(config)
     # Process 0's limits hold for all processes, which must compile the same programs.
-    limit, ram = processes.led(lambda: [room_of(config.mesh, device), ram_of_device(device)])
-    room = Room(np.inf if limit is None else limit, config.mesh.host_memory * GB)
-    speed = speed_of(config, [layout], device, profile)
-    tracer = Tracer(config)
+    limit, ram = processes.run_on_leader(lambda: [available_memory(config.mesh, device), ram_per_device(device)])
+    room = MemoryLimit(np.inf if limit is None else limit, config.mesh.host_memory * GB)
+    speed = device_speed(config, [layout], device, profile)
+    tracer = ActivationTracer(config)
     if earlier:
-        decided = planned(config, earlier.policies, earlier.loss_chunks)
-        fitted = fit_of(decided, sizes, layout, speed, room, tracer)
+        decided = apply_memory_plan(config, earlier.policies, earlier.loss_chunks)
+        fitted = plan_memory_of_run(decided, sizes, layout, speed, room, tracer)
         fitted = _limit_to_ram(replace(fitted, measured=earlier.measured), ram)
         if fitted.fits:
             return fitted
-    fitted = _limit_to_ram(fit_of(config, sizes, layout, speed, room, tracer), ram)
+    fitted = _limit_to_ram(plan_memory_of_run(config, sizes, layout, speed, room, tracer), ram)
     if not fitted.fits and fitted.room.ram:  # the first choice recomputed nothing, as if memory had no limit
         room = fitted.room
-        fitted = fit_of(config, sizes, layout, speed, room, tracer)
+        fitted = plan_memory_of_run(config, sizes, layout, speed, room, tracer)
     if profile and limit is not None:
         # The memory model is run once more with the measured policies, for the bytes by kind that are printed.
         measured = _fit_by_compiler(config, layout, fitted, list(mesh.devices.flat))
-        decided = planned(config, measured.policies, measured.loss_chunks)
-        fitted = replace(fit_of(decided, sizes, layout, speed, room, tracer), measured=measured.measured)
+        decided = apply_memory_plan(config, measured.policies, measured.loss_chunks)
+        fitted = replace(plan_memory_of_run(decided, sizes, layout, speed, room, tracer), measured=measured.measured)
     if not fitted.fits:
-        remedy = nearest(config, sizes, layouts, speed, room, tracer)
-        raise UserError("; ".join(filter(None, (too_large(fitted), longest, remedy))), everywhere=True)
+        remedy = suggest_settings(config, sizes, layouts, speed, room, tracer)
+        raise UserError("; ".join(filter(None, (describe_shortage(fitted), longest, remedy))), everywhere=True)
     return fitted
 
 
-def _limit_to_ram(fitted: Fit, ram: float | None) -> Fit:
+def _limit_to_ram(fitted: MemoryPlan, ram: float | None) -> MemoryPlan:
     """Limit the device's memory to a CPU's RAM where devices have no limit and the run would take most of that."""
     if ram is None or np.isfinite(fitted.room.device) or fitted.device <= NEAR_RAM * ram:
         return fitted
     return replace(fitted, room=replace(fitted.room, device=ram, ram=True))
 
 
-def _fit_by_compiler(config: Config, layout: RankLayout, fitted: Fit, devices: list[jax.Device]) -> Fit:
+def _fit_by_compiler(config: Config, layout: RankLayout, fitted: MemoryPlan, devices: list[jax.Device]) -> MemoryPlan:
     """Choose policies by compiling a step of the fullest shape with each; all processes compile together."""
-    batch = on_device(config, layout, layout.shapes[fitted.fullest])
+    batch = device_microbatch(config, layout, layout.shapes[fitted.fullest])
     towers = {"llm": config.model.llm, **config.model.encoders}
 
     def measure(policies: Policies) -> float | None:
         try:
             # Running out of memory in the compiler is an answer, not an error.
-            compiled = compiled_bytes(planned(config, policies, fitted.loss_chunks), batch, devices)
+            compiled = compiled_bytes(apply_memory_plan(config, policies, fitted.loss_chunks), batch, devices)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             compiled = None
-        return processes.led(lambda: compiled)
+        return processes.run_on_leader(lambda: compiled)
 
-    return measured_fit(fitted, {name: c.layers for name, c in towers.items() if c.remat == "auto"}, measure)
+    return choose_by_measurement(fitted, {name: c.layers for name, c in towers.items() if c.remat == "auto"}, measure)
 
 
-def planned(config: Config, policies: Policies, loss_chunks: int) -> Config:
+def apply_memory_plan(config: Config, policies: Policies, loss_chunks: int) -> Config:
     """Return the config with these remat policies and number of loss chunks."""
     training = replace(config.training, loss_chunks=loss_chunks)
     return replace(config, model=with_policies(config.model, policies), training=training)
 
 
-def speed_of(config: Config, layouts: Sequence[RankLayout], device: jax.Device, profile: bool) -> Speed:
+def device_speed(config: Config, layouts: Sequence[RankLayout], device: jax.Device, profile: bool) -> Speed:
     """Return the speed of a device like this one with the shapes of these layouts; the same in every process.
 
     Process 0 reads the profile of layer times and, with `profile`, times what is missing.
     """
 
     def measure() -> list[Any]:
-        shapes = [on_device(config, layout, shape).shape for layout in layouts for shape in layout.shapes]
+        shapes = [device_microbatch(config, layout, shape).shape for layout in layouts for shape in layout.shapes]
         rows = {name: (n, [shape[name][1] for shape in shapes]) for name, (n, _) in shapes[0].items()}
-        return [described(device).rates(config.training.precision), layer_times(config, rows, device, profile)]
+        return [device_description(device).rates(config.training.precision), layer_times(config, rows, device, profile)]
 
-    rates, measured = processes.led(measure)
+    rates, measured = processes.run_on_leader(measure)
     # `led` sends its result to the other processes as JSON, which turns integer keys into strings.
     times = {
         tower: LayerTimes(rows, {int(length): by_policy for length, by_policy in seconds.items()})
@@ -201,29 +203,34 @@ def speed_of(config: Config, layouts: Sequence[RankLayout], device: jax.Device, 
     return Speed(Rates._make(rates), times)
 
 
-def fit_of(
-    config: Config, mesh: Mapping[str, int], layout: RankLayout, speed: Speed, room: Room, tracer: Tracer
-) -> Fit:
+def plan_memory_of_run(
+    config: Config,
+    mesh: Mapping[str, int],
+    layout: RankLayout,
+    speed: Speed,
+    room: MemoryLimit,
+    tracer: ActivationTracer,
+) -> MemoryPlan:
     """Choose the remat policies of a run whose mesh axes have these sizes. The tracer must be of the same model."""
-    shapes = [on_device(config, layout, shape) for shape in layout.shapes]
+    shapes = [device_microbatch(config, layout, shape) for shape in layout.shapes]
     by_tower = {
         name: tracer.saved_bytes(name, rows, [shape.shape[name][1] for shape in shapes])
         for name, (rows, _) in shapes[0].shape.items()
     }
     # From lists over shapes, by tower, to dicts over towers, by shape.
     by_shape = [dict(zip(by_tower, layers, strict=True)) for layers in zip(*by_tower.values(), strict=True)]
-    spread = replace(spread_of(config.mesh, mesh), held=tracer.parameter_shares(mesh))
+    spread = replace(sharding_spread(config.mesh, mesh), held=tracer.parameter_shares(mesh))
     activation = ACTIVATION[config.training.precision]
     choices = loss_choices(mesh, config.training.loss_chunks, config.model)
-    return fit(config.model, shapes, by_shape, spread, activation, config.optimizer, speed, room, choices)
+    return plan_memory(config.model, shapes, by_shape, spread, activation, config.optimizer, speed, room, choices)
 
 
-def on_device(config: Config, layout: RankLayout, shape: Shape) -> OnDevice:
+def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> DeviceBatch:
     """Return the part of a microbatch of this shape that each device gets."""
     per_rank = layout.topology.encoders_per_rank
     rows = {"llm": layout.rows[0]}
     rows |= {name: n // per_rank for name, n in zip(config.model.encoders, layout.rows[1:], strict=True)}
-    return OnDevice(
+    return DeviceBatch(
         shape={name: (n, length) for (name, n), length in zip(rows.items(), shape.lengths, strict=True)},
         widths=dict(zip(config.model.encoders, shape.widths, strict=True)),
         peers=layout.topology.peers,
@@ -231,13 +238,13 @@ def on_device(config: Config, layout: RankLayout, shape: Shape) -> OnDevice:
     )
 
 
-def spread_of(config: MeshConfig, mesh: Mapping[str, int]) -> Spread:
+def sharding_spread(config: MeshConfig, mesh: Mapping[str, int]) -> ModelSharding:
     """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
-    return Spread(mesh["fsdp"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
+    return ModelSharding(mesh["fsdp"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
 
 
-def room_of(config: MeshConfig, device: jax.Device) -> float | None:
+def available_memory(config: MeshConfig, device: jax.Device) -> float | None:
     """Return the bytes that a run may use of a device: `mesh.memory`, else what its allocator gives; None: no limit."""
     if config.memory:
         return config.memory * GB
@@ -245,7 +252,7 @@ def room_of(config: MeshConfig, device: jax.Device) -> float | None:
     return None if limit is None else ALLOCATED * limit
 
 
-def too_large(fitted: Fit) -> str:
+def describe_shortage(fitted: MemoryPlan) -> str:
     """Describe in numbers that a run does not fit."""
     kinds = sorted((fitted.fixed | {f"activations of {t}": n for t, n in fitted.activations.items()}).items())
     largest = sorted(kinds, key=lambda pair: -pair[1])[:4]
@@ -260,7 +267,9 @@ def too_large(fitted: Fit) -> str:
     )
 
 
-def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, room: Room, tracer: Tracer) -> str:
+def suggest_settings(
+    config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, room: MemoryLimit, tracer: ActivationTracer
+) -> str:
     """Describe the smallest change of settings that makes a run fit; never the settings it has.
 
     Tried in order: parameters sharded over more devices, or over fewer; more microbatches; blockwise attention.
@@ -281,7 +290,9 @@ def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Sp
         for fsdp in shards:
             if (microbatches, fsdp) == (current, mesh["fsdp"]):
                 continue
-            fitted = fit_of(changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, speed, room, tracer)
+            fitted = plan_memory_of_run(
+                changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, speed, room, tracer
+            )
             if fitted.fits:
                 settings = [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []
                 if microbatches != current:
@@ -290,8 +301,8 @@ def nearest(config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Sp
     towers = {"llm": config.model.llm, **{f"encoders.{name}": e for name, e in config.model.encoders.items()}}
     settings = [f"model.{key}.attention=blockwise" for key, tower in towers.items() if tower.attention == "dense"]
     if settings:
-        changed = edit(config, settings)
-        fitted = fit_of(changed, mesh, layouts(changed), speed, room, Tracer(changed))
+        changed = apply_overrides(config, settings)
+        fitted = plan_memory_of_run(changed, mesh, layouts(changed), speed, room, ActivationTracer(changed))
         if fitted.fits:
             return f"{' '.join(settings)} fits, with {size(fitted.device)}"
     return (

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from mmjax.batch import Microbatch
 from mmjax.data.placement import Topology
-from mmjax.data.prompt_rows import AtOnce, PromptRows
+from mmjax.data.prompt_rows import BatchLimits, PromptRows
 from mmjax.data.prompts import Selection
 from mmjax.data.sample import Source
 from mmjax.models.cached import Cache
@@ -67,7 +67,7 @@ class Generator:
         decode: Callable[[Sequence[int]], str],
         sampling: Sampling | None = None,
         most: int = MOST,
-        at_once: AtOnce | None = None,
+        at_once: BatchLimits | None = None,
     ) -> None:
         self._model, self._mesh, self._rules = model, mesh, rules
         self._ends, self._decode, self._most, self._at_once = tuple(ends), decode, most, at_once

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the object of every line; a missing file has none, and incomplete lines are skipped."""
     if not path.is_file():
         return

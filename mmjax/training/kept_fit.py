@@ -16,12 +16,12 @@ from typing import Any, Self
 from jax.sharding import Mesh
 
 from mmjax.config import Config
-from mmjax.data.kept import sealed, unsealed
-from mmjax.planning.fit import Fit, Policies
+from mmjax.data.kept import verify_checksum, with_checksum
+from mmjax.planning.fit import MemoryPlan, Policies
 
 
 @dataclass(frozen=True)
-class Decision:
+class MemoryDecision:
     """The policies and loss chunks of a run. measured: bytes per device in all, where the compiler measured them."""
 
     policies: Policies
@@ -30,12 +30,12 @@ class Decision:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Self:
-        """Restore a decision from the record that `read_fit` returned."""
+        """Restore a decision from the record that `read_memory_plan` returned."""
         policies = {name: tuple(layers) for name, layers in record["policies"].items()}
         return cls(policies, record["loss_chunks"], record["measured"])
 
 
-def asked_of(config: Config, mesh: Mesh) -> dict[str, Any]:
+def plan_key(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Return the cache key of a memory plan, as JSON: the devices, and what the config fixes or leaves open."""
     towers = {"llm": config.model.llm, **config.model.encoders}
     key = {
@@ -50,19 +50,19 @@ def asked_of(config: Config, mesh: Mesh) -> dict[str, Any]:
     return json.loads(json.dumps(key))
 
 
-def read_fit(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+def read_memory_plan(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     """Read the record of the plan with this key; None where the file has another one, is missing or is damaged."""
     try:
-        record = unsealed(json.loads(path.read_text()))
+        record = verify_checksum(json.loads(path.read_text()))
         return record if record["asked"] == key else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def write_fit(path: Path, key: dict[str, Any], fitted: Fit) -> None:
+def write_memory_plan(path: Path, key: dict[str, Any], fitted: MemoryPlan) -> None:
     """Write the plan under this key, atomically."""
     decision = {"policies": fitted.policies, "loss_chunks": fitted.loss_chunks, "measured": fitted.measured}
     partial = path.with_suffix(".partial")
     # Through JSON once, so that the checksum is of what reading gives: lists, not tuples.
-    partial.write_text(json.dumps(sealed(json.loads(json.dumps({"asked": key, **decision})))) + "\n")
+    partial.write_text(json.dumps(with_checksum(json.loads(json.dumps({"asked": key, **decision})))) + "\n")
     partial.rename(path)

@@ -13,7 +13,7 @@ _STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 
 
 @cache
-def drop_late_ends() -> None:
+def silence_late_io_errors() -> None:
     """Install the filters, once per process.
 
     When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others finish later

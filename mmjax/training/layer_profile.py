@@ -23,11 +23,11 @@ from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Config, DecoderConfig, Remat
 from mmjax.models.model import Model
 from mmjax.parallel import processes
-from mmjax.planning.cost import frozen_modules, wanted_gradients
-from mmjax.planning.layer_times import FORWARD, LayerTimes, grid_of
+from mmjax.planning.cost import frozen_modules, needed_gradients
+from mmjax.planning.layer_times import FORWARD, LayerTimes, profile_lengths
 from mmjax.planning.work import Encoder
-from mmjax.training.console import note
-from mmjax.training.layers_alone import backward_of, batch_of_tower, tower_alone, tower_inputs
+from mmjax.training.console import print_note
+from mmjax.training.layers_alone import isolate_tower, tower_batch, tower_inputs, tower_vjp
 
 STACK = 2  # layers that are timed together: the fewest that are scanned, as a tower's are
 ROUNDS = 25  # repeats of every program
@@ -36,7 +36,7 @@ Name = TypeVar("Name", bound=Hashable)
 Shapes = Mapping[str, tuple[int, Sequence[int]]]  # rows and row lengths of each tower
 
 
-def profiles() -> Path:
+def profile_folder() -> Path:
     """Return the folder of all profiles."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "layer_times"
 
@@ -51,12 +51,12 @@ def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: boo
     sharing = jax.local_device_count() * processes.per_host() if device.platform == "cpu" else 1
     for tower, (rows, lengths) in shapes.items():
         path, profile = _read(config, tower, device)
-        grid = grid_of(lengths)
+        grid = profile_lengths(lengths)
         missing = [n for n in grid if f"{rows}x{n}" not in profile["seconds"]]
         if missing and not measure:
             continue
         for n in missing:
-            note(f"profile: timing layers of {tower} on {rows} row(s) of {n:,} positions")
+            print_note(f"profile: timing layers of {tower} on {rows} row(s) of {n:,} positions")
             # Written after every length: timing takes minutes, and a killed run keeps what it has.
             profile["seconds"][f"{rows}x{n}"] = time_layer(config, tower, (rows, n), device)
             _write(path, profile)
@@ -82,7 +82,7 @@ def layer_programs(
     config: Config, tower: str, shape: tuple[int, int], device: jax.Device
 ) -> dict[str, Callable[[], Any]]:
     """Compile the programs that `time_layer` times, of STACK layers each; without gradients only the forward pass."""
-    gradients = wanted_gradients(tower, config.model, frozen_modules(config.model))
+    gradients = needed_gradients(tower, config.model, frozen_modules(config.model))
     with jax.default_device(device):
         programs = {FORWARD: _program(config, tower, shape, "none", frozenset())}
         if gradients:
@@ -114,12 +114,12 @@ def _program(
     config: Config, tower: str, shape: tuple[int, int], policy: Remat, gradients: Set[str]
 ) -> Callable[[], Any]:
     """Compile STACK layers of a tower, and bind them to random weights and one sample per row."""
-    model = Model.build(tower_alone(config.model, tower, STACK, policy), jnp.dtype(config.training.precision))
-    batch = _one_sample(batch_of_tower(model.config, tower, shape))
+    model = Model.build(isolate_tower(config.model, tower, STACK, policy), jnp.dtype(config.training.precision))
+    batch = _one_sample(tower_batch(model.config, tower, shape))
     inputs = jax.jit(lambda key, batch: tower_inputs(model, tower, model.init(key), batch))(jax.random.key(0), batch)
 
     def run(weights: Any, x: jax.Array, context: Any) -> Any:
-        out, backward = backward_of(model, tower, weights, x, context, gradients)
+        out, backward = tower_vjp(model, tower, weights, x, context, gradients)
         return backward(out) if gradients else out
 
     compiled = jax.jit(run).lower(*inputs).compile()
@@ -141,7 +141,7 @@ def _profile_key(config: Config, tower: str, device: jax.Device) -> dict[str, An
     """Return everything that a layer's time depends on."""
     part: DecoderConfig | Encoder = config.model.llm if tower == "llm" else config.model.encoders[tower]
     layer = replace(part, layers=STACK, remat="none", frozen=False, dropout=0.0)
-    gradients = wanted_gradients(tower, config.model, frozen_modules(config.model))
+    gradients = needed_gradients(tower, config.model, frozen_modules(config.model))
     return {f"lora.{name}": repr(lora) for name, lora in config.model.lora.items()} | {
         "device": device.device_kind,
         "cores": os.cpu_count() if device.platform == "cpu" else 0,
@@ -157,7 +157,7 @@ def _read(config: Config, tower: str, device: jax.Device) -> tuple[Path, dict[st
     """Return the path of a tower's profile and its contents; a file that is missing or damaged counts as empty."""
     key = _profile_key(config, tower, device)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = profiles() / f"{name}.json"
+    path = profile_folder() / f"{name}.json"
     try:
         profile = json.loads(path.read_text())
         names = {FORWARD, *_policies(config)}
@@ -176,4 +176,4 @@ def _write(path: Path, profile: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(profile, indent=1) + "\n")
         partial.replace(path)
     except OSError as error:
-        note(f"profile: {path} cannot be written ({error.strerror}), so the next run measures again")
+        print_note(f"profile: {path} cannot be written ({error.strerror}), so the next run measures again")

@@ -14,12 +14,12 @@ from flax import nnx
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import ModelConfig, Remat, VisionConfig
 from mmjax.models.layers import Context
-from mmjax.models.model import ADAPTER, Model
+from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
 
 VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
 
 
-def tower_alone(config: ModelConfig, tower: str, layers: int, remat: Remat) -> ModelConfig:
+def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) -> ModelConfig:
     """Reduce a model to `layers` layers of one tower ("llm", or an encoder) under one policy, and little besides."""
     llm = replace(config.llm, vocab=VOCAB)
     if tower == "llm":
@@ -31,7 +31,7 @@ def tower_alone(config: ModelConfig, tower: str, layers: int, remat: Remat) -> M
     return ModelConfig(replace(llm, layers=1), {tower: encoder}, config.lora)
 
 
-def batch_of_tower(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:
+def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:
     """Return the shapes and dtypes of a tower's input. shape: (rows, row length)."""
 
     def array(*inner: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
@@ -54,7 +54,7 @@ def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemB
     return nnx.split(part.layers)[1], x, module.context(tower, batch, None)
 
 
-def backward_of(
+def tower_vjp(
     model: Model, tower: str, weights: Any, x: Any, context: Context, gradients: Set[str]
 ) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     """Return the output of a tower's layers, and the function that takes its gradient back to those of `gradients`.
@@ -64,7 +64,7 @@ def backward_of(
     module = model.module({})
     # The structure of the layers without their weights, which are arguments of the differentiated function.
     graph = nnx.split((module.llm if tower == "llm" else module.encoders[tower]).layers)[0]
-    adapters, rest = nnx.split_state(weights, nnx.PathContains(ADAPTER), ...)
+    adapters, rest = nnx.split_state(weights, nnx.PathContains(ADAPTER_ATTRIBUTE), ...)
     values = {"weights": rest, "adapters": adapters, "inputs": x}
 
     def layers(differentiated: dict[str, Any]) -> Any:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 
 from mmjax.batch import PADDING
 from mmjax.data.loader import LoadedStep
-from mmjax.data.quarantine import Bad, Quarantine
+from mmjax.data.quarantine import BadSampleEntry, Quarantine
 from mmjax.errors import UserError
 from mmjax.parallel import processes
-from mmjax.training.console import say
+from mmjax.training.console import print_lines
 from mmjax.training.step import MOST_SPOILED, Spoiled
 
 
-class LeftOut:
+class UnreadableSamples:
     """The unreadable samples and questions of a run so far. name: maps an id of the length index to a name."""
 
     def __init__(self, quarantine: Quarantine, name: Callable[[int], str]) -> None:
@@ -26,7 +26,7 @@ class LeftOut:
         """Return the samples of a step that this process could not read, and publish the reasons for process 0."""
         for unreadable in loaded.spoiled:
             self._reasons[unreadable.sample] = unreadable.reason
-            processes.tell(f"spoiled/{unreadable.sample}", unreadable.reason)
+            processes.kv_put(f"spoiled/{unreadable.sample}", unreadable.reason)
         return [unreadable.sample for unreadable in loaded.spoiled]
 
     def settle(self, step: int, spoiled: Spoiled) -> None:
@@ -40,21 +40,21 @@ class LeftOut:
                 everywhere=True,
             )
         try:
-            new = self._quarantine.add([Bad(self._name(sample), self._reason(sample)) for sample in ids])
+            new = self._quarantine.add([BadSampleEntry(self._name(sample), self._reason(sample)) for sample in ids])
         except UserError as error:
             raise UserError(str(error), everywhere=True) from error
         for bad in new:
-            say(f"step {step + 1}: left out {bad.sample}, which cannot be used: {bad.reason}")
+            print_lines(f"step {step + 1}: left out {bad.sample}, which cannot be used: {bad.reason}")
 
     def say_questions(self, left_out: Mapping[str, str]) -> None:
         """Print the questions that cannot be asked, each once."""
         for name, reason in left_out.items():
             if name not in self._questions:
                 self._questions.add(name)
-                say(f"{name} is not asked: {reason}")
+                print_lines(f"{name} is not asked: {reason}")
 
     def _reason(self, sample: int) -> str:
         """Return why a sample could not be read; only process 0 asks the others."""
-        if sample in self._reasons or not processes.leads():
+        if sample in self._reasons or not processes.is_leader():
             return self._reasons.get(sample, "another process could not read it")
-        return processes.told(f"spoiled/{sample}")
+        return processes.kv_get(f"spoiled/{sample}")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mmjax.batch import TextBatch
-from mmjax.models.decoder import scores
+from mmjax.models.decoder import logits_of
 from mmjax.parallel.sharding import cut_in_shards
 
 
@@ -36,14 +36,14 @@ def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunk
     the vocabulary. cap: of the logits.
     """
     if chunks == 1:
-        return token_losses(scores(hidden, table, cap), text)
+        return token_losses(logits_of(hidden, table, cap), text)
     # In float32 outside, so that the parts' gradients of the activations add up in float32.
     wide = hidden.astype(jnp.float32)
 
     # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
     @partial(jax.checkpoint, prevent_cse=False)
     def of_part(wide: jax.Array, part: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = scores(wide.astype(hidden.dtype), part, cap)
+        logits = logits_of(wide.astype(hidden.dtype), part, cap)
         return jax.nn.logsumexp(logits, axis=-1), _picked(logits, token, text.target)
 
     parts = cut_in_shards(table, chunks, "vocab", "embed"), cut_in_shards(jnp.arange(len(table)), chunks, "vocab")

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from mmjax.config import Remat
-from mmjax.planning.fit import Fit, Policies
-from mmjax.planning.remat import Option, choose
+from mmjax.planning.fit import MemoryPlan, Policies
+from mmjax.planning.remat import Option, choose_policies
 
 Measure = Callable[[Policies], float | None]  # bytes of the fullest device under these policies; None: out of memory
 
@@ -18,7 +18,7 @@ TRIES = 8
 BACK_OFF = 0.02  # smallest reduction of the budget, as a share of the memory, after a try that did not fit
 
 
-def measured_fit(fitted: Fit, free: Mapping[str, int], measure: Measure) -> Fit:
+def choose_by_measurement(fitted: MemoryPlan, free: Mapping[str, int], measure: Measure) -> MemoryPlan:
     """Choose the fastest policies that a measurement, and not only the memory model, shows to fit.
 
     free: layers of the towers whose policies may be chosen; the others keep theirs. First everything is recomputed;
@@ -36,7 +36,7 @@ def measured_fit(fitted: Fit, free: Mapping[str, int], measure: Measure) -> Fit:
     # Measured differences are not quite additive, so a choice may use more than its options add up to. The budget then
     # shrinks by that excess, by a fixed share where the excess is unknown.
     for _ in range(TRIES):
-        chosen = choose(free, options, budget - base)
+        chosen = choose_policies(free, options, budget - base)
         if chosen is None:
             break
         policies = lean | chosen
@@ -48,7 +48,7 @@ def measured_fit(fitted: Fit, free: Mapping[str, int], measure: Measure) -> Fit:
 
 
 def _options(
-    fitted: Fit, lean: dict[str, tuple[Remat, ...]], tower: str, base: float, measure: Measure
+    fitted: MemoryPlan, lean: dict[str, tuple[Remat, ...]], tower: str, base: float, measure: Measure
 ) -> dict[Remat, Option]:
     """Measure the bytes that a layer saves beyond LEANEST under each policy; policies out of memory are left out."""
     layers = len(lean[tower])

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.errors import UserError
-from mmjax.training.console import say
-from mmjax.training.json_lines import whole_lines
+from mmjax.training.console import print_lines
+from mmjax.training.json_lines import read_json_lines
 
-Value = float | str | Mapping[str, float]  # a mapping is by sample name
+MetricValue = float | str | Mapping[str, float]  # a mapping is by sample name
 
 
 class MetricsLog:
@@ -41,7 +41,7 @@ class MetricsLog:
         self._board = _Board(path.parent / "tensorboard", done)
         self._project = _wandb_run(project, path.parent, config or {}) if project else None
 
-    def write(self, step: int, scalars: Mapping[str, Value]) -> None:
+    def write(self, step: int, scalars: Mapping[str, MetricValue]) -> None:
         """Log one record. NaN and Inf become strings, since JSON has no such numbers."""
         record = {"step": step, "time": round(time.time(), 3)}
         record |= {k: _plain(v) for k, v in scalars.items()}
@@ -53,7 +53,9 @@ class MetricsLog:
             self._board.write(step, numbers)
         except OSError as error:
             if not self._warned:
-                say(f"WARNING {self.path} cannot be written: {error.strerror}; its lines wait until there is room")
+                print_lines(
+                    f"WARNING {self.path} cannot be written: {error.strerror}; its lines wait until there is room"
+                )
             self._warned = True
         if self._project is not None:
             self._project.log(numbers, step=step)
@@ -134,7 +136,7 @@ def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
 
 def logged_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl without incomplete lines, and without values that no log can have."""
-    for record in whole_lines(path):
+    for record in read_json_lines(path):
         # `type`, since True is an int too; integers up to 2**53 are exact as floats, which the report computes with.
         if type(record.get("step")) is int and 0 <= record["step"] < 2**53:
             yield {key: value for key, value in record.items() if _is_logged(key, value)}
@@ -159,7 +161,7 @@ def _drop_after(path: Path, done: int) -> None:
     partial.rename(path)
 
 
-def _plain(value: Value) -> Any:
+def _plain(value: MetricValue) -> Any:
     """Convert a value to JSON, numbers to nine digits, which tell all float32 apart."""
     if isinstance(value, Mapping):
         return {name: _plain(x) for name, x in value.items()}

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from mmjax.config import AdamW, Config, Muon, Schedule
-from mmjax.models.model import group_of
+from mmjax.models.model import parameter_group
 from mmjax.parallel.sharding import Axes
 
 Params = dict[str, Any]
@@ -36,7 +36,7 @@ class Optimizer:
     """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays."""
 
     direction: optax.GradientTransformation
-    group_of: Callable[[Path], str]
+    parameter_group: Callable[[Path], str]
     matrices: frozenset[Path]
 
     def init(self, params: Params) -> optax.OptState:
@@ -71,7 +71,7 @@ def key_names(path: Any) -> Path:
 
 
 def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
-    """Build the optimizer of a config. Groups are those of `group_of`; with Muon, `<group>/matrix` and `<group>/other`.
+    """Build the optimizer of a config, with a group for each `parameter_group`; Muon: `<group>/matrix` and `<group>/other`.
 
     axes: the logical axes of the model's parameters.
     """
@@ -81,7 +81,7 @@ def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
     # Logical axes leave out the leading axis of a stack of layers: stacked biases still have one.
     matrices = frozenset(path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names)
     if isinstance(config, AdamW):
-        return Optimizer(adam, group_of, matrices)
+        return Optimizer(adam, parameter_group, matrices)
 
     def label(path: Path) -> str:
         # Muon is for matrices between two inner widths. Embedding tables and the first projections of pixels and
@@ -96,7 +96,7 @@ def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
 
     muon = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dimensions)
     direction = optax.partition({"matrix": optax.chain(muon, _scale_by_shape()), "other": adam}, labels)
-    return Optimizer(direction, lambda path: f"{group_of(path)}/{label(path)}", matrices)
+    return Optimizer(direction, lambda path: f"{parameter_group(path)}/{label(path)}", matrices)
 
 
 def _scale_by_shape() -> optax.GradientTransformation:

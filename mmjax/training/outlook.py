@@ -18,28 +18,36 @@ from mmjax.data.placement import Balance
 from mmjax.data.plan import StepPlan, make_planner
 from mmjax.parallel.mesh import check_heads, mesh_sizes
 from mmjax.planning.clusters import USABLE, Cluster
-from mmjax.planning.cost import frozen_modules, needed
-from mmjax.planning.fit import Fit, Room
+from mmjax.planning.cost import frozen_modules, model_flops
+from mmjax.planning.fit import MemoryLimit, MemoryPlan
 from mmjax.planning.layer_times import Speed
-from mmjax.planning.times import Machine, StepTime, step_time
+from mmjax.planning.times import ClusterRun, StepTime, step_time
 from mmjax.planning.work import length_work
 from mmjax.training.compiled_memory import compiled_bytes
 from mmjax.training.devices import make_topology
-from mmjax.training.fitting import ACTIVATION, GB, Tracer, fit_of, nearest, on_device, planned
+from mmjax.training.fitting import (
+    ACTIVATION,
+    GB,
+    ActivationTracer,
+    apply_memory_plan,
+    device_microbatch,
+    plan_memory_of_run,
+    suggest_settings,
+)
 
 SAMPLES = 50_000  # about so many, in 2 to 32 steps, are planned to see what a step is like
 DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
 
 
 @dataclass(frozen=True)
-class Way:
+class BalanceForecast:
     """Forecast of the run under one balancing method. By module: dist_ratio and fill, means over steps, and work.
 
     work: `[steps, ranks]`. Several encoder ranks may share one LLM rank; the LLM's work then stands at each of them.
     """
 
     layout: RankLayout
-    fitted: Fit
+    fitted: MemoryPlan
     time: StepTime  # mean over steps
     dist_ratio: dict[str, float]
     fill: dict[str, float]
@@ -47,26 +55,26 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class RunForecast:
     """Forecast of a run on a cluster. ways: by kind of `batch.balance`; all have the same samples in every step."""
 
     config: Config
     cluster: Cluster
     mesh: dict[str, int]
-    ways: dict[str, Way]
+    ways: dict[str, BalanceForecast]
     epoch: int  # samples
     samples: float  # per step
     tokens: float  # of the LLM, per step
-    needed: float  # FLOPs per step, over all devices
-    nearest: str = ""  # where it does not fit: the smallest change of settings that would
+    model_flops: float  # FLOPs per step, over all devices
+    suggest_settings: str = ""  # where it does not fit: the smallest change of settings that would
     longest: str = ""  # the sample that is much longer than the others
 
     @property
-    def chosen(self) -> Way:
+    def chosen(self) -> BalanceForecast:
         """Return the forecast under the config's own balancing."""
         return self.ways[self.config.batch.balance.kind]
 
-    def mfu(self, way: Way) -> float:
+    def mfu(self, way: BalanceForecast) -> float:
         """Return the model FLOPs utilisation."""
         peak = self.cluster.device.peak(self.config.training.precision) * self.cluster.devices
         return self.needed / (way.time.total * peak)
@@ -83,13 +91,13 @@ class Outlook:
         return self.steps * self.chosen.time.total / 3600
 
 
-def look_ahead(
+def forecast_run(
     config: Config,
     cluster: Cluster,
     index: LengthIndex,
     weights: Sequence[float],
     speed_with: Callable[[Sequence[RankLayout]], Speed] | None = None,
-) -> Outlook:
+) -> RunForecast:
     """Forecast a run whose samples have the lengths of this index.
 
     speed_with: measures the devices' speed with the shapes of these layouts; None: their data sheet's.
@@ -100,7 +108,7 @@ def look_ahead(
     check_heads(mesh, config.mesh, config.model)
     ranks_on_node = max(1, cluster.per_node // mesh["tensor"])
     topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh["tensor"])
-    tracer = Tracer(config)
+    tracer = ActivationTracer(config)
     budget = make_budget(index, config, weights)
     # The config's own balance comes last, so that it replaces the default settings of its kind.
     balances: tuple[Balance, ...] = (NoBalance(), LlmBalance(), PostBalance(), config.batch.balance)
@@ -111,7 +119,7 @@ def look_ahead(
     speed = Speed(cluster.device.rates(config.training.precision))
     if speed_with is not None:
         speed = speed_with([layout for _, layout in planners.values()])
-    ways: dict[str, Way] = {}
+    ways: dict[str, BalanceForecast] = {}
     for kind, (planner, layout) in planners.items():
         plans = [planner.plan(step) for step in range(steps)]
         ways[kind] = _forecast(configs[kind], cluster, mesh, layout, plans, index, tracer, speed)
@@ -124,8 +132,8 @@ def look_ahead(
         def layouts(changed: Config) -> RankLayout:
             return make_planner(index, changed, weights, topology, None, dry_run)[1]
 
-        remedy = nearest(config, mesh, layouts, speed, fitted.room, tracer)
-    return Outlook(
+        remedy = suggest_settings(config, mesh, layouts, speed, fitted.room, tracer)
+    return RunForecast(
         config=config,
         cluster=cluster,
         mesh=mesh,
@@ -139,11 +147,11 @@ def look_ahead(
     )
 
 
-def compiled_way(outlook: Outlook, devices: Sequence[jax.Device]) -> int:
+def compile_forecast(outlook: RunForecast, devices: Sequence[jax.Device]) -> int:
     """Compile the run as it is planned, in its fullest shape, and return the bytes of a device by the compiler."""
     way = outlook.chosen
-    batch = on_device(outlook.config, way.layout, way.layout.shapes[way.fitted.fullest])
-    config = planned(outlook.config, way.fitted.policies, way.fitted.loss_chunks)
+    batch = device_microbatch(outlook.config, way.layout, way.layout.shapes[way.fitted.fullest])
+    config = apply_memory_plan(outlook.config, way.fitted.policies, way.fitted.loss_chunks)
     return compiled_bytes(config, batch, list(devices))
 
 
@@ -154,22 +162,22 @@ def _forecast(
     layout: RankLayout,
     plans: Sequence[StepPlan],
     index: LengthIndex,
-    tracer: Tracer,
+    tracer: ActivationTracer,
     speed: Speed,
-) -> Way:
+) -> BalanceForecast:
     """Forecast the run under one balancing method from the plans of its first steps."""
-    room = Room(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
-    fitted = fit_of(config, mesh, layout, speed, room, tracer)
+    room = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
+    fitted = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
     activation = ACTIVATION[config.training.precision]
-    machine = Machine(cluster, mesh, fitted.spread, speed, activation, loss_chunks=fitted.loss_chunks)
+    machine = ClusterRun(cluster, mesh, fitted.spread, speed, activation, loss_chunks=fitted.loss_chunks)
     microbatches = [m for plan in plans for m in plan.microbatches]
-    batches = [on_device(config, layout, m.shape) for m in microbatches]
+    batches = [device_microbatch(config, layout, m.shape) for m in microbatches]
     time = step_time(fitted.applied(config.model), batches, fitted.unsaved, machine, config.optimizer)
     names = ("llm", *config.model.encoders)
     work = np.stack([sum(m.work() for m in plan.microbatches) for plan in plans], axis=1)
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
     positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
-    return Way(
+    return BalanceForecast(
         layout=layout,
         fitted=fitted,
         time=time.over(len(plans)),
@@ -193,4 +201,4 @@ def _model_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> flo
         index.item_useful[items],
         index.item_tokens[items],
     )
-    return sum(flops.total for flops in needed(config.model, work, frozen_modules(config.model)).values())
+    return sum(flops.total for flops in model_flops(config.model, work, frozen_modules(config.model)).values())

@@ -22,7 +22,7 @@ from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder
 from mmjax.hf.parts import TRANSPOSED, Part, Parts
-from mmjax.models.model import Model, group_of, module_of
+from mmjax.models.model import Model, module_of, parameter_group
 
 Params = dict[str, Any]
 Index = tuple[slice, ...]
@@ -30,7 +30,7 @@ Index = tuple[slice, ...]
 CHUNK = 2**24  # bytes of a matrix that are read, and transposed, at a time
 
 
-def by_folder(config: ModelConfig) -> dict[Path, list[str]]:
+def modules_by_folder(config: ModelConfig) -> dict[Path, list[str]]:
     """Return the modules that are loaded from each folder; randomly initialised modules are in none."""
     named = {"llm": config.llm.weights}
     for name, encoder in config.encoders.items():
@@ -49,7 +49,7 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
     unexpected or of another shape.
     """
     loaded: Params = {}
-    for path, modules in by_folder(model.config).items():
+    for path, modules in modules_by_folder(model.config).items():
         folder = HfFolder.open(path)
         layout = layout_of(folder, model.config)
         sources = _sources(model, folder, {module: layout.modules[module] for module in modules})
@@ -78,7 +78,7 @@ def _sources(model: Model, folder: HfFolder, modules: Mapping[str, Parts]) -> di
     sources = {}
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
         names = tuple(key.key for key in path)
-        if (module := group_of(names)) not in modules:
+        if (module := parameter_group(names)) not in modules:
             continue  # from another folder, or an adapter
         inside = names[1:] if names[0] == "llm" else names[2:]
         paths = [inside]

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mmjax.parallel import processes
-from mmjax.planning.clusters import Cluster, Device, device_of
+from mmjax.planning.clusters import Cluster, Device, find_device
 
 
-def described(device: jax.Device) -> Device:
+def device_description(device: jax.Device) -> Device:
     """Return a device's peak rates and memory from its data sheet; a CPU, or an unknown device, is measured.
 
     The devices of one CPU share its cores, its memory and the memory's bandwidth.
     """
-    known = device_of(device.device_kind)
+    known = find_device(device.device_kind)
     if known is not None:
         return known
     sharing = jax.local_device_count() * processes.per_host() if device.platform == "cpu" else 1
@@ -34,7 +34,7 @@ def described(device: jax.Device) -> Device:
         kind=device.device_kind,
         bfloat16=peak,
         float32=peak,
-        memory=(device.memory_stats() or {}).get("bytes_limit", ram() / sharing),
+        memory=(device.memory_stats() or {}).get("bytes_limit", host_ram() / sharing),
         bandwidth=bandwidth,
         link=bandwidth,
         network=bandwidth,
@@ -46,7 +46,7 @@ def described(device: jax.Device) -> Device:
 CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
-def ram() -> float:
+def host_ram() -> float:
     """Return the bytes of RAM of this machine, or of this process's container where that may use less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     # A container sees the machine's RAM; its own limit stands in its cgroup.
@@ -56,30 +56,30 @@ def ram() -> float:
     return float(min(limits))
 
 
-def ram_of_device(device: jax.Device) -> float | None:
+def ram_per_device(device: jax.Device) -> float | None:
     """Return the bytes of RAM for each of the devices that a CPU is divided into; None for other devices."""
-    return ram() / (jax.local_device_count() * processes.per_host()) if device.platform == "cpu" else None
+    return host_ram() / (jax.local_device_count() * processes.per_host()) if device.platform == "cpu" else None
 
 
-def cluster_here() -> Cluster:
+def local_cluster() -> Cluster:
     """Describe the devices that JAX finds on this machine."""
     devices = jax.devices()
-    return Cluster(described(devices[0]), 1, len(devices))
+    return Cluster(device_description(devices[0]), 1, len(devices))
 
 
-def peak_of(devices: Sequence[jax.Device], precision: Literal["bfloat16", "float32"]) -> float:
+def peak_flops(devices: Sequence[jax.Device], precision: Literal["bfloat16", "float32"]) -> float:
     """Return the peak FLOP/s of all `devices` together."""
     local = next(d for d in devices if d.process_index == jax.process_index())  # others cannot be measured from here
-    return described(local).peak(precision) * len(devices)
+    return device_description(local).peak(precision) * len(devices)
 
 
-def memory_used(mesh: Mesh) -> int | None:
+def peak_memory_used(mesh: Mesh) -> int | None:
     """Return the peak bytes in use so far on this process's fullest device; None where the backend does not count."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
-def host_memory() -> int:
+def resident_memory() -> int:
     """Return this process's resident bytes of host memory; 0 where the system does not tell."""
     try:
         # The second field: resident pages.

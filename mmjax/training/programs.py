@@ -14,7 +14,7 @@ _HIT = "/jax/compilation_cache/cache_hits"
 _events: Counter[str] = Counter()  # since `_listen`
 
 
-class ProgramCounter:
+class CompileCounter:
     """Counts the programs that XLA was asked for since this counter was made, and how many the disk cache had."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def _listen() -> None:
     jax.monitoring.register_event_listener(lambda event, **_: _events.update((event,)))
 
 
-def keep_programs(folder: Path) -> None:
+def enable_compilation_cache(folder: Path) -> None:
     """Cache every compiled program under `folder`; a second start of the same run compiles nothing."""
     if jax.config.jax_compilation_cache_dir != str(folder):
         jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -15,24 +15,24 @@ from mmjax.data.index import LengthIndex, cached_index
 from mmjax.data.layout import RankLayout
 from mmjax.data.loader import StepLoader
 from mmjax.data.plan import make_planner
-from mmjax.data.quarantine import Bad, Quarantine
+from mmjax.data.quarantine import BadSampleEntry, Quarantine
 from mmjax.data.sample import Source
 from mmjax.data.segments import WHOLE_RUN, Held, Segment, carried, still_due, write_due
 from mmjax.data.sources import files_of, look_again, notes_of, open_sources
 from mmjax.errors import UserError
 from mmjax.parallel import processes
-from mmjax.parallel.mesh import encoder_axes, held_ranks, own_ranks
-from mmjax.training.console import say
-from mmjax.training.devices import topology_of
-from mmjax.training.run_folder import Permitted, RunFolder
-from mmjax.training.run_history import Life, life_of
+from mmjax.parallel.mesh import encoder_axes, local_ranks, owned_ranks
+from mmjax.training.console import print_lines
+from mmjax.training.devices import mesh_topology
+from mmjax.training.run_folder import AllowedChanges, RunFolder
+from mmjax.training.run_history import Launch, launch_of_step
 
 
 @dataclass(frozen=True)
 class RunData:
     """The opened data of a run."""
 
-    life: Life
+    life: Launch
     loader: StepLoader
     index: LengthIndex
     quarantine: Quarantine
@@ -43,11 +43,11 @@ class RunData:
         life = self.life
         if config == life.config:
             return life.layout
-        topology = topology_of(mesh, config.mesh)
+        topology = mesh_topology(mesh, config.mesh)
         return make_planner(self.index, config, life.weights, topology, segment=life.segment)[1]
 
 
-def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted, mesh: Mesh) -> RunData:
+def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedChanges, mesh: Mesh) -> RunData:
     """Open the data of a run from `step` on, by all processes together.
 
     Where the data, or its grouping into steps, has changed since the last start, a new segment begins, with the samples
@@ -55,13 +55,13 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted
     """
     sources = open_sources(config, "train", folder.path)
     # Process 0 builds the index once; the call below only opens it, on every process.
-    processes.led(lambda: _index_sources(sources, config, folder))
+    processes.run_on_leader(lambda: _index_sources(sources, config, folder))
     index, index_folder = cached_index(sources, config.model.encoders, folder.index)
     weights = [source.weight for source in config.data.sources.values()]
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
     segment = WHOLE_RUN
-    if step and (last := life_of(folder.history, step, folder.due)) is not None:
+    if step and (last := launch_of_step(folder.history, step, folder.due)) is not None:
         same = last.fingerprint == fingerprint and list(last.weights) == weights
         same = same and _grouping_settings(last.config) == _grouping_settings(config)
         if not same and not permitted.allows_other_samples():
@@ -70,9 +70,9 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted
                 "there is now by --new-data, or start another run from its parameters with init_from="
             )
         segment = last.segment if same else _next_segment(last, data, folder, step)
-    planner, layout = make_planner(index, config, weights, topology_of(mesh, config.mesh), segment=segment)
+    planner, layout = make_planner(index, config, weights, mesh_topology(mesh, config.mesh), segment=segment)
     grouper = planner.grouper
-    processes.led(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
+    processes.run_on_leader(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
     axes = encoder_axes(config.mesh)
     loader = StepLoader(
         config=config,
@@ -80,20 +80,20 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted
         layout=layout,
         index_folder=index_folder,
         config_folder=folder.path,
-        ranks=held_ranks(mesh),
-        leads=processes.leads(),
-        encoder_ranks=held_ranks(mesh, axes),
-        own=(own_ranks(mesh), own_ranks(mesh, axes)),
+        ranks=local_ranks(mesh),
+        leads=processes.is_leader(),
+        encoder_ranks=local_ranks(mesh, axes),
+        own=(owned_ranks(mesh), owned_ranks(mesh, axes)),
         segment=segment,
     )
     # The number of steps per epoch is known only now that the planner is built.
     if epochs := config.training.epochs:
         # From here on the length of the run is fixed in steps, so that the learning rate schedule knows its end.
-        steps = processes.led(lambda: max(1, loader.steps_for_epochs(epochs)))
+        steps = processes.run_on_leader(lambda: max(1, loader.steps_for_epochs(epochs)))
         config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
         validate(config)
         loader = replace(loader, config=config)
-    life = Life(
+    life = Launch(
         first=step,
         began=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         version=version("mmjax"),
@@ -112,7 +112,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: Permitted
     return RunData(life, loader, index, _quarantine(index, folder, config), len(sources))
 
 
-def loader_of(life: Life, folder: RunFolder) -> StepLoader:
+def loader_of(life: Launch, folder: RunFolder) -> StepLoader:
     """Make a loader of all rows of a past start's steps. Raises UserError where its index is missing."""
     index = folder.index / life.index
     if not index.is_dir():
@@ -135,7 +135,7 @@ def _index_sources(sources: Mapping[str, Source], config: Config, folder: RunFol
     """Check the sources for changes and index them, on process 0, before the others read the index."""
     look_again(sources)
     for note in notes_of(sources):
-        say(f"note   {note}")
+        print_lines(f"note   {note}")
     return str(cached_index(sources, config.model.encoders, folder.index)[1])
 
 
@@ -145,26 +145,30 @@ def _grouping_settings(config: Config) -> tuple[object, ...]:
     return batch.size, dict(batch.rows), batch.microbatches, batch.grouping, batch.alignment, config.seed
 
 
-def _next_segment(last: Life, data: Held, folder: RunFolder, step: int) -> Segment:
+def _next_segment(last: Launch, data: Held, folder: RunFolder, step: int) -> Segment:
     """Begin the segment after that of the last start at `step`; process 0 determines which samples are due."""
 
     def write() -> tuple[str, float]:
         grouper = loader_of(last, folder).planner.grouper
         due = carried(still_due(grouper, step), Held(grouper.index, last.files), grouper.pools, data)
         count = sum(map(len, due))
-        say(f"data   {len(data.index):,} samples from step {step} on; epochs under way still have {count:,} to come")
+        print_lines(
+            f"data   {len(data.index):,} samples from step {step} on; epochs under way still have {count:,} to come"
+        )
         return write_due(folder.due, step, due).name, grouper.epochs_after(step - 1)
 
-    name, epochs = processes.led(write)
+    name, epochs = processes.run_on_leader(write)
     return Segment(step, folder.due / name, epochs)
 
 
 def _quarantine(index: LengthIndex, folder: RunFolder, config: Config) -> Quarantine:
     """Quarantine the samples that cannot be used, listed by process 0. Raises UserError where they are fatal."""
-    bad = [Bad(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True)]
-    quarantine = Quarantine(folder.quarantine, config.data, len(index), writes=processes.leads())
-    processes.led(lambda: len(quarantine.add(bad)))
+    bad = [BadSampleEntry(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True)]
+    quarantine = Quarantine(folder.quarantine, config.data, len(index), writes=processes.is_leader())
+    processes.run_on_leader(lambda: len(quarantine.add(bad)))
     quarantine.add(bad)  # on the other processes; adding the same samples twice changes nothing
     if bad:
-        say(f"{len(bad)} of {len(index)} samples cannot be used; they are skipped, and listed in {folder.quarantine}")
+        print_lines(
+            f"{len(bad)} of {len(index)} samples cannot be used; they are skipped, and listed in {folder.quarantine}"
+        )
     return quarantine

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Literal
 
 from mmjax.config import Config
-from mmjax.config_files import differences, from_json, keep, keys_of, to_json
+from mmjax.config_files import copy_config, differences, from_json, keys_of, to_json
 from mmjax.config_values import did_you_mean
 from mmjax.errors import UserError
-from mmjax.training.console import say
+from mmjax.training.console import print_lines
 
 Mode = Literal["new", "resume", "auto", "overwrite"]
 
 
 @dataclass(frozen=True)
-class Permitted:
+class AllowedChanges:
     """Differences that are allowed from the run that is resumed. keys: config keys, or prefixes of them."""
 
     new_data: bool = False
@@ -39,7 +39,7 @@ class Permitted:
         return self.new_data or any(key.split(".")[0] in parts for key in self.keys)
 
 
-NOTHING = Permitted()
+NOTHING = AllowedChanges()
 FEW = 5  # differences between configs that are listed
 
 
@@ -119,7 +119,9 @@ class RunFolder:
 
 
 @contextmanager
-def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHING) -> Iterator[tuple[RunFolder, bool]]:
+def claim(
+    config: Config, source: Path, mode: Mode, permitted: AllowedChanges = NOTHING
+) -> Iterator[tuple[RunFolder, bool]]:
     """Claim the run's folder, and return it with whether its run is resumed. The start belongs inside `with`.
 
     Where the body raises, everything is undone: a new folder is removed, and the run that was to be resumed or
@@ -128,12 +130,12 @@ def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHI
     written.
     """
     check_keys(permitted, config)
-    folder = run_folder(config)
+    folder = run_folder_of(config)
     exists = _check_claim(folder, config, mode)
     if exists and mode in ("resume", "auto"):
         changes = changes_of(folder, config, permitted)
         for line in first_few([f"changed {line}" for line in changes if not line.startswith(WHERE)]):
-            say(line)
+            print_lines(line)
         with _writing(folder):
             _check_writable(folder)
         yield folder, True
@@ -152,7 +154,7 @@ def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHI
         with _writing(folder):
             folder.path.mkdir(parents=True, exist_ok=True)
             _check_writable(folder)
-            keep(source, folder.path)
+            copy_config(source, folder.path)
             folder.write_config(config)
         yield folder, False
     except BaseException:
@@ -166,7 +168,7 @@ def claim(config: Config, source: Path, mode: Mode, permitted: Permitted = NOTHI
         shutil.rmtree(folder.replaced, ignore_errors=True)
 
 
-def run_folder(config: Config) -> RunFolder:
+def run_folder_of(config: Config) -> RunFolder:
     """Return the folder of a run of this config."""
     return RunFolder(Path(config.run or f"runs/{config.name}").resolve())
 
@@ -219,7 +221,7 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 
-def changes_of(folder: RunFolder, config: Config, permitted: Permitted = NOTHING) -> Sequence[str]:
+def changes_of(folder: RunFolder, config: Config, permitted: AllowedChanges = NOTHING) -> Sequence[str]:
     """List the differences from the config of the run in the folder. Raises UserError for those not permitted."""
     lines = differences(folder.read_config(), config)
     by_key = {line.partition(":")[0]: line for line in lines}
@@ -244,12 +246,12 @@ def first_few(lines: Sequence[str]) -> list[str]:
     return list(lines) if len(lines) <= FEW else [*lines[: FEW - 1], f"and {len(lines) - FEW + 1} more"]
 
 
-def check_keys(permitted: Permitted, config: Config) -> None:
+def check_keys(permitted: AllowedChanges, config: Config) -> None:
     """Raise UserError where a permitted key is no key of the config, nor a prefix of one."""
     keys = [key.split(".") for key in keys_of(config)]
     prefixes = dict.fromkeys(".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1))
     for key in permitted.keys:
-        if not any(Permitted(keys=(key,)).allows(prefix) for prefix in prefixes):
+        if not any(AllowedChanges(keys=(key,)).allows(prefix) for prefix in prefixes):
             raise UserError(f"--change {key}: a config has no such key{did_you_mean(key, prefixes)}")
 
 

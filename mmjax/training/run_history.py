@@ -15,16 +15,16 @@ from typing import Any, Self
 from mmjax.config import Config
 from mmjax.config_files import from_json, to_json
 from mmjax.data.budget import Budget
-from mmjax.data.kept import sealed, unsealed
+from mmjax.data.kept import verify_checksum, with_checksum
 from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Shape, Topology
 from mmjax.data.segments import Files, Segment
 from mmjax.errors import UserError
-from mmjax.training.json_lines import whole_lines
+from mmjax.training.json_lines import read_json_lines
 
 
 @dataclass(frozen=True)
-class Life:
+class Launch:
     """One start of a run. index: name of the length index's folder, inside the run's `index` folder."""
 
     first: int  # its first step
@@ -48,7 +48,7 @@ class Life:
         segment = asdict(self.segment) | {"due": self.segment.due and self.segment.due.name}
         record = plain | {"segment": segment, "config": json.loads(to_json(self.config))}
         # Through JSON once, so that the checksum is of what reading gives: lists, not tuples.
-        return json.dumps(sealed(json.loads(json.dumps(record)))) + "\n"
+        return json.dumps(with_checksum(json.loads(json.dumps(record)))) + "\n"
 
     @classmethod
     def from_json(cls, line: str, folder: Path) -> Self:
@@ -56,7 +56,7 @@ class Life:
 
         Raises ValueError, KeyError, TypeError or UserError where the line is of another version, or damaged.
         """
-        record = unsealed(json.loads(line))
+        record = verify_checksum(json.loads(line))
         layout = record["layout"]
         shapes = tuple(Shape(tuple(lengths), tuple(widths)) for lengths, widths in layout["shapes"])
         due = record["segment"]["due"]
@@ -73,7 +73,7 @@ class Life:
 _COMPLETE = re.compile(r'"sum": "[0-9a-f]{16}"}$')
 
 
-def life_of(path: Path, step: int, due: Path) -> Life | None:
+def launch_of_step(path: Path, step: int, due: Path) -> Launch | None:
     """Return the start that ran step `step`, or will if it is the next; None where no line of `path` has one.
 
     due: the folder of due samples. Raises UserError where a line is damaged, or is of another version of mmjax.
@@ -84,7 +84,7 @@ def life_of(path: Path, step: int, due: Path) -> Life | None:
         if not _COMPLETE.search(line):
             continue
         try:
-            record = unsealed(json.loads(line))
+            record = verify_checksum(json.loads(line))
         except ValueError:
             raise UserError(f"{path}:{number}: is not what was written; restore that file") from None
         # Later lines win: a resumed run may repeat steps that an earlier start had run.
@@ -94,19 +94,19 @@ def life_of(path: Path, step: int, due: Path) -> Life | None:
         return None
     number, line = match
     try:
-        return Life.from_json(line, due)
+        return Launch.from_json(line, due)
     except (ValueError, KeyError, TypeError, UserError) as error:
         raise UserError(
             f"{path}:{number}: cannot be read by this version of mmjax ({error}); use the one that wrote it"
         ) from None
 
 
-def all_lives(path: Path) -> list[dict[str, Any]]:
+def read_launches(path: Path) -> list[dict[str, Any]]:
     """Read every start as plain JSON, to show to a person."""
-    return [life for life in whole_lines(path) if "first" in life]
+    return [life for life in read_json_lines(path) if "first" in life]
 
 
-def append_life(path: Path, life: Life) -> None:
+def append_launch(path: Path, life: Launch) -> None:
     """Append a start. One that was killed may have left half a line, which then gets its end first."""
     ended = not path.is_file() or path.read_bytes()[-1:] in (b"", b"\n")
     with path.open("a") as file:

@@ -13,7 +13,7 @@ from mmjax.errors import UserError
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def run_lock_held(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder; the system releases it however the process ends.
 
     The lock is a file beside the folder, since the folder may be moved or deleted meanwhile. Raises UserError where

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, DynamicRope, MeshConfig, TrainingConfig
-from mmjax.config_files import callbacks_of, edit
+from mmjax.config_files import apply_overrides, resolve_callbacks
 from mmjax.data.alphabet import AlphabetFormat
 from mmjax.data.asked import PromptFormat
 from mmjax.data.chat import Chat, load_prompt_chat
@@ -37,7 +37,7 @@ _CAST = {"weight", "a", "b"}  # parameters of the LLM that are cast to the activ
 
 
 @dataclass(frozen=True)
-class Served:
+class CheckpointModel:
     """A run or a checkpoint whose weights are not read yet. `config` is the run's, or one made for the checkpoint."""
 
     path: Path
@@ -46,7 +46,7 @@ class Served:
     step: int | None = None  # of a run's checkpoint; None: the newest
 
     @classmethod
-    def open(cls, path: Path, overrides: Sequence[str] = (), step: int | None = None) -> Served:
+    def open(cls, path: Path, overrides: Sequence[str] = (), step: int | None = None) -> CheckpointModel:
         """Open the folder of a run or of a Hugging Face checkpoint.
 
         path: may be a checkpoint's name on the Hub. overrides: settings as `a.b=value`. step: of a run's checkpoint, by
@@ -56,12 +56,12 @@ class Served:
         path = checkpoint_folder(path)
         if _is_run(path):
             run = RunFolder(path)
-            return cls(path, edit(replace(run.read_config(), mesh=MeshConfig()), overrides), run, step)
+            return cls(path, apply_overrides(replace(run.read_config(), mesh=MeshConfig()), overrides), run, step)
         if step is not None:
             raise UserError(
                 f"--step {step}: {path} is a Hugging Face checkpoint, not a run with several; leave it away"
             )
-        return cls(path, edit(_config_of(path.absolute()), overrides), None)
+        return cls(path, apply_overrides(_config_of(path.absolute()), overrides), None)
 
     def chat(self) -> Chat:
         """Return the chat format of questions; its template may be unfit for training.
@@ -105,7 +105,7 @@ class Served:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Load the functions that the encoders' callbacks name."""
-        return callbacks_of(self.config.model, self.path)
+        return resolve_callbacks(self.config.model, self.path)
 
     def load(self, mesh: Mesh, rules: ShardingRules) -> tuple[Model, Params]:
         """Build the model and load its weights on a mesh.

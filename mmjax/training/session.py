@@ -26,29 +26,35 @@ from mmjax.data.workers import steps
 from mmjax.errors import UserError
 from mmjax.models.model import Model, merge, modules_of
 from mmjax.parallel import processes
-from mmjax.planning.fit import Fit
+from mmjax.planning.fit import MemoryPlan
 from mmjax.training import announce
-from mmjax.training.bad_gradients import samples_behind
-from mmjax.training.bad_numbers import BadNumbers
+from mmjax.training.bad_gradients import samples_with_bad_gradients
+from mmjax.training.bad_numbers import NonFiniteWatch
 from mmjax.training.best import BestMetric
-from mmjax.training.checkpoint import Checkpoints, DataState, Saved, checkpoint_step, restore_parameters
-from mmjax.training.checkpoint_commit import steps_in
-from mmjax.training.console import ProgressLine, say, size
+from mmjax.training.checkpoint import (
+    CheckpointMetadata,
+    CheckpointStore,
+    DataState,
+    checkpoint_step,
+    restore_parameters,
+)
+from mmjax.training.checkpoint_commit import saved_steps
+from mmjax.training.console import ProgressLine, print_lines, size
 from mmjax.training.evaluation import Answered, Evaluator, Scores, exact_match
-from mmjax.training.kept_fit import asked_of, write_fit
-from mmjax.training.left_out import LeftOut
-from mmjax.training.metrics_log import MetricsLog, Value
+from mmjax.training.kept_fit import plan_key, write_memory_plan
+from mmjax.training.left_out import UnreadableSamples
+from mmjax.training.metrics_log import MetricsLog, MetricValue
 from mmjax.training.optimizer import Hyperparameters, hyperparameters
-from mmjax.training.pretrained import by_folder, load_pretrained
-from mmjax.training.profile import memory_used
-from mmjax.training.programs import ProgramCounter
+from mmjax.training.pretrained import load_pretrained, modules_by_folder
+from mmjax.training.profile import peak_memory_used
+from mmjax.training.programs import CompileCounter
 from mmjax.training.run_folder import RunFolder
-from mmjax.training.run_history import Life, append_life
-from mmjax.training.signals import Asked
+from mmjax.training.run_history import Launch, append_launch
+from mmjax.training.signals import StopFlags
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings, state_from
 from mmjax.training.step import Accumulated, Executor, Said, StepReport
-from mmjax.training.step_numbers import Ready, StepNumbers
-from mmjax.training.tracing import Tracer
+from mmjax.training.step_numbers import DeviceBatch, StepMetrics
+from mmjax.training.tracing import ProfilerTrace
 from mmjax.training.watchdog import Watchdog
 
 Params = dict[str, Any]
@@ -60,7 +66,7 @@ class Running(NamedTuple):
     """A step that was started; its numbers are read when the next one is under way."""
 
     step: int
-    ready: Ready
+    ready: DeviceBatch
     report: StepReport
 
 
@@ -70,31 +76,31 @@ class Session:
 
     config: Config
     folder: RunFolder
-    life: Life
+    life: Launch
     mesh: Mesh
     executor: Executor
     loader: StepLoader
-    left_out: LeftOut
-    checkpoints: Checkpoints
+    left_out: UnreadableSamples
+    checkpoints: CheckpointStore
     evaluator: Evaluator
-    programs: ProgramCounter
+    programs: CompileCounter
     peak: float  # FLOP/s of all devices together
-    fitted: Fit
-    asked: Asked
+    fitted: MemoryPlan
+    asked: StopFlags
     watchdog: Watchdog
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
         self.stopping = False  # some process was asked to, and all know it
-        self.tracer = Tracer(self.folder.traces)
-        self._bad_numbers = BadNumbers(self.config.training, self.loader.index.name)
+        self.tracer = ProfilerTrace(self.folder.traces)
+        self._bad_numbers = NonFiniteWatch(self.config.training, self.loader.index.name)
         self.start_seconds: dict[str, float] = {}  # until the first step was done, by activity; of a command alone
         self.best = BestMetric.resume(self.config.training, self.folder.metrics, self.life.first)
         self.end = self.life.first if self.best.exhausted else self.config.training.steps
         self._saved = self.life.first  # the step of the newest checkpoint, begun to be saved or restored
         self._told_save = 0  # the step of the last save that something was said of
         self._running: Running | None = None
-        self._numbers = StepNumbers(self.config, self.executor, self.loader, self.programs, self.peak)
+        self._numbers = StepMetrics(self.config, self.executor, self.loader, self.programs, self.peak)
         self._log: MetricsLog | None = None
         self._batches: Iterator[LoadedStep] = iter(())
 
@@ -123,7 +129,7 @@ class Session:
         if first:
             state, saved = self.checkpoints.restore(first)
             self._check_goes_with(saved)
-            say(f"resumed {self.folder.path} at step {first}")
+            print_lines(f"resumed {self.folder.path} at step {first}")
         elif self.config.init_from:
             params = self._parameters_of(Path(self.config.init_from))
             begin = lambda p: state_from(executor.model, executor.optimizer, executor.frozen, p)  # noqa: E731
@@ -131,16 +137,16 @@ class Session:
         else:
             given = load_pretrained(executor.model, parameter_shardings(executor.model, self.mesh, executor.rules))
             state = executor.init(jax.random.key(self.config.seed), given)
-            for folder, modules in by_folder(self.config.model).items():
-                say(f"weights of {', '.join(modules)} from {folder}")
-        if processes.leads():
-            write_fit(self.folder.fit, asked_of(self.config, self.mesh), self.fitted)
+            for folder, modules in modules_by_folder(self.config.model).items():
+                print_lines(f"weights of {', '.join(modules)} from {folder}")
+        if processes.is_leader():
+            write_memory_plan(self.folder.fit, plan_key(self.config, self.mesh), self.fitted)
             self._log = MetricsLog(
                 self.folder.metrics, first, self.config.training.wandb, json.loads(to_json(self.config))
             )
         return state
 
-    def _check_goes_with(self, saved: Saved) -> None:
+    def _check_goes_with(self, saved: CheckpointMetadata) -> None:
         """Raises UserError where a checkpoint does not go with the data or the length of the run."""
         step, now = saved.step, asdict(self.data_state(saved.step))
         begins = self.life.segment.first == step  # with other data, as was said
@@ -180,7 +186,7 @@ class Session:
             params = merge(restore_parameters(source.checkpoints, step, model, shardings), fresh)
         except UserError as error:
             raise UserError(f"init_from={run}: {error}") from error
-        say(f"parameters of {run} after {step} steps")
+        print_lines(f"parameters of {run} after {step} steps")
         return params
 
     def complete(self, first: int) -> bool:
@@ -188,9 +194,9 @@ class Session:
         if first < self.end or (self.evaluator.metrics("test") and self.folder.scored_step() != self.end):
             return False
         if self.end < self.config.training.steps:
-            say(f"{self._stopped_early()}; to go on, resume with a larger training.patience")
+            print_lines(f"{self._stopped_early()}; to go on, resume with a larger training.patience")
         else:
-            say(f"all {self.end} steps are done; to go on, resume with a larger training.steps")
+            print_lines(f"all {self.end} steps are done; to go on, resume with a larger training.steps")
         return True
 
     def _stopped_early(self) -> str:
@@ -210,8 +216,8 @@ class Session:
         self.watchdog.at("planning", first)
         with startup.activity("planning the first step"):  # a first start compiles the planner
             example = self.loader(first)
-        announce.what_will_run(self.config, self.executor.model, self.mesh, self.loader, example)
-        say(*announce.how_it_fits(self.fitted))
+        announce.print_run_summary(self.config, self.executor.model, self.mesh, self.loader, example)
+        print_lines(*announce.describe_memory_plan(self.fitted))
         return example.microbatches[0]
 
     def compile(self, state: TrainState, example: Microbatch, first: int) -> Accumulated:
@@ -220,12 +226,12 @@ class Session:
         began = time.monotonic()
         with startup.activity("compiling the programs of a step"):
             accumulated = self.executor.zeros()
-            shapes = announce.empty_like(self.loader.layout.shapes, example)
+            shapes = announce.padding_microbatches(self.loader.layout.shapes, example)
             self.executor.compile(state, accumulated, shapes, self.hyperparameters(first))
         with startup.activity("compiling those of saving and answering"):
             self.checkpoints.prepare()
             self.evaluator.compile(all_parameters(state))
-        say(
+        print_lines(
             f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
             + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
         )
@@ -238,15 +244,15 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ inside the loop
 
-    def batches(self, first: int) -> Iterator[Ready]:
+    def batches(self, first: int) -> Iterator[DeviceBatch]:
         """The steps' batches, on the devices; workers begin to load them at once, and this life is written down."""
-        if processes.leads():
-            append_life(self.folder.history, self.life)
+        if processes.is_leader():
+            append_launch(self.folder.history, self.life)
         data = self.config.data
         self._batches = steps(self.loader, first, self.end, data.workers, data.prefetch)
         return self._arrive(first)
 
-    def _arrive(self, first: int) -> Iterator[Ready]:
+    def _arrive(self, first: int) -> Iterator[DeviceBatch]:
         for step in itertools.count(first):
             self.watchdog.at("waiting for data", step)
             began = time.monotonic()
@@ -257,15 +263,15 @@ class Session:
             waited = time.monotonic() - began
             self.watchdog.at("running", step)
             arrays = tuple(self.executor.put(b) for b in loaded.microbatches)
-            yield Ready(arrays, loaded, waited, time.monotonic() - began)
+            yield DeviceBatch(arrays, loaded, waited, time.monotonic() - began)
 
-    def said(self, ready: Ready) -> Said:
+    def said(self, ready: DeviceBatch) -> Said:
         """Collect what this process reports to the others with a step."""
         loaded = ready.loaded
         work = float(loaded.needed_flops)
         return Said(int(loaded.digest), int(loaded.content), work, ready.busy, bool(self.asked.stop))
 
-    def ran(self, step: int, ready: Ready, report: StepReport, state: TrainState, progress: ProgressLine) -> None:
+    def ran(self, step: int, ready: DeviceBatch, report: StepReport, state: TrainState, progress: ProgressLine) -> None:
         """Note a step that was started and gave this state, and write down the one before, which is done by now."""
         self.settle(state, progress)
         self._running = Running(step, ready, report)
@@ -288,19 +294,19 @@ class Session:
         self._write(step + 1, scalars | more)
         progress.update(step + 1, scalars)
         spoiled = [int(sample) for sample in report.spoiled.samples if sample >= 0]
-        behind = partial(samples_behind, self.executor, state, ready.arrays, self.noise(step), spoiled)
+        behind = partial(samples_with_bad_gradients, self.executor, state, ready.arrays, self.noise(step), spoiled)
         self._bad_numbers.settle(step, report, behind, ready.loaded.samples.tolist())
         self._tell_save()
         if not self.start_seconds:
             self.start_seconds = startup.seconds()
         if self._numbers.times.steps == SETTLED:
             typical = self._numbers.times.typical()
-            if (used := memory_used(self.mesh)) is not None:
-                say(f"memory {size(used)} of a device used so far, {size(self.fitted.device)} predicted")
+            if (used := peak_memory_used(self.mesh)) is not None:
+                print_lines(f"memory {size(used)} of a device used so far, {size(self.fitted.device)} predicted")
             load = float(ready.loaded.load_seconds)  # the first steps' includes opening everything
-            say(announce.loader_verdict(load, self.config.data.workers, typical))
+            print_lines(announce.loader_verdict(load, self.config.data.workers, typical))
 
-    def _write(self, done: int, scalars: Mapping[str, Value]) -> None:
+    def _write(self, done: int, scalars: Mapping[str, MetricValue]) -> None:
         if self._log is not None:
             self._log.write(done, scalars)
 
@@ -311,9 +317,9 @@ class Session:
             return
         self._told_save = ended.step
         if ended.error:
-            saved = steps_in(self.folder.checkpoints)
+            saved = saved_steps(self.folder.checkpoints)
             kept = f"the checkpoint after step {saved[-1]} is kept" if saved else "there is none yet"
-            say(f"WARNING step {ended.step} could not be saved: {ended.error}; {kept}, and the run goes on")
+            print_lines(f"WARNING step {ended.step} could not be saved: {ended.error}; {kept}, and the run goes on")
 
     def _check_updated(self, step: int, report: StepReport) -> None:
         """Raises UserError where the step has updated nothing."""
@@ -347,15 +353,15 @@ class Session:
         self.watchdog.at("evaluating")
         scores, answered = self._scores(done, state, "validation")
         if scores:
-            say(f"step {done}  validation, {announce.brief(scores)}")
+            print_lines(f"step {done}  validation, {announce.score_line(scores)}")
         if answered:
-            say(f"  {answered[done % len(answered)]}")
+            print_lines(f"  {answered[done % len(answered)]}")
         if self.best.update(done, scores):
-            say(f"  best {self.best.metric} so far; its checkpoint is kept")
+            print_lines(f"  best {self.best.metric} so far; its checkpoint is kept")
             self.save(done, state, progress)
         elif self.best.exhausted:
             self.end = done
-            say(self._stopped_early())
+            print_lines(self._stopped_early())
         self._numbers.go_on()
 
     def _scores(self, done: int, state: TrainState, split: str) -> tuple[Scores, list[Answered]]:
@@ -390,7 +396,9 @@ class Session:
         """Save the state after `done` steps, where that was asked for in mid-run."""
         self.save(done, state, progress)
         self._check_saved()
-        say(f"stopped as asked after step {done}, which is saved; go on with --resume", f"run    {self.folder.path}")
+        print_lines(
+            f"stopped as asked after step {done}, which is saved; go on with --resume", f"run    {self.folder.path}"
+        )
 
     # ------------------------------------------------------------------------------------------------- after the loop
 
@@ -403,21 +411,21 @@ class Session:
         self._check_saved()
         if scores:
             scores = {name.removeprefix("test/"): value for name, value in scores.items()}
-            if processes.leads():
+            if processes.is_leader():
                 self._write_scores({"step": self.end} | scores)
-            say(*announce.score_table(scores))
+            print_lines(*announce.score_table(scores))
         if self.best.step:
-            say(
+            print_lines(
                 f"best   {self.best.metric} {self.best.value:.4g} after step {self.best.step}; its checkpoint is kept "
                 f"(--step {self.best.step} of evaluate, generate and export)"
             )
         times = self._numbers.times
         total = times.total or 1.0
-        say(
+        print_lines(
             f"{self.end - first} steps in {total:.0f} s, {times.waited / total:.1%} of it waiting for data; "
             f"{time.monotonic() - self.began:.0f} s in all; {self._numbers.compiled} programs compiled after the start",
             f"run    {self.folder.path}",
-            *announce.what_next(self.folder.path, tuple(self.config.model.encoders)),
+            *announce.next_commands(self.folder.path, tuple(self.config.model.encoders)),
         )
 
     def _write_scores(self, scores: Mapping[str, float]) -> None:
@@ -427,14 +435,14 @@ class Session:
             partial.write_text(json.dumps(scores, indent=2) + "\n")
             partial.rename(self.folder.scores)
         except OSError as error:
-            say(f"WARNING {self.folder.scores} cannot be written: {error.strerror}; the scores are below")
+            print_lines(f"WARNING {self.folder.scores} cannot be written: {error.strerror}; the scores are below")
 
     def _check_saved(self) -> None:
         """Raises UserError where the last state is not whole on disk."""
         with startup.activity("saving"):
             error = self.checkpoints.wait()
         if error:
-            saved = steps_in(self.folder.checkpoints)
+            saved = saved_steps(self.folder.checkpoints)
             kept = f"step {saved[-1]}, which is kept," if saved else "the start"
             raise UserError(
                 f"the last state could not be saved: {error}; make room, and go on from {kept} with --resume",

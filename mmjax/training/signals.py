@@ -6,13 +6,13 @@ import signal
 import threading
 from types import FrameType
 
-from mmjax.training.console import note
+from mmjax.training.console import print_note
 
 STOP = (signal.SIGTERM, signal.SIGUSR1)
 TRACE = signal.SIGUSR2
 
 
-class Asked:
+class StopFlags:
     """Requests by signals so far."""
 
     def __init__(self) -> None:
@@ -25,16 +25,16 @@ class Asked:
         name = signal.Signals(number).name
         if number == TRACE:
             self.trace = True
-            note(f"{name}: the next steps are recorded")
+            print_note(f"{name}: the next steps are recorded")
         else:
             # The first signal is reported as the reason; later ones change nothing.
             self.stop = self.stop or name
-            note(f"{name}: saving after this step, then ending")
+            print_note(f"{name}: saving after this step, then ending")
 
 
-def heed() -> Asked:
+def install_signal_handlers() -> StopFlags:
     """Install handlers: SIGTERM and SIGUSR1 request a clean stop, SIGUSR2 a profiler trace. Returns the flags."""
-    flags = Asked()
+    flags = StopFlags()
     if threading.current_thread() is threading.main_thread():  # only the main thread can install handlers
         for number in (*STOP, TRACE):
             signal.signal(number, flags.heed)

@@ -20,7 +20,7 @@ from mmjax.adapters import adapted_modules
 from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Exchange
 from mmjax.models.model import Model, merge, modules_of, partition
-from mmjax.parallel.mesh import held_ranks, replicated, row_ranks, rows_sharding
+from mmjax.parallel.mesh import local_ranks, replicated, row_ranks, rows_sharding
 from mmjax.parallel.sharding import ShardingRules, activations_on
 from mmjax.training.loss import LossReport, losses_in_chunks, step_loss
 from mmjax.training.optimizer import Hyperparameters, Optimizer
@@ -191,7 +191,7 @@ class Executor:
         """Bring a packed microbatch to the devices: the rows of this process's ranks, as many for each rank."""
 
         def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
-            of, held = row_ranks(self.mesh, axes), len(held_ranks(self.mesh, axes))
+            of, held = row_ranks(self.mesh, axes), len(local_ranks(self.mesh, axes))
             shape = (len(x) * of // held, *x.shape[1:])
             return jax.make_array_from_process_local_data(rows_sharding(self.mesh, axes), x, shape)
 
@@ -245,7 +245,7 @@ class Executor:
         words[0, 2:4] = said.content & 0xFFFFFFFF, said.content >> 32  # it is summed over devices
         words[:, 4], numbers[:, 1] = said.stop, said.busy
         # A rank's rows are counted once for each of the devices that share them.
-        shared = len(held_ranks(self.mesh)) * self.mesh.size // row_ranks(self.mesh)
+        shared = len(local_ranks(self.mesh)) * self.mesh.size // row_ranks(self.mesh)
         numbers[:, 0] = said.needed_flops / shared
         put = partial(jax.make_array_from_process_local_data, self.per_device)
         return put(words), put(numbers)

@@ -15,14 +15,14 @@ from mmjax.config import Config
 from mmjax.data.loader import LoadedStep, StepLoader
 from mmjax.parallel import processes
 from mmjax.training.metrics import balance_scalars, exchange_scalars
-from mmjax.training.metrics_log import Value
+from mmjax.training.metrics_log import MetricValue
 from mmjax.training.optimizer import Hyperparameters
-from mmjax.training.profile import host_memory, memory_used, open_files
-from mmjax.training.programs import ProgramCounter
+from mmjax.training.profile import open_files, peak_memory_used, resident_memory
+from mmjax.training.programs import CompileCounter
 from mmjax.training.step import Executor, StepReport
 
 
-class Ready(NamedTuple):
+class DeviceBatch(NamedTuple):
     """One step's batches on the devices, and on the host."""
 
     arrays: tuple[Microbatch, ...]
@@ -32,7 +32,7 @@ class Ready(NamedTuple):
 
 
 @dataclass
-class Times:
+class StepTimes:
     """Running statistics of step times, in seconds."""
 
     steps: int = 0
@@ -53,15 +53,15 @@ class Times:
 
 
 @dataclass(eq=False)
-class StepNumbers:
+class StepMetrics:
     """Times a run's steps, and computes the numbers to log for each. peak: FLOP/s of all devices together."""
 
     config: Config
     executor: Executor
     loader: StepLoader
-    programs: ProgramCounter
+    programs: CompileCounter
     peak: float
-    times: Times = field(default_factory=Times)
+    times: StepTimes = field(default_factory=StepTimes)
 
     def __post_init__(self) -> None:
         self._processes = [f"process {p} ({host})" for p, host in enumerate(processes.hosts())]
@@ -81,7 +81,7 @@ class StepNumbers:
         """Return the number of programs that were compiled after the start."""
         return self.programs.requested - self._compiled_at_start
 
-    def of(self, ready: Ready, report: StepReport, hyper: Hyperparameters) -> dict[str, Value]:
+    def of(self, ready: DeviceBatch, report: StepReport, hyper: Hyperparameters) -> dict[str, MetricValue]:
         """Return the numbers of the step that has just ended. report: on the host."""
         clock = time.monotonic()
         seconds = clock - self._ended
@@ -97,7 +97,7 @@ class StepNumbers:
         token_bytes = self.config.model.llm.width * self.executor.model.dtype.itemsize
         tokens = dict(zip(("text", *modules[1:]), loaded.tokens.tolist(), strict=True))
         names = self.config.data.sources
-        memory = memory_used(self.executor.mesh)
+        memory = peak_memory_used(self.executor.mesh)
         return {
             "loss": float(loss.sum() / weight.sum()),
             **{f"loss/{n}": float(x / w) for n, x, w in zip(names, loss, weight, strict=True) if w > 0},
@@ -119,12 +119,12 @@ class StepNumbers:
             "seconds/load": float(loaded.load_seconds),
             "data_wait_share": waited / seconds,
             **self._slowest(report.busy),
-            "memory/host": host_memory(),
+            "memory/host": resident_memory(),
             **({} if memory is None else {"memory/device": memory}),
             "open_files": open_files(),
         }
 
-    def _slowest(self, busy: jax.Array) -> dict[str, Value]:
+    def _slowest(self, busy: jax.Array) -> dict[str, MetricValue]:
         """Name the process that was ready last."""
         if len(self._processes) == 1:
             return {}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import jax
 
-from mmjax.training.console import note
+from mmjax.training.console import print_note
 
 STEPS = 3
 
 
-class Tracer:
+class ProfilerTrace:
     """Records what this process's devices do in the steps after a request."""
 
     def __init__(self, folder: Path) -> None:
@@ -35,4 +35,4 @@ class Tracer:
             return
         self._until = None
         jax.profiler.stop_trace()
-        note(f"{STEPS} steps are recorded in {self._path}; open them with xprof or ui.perfetto.dev")
+        print_note(f"{STEPS} steps are recorded in {self._path}; open them with xprof or ui.perfetto.dev")

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from mmjax.config import WatchConfig
 from mmjax.parallel import processes
-from mmjax.parallel.lookout import Lookout, Place, Seen, Stuck, claim_the_end, within
+from mmjax.parallel.lookout import PeerMonitor, PeerStatus, Phase, StuckReport, call_with_timeout, exit_once
 
 # Phases of a process, in the order in which a step, or a run, reaches them.
 Doing = Literal["starting", "opening", "compiling", "waiting for data", "running", "evaluating", "saving", "closing"]
@@ -49,7 +49,7 @@ class Watchdog:
         self._folder = folder
         self._times: deque[float] = deque(maxlen=_STEPS)
         clock = time.monotonic()
-        self._place = Place(-1, "opening", clock, clock)
+        self._place = Phase(-1, "opening", clock, clock)
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -62,7 +62,7 @@ class Watchdog:
         same_step = doing in _IN_STEP and last.doing in _IN_STEP and step == last.step
         if last.doing in _IN_STEP and not same_step:
             self._times.append(clock - last.began)
-        self._place = Place(step, doing, clock, last.began if same_step else clock)
+        self._place = Phase(step, doing, clock, last.began if same_step else clock)
 
     def beat(self) -> None:
         """Record that the current phase makes progress, so that its time starts anew."""
@@ -104,7 +104,7 @@ class Watchdog:
     def _median(self) -> float:
         return median(self._times) if self._times else 0.0
 
-    def _stuck(self, peers: Lookout | None) -> Stuck | None:
+    def _stuck(self, peers: PeerMonitor | None) -> StuckReport | None:
         """Return what to report where this process, or one that it waits for, hangs; None where neither does."""
         place = self._place
         limit = self._limit(place.doing)
@@ -119,11 +119,11 @@ class Watchdog:
         # Asking the others took time, in which this process may have gone on.
         if self._place != place or not limit or seconds <= limit:
             return None
-        who = f"this process was {_phase(place.doing, place.step)}" if peers is None else missing(status, late)
+        who = f"this process was {_phase(place.doing, place.step)}" if peers is None else describe_missing(status, late)
         silent = tuple(p for p, peer in (status or {}).items() if peer.silent)
-        return Stuck(self._line(place, seconds, limit, who), silent)
+        return StuckReport(self._line(place, seconds, limit, who), silent)
 
-    def _line(self, place: Place, seconds: float, limit: float, who: str) -> str:
+    def _line(self, place: Phase, seconds: float, limit: float, who: str) -> str:
         name = f"step {place.step + 1}" if place.doing in _IN_STEP else place.doing
         key = "others" if limit == self._config.others else "seconds" if limit == self._config.seconds else "times"
         allowed = f"{limit:g} s"
@@ -134,12 +134,12 @@ class Watchdog:
             f"{self._folder}; go on with --resume, or allow more time with training.watch.{key}"
         )
 
-    def _end(self, peers: Lookout | None, stuck: Stuck) -> None:
+    def _end(self, peers: PeerMonitor | None, stuck: StuckReport) -> None:
         # Only one thread of the process goes on from here: another may be ending it already.
-        claim_the_end()
-        within(_REPORT_SECONDS, self._write_stacks)
+        exit_once()
+        call_with_timeout(_REPORT_SECONDS, self._write_stacks)
         _write(f"error: {stuck.line}\n")
-        within(1, sys.stdout.flush)
+        call_with_timeout(1, sys.stdout.flush)
         if peers is not None:
             peers.await_leavers(set(range(peers.count)) - set(stuck.silent))
         for worker in multiprocessing.active_children():
@@ -165,7 +165,7 @@ class Watchdog:
             faulthandler.dump_traceback(file)
 
 
-def not_arrived(status: Mapping[int, Seen]) -> list[int]:
+def not_arrived(status: Mapping[int, PeerStatus]) -> list[int]:
     """Return the processes that the others wait for: those without a heartbeat, else those behind the first."""
     # A process without a heartbeat may have stopped anywhere; the phase it last reported says nothing.
     if silent := [p for p, peer in status.items() if peer.silent]:
@@ -175,7 +175,7 @@ def not_arrived(status: Mapping[int, Seen]) -> list[int]:
     return [p for p, phase in reached.items() if phase == last] if max(reached.values()) > last else []
 
 
-def missing(status: Mapping[int, Seen] | None, late: Sequence[int]) -> str:
+def describe_missing(status: Mapping[int, PeerStatus] | None, late: Sequence[int]) -> str:
     """Describe the processes that have not arrived, and where they were last seen.
 
     status: None where process 0 did not answer.

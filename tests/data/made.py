@@ -30,7 +30,7 @@ from mmjax.data.index import LengthIndex, build_index
 from mmjax.data.loader import StepLoader
 from mmjax.data.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan import make_planner
-from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.sample import Item, Sample, SampleLengths, Text
 
 VOCAB = 50
 ONE_RANK = Topology()
@@ -54,13 +54,13 @@ class Made:
     def fingerprint(self) -> str:
         return "made"
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         self.measured.append(index)
         segments, items = self.samples[index]
         text = sum(len(s.tokens) for s in segments if isinstance(s, Text))
         placed = sorted((s for s in segments if isinstance(s, Item)), key=lambda s: s.number)
         sizes = [a.shape[:2] if s.encoder == "vision" else a.shape for s, a in zip(placed, items, strict=True)]
-        return Facts(text, tuple((s.encoder, size) for s, size in zip(placed, sizes, strict=True)))
+        return SampleLengths(text, tuple((s.encoder, size) for s, size in zip(placed, sizes, strict=True)))
 
     def sample(self, index: int) -> Sample:
         self.read.append(index)

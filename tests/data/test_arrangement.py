@@ -14,12 +14,12 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from mmjax.config import AnyRes, AsIs, BatchConfig, ChatFormat, Config, DataConfig, LlavaSource, Samples, TrainingConfig
-from mmjax.data.arrangement import NEWLINE, any_res_rows, in_order, interpolated
+from mmjax.data.arrangement import NEWLINE, any_res_rows, interpolate_tokens, layout_in_order
 from mmjax.data.index import build_index
 from mmjax.data.loader import reader_of
 from mmjax.data.packing import pack_microbatch
 from mmjax.data.plan import make_planner
-from mmjax.data.sample import Arranged, Facts, Sample, Text
+from mmjax.data.sample import ArrangedItems, Sample, SampleLengths, Text
 from mmjax.data.sources import open_sources
 from mmjax.data.text_rows import Arrays
 from mmjax.errors import BadMedia, UserError
@@ -79,7 +79,7 @@ def test_tokens_are_interpolated_as_pytorch_does():
     for (rows, columns), size in (((5, 7), (3, 4)), ((9, 4), (7, 1)), ((6, 6), (6, 5)), ((1, 30), (1, 20))):
         values = rng.normal(size=(3, rows, columns)).astype(np.float32)
         wanted = torch.nn.functional.interpolate(torch.tensor(values)[None], size, mode="bilinear")[0].numpy()
-        made = interpolated(np.arange(rows * columns).reshape(rows, columns), size)
+        made = interpolate_tokens(np.arange(rows * columns).reshape(rows, columns), size)
         found = (values.reshape(3, -1)[:, made.token] * made.share).sum(-1)
         np.testing.assert_allclose(found, wanted.reshape(3, -1), atol=1e-6)
 
@@ -110,7 +110,7 @@ def test_tokens_that_are_not_there_cannot_be_placed(token, newline, message, tmp
         eyes = config.model.encoders["vision"]
         plain = replace(eyes, connector=replace(eyes.connector, newline=False), images=AsIs())
         config = replace(config, model=replace(config.model, encoders={"vision": plain}))
-    arranged = Arranged("vision", 0, 2, in_order(np.array(token)))
+    arranged = ArrangedItems("vision", 0, 2, layout_in_order(np.array(token)))
     sources = {"one": Arranging(arranged)}
     index = build_index(sources, config.model.encoders)
     planner, _ = make_planner(index, config, [1.0])
@@ -123,7 +123,7 @@ def test_tokens_that_are_not_there_cannot_be_placed(token, newline, message, tmp
 class Arranging:
     """One sample of two tiles, arranged so."""
 
-    arranged: Arranged
+    arranged: ArrangedItems
 
     def __len__(self) -> int:
         return 1
@@ -131,8 +131,8 @@ class Arranging:
     def fingerprint(self) -> str:
         return "one"
 
-    def facts(self, index: int) -> Facts:
-        return Facts(2, (("vision", (12, 12)),) * 2, len(self.arranged.tokens))
+    def facts(self, index: int) -> SampleLengths:
+        return SampleLengths(2, (("vision", (12, 12)),) * 2, len(self.arranged.tokens))
 
     def sample(self, index: int) -> Sample:
         return Sample((self.arranged, Text(np.int32([3, 4]), np.ones(2, np.float32))))

@@ -10,15 +10,15 @@ import pytest
 from files_made import served
 
 from mmjax.config import ArrayRecordSource
-from mmjax.data.array_records import INDEX, Contents, Shard, header_of, packed, unpacked
-from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.array_records import INDEX, FolderIndex, ShardWriter, decode_record, encode_record, to_header
+from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message
 from mmjax.data.file_sources import open_conversations
 from mmjax.errors import UserError
 
 TALK = Conversation(
     (
         Message("system", ("é \ud800",)),
-        Message("user", (Media("image"), "and", Media("audio"), "?")),
+        Message("user", (MediaPlace("image"), "and", MediaPlace("audio"), "?")),
         Message("assistant", ("yes",), 0.5),
     )
 )
@@ -31,28 +31,28 @@ def opened(folder: Path | str, tmp_path: Path):
 def make(folder: Path, counts: tuple[int, ...] = (3, 2)) -> Path:
     folder.mkdir(parents=True)
     for number, count in enumerate(counts):
-        shard, headers = Shard(folder / f"{number:05d}.arrayrecord"), []
+        shard, headers = ShardWriter(folder / f"{number:05d}.arrayrecord"), []
         for k in range(count):
             media = [b"image" * (k + 1), bytes([number, k])]
-            headers.append(header_of(TALK, [len(m) for m in media]))
-            shard.write(packed(headers[-1], media))
+            headers.append(to_header(TALK, [len(m) for m in media]))
+            shard.write(encode_record(headers[-1], media))
         shard.close()
         (folder / f"{number:05d}.jsonl").write_text("".join(json.dumps(h) + "\n" for h in headers))
-    Contents(counts, "nothing").write(folder)
+    FolderIndex(counts, "nothing").write(folder)
     return folder
 
 
 def test_a_record_holds_a_conversation_and_its_media() -> None:
-    record = packed(header_of(TALK, [5, 0]), [b"image", b""])
-    assert unpacked(record) == (TALK, (b"image", b""))
+    record = encode_record(to_header(TALK, [5, 0]), [b"image", b""])
+    assert decode_record(record) == (TALK, (b"image", b""))
     several = replace(TALK, answers=("a cat", "a kitten"))
-    assert unpacked(packed(header_of(several, [5, 0]), [b"image", b""]))[0] == several
+    assert decode_record(encode_record(to_header(several, [5, 0]), [b"image", b""]))[0] == several
 
 
 @pytest.mark.parametrize("spoil", [lambda r: r[:-1], lambda r: r + b"x", lambda r: b"PICK" + r[4:], lambda r: r[:6]])
 def test_a_record_that_is_not_whole_is_bad(spoil) -> None:
     with pytest.raises(BadSample):
-        unpacked(spoil(packed(header_of(TALK, [5, 0]), [b"image", b""])))
+        decode_record(spoil(encode_record(to_header(TALK, [5, 0]), [b"image", b""])))
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_a_record_that_is_not_whole_is_bad(spoil) -> None:
     ],
 )
 def test_a_header_that_says_what_cannot_be_is_bad(key, value) -> None:
-    header = header_of(TALK, [5, 0]) | {key: value}
+    header = to_header(TALK, [5, 0]) | {key: value}
     with pytest.raises(BadSample, match="not of this format"):
-        unpacked(packed(header, [b"image", b""]))
+        decode_record(encode_record(header, [b"image", b""]))
 
 
 def test_records_of_all_shards_are_read_in_any_order(tmp_path: Path) -> None:

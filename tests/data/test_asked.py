@@ -10,17 +10,17 @@ from checkpoints import QWEN2_VL, QWEN_VL, byte_level, save
 from PIL import Image
 
 from mmjax.config import ChatFormat, SmartResize, VisionConfig
-from mmjax.data.asked import Asked, AskedPrompts, ask
+from mmjax.data.asked import UserPrompt, UserPromptSource, make_prompt
 from mmjax.data.chat import load_chat
-from mmjax.data.conversation import BadSample, Media, Message
+from mmjax.data.conversation import BadSample, MediaPlace, Message
 from mmjax.data.sample import Item
 from mmjax.errors import UserError
 
-PICTURE, CLIP = Media("image"), Media("audio")
+PICTURE, CLIP = MediaPlace("image"), MediaPlace("audio")
 
 
 def test_media_stand_before_a_question_that_has_no_places():
-    asked = ask("What?", {"image": [b"1", b"2"], "audio": [b"3"]}, "Be brief.")
+    asked = make_prompt("What?", {"image": [b"1", b"2"], "audio": [b"3"]}, "Be brief.")
     assert asked.media == (b"1", b"2", b"3")
     assert asked.conversation.messages == (
         Message("system", ("Be brief.",)),
@@ -29,11 +29,11 @@ def test_media_stand_before_a_question_that_has_no_places():
 
 
 def test_media_stand_in_the_places_that_a_question_has():
-    asked = ask("Is <image> in <audio>, or <image>?", {"image": [b"1", b"2"], "audio": [b"3"]})
+    asked = make_prompt("Is <image> in <audio>, or <image>?", {"image": [b"1", b"2"], "audio": [b"3"]})
     assert asked.media == (b"1", b"3", b"2")
     (message,) = asked.conversation.messages
     assert message.parts == ("Is ", PICTURE, " in ", CLIP, ", or ", PICTURE, "?")
-    asked = ask("Is it <image>?", {"audio": [b"3"], "image": [b"1"]})
+    asked = make_prompt("Is it <image>?", {"audio": [b"3"], "image": [b"1"]})
     assert (asked.media, asked.conversation.messages[0].parts[0]) == ((b"3", b"1"), CLIP)
 
 
@@ -48,7 +48,7 @@ def test_media_stand_in_the_places_that_a_question_has():
 )
 def test_a_question_that_cannot_be_asked_is_refused(question, message):
     with pytest.raises(UserError, match=message):
-        ask(question, {"image": [b"1"]})
+        make_prompt(question, {"image": [b"1"]})
 
 
 def encoded(height: int, width: int) -> bytes:
@@ -62,9 +62,9 @@ def test_a_prompt_ends_where_its_answer_begins_and_its_items_are_as_facts_say(tm
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     chat = load_chat(ChatFormat(str(tmp_path)))
     vision = VisionConfig(1, 32, 2, 48, 4, images=SmartResize(4, 2, 64, 4096))
-    first = ask("What is <image>, and <image>?", {"image": [encoded(30, 20), encoded(90, 64)]})
-    broken = Asked(first.conversation, (first.media[0], first.media[1][:30]))
-    prompts = AskedPrompts([first, ask("What?", {}), broken], chat, {"eyes": vision})
+    first = make_prompt("What is <image>, and <image>?", {"image": [encoded(30, 20), encoded(90, 64)]})
+    broken = UserPrompt(first.conversation, (first.media[0], first.media[1][:30]))
+    prompts = UserPromptSource([first, make_prompt("What?", {}), broken], chat, {"eyes": vision})
     facts, sample = prompts.facts(0), prompts.sample(0)
     assert [s for s in sample.segments if isinstance(s, Item)] == [Item("eyes", 0), Item("eyes", 1)]
     for number, (name, size) in enumerate(facts.items):

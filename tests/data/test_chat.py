@@ -34,10 +34,10 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, WhisperMel
-from mmjax.data.asked import ask
+from mmjax.data.asked import make_prompt
 from mmjax.data.chat import Chat, load_chat, load_prompt_chat
-from mmjax.data.chat_records import chat_record
-from mmjax.data.conversation import BadSample, Conversation, Media, Message, marked_parts
+from mmjax.data.chat_records import parse_chat
+from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message, split_markers
 from mmjax.data.loader import reader_of
 from mmjax.data.media import item_size
 from mmjax.data.packing import pack_microbatch
@@ -45,7 +45,7 @@ from mmjax.data.sample import Item, Sample, Text
 from mmjax.data.text_rows import Arrays
 from mmjax.errors import UserError
 
-IMAGE, CLIP = Media("image"), Media("audio")
+IMAGE, CLIP = MediaPlace("image"), MediaPlace("audio")
 CHATML = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
@@ -468,19 +468,19 @@ RECORD = {
 
 def test_a_line_break_beside_a_marker_is_the_markers_in_records_and_questions() -> None:
     """LLaVA's records write one, templates write their own: the test above holds what becomes of `LOOK`."""
-    assert chat_record(RECORD, "conversations").conversation == LOOK
+    assert parse_chat(RECORD, "conversations").conversation == LOOK
     question = Message("user", (IMAGE, "What is in the picture?"))
     for text in (
         "<image>\nWhat is in the picture?",
         "<image>What is in the picture?",
         "<image> \r\n What is in the picture?",
     ):
-        assert ask(text, {"image": [b""]}).conversation.messages == (question,)
+        assert make_prompt(text, {"image": [b""]}).conversation.messages == (question,)
         record = {"conversations": [{"from": "human", "value": text}, RECORD["conversations"][1]], "image": "a.png"}
-        assert chat_record(record, "conversations").conversation.messages[0] == question
-    assert ask("What is in the picture?", {"image": [b""]}).conversation.messages == (question,)
-    assert ask("Is it?\n<image>\n", {"image": [b""]}).conversation.messages[0].parts == ("Is it?", IMAGE)
-    assert marked_parts("a <image> b\n\nc <image>\n<audio>") == ["a ", IMAGE, " b\n\nc ", IMAGE, CLIP]
+        assert parse_chat(record, "conversations").conversation.messages[0] == question
+    assert make_prompt("What is in the picture?", {"image": [b""]}).conversation.messages == (question,)
+    assert make_prompt("Is it?\n<image>\n", {"image": [b""]}).conversation.messages[0].parts == ("Is it?", IMAGE)
+    assert split_markers("a <image> b\n\nc <image>\n<audio>") == ["a ", IMAGE, " b\n\nc ", IMAGE, CLIP]
 
 
 def test_clips_take_the_positions_that_the_processor_gives_them(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.config import LlavaSource, ManifestSource, MessagesSource, QuestionsSource, ShareGptSource
-from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message
 from mmjax.data.file_sources import open_conversations
 from mmjax.data.json_records import JsonRecords
 from mmjax.errors import UserError
 
-IMAGE, AUDIO = Media("image"), Media("audio")
+IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")
 
 
 def opened(source, tmp_path: Path, split="train"):

@@ -25,7 +25,7 @@ from mmjax.config import (
     TrainingConfig,
     WhisperMel,
 )
-from mmjax.config_files import edit, from_json, to_json
+from mmjax.config_files import apply_overrides, from_json, to_json
 from mmjax.data.conversation import BadSample
 from mmjax.data.decode import decode_clip
 from mmjax.data.index import build_index
@@ -149,10 +149,10 @@ def test_a_source_with_nothing_but_bad_samples_is_refused_with_the_first_reason(
 
 def test_conversations_without_a_template_are_refused(checkpoint, tmp_path):
     save_questions(tmp_path, 3)
-    config = edit(config_of(checkpoint, tmp_path), ["data.chat=none"])
+    config = apply_overrides(config_of(checkpoint, tmp_path), ["data.chat=none"])
     with pytest.raises(UserError, match=r"data\.chat does not say how they become tokens"):
         open_sources(config, "train", tmp_path)
-    assert edit(config, [f"data.chat.folder={checkpoint}"]).data.chat == ChatFormat(str(checkpoint))
+    assert apply_overrides(config, [f"data.chat.folder={checkpoint}"]).data.chat == ChatFormat(str(checkpoint))
 
 
 SECONDS = [0.4, 1.0, 2.3, 3.0]

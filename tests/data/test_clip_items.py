@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mmjax.config import AudioConfig, ConnectorConfig, LogMel, StoredTable, WhisperMel
-from mmjax.data.clip_items import ClipSize, clip_frames, clip_size
-from mmjax.data.media import hidden_tokens, item_size, positions_per_token, prepare
+from mmjax.data.clip_items import ClipSize, clip_size, log_mel_frames
+from mmjax.data.media import encoder_input, hidden_tokens, item_size, positions_per_token
 from mmjax.data.whisper_mel import log_mel
 from mmjax.errors import BadMedia
 
@@ -30,7 +30,7 @@ def test_any_pooling_and_merging_has_room_for_every_frame_and_tokens_for_every_w
     encoder = replace(WHISPER, clips=clips, pool=pool, connector=ConnectorConfig(merge=merge))
     for frames in (*range(6, 20), 97, 98, 99, 100):
         wave = clip(frames * HOP - 5)
-        size, made = item_size(encoder, wave.shape), prepare(encoder, wave)
+        size, made = item_size(encoder, wave.shape), encoder_input(encoder, wave)
         seen = 50 if attended == "window" else -(-frames // 2)
         held = 100 if attended == "window" else min(2 * seen + 1, 100)
         assert size.tokens == -(-(seen // pool) // merge)
@@ -45,7 +45,7 @@ def test_own_frames_of_any_length_are_pooled_too():
     encoder = replace(WHISPER, clips=LogMel(), pool=2, connector=ConnectorConfig(merge=2))
     size = item_size(encoder, (400 + 6 * HOP,))
     assert (size.tokens, size.valid, size.positions) == (1, 7, 16)
-    assert len(clip_frames(encoder, clip(400 + 6 * HOP))) == 7
+    assert len(log_mel_frames(encoder, clip(400 + 6 * HOP))) == 7
 
 
 @pytest.mark.parametrize(("frames", "held"), [(1, 3), (2, 3), (3, 5), (98, 99), (99, 100), (100, 100)])

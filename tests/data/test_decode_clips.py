@@ -11,7 +11,7 @@ import soundfile
 from transformers.audio_utils import load_audio
 
 from mmjax.config import MediaLimits
-from mmjax.data.decode import ClipFacts, clip_facts, clip_samples, decode_clip
+from mmjax.data.decode import ClipHeader, decode_clip, read_clip_header, resampled_length
 from mmjax.errors import BadMedia
 
 FORMATS = {
@@ -46,14 +46,14 @@ def check_as_transformers(data: bytes, rate: int, folder) -> None:
     made = decode_clip(data, rate)
     assert made.dtype == np.float32
     np.testing.assert_array_equal(made, expected)
-    assert clip_samples(clip_facts(io.BytesIO(data)), rate) == len(made)
+    assert resampled_length(read_clip_header(io.BytesIO(data)), rate) == len(made)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("channels", [1, 2])
 def test_every_format_has_the_samples_of_transformers(name, channels, tmp_path):
     data = encoded(wave(50_003, channels), 48_000, name)
-    assert clip_facts(io.BytesIO(data)) == ClipFacts(50_003, 48_000)
+    assert read_clip_header(io.BytesIO(data)) == ClipHeader(50_003, 48_000)
     check_as_transformers(data, 48_000, tmp_path)
     check_as_transformers(data, 16_000, tmp_path)
 
@@ -89,7 +89,7 @@ def test_bytes_that_were_overwritten_never_end_in_anything_but_a_clip_or_bad_med
         for at in rng.integers(0, min(len(data), 3000), 3):
             broken[at] = rng.integers(256)
         try:
-            facts = clip_facts(io.BytesIO(bytes(broken)))
+            facts = read_clip_header(io.BytesIO(bytes(broken)))
             made = decode_clip(bytes(broken), facts.sample_rate)
         except BadMedia:
             continue
@@ -106,7 +106,7 @@ def test_what_is_no_clip_says_so():
         b"FORM\0\0\0\0AIFFCOMM",
     ):
         with pytest.raises(BadMedia, match="no clip of a known format"):
-            clip_facts(io.BytesIO(data))
+            read_clip_header(io.BytesIO(data))
     with pytest.raises(BadMedia, match=r"an empty file \(0 bytes\)"):
         decode_clip(b"", 16_000)
 
@@ -114,7 +114,7 @@ def test_what_is_no_clip_says_so():
 @pytest.mark.parametrize("name", ["wav 16", "wav float"])
 def test_a_clip_without_samples_says_so(name):
     with pytest.raises(BadMedia, match="a clip of 0 samples is empty"):
-        clip_facts(io.BytesIO(encoded(wave(0), 16_000, name)))
+        read_clip_header(io.BytesIO(encoded(wave(0), 16_000, name)))
 
 
 @pytest.mark.parametrize("frames", [1, 7])
@@ -143,15 +143,15 @@ def test_samples_that_are_no_numbers_are_bad():
 def test_a_clip_longer_than_the_limit_is_refused_by_its_header():
     data = encoded(wave(16_001), 16_000, "flac")
     with pytest.raises(BadMedia, match=r"a clip of 1\.0 s is longer than 1 s"):
-        clip_facts(io.BytesIO(data), MediaLimits(seconds=1))
-    assert clip_facts(io.BytesIO(data), MediaLimits(seconds=1.001)).frames == 16_001
+        read_clip_header(io.BytesIO(data), MediaLimits(seconds=1))
+    assert read_clip_header(io.BytesIO(data), MediaLimits(seconds=1.001)).frames == 16_001
 
 
 def test_a_wav_that_was_written_to_a_pipe_has_the_length_that_is_there(tmp_path):
     data = bytearray(encoded(wave(3000), 16_000, "wav 16"))
     for at in (4, data.index(b"data") + 4):
         data[at : at + 4] = struct.pack("<I", 0xFFFFFFFF)
-    assert clip_facts(io.BytesIO(bytes(data))).frames == 3000
+    assert read_clip_header(io.BytesIO(bytes(data))).frames == 3000
     check_as_transformers(bytes(data), 16_000, tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_an_mp3_that_does_not_say_its_length_is_bad_instead_of_cut_off(tmp_path)
     first = data.index(data[:2], 4)
     assert any(name in data[:first] for name in (b"Xing", b"Info"))
     with pytest.raises(BadMedia, match="an MP3 that does not say its length"):
-        clip_facts(io.BytesIO(data[first:]))
+        read_clip_header(io.BytesIO(data[first:]))
     tagged = b"ID3\x04\0\0\0\0\x10\0" + bytes(2048) + data
     check_as_transformers(tagged, 16_000, tmp_path)
 
@@ -175,4 +175,4 @@ def test_an_error_of_the_file_itself_is_no_bad_media():
 
     for name in ("wav 16", "flac", "opus"):
         with pytest.raises(ConnectionResetError, match="lost"):
-            clip_facts(Lost(encoded(wave(9000), 16_000, name)))
+            read_clip_header(Lost(encoded(wave(9000), 16_000, name)))

@@ -16,7 +16,7 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 from mmjax.config import MediaLimits
-from mmjax.data.decode import ADAM7, decode_image, image_size
+from mmjax.data.decode import ADAM7, decode_image, read_image_size
 from mmjax.errors import BadMedia
 
 HEIGHT, WIDTH = 61, 90
@@ -68,7 +68,7 @@ def check_as_transformers(data: bytes, folder) -> None:
     made = decode_image(data)
     assert made.dtype == np.uint8
     np.testing.assert_array_equal(made, expected)
-    assert image_size(io.BytesIO(data)) == expected.shape[:2]
+    assert read_image_size(io.BytesIO(data)) == expected.shape[:2]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_size_costs_less_than_two_kilobytes_however_large_the_file(format):
     large = Image.fromarray(picture(700, 900))
     file = Counting(encoded(large, format))
     assert len(file.getvalue()) > 40_000
-    assert image_size(file) == (700, 900)
+    assert read_image_size(file) == (700, 900)
     assert file.taken < 2048
 
 
@@ -136,7 +136,7 @@ def test_one_core_reads_the_sizes_of_two_thousand_files_in_a_second(tmp_path):
     started = time.process_time()
     for path in paths:
         with path.open("rb") as file:
-            assert image_size(file) == (WIDTH, HEIGHT)
+            assert read_image_size(file) == (WIDTH, HEIGHT)
     assert time.process_time() - started < len(paths) / 2000
 
 
@@ -167,7 +167,7 @@ def test_bytes_that_were_overwritten_never_end_in_anything_but_an_image_or_bad_m
             made = decode_image(bytes(broken))
         except BadMedia:
             continue
-        assert made.shape[:2] == image_size(io.BytesIO(bytes(broken)))
+        assert made.shape[:2] == read_image_size(io.BytesIO(bytes(broken)))
 
 
 def test_a_changed_byte_of_a_png_is_found():
@@ -286,7 +286,7 @@ def test_an_image_of_floats_is_refused():
 def test_what_is_no_image_says_so():
     for data in (b"<html>not found</html>", b"\0" * 100, b"RIFF0000WAVEfmt ", b"%PDF-1.7", b"\x80\x04cposix\nsystem\n"):
         with pytest.raises(BadMedia, match="no image of a known format"):
-            image_size(io.BytesIO(data))
+            read_image_size(io.BytesIO(data))
     with pytest.raises(BadMedia, match=r"an empty file \(0 bytes\)"):
         decode_image(b"")
 
@@ -295,7 +295,7 @@ def test_what_is_no_image_says_so():
 def test_an_image_without_pixels_says_so(format, at, size):
     data = encoded(image("P"), format)
     with pytest.raises(BadMedia, match="an image of 0 x 0 pixels is empty"):
-        image_size(io.BytesIO(data[:at] + bytes(size) + data[at + size :]))
+        read_image_size(io.BytesIO(data[:at] + bytes(size) + data[at + size :]))
 
 
 def test_a_decompression_bomb_is_refused_by_its_header_alone():
@@ -303,7 +303,7 @@ def test_a_decompression_bomb_is_refused_by_its_header_alone():
     data = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", b"nothing that can be inflated")
     with pytest.raises(BadMedia, match="10001 x 10000 pixels has more than 100000000 of them: a decompression bomb"):
         decode_image(data)
-    assert image_size(io.BytesIO(data), MediaLimits(pixels=200_000_000)) == (10_001, 10_000)
+    assert read_image_size(io.BytesIO(data), MediaLimits(pixels=200_000_000)) == (10_001, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_decompression_bomb_is_refused_by_its_header_alone():
 )
 def test_sizes_beyond_the_limits_say_which(size, limits, reason):
     data = encoded(Image.new("RGB", size), "PNG")
-    for read in (lambda: image_size(io.BytesIO(data), limits), lambda: decode_image(data, limits)):
+    for read in (lambda: read_image_size(io.BytesIO(data), limits), lambda: decode_image(data, limits)):
         with pytest.raises(BadMedia, match=reason):
             read()
 
@@ -350,4 +350,4 @@ def test_an_error_of_the_file_itself_is_no_bad_media():
     for format, good in (("JPEG", 2), ("PNG", 2), ("WEBP", 1), ("TIFF", 0)):
         Lost.good = good
         with pytest.raises(ConnectionResetError, match="lost"):
-            image_size(Lost(encoded(image(), format)))
+            read_image_size(Lost(encoded(image(), format)))

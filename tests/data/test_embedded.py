@@ -18,8 +18,8 @@ from mmjax.data.embedded import (
     STRIDE,
     EmbeddedDataset,
     SwappedItems,
-    decode,
-    encode,
+    decode_characters,
+    encode_characters,
 )
 from mmjax.data.media import item_size
 from mmjax.data.sample import Item, Text
@@ -64,14 +64,14 @@ def test_the_fingerprint_changes_with_whatever_changes_samples():
 
 def test_splits_share_no_digit_image():
     images = digits.digit_table()[0]
-    contents = [{images[row].tobytes() for of in digits.digits_of(split) for row in of} for split in SPLITS]
+    contents = [{images[row].tobytes() for of in digits.digits_by_label(split) for row in of} for split in SPLITS]
     assert sum(map(len, contents)) == len(set.union(*contents)) == 1797
     for split in SPLITS:
-        allowed = {row for of in digits.digits_of(split) for row in of}
+        allowed = {row for of in digits.digits_by_label(split) for row in of}
         recipes = [dataset(split, seed=5).recipe(i) for i in range(500)]
         drawn = {row for r in recipes for item in r.media if isinstance(item, Strip) for row in item.digits}
         assert drawn <= allowed
-        assert all(len(of) >= 8 for of in digits.digits_of(split))
+        assert all(len(of) >= 8 for of in digits.digits_by_label(split))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -146,8 +146,8 @@ def test_the_loss_is_on_answers_and_their_end_alone():
             branches = [s for s in texts if s.branch]
             assert [s.branch for s in branches] == list(range(1, len(asks) + 1))
             for text, ask in zip(branches, asks, strict=True):
-                assert decode(text.tokens[text.weights == 0]) == ask.text
-                assert decode(text.tokens[text.weights == 1]) == ask.answer
+                assert decode_characters(text.tokens[text.weights == 0]) == ask.text
+                assert decode_characters(text.tokens[text.weights == 1]) == ask.answer
                 assert text.tokens[-1] == END
 
 
@@ -170,11 +170,11 @@ def test_no_text_of_a_prompt_shows_an_answer():
         assert set(question.answer) <= {*tones.KEYS, " "}
         for text in question.prompt.segments:
             if isinstance(text, Text) and text.start != PASSAGE:
-                assert not set(decode(text.tokens)) & set(tones.KEYS)
+                assert not set(decode_characters(text.tokens)) & set(tones.KEYS)
         last = question.prompt.segments[-1]
         whole = data.sample(index).segments[-1]
         np.testing.assert_array_equal(whole.tokens[: len(last.tokens)], last.tokens)
-        assert decode(whole.tokens[len(last.tokens) :]) == question.answer
+        assert decode_characters(whole.tokens[len(last.tokens) :]) == question.answer
         assert all(map(same, question.prompt.segments[:-1], data.sample(index).segments[:-1]))
 
 
@@ -278,9 +278,9 @@ def test_questions_name_the_encoders_that_their_answers_need():
 
 
 def test_every_text_of_the_dataset_has_tokens_that_decode_to_it():
-    tokens = encode(ALPHABET)
+    tokens = encode_characters(ALPHABET)
     assert tokens.tolist() == list(range(2, 2 + len(ALPHABET)))
-    assert decode(tokens) == ALPHABET
-    assert decode([0, *encode("4 7"), END, *encode("9")]) == "4 7"
+    assert decode_characters(tokens) == ALPHABET
+    assert decode_characters([0, *encode_characters("4 7"), END, *encode_characters("9")]) == "4 7"
     for index in range(300):
         assert all((s.tokens > 0).all() for s in dataset().sample(index).segments if isinstance(s, Text))

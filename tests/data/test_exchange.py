@@ -13,7 +13,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import NoGrouping, PostBalance, Samples
 from mmjax.data.grouping import Group
 from mmjax.data.loader import StepLoader
-from mmjax.data.media import Prepared, prepare
+from mmjax.data.media import EncoderInput, encoder_input
 from mmjax.data.packing import pack_microbatch
 from mmjax.data.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.sample import Item, Text
@@ -51,8 +51,8 @@ def item_tokens(source: Made, sample: int) -> list[tuple[str, int, int] | None]:
     return tokens
 
 
-def _prepared(source: Made, sample: int, item: int, encoder: str) -> Prepared:
-    return prepare(ENCODERS[encoder], source.samples[sample][1][item])
+def _prepared(source: Made, sample: int, item: int, encoder: str) -> EncoderInput:
+    return encoder_input(ENCODERS[encoder], source.samples[sample][1][item])
 
 
 def _tokens(source: Made, sample: int, item: Item) -> int:

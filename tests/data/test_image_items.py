@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize
-from mmjax.data.image_items import before_encoder, items_of_image, sizes_of_items, tile_grid
+from mmjax.data.image_items import before_encoder, prepare_image, prepared_sizes, tile_grid
 from mmjax.data.media import patchify
 from mmjax.errors import BadMedia
 
@@ -26,8 +26,8 @@ FILTER_NUMBERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box"
 def items(how: ImagePreparation, image: np.ndarray, images: int = 1) -> tuple[np.ndarray, ...]:
     """The items of an image, once their sizes are what its size alone said."""
     prepare = before_encoder(how)
-    made = items_of_image(prepare, image, images)
-    assert tuple(item.shape[:2] for item in made) == sizes_of_items(prepare, image.shape[:2], images)
+    made = prepare_image(prepare, image, images)
+    assert tuple(item.shape[:2] for item in made) == prepared_sizes(prepare, image.shape[:2], images)
     assert {item.dtype for item in made} == {np.dtype(np.uint8)}
     return made
 
@@ -105,7 +105,7 @@ def test_smart_resize_refuses_what_qwen_vl_refuses(shape):
     with pytest.raises(ValueError, match="aspect ratio"):
         Qwen2VLImageProcessorPil()([Image.fromarray(picture(*shape))], **RAW)
     with pytest.raises(BadMedia, match=f"{shape[0]} x {shape[1]} pixels: one side is more than 200 times the other"):
-        sizes_of_items(before_encoder(SmartResize()), shape)
+        prepared_sizes(before_encoder(SmartResize()), shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -176,17 +176,17 @@ def test_as_is_leaves_the_image_alone():
 @pytest.mark.parametrize("how", [AsIs(), FixedSize(), SmartResize(), DynamicTiles(), AnyRes()])
 def test_an_image_without_pixels_is_bad(how):
     with pytest.raises(BadMedia, match="an image of 0 x 7 pixels is empty"):
-        sizes_of_items(before_encoder(how), (0, 7))
+        prepared_sizes(before_encoder(how), (0, 7))
 
 
 def test_an_image_that_would_be_blown_up_while_it_is_prepared_is_bad():
     with pytest.raises(BadMedia, match="preparing it would need 1120000 x 224 pixels"):
-        sizes_of_items(before_encoder(FixedSize()), (5000, 1))
+        prepared_sizes(before_encoder(FixedSize()), (5000, 1))
     with pytest.raises(BadMedia, match="preparing it would need 64 x 96 pixels, which is more than 6000"):
-        sizes_of_items(before_encoder(DynamicTiles(tile=(32, 32))), (64, 96), limits=MediaLimits(pixels=6000))
+        prepared_sizes(before_encoder(DynamicTiles(tile=(32, 32))), (64, 96), limits=MediaLimits(pixels=6000))
 
 
 @pytest.mark.parametrize("array", [np.zeros((4, 4), np.uint8), np.zeros((4, 4, 1), np.uint8), np.zeros((4, 4, 3))])
 def test_only_rgb_images_of_bytes_are_taken(array):
     with pytest.raises(ValueError, match="an image must be uint8"):
-        items_of_image(before_encoder(AsIs()), array)
+        prepare_image(before_encoder(AsIs()), array)

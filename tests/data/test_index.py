@@ -8,8 +8,8 @@ import pytest
 from made import AUDIO, VISION, Made, config, image, index_of, random_samples, random_texts, text
 
 from mmjax.data.index import LengthIndex, build_index, cached_index
-from mmjax.data.media import prepare
-from mmjax.data.sample import Facts, Item
+from mmjax.data.media import encoder_input
+from mmjax.data.sample import Item, SampleLengths
 from mmjax.errors import UserError
 
 ENCODERS = {"vision": VISION, "audio": AUDIO}
@@ -20,7 +20,7 @@ def test_lengths_are_those_of_the_prepared_items():
     index = index_of(source, config())
     for i, (_, items) in enumerate(source.samples):
         facts = source.facts(i)
-        prepared = [prepare(ENCODERS[e], a) for (e, _), a in zip(facts.items, items, strict=True)]
+        prepared = [encoder_input(ENCODERS[e], a) for (e, _), a in zip(facts.items, items, strict=True)]
         own = slice(index.item_start[i], index.item_start[i + 1])
         assert index.item_encoder[own].tolist() == [list(ENCODERS).index(e) for e, _ in facts.items]
         assert index.item_positions[own].tolist() == [len(p.values) for p in prepared]
@@ -130,15 +130,18 @@ GOOD = ((text(np.random.default_rng(0), 3, first=True),), [])
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        (Facts(3, (("smell", (4, 4)),)), "has an item for encoder 'smell'; the model's encoders: vision, audio"),
-        (Facts(3, (("vision", (4, 0)),)), "(4, 0)"),
-        (Facts(3, (("audio", (0,)),)), "(0,)"),
-        (Facts(0, ()), "is empty"),
+        (
+            SampleLengths(3, (("smell", (4, 4)),)),
+            "has an item for encoder 'smell'; the model's encoders: vision, audio",
+        ),
+        (SampleLengths(3, (("vision", (4, 0)),)), "(4, 0)"),
+        (SampleLengths(3, (("audio", (0,)),)), "(0,)"),
+        (SampleLengths(0, ()), "is empty"),
     ],
 )
 def test_what_cannot_be_indexed_is_named(facts, message):
     class Odd(Made):
-        def facts(self, index: int) -> Facts:
+        def facts(self, index: int) -> SampleLengths:
             return facts if index == 1 else super().facts(index)
 
     with pytest.raises(UserError) as error:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmjax.data import kept as kept_module
-from mmjax.data.kept import Damaged, Missing, keep, kept
+from mmjax.data.kept import Damaged, Missing, open_arrays, save_arrays
 from mmjax.errors import UserError
 
 ARRAYS = {
@@ -21,8 +21,8 @@ ARRAYS = {
 
 
 def test_arrays_come_back_memory_mapped_with_their_types_and_shapes(tmp_path: Path) -> None:
-    keep(tmp_path / "a" / "kept", ARRAYS)
-    found = kept(tmp_path / "a" / "kept", ARRAYS)
+    save_arrays(tmp_path / "a" / "kept", ARRAYS)
+    found = open_arrays(tmp_path / "a" / "kept", ARRAYS)
     for name, array in ARRAYS.items():
         assert found[name].dtype == array.dtype
         np.testing.assert_array_equal(found[name], array)
@@ -33,22 +33,22 @@ def test_what_is_kept_anew_replaces_what_was_there_whatever_that_is(tmp_path: Pa
     folder = tmp_path / "kept"
     folder.write_text("a file in the way")
     for value in (1, 2):
-        keep(folder, {"value": np.array([value])})
-        assert kept(folder, ["value"])["value"].tolist() == [value]
+        save_arrays(folder, {"value": np.array([value])})
+        assert open_arrays(folder, ["value"])["value"].tolist() == [value]
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_nothing_there_is_told_from_something_damaged(tmp_path: Path) -> None:
     with pytest.raises(Missing):
-        kept(tmp_path / "kept", ARRAYS)
+        open_arrays(tmp_path / "kept", ARRAYS)
     (tmp_path / "kept").mkdir()
     with pytest.raises(Damaged) as error:
-        kept(tmp_path / "kept", ARRAYS)
+        open_arrays(tmp_path / "kept", ARRAYS)
     assert not isinstance(error.value, Missing)
 
 
 def test_every_byte_counts(tmp_path: Path) -> None:
-    keep(tmp_path / "kept", {"lengths": np.arange(20)})
+    save_arrays(tmp_path / "kept", {"lengths": np.arange(20)})
     file = tmp_path / "kept" / "lengths.npy"
     whole = file.read_bytes()
     for at in range(len(whole)):
@@ -56,21 +56,21 @@ def test_every_byte_counts(tmp_path: Path) -> None:
         spoiled[at] ^= 1 << at % 8
         file.write_bytes(spoiled)
         with pytest.raises(Damaged, match="kept"):
-            kept(tmp_path / "kept", ["lengths"])
+            open_arrays(tmp_path / "kept", ["lengths"])
     file.write_bytes(whole)
-    assert kept(tmp_path / "kept", ["lengths"])["lengths"].tolist() == list(range(20))
+    assert open_arrays(tmp_path / "kept", ["lengths"])["lengths"].tolist() == list(range(20))
 
 
 def lengths_in_a_worker(folder: Path, answers) -> None:
     kept_module._sum = None  # nothing may be hashed here
-    answers.put(kept(folder, ["lengths"])["lengths"].sum())
+    answers.put(open_arrays(folder, ["lengths"])["lengths"].sum())
 
 
 def test_a_process_hashes_once_and_its_workers_never(tmp_path: Path, monkeypatch) -> None:
-    keep(tmp_path / "kept", {"lengths": np.arange(20)})
-    kept(tmp_path / "kept", ["lengths"])
+    save_arrays(tmp_path / "kept", {"lengths": np.arange(20)})
+    open_arrays(tmp_path / "kept", ["lengths"])
     monkeypatch.setattr(kept_module, "_sum", None)
-    kept(tmp_path / "kept", ["lengths"])
+    open_arrays(tmp_path / "kept", ["lengths"])
     spawned = multiprocessing.get_context("spawn")
     answers = spawned.Queue()
     worker = spawned.Process(target=lengths_in_a_worker, args=(tmp_path / "kept", answers))
@@ -82,5 +82,5 @@ def test_a_process_hashes_once_and_its_workers_never(tmp_path: Path, monkeypatch
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/folder cannot be written: Not a directory; make room there"):
-        keep(tmp_path / "file" / "folder", {"a": np.zeros(3)})
+        save_arrays(tmp_path / "file" / "folder", {"a": np.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -10,7 +10,7 @@ from made import Made
 
 from mmjax.config import AudioConfig, ConnectorConfig, LearnedGrid, LogMel, RotaryGrid, VisionConfig
 from mmjax.data.index import build_index
-from mmjax.data.media import item_size, patches, prepare, token_grid
+from mmjax.data.media import encoder_input, item_size, to_patches, token_grid
 from mmjax.data.sample import Item
 from mmjax.errors import BadMedia
 
@@ -32,7 +32,7 @@ grids = {"patch": st.integers(1, 7), "merge": st.integers(1, 3)}
 @given(**shapes, **grids)
 def test_patches_hold_every_pixel_where_their_coordinates_say(height, width, channels, patch, merge):
     image = np.random.default_rng(height * 41 + width).integers(0, 256, (height, width, channels), np.uint8)
-    values, coordinates, valid = patches(image, patch, merge)
+    values, coordinates, valid = to_patches(image, patch, merge)
     rows, columns = coordinates[:, 1].max() + 1, coordinates[:, 2].max() + 1
     canvas = np.full((rows * patch, columns * patch, channels), 77, np.uint8)
     for value, (t, y, x) in zip(values, coordinates, strict=True):
@@ -48,7 +48,7 @@ def test_patches_hold_every_pixel_where_their_coordinates_say(height, width, cha
 @settings(max_examples=60)
 @given(**shapes, **grids)
 def test_patches_of_a_merge_window_are_contiguous_and_windows_go_row_by_row(height, width, channels, patch, merge):
-    _, coordinates, _ = patches(np.zeros((height, width, channels), np.uint8), patch, merge)
+    _, coordinates, _ = to_patches(np.zeros((height, width, channels), np.uint8), patch, merge)
     windows = coordinates[:, 1:].reshape(-1, merge * merge, 2)
     corners = windows[:, 0] // merge
     assert (windows // merge == corners[:, None]).all()
@@ -65,7 +65,7 @@ def test_item_size_is_known_before_decoding(height, width, channels, patch, merg
         (audio(merge), np.zeros(samples, np.float32), (samples,)),
     )
     for encoder, array, size in items:
-        prepared, expected = prepare(encoder, array), item_size(encoder, size)
+        prepared, expected = encoder_input(encoder, array), item_size(encoder, size)
         assert {len(part) for part in prepared} == {expected.positions}
         assert prepared.valid.sum() == expected.valid
         per_token = merge * merge if encoder.kind == "vision" else 2 * merge
@@ -89,7 +89,7 @@ def test_item_size_is_known_before_decoding(height, width, channels, patch, merg
 )
 def test_what_an_encoder_cannot_take_is_refused(encoder, array, message):
     with pytest.raises(ValueError, match=message):
-        prepare(encoder, array)
+        encoder_input(encoder, array)
 
 
 @pytest.mark.parametrize(("encoder", "size"), [(vision(), (0, 8)), (audio(), (0,))])
@@ -120,6 +120,6 @@ def test_of_a_learned_grid_only_whole_patches_are_seen_and_elsewhere_black_fills
     filled = replace(grid, positions=RotaryGrid())
     assert (item_size(grid, (11, 14)).tokens, item_size(filled, (11, 14)).tokens) == (2 * 3, 3 * 4)
     assert (token_grid(grid, (11, 14)), token_grid(filled, (11, 14))) == ((1, 2, 3), (1, 3, 4))
-    np.testing.assert_array_equal(prepare(grid, image).values, prepare(grid, image[:8, :12]).values)
+    np.testing.assert_array_equal(encoder_input(grid, image).values, encoder_input(grid, image[:8, :12]).values)
     with pytest.raises(ValueError, match="an image of 3 x 14 pixels has not one patch of 4"):
         item_size(grid, (3, 14))

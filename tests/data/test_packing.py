@@ -13,10 +13,10 @@ from planned import BALANCE_KINDS, BALANCES
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoGrouping, Samples
 from mmjax.data.loader import reader_of
-from mmjax.data.media import prepare
+from mmjax.data.media import encoder_input
 from mmjax.data.packing import pack_microbatch
 from mmjax.data.placement import MicrobatchPlan, Topology
-from mmjax.data.sample import Facts, Item, Text
+from mmjax.data.sample import Item, SampleLengths, Text
 from mmjax.data.text_rows import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_ENCODERS, Arrays
 from mmjax.errors import UserError
 
@@ -39,7 +39,7 @@ def tokens_of(source: Made, sample: int) -> list[dict[str, Any]]:
             )
         else:
             array = source.samples[sample][1][segment.number]
-            count = len(prepare(ENCODERS[segment.encoder], array).values) // GROUP[segment.encoder]
+            count = len(encoder_input(ENCODERS[segment.encoder], array).values) // GROUP[segment.encoder]
             branch, pieces = 0, [{"item": segment.number, "encoder": segment.encoder, "nth": n} for n in range(count)]
         position = after.get(branch, after[0]) if segment.start is None else segment.start
         for piece in pieces:
@@ -130,7 +130,7 @@ def test_slots_lead_every_item_token_to_its_patches_or_frames(tmp_path):
             for number, array in enumerate(source.samples[sample][1]):
                 at = [plan.offset[llm] + n for n, t in enumerate(tokens) if t.get("item") == number]
                 encoder = next(t["encoder"] for t in tokens if t.get("item") == number)
-                group, prepared = GROUP[encoder], prepare(ENCODERS[encoder], array)
+                group, prepared = GROUP[encoder], encoder_input(ENCODERS[encoder], array)
                 slots = batch.text.slots[encoder][plan.row[llm], at]
                 others = [s for e, s in batch.text.slots.items() if e != encoder]
                 assert all(np.all(s[plan.row[llm], at] == -1) for s in others)
@@ -297,7 +297,7 @@ def test_an_empty_text_between_two_others_changes_nothing():
 
 
 def test_facts_of_a_made_sample_count_its_text_and_items():
-    assert Made([GOOD]).facts(0) == Facts(3, (("vision", (4, 4)),))
+    assert Made([GOOD]).facts(0) == SampleLengths(3, (("vision", (4, 4)),))
     assert clip(RNG, 5).shape == (5,)
 
 
@@ -341,7 +341,7 @@ def test_positions_of_one_number_are_the_first_of_three_where_there_is_no_image(
 
 def test_facts_that_changed_behind_the_index_are_named():
     class Changed(Made):
-        def facts(self, index: int) -> Facts:
+        def facts(self, index: int) -> SampleLengths:
             return replace(super().facts(index), items=(("vision", (4, 8)),))
 
     with pytest.raises(UserError, match=r"made\[0\]: its item 0 has 1 tokens, and by its source's facts\(\) the size"):

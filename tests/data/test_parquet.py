@@ -10,11 +10,11 @@ import pytest
 from files_made import clip, picture, served, write
 
 from mmjax.config import ParquetSource
-from mmjax.data.conversation import BadSample, Media
+from mmjax.data.conversation import BadSample, MediaPlace
 from mmjax.data.file_sources import open_conversations
 from mmjax.errors import UserError
 
-IMAGE, AUDIO = Media("image"), Media("audio")
+IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")
 
 
 def opened(source, tmp_path: Path):

@@ -7,9 +7,9 @@ import pytest
 
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.data.placement import Topology
-from mmjax.data.prompt_rows import AtOnce, PromptRows, in_steps
+from mmjax.data.prompt_rows import BatchLimits, PromptRows, round_up_to_step
 from mmjax.data.prompts import Selection
-from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.sample import Item, Sample, SampleLengths, Text
 
 MODEL = ModelConfig(
     DecoderConfig(1, 16, 2, 1, 8, 16, vocab=500),
@@ -29,8 +29,8 @@ class Pictures:
     def images(self, index: int) -> list[tuple[int, int]]:
         return [(4 + 2 * (index % 5), 4 * (k + 1)) for k in range(index % 3)]
 
-    def facts(self, index: int) -> Facts:
-        return Facts(index + 1, tuple(("vision", size) for size in self.images(index)))
+    def facts(self, index: int) -> SampleLengths:
+        return SampleLengths(index + 1, tuple(("vision", size) for size in self.images(index)))
 
     def sample(self, index: int) -> Sample:
         items = [Item("vision", k) for k in range(index % 3)]
@@ -42,7 +42,7 @@ class Pictures:
 
 @pytest.mark.parametrize("topology", [Topology(), Topology(4), Topology(2, encoders_per_rank=2)], ids=str)
 def test_every_prompt_has_a_row_with_its_own_items(topology):
-    rows, seen = PromptRows(Pictures(), MODEL, topology, 7, AtOnce(rows=4)), []
+    rows, seen = PromptRows(Pictures(), MODEL, topology, 7, BatchLimits(rows=4)), []
     for lies, batch in rows.batches():
         text, count = batch.text, len(lies)
         assert count % topology.ranks == 0
@@ -69,7 +69,7 @@ def test_every_prompt_has_a_row_with_its_own_items(topology):
 
 
 def test_rows_are_few_where_prompts_are_long():
-    rows = PromptRows(Pictures(), MODEL, Topology(), 30, AtOnce(rows=64, tokens=160))
+    rows = PromptRows(Pictures(), MODEL, Topology(), 30, BatchLimits(rows=64, tokens=160))
     for lies, batch in rows.batches():
         assert len(lies) * (batch.text.token.shape[1] + 30) <= 160 or len(lies) == 1
     assert rows.longest == max(i + 1 + sum(-(-h // 4) * (w // 4) for h, w in Pictures().images(i)) for i in range(40))
@@ -82,7 +82,7 @@ def test_some_prompts_are_asked_in_the_order_given():
 
 
 def test_lengths_come_in_few_steps():
-    assert [in_steps(n, 16) for n in (0, 1, 16, 17, 33, 49, 65, 97, 129, 193)] == [
+    assert [round_up_to_step(n, 16) for n in (0, 1, 16, 17, 33, 49, 65, 97, 129, 193)] == [
         16,
         16,
         16,
@@ -94,12 +94,12 @@ def test_lengths_come_in_few_steps():
         192,
         256,
     ]
-    assert all(n <= in_steps(n, 8) < 1.6 * n + 16 for n in range(1, 3000))
+    assert all(n <= round_up_to_step(n, 8) < 1.6 * n + 16 for n in range(1, 3000))
 
 
 def test_prompts_that_are_asked_together_have_one_shape_whatever_their_lengths():
     groups = [range(25), range(25, 40)]
-    rows = PromptRows(Pictures(), MODEL, Topology(2), 7, AtOnce(rows=4), groups)
+    rows = PromptRows(Pictures(), MODEL, Topology(2), 7, BatchLimits(rows=4), groups)
     shapes, seen = set(), []
     for numbers in (*groups, [39], range(3)):
         for prompts, batch in rows.batches(numbers):

@@ -13,7 +13,7 @@ from mmjax.data.embedded import EmbeddedDataset
 from mmjax.data.index import build_index
 from mmjax.data.loader import reader_of
 from mmjax.data.packing import pack_microbatch
-from mmjax.data.prompts import Prompts, Selection, select_usable
+from mmjax.data.prompts import QuestionPrompts, Selection, select_usable
 from mmjax.data.text_rows import Arrays
 
 CONFIG = load(default_config())
@@ -23,7 +23,7 @@ def some() -> EmbeddedDataset:
     return EmbeddedDataset(EmbeddedSource(), "test", 0)
 
 
-def alone(source: EmbeddedDataset | Prompts, sample: int):
+def alone(source: EmbeddedDataset | QuestionPrompts, sample: int):
     """One sample in a microbatch of its own."""
     index = build_index({"it": source}, CONFIG.model.encoders)
     parts = index.parts(np.array([sample]))
@@ -33,7 +33,7 @@ def alone(source: EmbeddedDataset | Prompts, sample: int):
 
 def test_a_prompt_is_packed_as_its_sample_is_in_training_up_to_the_answer():
     source = some()
-    prompts = Prompts(source)
+    prompts = QuestionPrompts(source)
     for sample in range(12):
         trained, asked = alone(source, sample), alone(prompts, sample)
         answer = len(source.question(sample).answer) + 1
@@ -48,7 +48,7 @@ def test_a_prompt_is_packed_as_its_sample_is_in_training_up_to_the_answer():
 
 
 def test_a_selection_has_the_samples_of_several_sources_in_their_order():
-    first, second = some(), Prompts(some())
+    first, second = some(), QuestionPrompts(some())
     chosen = Selection([(second, 5), (first, 3)])
     assert len(chosen) == 2
     assert chosen.facts(0) == second.facts(5)
@@ -71,7 +71,7 @@ def test_samples_behind_the_last_one_used_are_not_looked_at():
 
 @pytest.mark.parametrize("sample", range(3))
 def test_the_facts_of_a_prompt_are_its_tokens(sample):
-    prompts = Prompts(some())
+    prompts = QuestionPrompts(some())
     assert prompts.facts(sample).text_tokens == sum(
         len(segment.tokens) for segment in prompts.sample(sample).segments if hasattr(segment, "tokens")
     )

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from mmjax.config import ChatFormat
 from mmjax.data import template as template_module
-from mmjax.data.conversation import BadSample, Conversation, Media, Message
+from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message
 from mmjax.data.template import Template, load_template
 from mmjax.data.tokenizer import load_tokenizer
 from mmjax.errors import UserError
@@ -73,7 +73,7 @@ def test_a_text_is_the_one_that_transformers_writes(tmp_path: Path, name: str) -
 
 
 def test_media_stand_in_a_message_as_parts_or_as_what_is_written_for_them(tmp_path: Path) -> None:
-    image, clip = Media("image"), Media("audio")
+    image, clip = MediaPlace("image"), MediaPlace("audio")
     talk = Conversation((Message("user", (image, "Look: ", image, clip, "!")), Message("assistant", ("I see.",))))
     parts = template_of(tmp_path / "a", checkpoints.QWEN2_VL).messages(talk, WRITTEN)[0]["content"]
     assert [part["type"] for part in parts] == ["image", "text", "image", "audio", "text"]
@@ -240,7 +240,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range
     ],
 )
 def test_a_template_that_would_not_end_or_raises_anything_is_refused_in_one_line(tmp_path, monkeypatch, source, reason):
-    monkeypatch.setattr(template_module, "MOST_WORK", 50_000)
+    monkeypatch.setattr(template_module, "MAX_WORK", 50_000)
     with pytest.raises(BadSample) as refused:
         template_of(tmp_path, source).render(TALK_MESSAGES, False)
     assert reason in str(refused.value)

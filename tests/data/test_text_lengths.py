@@ -14,7 +14,7 @@ from mmjax.data import text_lengths
 from mmjax.data.chat import load_chat
 from mmjax.data.conversation import BadSample
 from mmjax.data.file_sources import open_conversations
-from mmjax.data.text_lengths import count_text, open_text_lengths
+from mmjax.data.text_lengths import count_text, open_token_counts
 
 COUNT = 300
 
@@ -63,7 +63,7 @@ def test_on_all_cores_it_is_what_one_counts_alone(reopen, chat, tmp_path, monkey
 
 
 def test_what_was_counted_is_kept_and_a_killed_count_goes_on(reopen, chat, tmp_path, monkeypatch):
-    assert open_text_lengths(reopen(), chat, tmp_path) is None
+    assert open_token_counts(reopen(), chat, tmp_path) is None
 
     class Killed(BaseException):
         pass
@@ -74,11 +74,11 @@ def test_what_was_counted_is_kept_and_a_killed_count_goes_on(reopen, chat, tmp_p
 
     with pytest.raises(Killed):
         count_text(reopen(), reopen, chat, tmp_path, killed)
-    assert open_text_lengths(reopen(), chat, tmp_path) is None
+    assert open_token_counts(reopen(), chat, tmp_path) is None
     told = []
     whole = count_text(reopen(), reopen, chat, tmp_path, told.append)
     assert told == [256, 300]
-    kept = open_text_lengths(reopen(), chat, tmp_path)
+    kept = open_token_counts(reopen(), chat, tmp_path)
     np.testing.assert_array_equal(kept.tokens, whole.tokens)
     assert len(kept.tokens) == COUNT
     monkeypatch.setattr(text_lengths, "_lengths", None)
@@ -93,6 +93,6 @@ def test_lengths_that_storage_has_changed_are_counted_again(name, reopen, chat, 
     kept = bytearray((folder / name).read_bytes())
     kept[-2] ^= 1
     (folder / name).write_bytes(kept)
-    assert open_text_lengths(reopen(), chat, tmp_path) is None
+    assert open_token_counts(reopen(), chat, tmp_path) is None
     assert f"note   {folder}" in capsys.readouterr().err
     assert count_text(reopen(), reopen, chat, tmp_path).tokens.tolist() == whole

@@ -9,7 +9,7 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from mmjax.config import WhisperMel
-from mmjax.data.whisper_mel import log_mel, most_frames, pieces, valid_frames
+from mmjax.data.whisper_mel import log_mel, split_clip, valid_frames, window_frames
 from mmjax.errors import BadMedia
 
 LENGTHS = (1, 100, 160, 161, 399, 401, 1000, 16_000, 50_001, 479_900, 479_990, 480_000)
@@ -48,7 +48,7 @@ def test_frames_within_and_beyond_the_clip_equal_whispers_extractor(samples, mel
 def test_other_windows_and_rates_equal_the_extractor_too():
     extractor = WhisperFeatureExtractor(feature_size=40, n_fft=256, hop_length=128, chunk_length=2)
     how = WhisperMel(mels=40, window=256, hop=128, seconds=2)
-    assert most_frames(how) == extractor.nb_max_frames
+    assert window_frames(how) == extractor.nb_max_frames
     for samples in (1, 5000, 31_990, 32_000):
         for wave in waves(samples).values():
             expected = extractor(wave, sampling_rate=16_000, return_tensors="np")["input_features"][0].T
@@ -58,13 +58,13 @@ def test_other_windows_and_rates_equal_the_extractor_too():
 def test_a_clip_longer_than_the_window_is_refused_or_split_never_cut_off():
     samples = 16_000 * 70 + 5
     with pytest.raises(BadMedia, match=r"a clip of 70\.0 s is longer than the encoder's 30 s"):
-        pieces(WhisperMel(), samples)
-    cut = pieces(WhisperMel(longer="split"), samples)
+        split_clip(WhisperMel(), samples)
+    cut = split_clip(WhisperMel(longer="split"), samples)
     assert cut == ((0, 480_000), (480_000, 960_000), (960_000, samples))
     for how in (WhisperMel(), WhisperMel(longer="split")):
         with pytest.raises(BadMedia, match="longer than the encoder's 30 s"):
             log_mel(how, np.zeros(samples, np.float32))
-    assert pieces(WhisperMel(), 480_000) == ((0, 480_000),)
+    assert split_clip(WhisperMel(), 480_000) == ((0, 480_000),)
 
 
 def test_an_empty_clip_is_bad():

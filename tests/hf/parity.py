@@ -19,7 +19,7 @@ from mmjax.config import MeshConfig, ModelConfig
 from mmjax.hf.families import from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.hf.layout import Layout
-from mmjax.models.layer_runs import layers_one_by_one
+from mmjax.models.layer_runs import unstack_layers
 from mmjax.models.model import Model, module_of
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
@@ -138,7 +138,7 @@ def moved(config: ModelConfig, folder: Path) -> ModelConfig:
 
 def same_gradients(ours: Params, layout: Layout, theirs: HfFolder) -> None:
     """Every gradient here is the one there, by the checkpoint's layout."""
-    for path, gradient in jax.tree.leaves_with_path(layers_one_by_one(ours)):
+    for path, gradient in jax.tree.leaves_with_path(unstack_layers(ours)):
         names = tuple(key.key for key in path)
         inside = names[1:] if names[0] == "llm" else names[2:]
         part = layout.modules[module_of(names)].find(inside)

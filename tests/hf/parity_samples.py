@@ -24,13 +24,13 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.image_items import items_of_image
+from mmjax.data.image_items import prepare_image
 from mmjax.data.index import build_index
 from mmjax.data.loader import reader_of
-from mmjax.data.media_items import Eyes, in_rows
+from mmjax.data.media_items import ImageProcessor, merge_arranged_items
 from mmjax.data.packing import pack_microbatch
 from mmjax.data.plan import make_planner
-from mmjax.data.sample import Facts, Item, Sample, Text
+from mmjax.data.sample import Item, Sample, SampleLengths, Text
 from mmjax.data.text_rows import Arrays
 
 Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
@@ -52,9 +52,9 @@ class Given:
     def items(self, index: int) -> list[Part]:
         return [part for part in self.samples[index] if not is_text(part)]
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         text = sum(len(part) for part in self.samples[index] if is_text(part))
-        return Facts(text, tuple((self.encoder(part), part.shape[:2]) for part in self.items(index)))
+        return SampleLengths(text, tuple((self.encoder(part), part.shape[:2]) for part in self.items(index)))
 
     def sample(self, index: int) -> Sample:
         segments, number = [], 0
@@ -79,17 +79,17 @@ class Given:
 class GivenWhole(Given):
     """The same of images that are not prepared yet: they are as files would be."""
 
-    eyes: Eyes = None
+    eyes: ImageProcessor = None
 
     def media(self, index: int) -> list:
         images = self.items(index)
         return [self.eyes.items(image.shape[:2], len(images)) for image in images]
 
-    def facts(self, index: int) -> Facts:
+    def facts(self, index: int) -> SampleLengths:
         media = self.media(index)
         tokens = sum(medium.count({self.vision: self.eyes.encoder}) for medium in media)
         sizes = tuple((self.vision, size) for medium in media for size in medium.sizes)
-        return Facts(super().facts(index).text_tokens, sizes, tokens)
+        return SampleLengths(super().facts(index).text_tokens, sizes, tokens)
 
     def sample(self, index: int) -> Sample:
         segments, media, number = [], iter(self.media(index)), 0
@@ -99,11 +99,11 @@ class GivenWhole(Given):
                 count = len(next(media).sizes)
                 items, number = [Item(self.vision, number + n) for n in range(count)], number + count
             segments += items
-        return in_rows(Sample(tuple(segments)), self.media(index))
+        return merge_arranged_items(Sample(tuple(segments)), self.media(index))
 
     def item(self, index: int, number: int) -> np.ndarray:
         images = self.items(index)
-        made = [items_of_image(self.eyes.before_encoder, image, len(images)) for image in images]
+        made = [prepare_image(self.eyes.before_encoder, image, len(images)) for image in images]
         return [tile for tiles in made for tile in tiles][number]
 
 
@@ -116,7 +116,7 @@ def given(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Given:
     seeing = {name: encoder for name, encoder in model.encoders.items() if isinstance(encoder, VisionConfig)}
     name, eyes = next(iter(seeing.items()), ("vision", None))
     if eyes is not None and isinstance(eyes.images, AnyRes):
-        return GivenWhole(samples, name, Eyes.of(name, eyes, {}))
+        return GivenWhole(samples, name, ImageProcessor.of(name, eyes, {}))
     return Given(samples, name)
 
 

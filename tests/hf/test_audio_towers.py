@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from mmjax.batch import ItemBatch
 from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, WhisperMel
-from mmjax.data.media import item_size, positions_per_token, prepare
+from mmjax.data.media import encoder_input, item_size, positions_per_token
 from mmjax.errors import UserError
 from mmjax.hf.families import encoder_from_hf, from_hf, layout_of
 from mmjax.hf.folder import HfFolder
@@ -101,7 +101,7 @@ def packed_clips(encoder: AudioConfig, clips: Sequence[np.ndarray], spare: int =
     values, coordinates = np.zeros((1, length, encoder.mels), np.float32), np.zeros((1, length, 3), np.int32)
     at, places = 0, []
     for number, (wave, size) in enumerate(zip(clips, sizes, strict=True)):
-        here, made = slice(at, at + size.positions), prepare(encoder, wave)
+        here, made = slice(at, at + size.positions), encoder_input(encoder, wave)
         values[0, here], coordinates[0, here], owner[0, here] = made.values, made.coordinates, number
         item[0, here] = np.where(made.valid, number, -1)
         places.append(range(at // group, at // group + size.tokens))

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mmjax.config import MeshConfig, PlainRope
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
-from mmjax.models.layer_runs import layers_one_by_one
+from mmjax.models.layer_runs import unstack_layers
 from mmjax.models.model import Model
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.mesh import make_mesh
@@ -105,7 +105,7 @@ def test_what_lies_on_a_mesh_is_what_lies_on_one_device(tmp_path, mesh):
     params = load_pretrained(model, shardings)
     assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)))
     _, whole, _ = loaded(tmp_path)
-    one_by_one = layers_one_by_one(jax.device_get(params)), layers_one_by_one(jax.device_get(whole))
+    one_by_one = unstack_layers(jax.device_get(params)), unstack_layers(jax.device_get(whole))
     jax.tree.map(np.testing.assert_array_equal, *one_by_one)
 
 

@@ -24,7 +24,7 @@ from mmjax.hf.families import from_hf
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.generation import Answer, Generator
-from mmjax.training.programs import ProgramCounter
+from mmjax.training.programs import CompileCounter
 
 MOST = 7
 Inputs = Callable[[Sequence[Part]], dict[str, Any]]  # of transformers' model, for one prompt
@@ -167,9 +167,9 @@ def test_shapes_are_few(tmp_path):
     rng = np.random.default_rng(0)
     of = lambda lengths: Given([[rng.integers(1, 97, n)] for n in lengths])  # noqa: E731
     generator.answers(params, of([15, 20, 40]))
-    counter = ProgramCounter()
+    counter = CompileCounter()
     assert len(generator.answers(params, of([1, 7, 33, 16]))) == 4
     assert counter.requested <= 2  # three prompts of at most 16 tokens are a batch of four rows
-    counter = ProgramCounter()
+    counter = CompileCounter()
     generator.answers(params, of([2, 16, 5, 17, 48]))
     assert counter.requested == 0

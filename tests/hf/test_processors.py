@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmjax.config import DynamicTiles, FixedSize, SmartResize, WhisperMel
-from mmjax.data.image_items import before_encoder, items_of_image
+from mmjax.data.image_items import before_encoder, prepare_image
 from mmjax.data.media import patchify
 from mmjax.data.whisper_mel import log_mel
 from mmjax.errors import UserError
@@ -62,11 +62,11 @@ def check(folder: Path, processor: Any) -> None:
     for shape in SHAPES:
         expected = np.asarray(processor([Image.fromarray(picture(*shape))])["pixel_values"])
         if isinstance(how, SmartResize):
-            (item,) = items_of_image(before_encoder(how), picture(*shape))
+            (item,) = prepare_image(before_encoder(how), picture(*shape))
             made = patchify(item, how.patch, how.merge).reshape(-1, how.patch, how.patch, 3)
             expected = expected.reshape(len(made), 3, 2, how.patch, how.patch)[:, :, 0].transpose(0, 2, 3, 1)
         else:
-            made = np.stack(items_of_image(before_encoder(how), picture(*shape)))
+            made = np.stack(prepare_image(before_encoder(how), picture(*shape)))
             expected = expected.reshape(-1, *expected.shape[-3:]).transpose(0, 2, 3, 1)
         np.testing.assert_allclose((made * rescale - np.array(mean)) / np.array(std), expected, atol=2e-6)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, LogMel, ModelConfig, VisionConfig
-from mmjax.models.layer_runs import into_runs, layers_one_by_one
+from mmjax.models.layer_runs import stack_layers, unstack_layers
 from mmjax.models.model import Model
 
 KIND = {"text": 1, "vision": 2, "audio": 4}
@@ -50,7 +50,7 @@ def tiny(
 def build(config=None, cuts=None, seed=0):
     """A float32 model and random parameters, biases and scales too; the same for any run borders."""
     model = Model.build(tiny() if config is None else config, jnp.float32, cuts)
-    shapes = layers_one_by_one(model.abstract, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
+    shapes = unstack_layers(model.abstract, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
     rng = np.random.default_rng(seed)
 
     def born(path, leaf):
@@ -59,7 +59,7 @@ def build(config=None, cuts=None, seed=0):
             return (noise * leaf.shape[0] ** -0.5).astype(np.float32)
         return (0.1 * noise + (path[-1].key == "scale")).astype(np.float32)
 
-    params = into_runs(jax.tree_util.tree_map_with_path(born, shapes), model.runs)
+    params = stack_layers(jax.tree_util.tree_map_with_path(born, shapes), model.runs)
     return model, jax.tree.map(jnp.asarray, params)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mmjax.models.attention import (
-    PLAIN,
+    DEFAULT_SCORING,
     MaskSpec,
     Scoring,
     _live_blocks,
@@ -99,9 +99,9 @@ def random_case(seed, length, heads, kv_heads, dtype=jnp.float32, rows=2):
 @pytest.mark.parametrize(
     ("length", "block", "heads", "kv_heads", "window", "scoring"),
     [
-        (48, 16, 4, 4, 0, PLAIN),
-        (53, 16, 4, 2, 0, PLAIN),
-        (37, 8, 6, 1, 5, PLAIN),
+        (48, 16, 4, 4, 0, DEFAULT_SCORING),
+        (53, 16, 4, 2, 0, DEFAULT_SCORING),
+        (37, 8, 6, 1, 5, DEFAULT_SCORING),
         (5, 16, 2, 2, 0, Scoring(0.3)),
         (53, 16, 4, 2, 9, Scoring(0.7, 1.5)),
     ],

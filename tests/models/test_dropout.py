@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from packed import assert_trees_close, build, losses_of_logits, pack, random_sample, tiny, token_losses
 
 from mmjax.models.dropout import ATTENTION, MLP_SITE, drop, tower_dropout
-from mmjax.models.layer_runs import into_runs, layers_one_by_one
+from mmjax.models.layer_runs import stack_layers, unstack_layers
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain
 
@@ -187,7 +187,7 @@ def gradient_of(logits, text):
 
     def by_layers(params):
         gradients, losses = run(params, NOISE)
-        return losses, layers_one_by_one(gradients)
+        return losses, unstack_layers(gradients)
 
     return by_layers
 
@@ -200,7 +200,7 @@ def whole():
     rows = [[random_sample(rng, [2, (2, 3), 4]), random_sample(rng, [5])], [random_sample(rng, [1, (3, 3), (1, 2), 3])]]
     batch = pack(rows, {"llm": 24, "vision": 24}, encoders=("vision",))
     run = gradient_of(lambda p, noise: model.logits(p, batch, noise), batch.text)
-    return layers_one_by_one(params), batch, run(params)
+    return unstack_layers(params), batch, run(params)
 
 
 def assert_same(got, expected):
@@ -212,7 +212,7 @@ def test_run_borders_and_recomputation_change_nothing(whole):
     numbered, batch, expected = whole
     model = Model.build(dropping(**DEEP, remat=("full", "attention", "attention")), jnp.float32, {"vision": (2,)})
     run = gradient_of(lambda p, noise: model.logits(p, batch, noise), batch.text)
-    assert_same(run(into_runs(numbered, model.runs)), expected)
+    assert_same(run(stack_layers(numbered, model.runs)), expected)
 
 
 @pytest.mark.exhaustive
@@ -229,7 +229,7 @@ def test_stages_drop_what_the_whole_tower_drops(whole):
                 x = stage(stage.select(params), x, own, noise)
         return x
 
-    assert_same(gradient_of(staged, batch.text)(into_runs(numbered, model.runs)), expected)
+    assert_same(gradient_of(staged, batch.text)(stack_layers(numbered, model.runs)), expected)
 
 
 def program(config, noise):

@@ -9,14 +9,18 @@ import pytest
 from packed import assert_trees_close, build, pack, random_sample, tiny, token_losses
 
 from mmjax.config import Remat
-from mmjax.models.layer_runs import Run, into_runs, layers_one_by_one, plan_runs
+from mmjax.models.layer_runs import LayerStack, plan_stacks, stack_layers, unstack_layers
 from mmjax.models.model import Model
 
 
 def test_runs_break_where_the_policy_changes_and_where_they_are_cut():
-    assert plan_runs(4, "none") == (Run(0, 4, "none"),)
-    assert plan_runs(4, ("none", "none", "full", "full")) == (Run(0, 2, "none"), Run(2, 4, "full"))
-    assert plan_runs(4, "full", cuts=(1, 3)) == (Run(0, 1, "full"), Run(1, 3, "full"), Run(3, 4, "full"))
+    assert plan_stacks(4, "none") == (LayerStack(0, 4, "none"),)
+    assert plan_stacks(4, ("none", "none", "full", "full")) == (LayerStack(0, 2, "none"), LayerStack(2, 4, "full"))
+    assert plan_stacks(4, "full", cuts=(1, 3)) == (
+        LayerStack(0, 1, "full"),
+        LayerStack(1, 3, "full"),
+        LayerStack(3, 4, "full"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,7 +33,7 @@ def test_runs_break_where_the_policy_changes_and_where_they_are_cut():
 )
 def test_runs_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        plan_runs(*arguments)
+        plan_stacks(*arguments)
 
 
 def initial(layers, cuts):
@@ -40,16 +44,16 @@ def initial(layers, cuts):
 def test_initial_values_do_not_depend_on_run_borders():
     whole, cut = initial(3, {})[1], initial(3, {"llm": (1,)})[1]
     assert set(cut["llm"]["layers"]["runs"]) == {"0", "1:3"}
-    assert_trees_close(layers_one_by_one(cut), layers_one_by_one(whole), 1e-6)
+    assert_trees_close(unstack_layers(cut), unstack_layers(whole), 1e-6)
 
 
 def test_layers_one_by_one_names_every_layer_and_into_runs_is_its_inverse():
     model, params = build(tiny(layers=5, encoders=("vision",)), {"llm": (1, 3)})
-    single = layers_one_by_one(params)
+    single = unstack_layers(params)
     assert set(single["llm"]["layers"]) == {"0", "1", "2", "3", "4"}
     stacked = params["llm"]["layers"]["runs"]["1:3"]["mlp"]["up"]["weight"]
     np.testing.assert_array_equal(single["llm"]["layers"]["2"]["mlp"]["up"]["weight"], stacked[1])
-    back = into_runs(single, model.runs)
+    back = stack_layers(single, model.runs)
     jax.tree.map(np.testing.assert_array_equal, back, params)
     assert jax.tree.structure(back) == jax.tree.structure(params)
 
@@ -58,7 +62,7 @@ def test_layers_keep_their_values_through_another_set_of_run_borders():
     config = tiny(layers=5, encoders=("vision",))
     one, params = build(config, {"llm": (1, 3)})
     other = Model.build(config, jnp.float32, {"llm": (2,), "vision": (1,)})
-    moved = into_runs(layers_one_by_one(params), other.runs)
+    moved = stack_layers(unstack_layers(params), other.runs)
     assert set(moved["llm"]["layers"]["runs"]) == {"0:2", "2:5"}
     rng = np.random.default_rng(0)
     batch = pack([[random_sample(rng, [2, (2, 3), 4])]], {"llm": 12, "vision": 16}, encoders=("vision",))
@@ -75,13 +79,13 @@ def test_one_by_one_and_back_work_on_shapes_and_inside_optimizer_states():
     def stack(leaves):
         return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
 
-    single = layers_one_by_one(model.abstract, take)
+    single = unstack_layers(model.abstract, take)
     assert single["llm"]["layers"]["2"]["mlp"]["up"]["weight"].shape == (32, 48)
-    assert into_runs(single, model.runs, stack) == model.abstract
+    assert stack_layers(single, model.runs, stack) == model.abstract
     state = optax.adamw(1e-3).init({"llm": params["llm"]})
-    single = layers_one_by_one(state)
+    single = unstack_layers(state)
     assert set(single[0].mu["llm"]["layers"]) == {"0", "1", "2"}
-    back = into_runs(single, model.runs)
+    back = stack_layers(single, model.runs)
     assert jax.tree.structure(back) == jax.tree.structure(state)
 
 
@@ -104,7 +108,7 @@ def test_every_mix_of_remat_policies_gives_equal_gradients(backend):
     for mix in MIXES:
         model, params = build(tiny(backend, layers=3, vision_layers=3, remat=mix, encoders=encoders))
         gradient = jax.jit(jax.grad(lambda p, m=model: token_losses(m, p, batch).sum()))(params)
-        gradients.append(layers_one_by_one(gradient))
+        gradients.append(unstack_layers(gradient))
     for found in gradients[1:]:
         assert_trees_close(found, gradients[0], 1e-6)
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from packed import assert_trees_close, build, pack, random_sample, tiny
 
-from mmjax.adapters import scale
+from mmjax.adapters import lora_scale
 from mmjax.config import AdamW, LoraConfig, MeshConfig, Muon
-from mmjax.models.layer_runs import layers_one_by_one
-from mmjax.models.model import Model, group_of, merge, partition
+from mmjax.models.layer_runs import unstack_layers
+from mmjax.models.model import Model, merge, parameter_group, partition
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.optimizer import key_names, make_optimizer
@@ -48,7 +48,7 @@ def folded(params):
     if "lora" in params:
         a, b = params["lora"]["a"], params["lora"]["b"]
         of = ATTENTION if a.shape[-1] == ATTENTION.rank else REST
-        out["weight"] = params["weight"] + scale(of) * a @ b
+        out["weight"] = params["weight"] + lora_scale(of) * a @ b
     return out
 
 
@@ -81,14 +81,14 @@ def test_adapters_compute_what_their_product_added_to_the_weights_does(remat):
         if path[-2] == "lora" and path[-1] == "a":
             of, weight = ATTENTION if leaf.shape[-1] == ATTENTION.rank else REST, changes[(*path[:-2], "weight")]
             b = leaves(params)[(*path[:-1], "b")]
-            assert_trees_close(own[path], scale(of) * weight @ jnp.swapaxes(b, -1, -2), 1e-4)
-            assert_trees_close(own[(*path[:-1], "b")], scale(of) * jnp.swapaxes(leaf, -1, -2) @ weight, 1e-4)
+            assert_trees_close(own[path], lora_scale(of) * weight @ jnp.swapaxes(b, -1, -2), 1e-4)
+            assert_trees_close(own[(*path[:-1], "b")], lora_scale(of) * jnp.swapaxes(leaf, -1, -2) @ weight, 1e-4)
 
 
 @pytest.mark.exhaustive
 def test_adapters_do_not_depend_on_runs_and_are_stored_layer_by_layer():
     whole, cut = (Model.build(adapted(layers=4), jnp.float32, cuts) for cuts in (None, {"llm": (1, 3)}))
-    one, other = (layers_one_by_one(m.init(jax.random.key(2))) for m in (whole, cut))
+    one, other = (unstack_layers(m.init(jax.random.key(2))) for m in (whole, cut))
     jax.tree.map(np.testing.assert_array_equal, one, other)
     a = [one["llm"]["layers"][str(i)]["attention"]["query"]["lora"]["a"] for i in range(4)]
     assert len({x.tobytes() for x in map(np.asarray, a)}) == 4
@@ -99,10 +99,10 @@ def test_adapters_are_trainable_where_their_module_is_frozen_and_groups_of_their
     model = Model.build(replace(tiny(), lora={"one": LoraConfig(("llm.*", "vision.connector.*"))}), jnp.float32)
     assert model.frozen == {"llm", "vision.connector"}
     trainable, frozen = partition(model.abstract, model.frozen)
-    assert {group_of(path) for path in leaves(trainable)} == {
+    assert {parameter_group(path) for path in leaves(trainable)} == {
         "llm.lora", "vision", "vision.connector.lora", "audio", "audio.connector",
     }  # fmt: skip
-    assert {group_of(path) for path in leaves(frozen)} == {"llm", "vision.connector"}
+    assert {parameter_group(path) for path in leaves(frozen)} == {"llm", "vision.connector"}
     assert merge(trainable, frozen) == model.abstract
     beside = replace(model.config, lora={"one": LoraConfig(("llm.*",), base="trained")})
     assert Model.build(beside, jnp.float32).frozen == set()
@@ -111,7 +111,7 @@ def test_adapters_are_trainable_where_their_module_is_frozen_and_groups_of_their
 def test_an_encoder_may_be_called_lora():
     model = Model.build(replace(tiny(), encoders={"lora": tiny().encoders["vision"]}), jnp.float32)
     assert partition(model.abstract, {"lora"})[0].keys() == {"llm", "connectors"}
-    assert {group_of(path) for path in leaves(model.abstract)} == {"llm", "lora", "lora.connector"}
+    assert {parameter_group(path) for path in leaves(model.abstract)} == {"llm", "lora", "lora.connector"}
 
 
 def test_adapters_lie_on_the_mesh_like_the_weights_beside_them():

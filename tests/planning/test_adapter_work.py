@@ -14,8 +14,8 @@ from test_cost import gradient, make_batch, make_model, random_microbatch, trace
 from mmjax.adapters import linear_layers
 from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
 from mmjax.models.layers import Linear
-from mmjax.models.model import Model, group_of
-from mmjax.planning.cost import executed, frozen_modules, needed, parameters, step_needed
+from mmjax.models.model import Model, parameter_group
+from mmjax.planning.cost import executed, frozen_modules, model_flops, parameters, step_needed
 from mmjax.planning.memory import moments
 from mmjax.planning.work import useful_work
 from mmjax.training.optimizer import key_names, make_optimizer
@@ -74,7 +74,7 @@ def test_padding_needs_nothing_of_adapters_either() -> None:
     model, plain = with_adapters(("*",)), make_model()
     batch = random_microbatch(model, np.random.default_rng(0))
     work = useful_work(model, batch.text, batch.items)
-    with_, without = (needed(m, work, frozenset()) for m in (model, plain))
+    with_, without = (model_flops(m, work, frozenset()) for m in (model, plain))
     names = linear_layers(model)
     llm = 2 * 3 * sum(sum(size) for name, size in names.items() if name.startswith("llm.")) * work["llm"].positions
     assert with_["llm"].forward - without["llm"].forward == 2 * llm
@@ -86,7 +86,7 @@ def test_parameters_and_moments_are_those_of_the_built_model(patterns: tuple[str
     model = Model.build(config, jnp.bfloat16)
     counted: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
-        group = group_of(key_names(path))
+        group = parameter_group(key_names(path))
         counted[group] = counted.get(group, 0) + leaf.size
     assert parameters(config) == counted
     trainable, still = jax.eval_shape(lambda p: split(model, frozenset(model.frozen), p), model.abstract)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmjax.errors import UserError
-from mmjax.planning.clusters import DEVICES, Cluster, cluster_of, device_of
+from mmjax.planning.clusters import DEVICES, Cluster, find_device, parse_cluster
 
 
 @pytest.mark.parametrize(
@@ -24,30 +24,30 @@ from mmjax.planning.clusters import DEVICES, Cluster, cluster_of, device_of
     ],
 )
 def test_a_device_is_known_by_what_jax_calls_it(kind: str, name: str, bfloat16: float, float32: float) -> None:
-    device = device_of(kind)
+    device = find_device(kind)
     assert device is not None
     assert (device.name, device.peak("bfloat16"), device.peak("float32")) == (name, bfloat16, float32)
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA RTX A4000", "NVIDIA H200 MIG 1g.18gb", "cpu"])
 def test_other_devices_and_slices_of_gpus_are_not_known(kind: str) -> None:
-    assert device_of(kind) is None
+    assert find_device(kind) is None
 
 
 @pytest.mark.parametrize(
     ("name", "nodes", "per_node"), [("h100x8x8", 8, 8), ("h100x4", 1, 4), ("H100", 1, 1), ("h100-pciex2x4", 2, 4)]
 )
 def test_a_cluster_is_named_by_its_device_nodes_and_devices_of_a_node(name: str, nodes: int, per_node: int) -> None:
-    cluster = cluster_of(name)
+    cluster = parse_cluster(name)
     assert (cluster.nodes, cluster.per_node, cluster.devices) == (nodes, per_node, nodes * per_node)
-    assert cluster_of(str(cluster)) == cluster
+    assert parse_cluster(str(cluster)) == cluster
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.name)
 def test_links_are_slower_than_memory_and_the_network_no_faster_than_links(device) -> None:
     assert device.bandwidth > device.link >= device.network
     assert device.bfloat16 >= device.float32
-    assert cluster_of(device.name) == Cluster(device)
+    assert parse_cluster(device.name) == Cluster(device)
 
 
 @pytest.mark.parametrize(
@@ -62,5 +62,5 @@ def test_links_are_slower_than_memory_and_the_network_no_faster_than_links(devic
 )
 def test_what_is_no_cluster_is_refused_with_the_way_to_write_one(name: str, says: str) -> None:
     with pytest.raises(UserError, match=f"cluster={name}: ") as raised:
-        cluster_of(name)
+        parse_cluster(name)
     assert says in str(raised.value)

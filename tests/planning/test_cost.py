@@ -26,14 +26,14 @@ from mmjax.config import (
     StretchedGrid,
     VisionConfig,
 )
-from mmjax.data.media import patches
+from mmjax.data.media import to_patches
 from mmjax.models import attention
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
 from mmjax.planning.cost import (
     executed,
     frozen_modules,
-    needed,
+    model_flops,
     parameters,
     relative_cost,
     step_needed,
@@ -201,7 +201,7 @@ def gradient(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1):
 def test_needed_is_exactly_a_count_of_every_multiply_add(frozen: frozenset[str], tied: bool) -> None:
     model = make_model(tied=tied)
     batch = random_microbatch(model, np.random.default_rng(len(frozen)))
-    found = needed(model, useful_work(model, batch.text, batch.items), frozen)
+    found = model_flops(model, useful_work(model, batch.text, batch.items), frozen)
     expected = count_multiply_adds(model, batch, frozen)
     assert {m: list(f) for m, f in found.items()} == {m: [2 * n for n in counts] for m, counts in expected.items()}
     assert step_needed(model, batch.text, batch.items, frozen) == 2 * sum(map(sum, expected.values()))
@@ -253,8 +253,8 @@ def test_a_frozen_llm_over_text_alone_needs_no_backward() -> None:
     batch = random_microbatch(model, np.random.default_rng(4))
     empty = {e: make_items(c, np.full((1, 12), -1, np.int32)) for e, c in model.encoders.items()}
     frozen = frozenset({"llm"})
-    assert needed(model, useful_work(model, batch.text, empty), frozen)["llm"].backward == 0
-    assert needed(model, useful_work(model, batch.text, batch.items), frozen)["llm"].backward > 0
+    assert model_flops(model, useful_work(model, batch.text, empty), frozen)["llm"].backward == 0
+    assert model_flops(model, useful_work(model, batch.text, batch.items), frozen)["llm"].backward > 0
 
 
 def test_a_process_that_holds_no_rows_needs_nothing() -> None:
@@ -318,7 +318,7 @@ def test_executed_adds_what_needed_leaves_out() -> None:
     shape = {"llm": (2, 12), "vision": (1, 8), "audio": (2, 12)}
     plain, frozen = make_model(), frozenset({"vision"})
     batch = make_batch(plain, shape)
-    least = needed(plain, useful_work(plain, batch.text, batch.items), frozen)
+    least = model_flops(plain, useful_work(plain, batch.text, batch.items), frozen)
     full = make_model(remat="full")
     for module, flops in executed(plain, shape, frozen).items():
         again = executed(full, shape, frozen)[module]
@@ -393,7 +393,7 @@ def test_pairs_of_windowed_vision_layers_are_those_within_squares() -> None:
     tower = replace(model.encoders["vision"], window=4, windowed=(0, 2))
     model = replace(model, encoders={"vision": tower})
     grids = [(5, 6), (4, 4), (2, 9), (3, 3)]  # patches; windows of 2 x 2 merge them
-    packed = [patches(np.zeros((2 * h, 2 * w, 3), np.uint8), 2, 2) for h, w in grids]
+    packed = [to_patches(np.zeros((2 * h, 2 * w, 3), np.uint8), 2, 2) for h, w in grids]
     item = np.concatenate([np.where(p.valid, n, -1) for n, p in enumerate(packed)])[None].astype(np.int32)
     coordinates = np.concatenate([p.coordinates for p in packed])[None]
     items = make_items(tower, item)._replace(coordinates=coordinates)

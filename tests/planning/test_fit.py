@@ -10,28 +10,28 @@ import pytest
 
 from mmjax.config import AdamW, ModelConfig
 from mmjax.config_files import load
-from mmjax.planning.activations import Kept
+from mmjax.planning.activations import SavedBytes
 from mmjax.planning.clusters import Rates
-from mmjax.planning.fit import Fit, Room, fit
+from mmjax.planning.fit import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.layer_times import LayerTimes, Speed
-from mmjax.planning.memory import OnDevice, Spread
+from mmjax.planning.memory import DeviceBatch, ModelSharding
 from mmjax.planning.work import row_work
 
 MODEL = load("omni_10b").model
 SPEED = Speed(Rates(600e12, 2.7e12, 50e9))
-ONE_NODE = Spread(64)
+ONE_NODE = ModelSharding(64)
 SHAPES = [
     {"llm": (1, 4096), "vision": (1, 8192), "audio": (1, 4096)},
     {"llm": (1, 8192), "vision": (1, 2048), "audio": (1, 8192)},
 ]
 
 
-def layer(policy_bytes: dict[str, float], positions: int, host: float = 0) -> dict[str, Kept]:
-    kept = {policy: Kept(n * positions) for policy, n in policy_bytes.items()}
-    return kept | {"offload": Kept(kept["full"].device, host * positions)}
+def layer(policy_bytes: dict[str, float], positions: int, host: float = 0) -> dict[str, SavedBytes]:
+    kept = {policy: SavedBytes(n * positions) for policy, n in policy_bytes.items()}
+    return kept | {"offload": SavedBytes(kept["full"].device, host * positions)}
 
 
-def kept_of(model: ModelConfig, shape: dict) -> dict[str, dict[str, Kept]]:
+def kept_of(model: ModelConfig, shape: dict) -> dict[str, dict[str, SavedBytes]]:
     """By position of a layer, of no real model: what is chosen must hold for any."""
     widths = {"llm": model.llm.width, **{name: e.width for name, e in model.encoders.items()}}
     per = {"none": 120, "products": 40, "attention_mlp": 6, "attention": 4, "full": 2}
@@ -41,10 +41,10 @@ def kept_of(model: ModelConfig, shape: dict) -> dict[str, dict[str, Kept]]:
     }
 
 
-def fitted(gigabytes: float, shapes=SHAPES, model: ModelConfig = MODEL, host: float = 0, spread=ONE_NODE) -> Fit:
-    batches = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in shapes]
+def fitted(gigabytes: float, shapes=SHAPES, model: ModelConfig = MODEL, host: float = 0, spread=ONE_NODE) -> MemoryPlan:
+    batches = [DeviceBatch(shape, {"vision": 64, "audio": 64}, 8) for shape in shapes]
     kept = [kept_of(model, shape) for shape in shapes]
-    return fit(model, batches, kept, spread, 2, AdamW(), SPEED, Room(gigabytes * 1e9, host * 1e9))
+    return plan_memory(model, batches, kept, spread, 2, AdamW(), SPEED, MemoryLimit(gigabytes * 1e9, host * 1e9))
 
 
 def test_with_room_for_everything_nothing_is_computed_again():
@@ -95,21 +95,23 @@ def test_activations_go_to_the_host_only_where_it_has_room_and_links_are_fast():
     tight = 0.3 * fitted(np.inf).device / 1e9
     slow = fitted(tight, host=1000)
     assert "offload" not in Counter(p for own in slow.policies.values() for p in own)
-    shapes = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
+    shapes = [DeviceBatch(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
     kept = [kept_of(MODEL, shape) for shape in SHAPES]
     fast = Speed(Rates(600e12, 2.7e12, 5e12))
     for host, used in ((1000, True), (0, False)):
-        found = fit(MODEL, shapes, kept, Spread(64), 2, AdamW(), fast, Room(tight * 1e9, host * 1e9))
+        found = plan_memory(
+            MODEL, shapes, kept, ModelSharding(64), 2, AdamW(), fast, MemoryLimit(tight * 1e9, host * 1e9)
+        )
         assert ("offload" in {p for own in found.policies.values() for p in own}) == used
 
 
 def test_the_loss_is_made_in_parts_where_its_logits_would_take_the_room_of_more_than_they_cost():
     model = replace(MODEL, llm=replace(MODEL.llm, vocab=2**18))
-    shapes = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
+    shapes = [DeviceBatch(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
     kept = [kept_of(model, shape) for shape in SHAPES]
 
-    def found(gigabytes: float, choices: tuple[int, ...]) -> Fit:
-        return fit(model, shapes, kept, ONE_NODE, 2, AdamW(), SPEED, Room(gigabytes * 1e9), choices)
+    def found(gigabytes: float, choices: tuple[int, ...]) -> MemoryPlan:
+        return plan_memory(model, shapes, kept, ONE_NODE, 2, AdamW(), SPEED, MemoryLimit(gigabytes * 1e9), choices)
 
     rich = found(np.inf, (1, 2, 4, 8))
     assert rich.loss_chunks == 1
@@ -125,11 +127,11 @@ def test_the_loss_is_made_in_parts_where_its_logits_would_take_the_room_of_more_
 def test_measured_times_decide_where_there_are_any():
     measured = {"none": 3.0, "products": 2.5, "attention_mlp": 3.5, "attention": 3.6, "full": 4.0}
     speed = Speed(SPEED.rates, {"vision": LayerTimes(1, {1024: measured})})
-    shapes = [OnDevice(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
+    shapes = [DeviceBatch(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
     kept = [kept_of(MODEL, shape) for shape in SHAPES]
 
-    def found(gigabytes: float) -> Fit:
-        return fit(MODEL, shapes, kept, ONE_NODE, 2, AdamW(), speed, Room(gigabytes * 1e9))
+    def found(gigabytes: float) -> MemoryPlan:
+        return plan_memory(MODEL, shapes, kept, ONE_NODE, 2, AdamW(), speed, MemoryLimit(gigabytes * 1e9))
 
     rich = found(np.inf)
     assert set(rich.policies["vision"]) == {"products"}
@@ -143,7 +145,7 @@ def test_measured_times_decide_where_there_are_any():
 
 
 def test_tensor_parallelism_cuts_what_is_kept_inside_a_layer_but_not_between_layers():
-    whole, halved = (fitted(np.inf, SHAPES[:1], spread=spread) for spread in (ONE_NODE, Spread(64, llm=2)))
+    whole, halved = (fitted(np.inf, SHAPES[:1], spread=spread) for spread in (ONE_NODE, ModelSharding(64, llm=2)))
     assert halved.activations["vision"] == whole.activations["vision"]
     between = 2 / 120
     assert halved.activations["llm"] == pytest.approx((between + (1 - between) / 2) * whole.activations["llm"])

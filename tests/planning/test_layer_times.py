@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmjax.planning.clusters import Rates
-from mmjax.planning.layer_times import FORWARD, LayerTimes, Speed, grid_of
+from mmjax.planning.layer_times import FORWARD, LayerTimes, Speed, profile_lengths
 
 
 def quadratic(n: int) -> dict[str, float]:
@@ -32,6 +32,6 @@ def test_more_rows_take_as_much_longer():
 
 
 def test_a_grid_has_both_ends_and_powers_of_two_between():
-    assert grid_of([120]) == [120]
-    assert grid_of([4168, 3648, 3792]) == [3648, 4168]
-    assert grid_of([100, 3000]) == [100, 128, 256, 512, 1024, 2048, 3000]
+    assert profile_lengths([120]) == [120]
+    assert profile_lengths([4168, 3648, 3792]) == [3648, 4168]
+    assert profile_lengths([100, 3000]) == [100, 128, 256, 512, 1024, 2048, 3000]

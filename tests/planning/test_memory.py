@@ -13,12 +13,12 @@ from mmjax.config_files import load
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.memory import OnDevice, Spread, fixed_bytes
+from mmjax.planning.memory import DeviceBatch, ModelSharding, fixed_bytes
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.step import Executor
 
-BATCH = OnDevice({"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}, {"vision": 8, "audio": 0}, peers=4)
-ALONE = Spread()
+BATCH = DeviceBatch({"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}, {"vision": 8, "audio": 0}, peers=4)
+ALONE = ModelSharding()
 NONE = dict.fromkeys(("llm", "vision", "audio"), 0.0)
 
 
@@ -28,7 +28,7 @@ def on_first_device(tree) -> int:
 
 
 def held(
-    config: Config, spread: Spread = ALONE, activation: int = 4, batch: OnDevice = BATCH, chunks: int = 1
+    config: Config, spread: ModelSharding = ALONE, activation: int = 4, batch: DeviceBatch = BATCH, chunks: int = 1
 ) -> dict[str, float]:
     frozen = Model.build(config.model, jnp.float32).frozen
     return fixed_bytes(config.model, batch, NONE, frozen, spread, activation, config.optimizer, chunks)
@@ -43,7 +43,7 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
     model = Model.build(config.model, jnp.float32)
     executor = Executor(model, make_optimizer(optimizer, model.axes), mesh, ShardingRules(), 1)
     state, sums = executor.init(jax.random.key(0)), executor.zeros()
-    predicted = held(config, Spread(8))
+    predicted = held(config, ModelSharding(8))
     # Biases and scales stay whole, which widths of hundreds still show.
     assert on_first_device((state.trainable, state.frozen)) == pytest.approx(predicted["parameters"], rel=0.1)
     assert on_first_device(sums.gradients) == pytest.approx(predicted["gradients"], rel=0.1)
@@ -66,7 +66,7 @@ def test_the_moment_of_the_loss_is_the_logits_of_a_part_and_the_sums_of_its_prod
     config = load("tiny_omni")
     config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=8192)))
     vocab, width = config.model.llm.vocab, config.model.llm.width
-    alone, shared = held(config, chunks=chunks), held(config, Spread(8), chunks=chunks)
+    alone, shared = held(config, chunks=chunks), held(config, ModelSharding(8), chunks=chunks)
     assert alone["transient"] == 4 * 64 * (vocab / chunks + 2 * width)
     # On many devices a part of the table has its gradient whole, and a whole table is gathered.
     assert shared["transient"] == alone["transient"] + 4 * width * vocab / chunks + 4 * width * vocab
@@ -78,7 +78,7 @@ def test_tensor_parallelism_cuts_the_logits():
     config = load("tiny_omni")
     config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=8192)))
     streams = 2 * 4 * 64 * config.model.llm.width
-    whole, halved = (held(config, Spread(8, llm=n))["transient"] - streams for n in (1, 2))
+    whole, halved = (held(config, ModelSharding(8, llm=n))["transient"] - streams for n in (1, 2))
     assert halved == whole / 2
 
 

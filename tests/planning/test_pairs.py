@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmjax.batch import TextBatch
-from mmjax.planning.pairs import allowed_pairs, far_pairs, item_pairs
+from mmjax.planning.pairs import allowed_pairs, item_pairs, pairs_beyond_window
 
 TEXT, IMAGE, CLIP = 1, 2, 4
 EVERYTHING = TEXT | IMAGE | CLIP
@@ -67,7 +67,7 @@ def test_pairs_within_a_window_equal_a_walk_over_every_query_and_key(items: str,
     rng = np.random.default_rng(3)
     for window in range(1, 13):
         text = random_text(rng, 3, int(rng.integers(4, 28)), items, branches)
-        assert (allowed_pairs(text) - far_pairs(text, window)).tolist() == brute_force_pairs(text, window)
+        assert (allowed_pairs(text) - pairs_beyond_window(text, window)).tolist() == brute_force_pairs(text, window)
 
 
 def test_a_permutation_of_the_row_changes_no_count() -> None:

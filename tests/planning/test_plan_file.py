@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mmjax.config import PostBalance
-from mmjax.config_files import edit, load
+from mmjax.config_files import apply_overrides, load
 from mmjax.errors import UserError
 from mmjax.planning.plan_file import plan_changes, plan_text
 
@@ -28,7 +28,7 @@ def planned(tmp_path):
 def test_a_plan_that_is_read_again_changes_a_config_into_what_was_planned(planned):
     config, path = planned
     name, changes = plan_changes(path)
-    changed = edit(load("tiny_omni"), changes)
+    changed = apply_overrides(load("tiny_omni"), changes)
     assert name == "tiny_omni"
     assert (changed.mesh.data, changed.mesh.fsdp, changed.mesh.tensor) == (2, 4, 1)
     assert changed.batch == config.batch

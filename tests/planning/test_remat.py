@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement, product
 import numpy as np
 import pytest
 
-from mmjax.planning.remat import Option, choose
+from mmjax.planning.remat import Option, choose_policies
 
 
 def cost(plan, options):
@@ -36,7 +36,7 @@ def test_the_chosen_mix_is_the_best_of_all(seed):
     most = sum(n * max(o.device for o in options[t].values()) for t, n in layers.items())
     device = rng.uniform(0.9 * least, 1.05 * most)
     host = rng.choice([np.inf, rng.uniform(0, 3e8)])
-    plan, wanted = choose(layers, options, device, host), best_of_all(layers, options, device, host)
+    plan, wanted = choose_policies(layers, options, device, host), best_of_all(layers, options, device, host)
     if wanted is None:
         assert plan is None
         return
@@ -49,7 +49,7 @@ def test_the_chosen_mix_is_the_best_of_all(seed):
 
 def test_layers_that_keep_least_come_first_and_alike_ones_stand_together():
     options = {"llm": {"none": Option(10, 0, 0), "attention": Option(4, 0, 1), "full": Option(1, 0, 3)}}
-    plan = choose({"llm": 80}, options, 400)["llm"]
+    plan = choose_policies({"llm": 80}, options, 400)["llm"]
     assert Counter(plan).total() == 80
     assert plan == tuple(sorted(plan, key=("full", "attention", "none").index))
 
@@ -63,17 +63,17 @@ def test_eighty_layers_of_each_of_three_towers_are_planned_exactly():
         for i, tower in enumerate(("llm", "vision", "audio"))
     }
     layers = dict.fromkeys(options, 80)
-    plan = choose(layers, options, 1e11)
+    plan = choose_policies(layers, options, 1e11)
     on, _, seconds_of_plan = cost(plan, options)
     assert on <= 1e11
     # One layer's step to the next policy is the most that rounding a continuous optimum can cost.
-    relaxed = choose(layers, options, 1e11 + kept.max())
+    relaxed = choose_policies(layers, options, 1e11 + kept.max())
     assert cost(relaxed, options)[2] <= seconds_of_plan
-    assert plan == choose(layers, options, 1e11)
+    assert plan == choose_policies(layers, options, 1e11)
 
 
 def test_what_fits_nowhere_is_not_planned():
-    assert choose({"llm": 2}, {"llm": {"full": Option(5, 0, 1)}}, 9.9) is None
-    assert choose({"llm": 2}, {"llm": {"offload": Option(0, 5, 1)}}, 9.9, 9.9) is None
-    assert choose({}, {}, 0) == {}
-    assert choose({"llm": 0}, {"llm": {"full": Option(5, 0, 1)}}, 0) == {"llm": ()}
+    assert choose_policies({"llm": 2}, {"llm": {"full": Option(5, 0, 1)}}, 9.9) is None
+    assert choose_policies({"llm": 2}, {"llm": {"offload": Option(0, 5, 1)}}, 9.9, 9.9) is None
+    assert choose_policies({}, {}, 0) == {}
+    assert choose_policies({"llm": 0}, {"llm": {"full": Option(5, 0, 1)}}, 0) == {"llm": ()}

@@ -8,40 +8,40 @@ import pytest
 
 from mmjax.config import AdamW
 from mmjax.config_files import load
-from mmjax.planning.clusters import REACHED, REACHED_MOVING, Cluster, cluster_of
+from mmjax.planning.clusters import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY, Cluster, parse_cluster
 from mmjax.planning.cost import executed, parameters
 from mmjax.planning.layer_times import LayerTimes, Speed
-from mmjax.planning.memory import OnDevice, Spread
-from mmjax.planning.times import Machine, StepTime, step_time
+from mmjax.planning.memory import DeviceBatch, ModelSharding
+from mmjax.planning.times import ClusterRun, StepTime, step_time
 
 MODEL = replace(load("omni_10b").model, encoders={})
-BATCH = OnDevice({"llm": (1, 4096)}, {})
+BATCH = DeviceBatch({"llm": (1, 4096)}, {})
 UNSAVED = {"llm": 0.0}
 
 
-def machine(name: str, **mesh: int) -> Machine:
-    cluster: Cluster = cluster_of(name)
+def machine(name: str, **mesh: int) -> ClusterRun:
+    cluster: Cluster = parse_cluster(name)
     sizes = {"data": 1, "fsdp": 1, "tensor": 1} | mesh
-    return Machine(
+    return ClusterRun(
         cluster,
         sizes,
-        Spread(sizes["fsdp"] * sizes["tensor"], sizes["tensor"]),
+        ModelSharding(sizes["fsdp"] * sizes["tensor"], sizes["tensor"]),
         Speed(cluster.device.rates("bfloat16")),
         2,
     )
 
 
-def seconds(on: Machine, model=MODEL, batches=(BATCH,), unsaved=UNSAVED) -> StepTime:
+def seconds(on: ClusterRun, model=MODEL, batches=(BATCH,), unsaved=UNSAVED) -> StepTime:
     return step_time(model, batches, unsaved, on, AdamW())
 
 
 def test_one_device_computes_and_updates_and_waits_for_nobody():
     found = seconds(machine("h100"))
     flops = sum(f.total for f in executed(MODEL, BATCH.shape, frozenset()).values())
-    assert found.compute == pytest.approx(flops / (REACHED * 989.4e12))
+    assert found.compute == pytest.approx(flops / (COMPUTE_EFFICIENCY * 989.4e12))
     assert found.shards == found.tensor == found.exchange == found.recompute == 0
     whole = sum(parameters(MODEL).values())
-    assert found.update == pytest.approx(2 * 16 * whole / (REACHED_MOVING * 3.35e12))
+    assert found.update == pytest.approx(2 * 16 * whole / (BANDWIDTH_EFFICIENCY * 3.35e12))
     assert found.total == pytest.approx(found.compute + found.update)
 
 
@@ -69,13 +69,13 @@ def test_a_loss_in_chunks_makes_its_logits_again():
     once, again = seconds(machine("h100")), seconds(replace(machine("h100"), loss_chunks=8))
     assert again.compute == once.compute
     products = 2 * MODEL.llm.vocab * MODEL.llm.width * 4096
-    assert again.recompute == pytest.approx(products / (REACHED * 989.4e12), rel=0.01)
+    assert again.recompute == pytest.approx(products / (COMPUTE_EFFICIENCY * 989.4e12), rel=0.01)
 
 
 def test_activations_that_are_kept_move_through_memory():
     moved = seconds(machine("h100"), unsaved={"llm": 1e5})
     layers = MODEL.llm.layers
-    extra = 3 * layers * 4096 * 1e5 / (REACHED_MOVING * 3.35e12)
+    extra = 3 * layers * 4096 * 1e5 / (BANDWIDTH_EFFICIENCY * 3.35e12)
     assert moved.compute - seconds(machine("h100")).compute == pytest.approx(extra)
 
 
@@ -85,8 +85,8 @@ def test_gathering_between_nodes_is_slower_than_inside_one_and_hidden_behind_com
     assert inside.total == pytest.approx(max(inside.compute, inside.shards) + inside.update)
     whole = sum(parameters(MODEL).values())
     size = (2 * 2 + 4) * whole  # bfloat16 forward and backward, float32 gradients
-    assert inside.shards == pytest.approx(size * 7 / 8 / (REACHED_MOVING * 450e9))
-    assert between.shards == pytest.approx(size * 7 / 8 / (REACHED_MOVING * 50e9))
+    assert inside.shards == pytest.approx(size * 7 / 8 / (BANDWIDTH_EFFICIENCY * 450e9))
+    assert between.shards == pytest.approx(size * 7 / 8 / (BANDWIDTH_EFFICIENCY * 50e9))
 
 
 def test_all_devices_of_a_node_share_its_adapters():
@@ -98,7 +98,7 @@ def test_tensor_parallelism_halves_the_operations_and_costs_all_reduces():
     whole, halved = seconds(machine("h100")), seconds(machine("h100x2", tensor=2))
     assert halved.compute == pytest.approx(whole.compute / 2)
     layers, width = MODEL.llm.layers, MODEL.llm.width
-    assert halved.tensor == pytest.approx(4 * layers * 4096 * width * 2 / (REACHED_MOVING * 450e9))
+    assert halved.tensor == pytest.approx(4 * layers * 4096 * width * 2 / (BANDWIDTH_EFFICIENCY * 450e9))
     assert halved.update == pytest.approx(whole.update / 2)
 
 
@@ -113,9 +113,9 @@ def test_microbatches_add_up_and_the_update_comes_once():
 
 def test_encoder_tokens_travel_over_the_links_of_a_node_or_where_peers_are_on_several_over_the_network():
     model = load("omni_10b").model
-    batch = OnDevice({"llm": (1, 4096), "vision": (1, 4096), "audio": (1, 4096)}, {"vision": 10, "audio": 0}, 8)
+    batch = DeviceBatch({"llm": (1, 4096), "vision": (1, 4096), "audio": (1, 4096)}, {"vision": 10, "audio": 0}, 8)
     unsaved = dict.fromkeys(batch.shape, 0.0)
     inside, between = (seconds(machine(name, data=8), model, (batch,), unsaved) for name in ("h100x8", "h100x2x4"))
     sent = 2 * 8 * 10 * model.llm.width * 2
-    assert inside.exchange == pytest.approx(sent / (REACHED_MOVING * 450e9))
-    assert between.exchange == pytest.approx(sent / (REACHED_MOVING * 50e9))
+    assert inside.exchange == pytest.approx(sent / (BANDWIDTH_EFFICIENCY * 450e9))
+    assert between.exchange == pytest.approx(sent / (BANDWIDTH_EFFICIENCY * 50e9))

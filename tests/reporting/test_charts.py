@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from mmjax.reporting.charts import HALF, Scale, Spell, area_chart, histogram, line_chart
+from mmjax.reporting.charts import HALF, Formatter, Scale, area_chart, histogram, line_chart
 from mmjax.reporting.curves import Curve
 from mmjax.reporting.training import percent
 from mmjax.training.console import count, duration, size
@@ -116,7 +116,7 @@ def test_what_rises_falls_or_hardly_moves_has_no_outliers(values: list[float]) -
 
 
 @pytest.mark.parametrize("spell", [count, duration, size, percent])
-def test_labels_of_close_values_have_digits_enough_to_differ(spell: Spell) -> None:
+def test_labels_of_close_values_have_digits_enough_to_differ(spell: Formatter) -> None:
     for values in ((2e9, 2.0001e9), (3e8, 97e8)) if spell is size else ((200.01, 200.05), (2e9, 2.0001e9), (3.0, 97.0)):
         svg = line_chart({"a": curve(*values)}, {"a": 0}, spell)
         labels = [text for _, anchor, text in ticks(svg) if anchor == "end"]

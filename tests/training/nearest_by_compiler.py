@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from mmjax.benchmarks.memory import MODELS
 from mmjax.config import BatchConfig, MeshConfig, NoGrouping, Samples
-from mmjax.config_files import edit, load
+from mmjax.config_files import apply_overrides, load
 from mmjax.data.lengths import index_of_lengths, omni_corpus
-from mmjax.planning.clusters import cluster_of
-from mmjax.training.absent_devices import absent_h100
+from mmjax.planning.clusters import parse_cluster
+from mmjax.training.absent_devices import aot_h100
 from mmjax.training.compiled_memory import compiled_bytes
-from mmjax.training.fitting import on_device, planned
-from mmjax.training.outlook import look_ahead
+from mmjax.training.fitting import apply_memory_plan, device_microbatch
+from mmjax.training.outlook import forecast_run
 
-NODE = cluster_of("h100x8")
+NODE = parse_cluster("h100x8")
 
 
 def main(gigabytes: float) -> None:
@@ -23,12 +23,14 @@ def main(gigabytes: float) -> None:
     batch = BatchConfig(Samples(96), {"llm": 8, "vision": 8, "audio": 8}, grouping=NoGrouping(), shapes=1)
     config = replace(load("omni_10b"), model=model, batch=batch, mesh=MeshConfig(data=8, memory=gigabytes))
     index = index_of_lengths(omni_corpus(20_000, 0), model.encoders)
-    refused = look_ahead(config, NODE, index, [1.0])
-    changed = edit(config, re.findall(r"(?:mesh|batch)\.\w+=\d+", refused.nearest))
-    way = look_ahead(changed, NODE, index, [1.0]).chosen
+    refused = forecast_run(config, NODE, index, [1.0])
+    changed = apply_overrides(config, re.findall(r"(?:mesh|batch)\.\w+=\d+", refused.nearest))
+    way = forecast_run(changed, NODE, index, [1.0]).chosen
     fitted = way.fitted
-    shape = on_device(changed, way.layout, way.layout.shapes[fitted.fullest])
-    compiled = compiled_bytes(planned(changed, fitted.policies, fitted.loss_chunks), shape, absent_h100(NODE.devices))
+    shape = device_microbatch(changed, way.layout, way.layout.shapes[fitted.fullest])
+    compiled = compiled_bytes(
+        apply_memory_plan(changed, fitted.policies, fitted.loss_chunks), shape, aot_h100(NODE.devices)
+    )
     fits = [refused.chosen.fitted.fits, fitted.fits]
     print(json.dumps({"fits": fits, "room": fitted.room.device, "planned": fitted.device, "compiled": compiled}))
 

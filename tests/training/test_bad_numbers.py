@@ -13,8 +13,8 @@ from tiny_run import MESHES, load_steps, make_executor, tiny_config
 from mmjax.config import BatchConfig, PackGrouping, Samples, TrainingConfig
 from mmjax.data.placement import Topology
 from mmjax.errors import UserError
-from mmjax.training.bad_gradients import halved, samples_behind
-from mmjax.training.bad_numbers import ENOUGH, SKIPPED, BadNumbers
+from mmjax.training.bad_gradients import bisect_bad, samples_with_bad_gradients
+from mmjax.training.bad_numbers import ENOUGH, SKIPPED, NonFiniteWatch
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.sample_losses import MOST_NAMED, Worst
 from mmjax.training.step import put_rows
@@ -77,7 +77,7 @@ def test_a_step_without_finite_numbers_updates_nothing_and_its_rows_samples_are_
     else:
         assert count == 0
         assert np.isfinite(np.asarray(told.report.loss)).all()
-        found = set(samples_behind(executor, state, put, None, ()))
+        found = set(samples_with_bad_gradients(executor, state, put, None, ()))
     assert found <= affected
     weighted = {int(k) for b in batches for k in b.text.owner[b.text.weight > 0]}
     assert found >= affected & weighted
@@ -91,12 +91,12 @@ def test_halving_finds_every_bad_member_with_few_trials():
             trials.append(part)
             return bool(set(part) & set(bad))
 
-        assert halved(list(range(1024)), is_bad, 1000) == bad
+        assert bisect_bad(list(range(1024)), is_bad, 1000) == bad
         assert len(trials) <= 1 + 2 * 10 * max(1, len(bad))
 
 
 def test_halving_that_takes_too_long_names_whole_parts():
-    found = halved(list(range(1024)), lambda part: True, 20)
+    found = bisect_bad(list(range(1024)), lambda part: True, 20)
     assert set(found) <= set(range(1024))
     assert len(found) > 500
 
@@ -105,7 +105,7 @@ def test_halving_that_takes_too_long_names_whole_parts():
 
 
 class Report:
-    """Of a step, what `BadNumbers` reads."""
+    """Of a step, what `NonFiniteWatch` reads."""
 
     def __init__(self, finite=True, norm=1.0, losses=(), not_finite=0) -> None:
         self.finite, self.gradient_norm = finite, np.float32(norm)
@@ -114,8 +114,8 @@ class Report:
         self.worst = Worst(sample, loss, np.int32(not_finite))
 
 
-def watching(**changes) -> BadNumbers:
-    return BadNumbers(TrainingConfig(steps=100, **changes), lambda sample: f"few[{sample}]")
+def watching(**changes) -> NonFiniteWatch:
+    return NonFiniteWatch(TrainingConfig(steps=100, **changes), lambda sample: f"few[{sample}]")
 
 
 def test_a_gradient_norm_far_above_the_usual_names_the_worst_samples(capsys):

@@ -12,21 +12,21 @@ from commands import TINY, TINY_MEDIA
 
 from mmjax.config import MeshConfig, ModelConfig, Muon
 from mmjax.config_files import load
-from mmjax.data.kept import sealed, unsealed
+from mmjax.data.kept import verify_checksum, with_checksum
 from mmjax.errors import UserError
-from mmjax.models.layer_runs import layers_one_by_one
+from mmjax.models.layer_runs import unstack_layers
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.checkpoint import (
-    Checkpoints,
+    CheckpointStore,
+    DamagedCheckpoint,
     DataState,
-    TornCheckpoint,
     checkpoint_step,
-    read_saved,
+    read_metadata,
     restore_parameters,
 )
-from mmjax.training.checkpoint_commit import Retention, steps_in
+from mmjax.training.checkpoint_commit import Retention, saved_steps
 from mmjax.training.optimizer import hyperparameters, make_optimizer
 from mmjax.training.state import TrainState, all_parameters, parameter_shardings
 from mmjax.training.step import Executor, Said
@@ -55,7 +55,7 @@ def moved(on: Executor, seed=0) -> TrainState:
 
 def values(tree) -> dict[str, np.ndarray]:
     """Every array by its layer's own name, whatever the runs."""
-    leaves = jax.tree.leaves_with_path(layers_one_by_one(tree))
+    leaves = jax.tree.leaves_with_path(unstack_layers(tree))
     return {jax.tree_util.keystr(path): np.array(x) for path, x in leaves}
 
 
@@ -68,7 +68,7 @@ def assert_equal(a, b) -> None:
 
 
 def save(folder: Path, on: Executor, state: TrainState, step=4) -> Path:
-    checkpoints = Checkpoints(folder, on, Retention(2))
+    checkpoints = CheckpointStore(folder, on, Retention(2))
     checkpoints.save(state, "{}", replace(DATA, step=step))
     checkpoints.close()
     return folder
@@ -90,7 +90,7 @@ def saved(one, state, tmp_path_factory) -> Path:
 
 
 def restored(folder: Path, on: Executor, step=4) -> TrainState:
-    checkpoints = Checkpoints(folder, on, Retention(2))
+    checkpoints = CheckpointStore(folder, on, Retention(2))
     try:
         return checkpoints.restore(step)[0]
     finally:
@@ -98,7 +98,7 @@ def restored(folder: Path, on: Executor, step=4) -> TrainState:
 
 
 def test_the_step_config_and_data_position_come_back(saved):
-    said = read_saved(saved, 4)
+    said = read_metadata(saved, 4)
     assert (said.step, said.config, said.data) == (4, "{}", DATA)
     assert checkpoint_step(saved) == 4
 
@@ -106,7 +106,7 @@ def test_the_step_config_and_data_position_come_back(saved):
 def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_once(one, tmp_path):
     state = moved(one)
     before = values(state)
-    checkpoints = Checkpoints(tmp_path, one, Retention(1))
+    checkpoints = CheckpointStore(tmp_path, one, Retention(1))
     checkpoints.prepare()
     checkpoints.save(state, "{}", DATA)
     hyper = hyperparameters(CONFIG, one.modules, 0)
@@ -148,11 +148,11 @@ def test_muons_state_comes_back(tmp_path):
 
 
 def test_only_the_newest_stay(one, state, tmp_path):
-    checkpoints = Checkpoints(tmp_path, one, Retention(2))
+    checkpoints = CheckpointStore(tmp_path, one, Retention(2))
     for step in (1, 2, 3):
         checkpoints.save(state, "{}", replace(DATA, step=step))
     checkpoints.close()
-    assert steps_in(tmp_path) == [2, 3]
+    assert saved_steps(tmp_path) == [2, 3]
 
 
 def test_a_save_that_was_cut_off_is_no_checkpoint(saved, one, state, tmp_path):
@@ -225,10 +225,10 @@ def test_a_damaged_file_is_one_line_or_does_no_harm(damage, small, small_saved, 
 def test_noise_that_storage_does_not_notice_is_named(saved, one, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     meta = tmp_path / "4" / "meta" / "metadata"
-    said = unsealed(json.loads(meta.read_text()))
+    said = verify_checksum(json.loads(meta.read_text()))
     said["sums"]["trainable.llm.embed.weight"] += 1
-    meta.write_text(json.dumps(sealed(said)))
-    with pytest.raises(TornCheckpoint, match=r"trainable\.llm\.embed\.weight is not what was saved") as error:
+    meta.write_text(json.dumps(with_checksum(said)))
+    with pytest.raises(DamagedCheckpoint, match=r"trainable\.llm\.embed\.weight is not what was saved") as error:
         restored(tmp_path, one)
     one_line(error, tmp_path)
     layouts = parameter_shardings(one.model, one.mesh, one.rules)
@@ -242,7 +242,7 @@ def test_a_letter_that_has_changed_in_what_it_says_of_itself_is_noticed(saved, t
     meta = tmp_path / "4" / "meta" / "metadata"
     meta.write_text(meta.read_text().replace("an index", "an indey"))
     with pytest.raises(UserError, match="it is not what was written"):
-        read_saved(tmp_path, 4)
+        read_metadata(tmp_path, 4)
 
 
 def test_a_torn_checkpoint_names_the_one_before(saved, one, tmp_path):

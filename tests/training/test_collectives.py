@@ -25,7 +25,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh, replicated
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.work import CONV_STRIDE
-from mmjax.training.devices import topology_of
+from mmjax.training.devices import mesh_topology
 from mmjax.training.optimizer import make_optimizer
 from mmjax.training.step import Executor, put_rows
 
@@ -145,7 +145,7 @@ def test_under_fsdp_layers_are_gathered_one_at_a_time_in_their_scan_and_no_rank_
 def test_the_devices_of_a_rank_share_its_exchange_and_add_up_no_tokens(tensor, tmp_path):
     mesh = MeshConfig(RANKS // tensor, tensor=tensor)
     made = config(PostBalance(locality="off"))
-    batch = first_batch(made, tmp_path, topology_of(make_mesh(mesh, jax.devices()), mesh))
+    batch = first_batch(made, tmp_path, mesh_topology(make_mesh(mesh, jax.devices()), mesh))
     _, text, _ = compiled_text(made, mesh, batch)
     found = collectives_in(text, (*MOVING, "all-reduce"))
     exchanged = [sum(map(prod, c.shapes)) for c in found if c.kind == "all-to-all"]
@@ -175,7 +175,7 @@ def test_encoders_spread_over_the_tensor_axis_send_no_activations_but_their_toke
     made = config(NoBalance())
     narrow = {name: replace(encoder, width=ENCODER_WIDTH) for name, encoder in made.model.encoders.items()}
     made = replace(made, model=replace(made.model, encoders=narrow))
-    batch = first_batch(made, tmp_path, topology_of(make_mesh(mesh, jax.devices()), mesh))
+    batch = first_batch(made, tmp_path, mesh_topology(make_mesh(mesh, jax.devices()), mesh))
     lengths = {name: items.item.shape[1] for name, items in batch.items.items()}
     inside = {lengths["vision"], lengths["audio"], lengths["audio"] // CONV_STRIDE}
     _, found = compiled(made, mesh, batch, ENCODER_WIDTH, (*MOVING, "all-reduce"))

@@ -9,7 +9,7 @@ from mmjax.config import MeshConfig
 from mmjax.data.placement import Topology
 from mmjax.errors import UserError
 from mmjax.parallel.mesh import make_mesh
-from mmjax.training.devices import topology_of, use_most_memory
+from mmjax.training.devices import mesh_topology, set_gpu_memory_fraction
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ from mmjax.training.devices import topology_of, use_most_memory
     ],
 )
 def test_ranks_of_one_host_exchange_unless_the_config_says_how_many(config, topology):
-    assert topology_of(make_mesh(config, jax.devices()), config) == topology
+    assert mesh_topology(make_mesh(config, jax.devices()), config) == topology
 
 
 def test_ranks_that_nodes_do_not_divide_are_refused_with_the_remedy():
     config = MeshConfig(ranks_per_node=3)
     with pytest.raises(UserError, match=r"mesh\.ranks_per_node=3: choose a divisor of the 8 ranks"):
-        topology_of(make_mesh(config, jax.devices()), config)
+        mesh_topology(make_mesh(config, jax.devices()), config)
 
 
 @pytest.mark.parametrize(("said", "used"), [(None, "0.92"), ("0.5", "0.5")])
@@ -36,5 +36,5 @@ def test_most_of_a_gpus_memory_is_used_unless_somebody_said_how_much(said, used,
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", said or "")
     if said is None:
         monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    use_most_memory()
+    set_gpu_memory_fraction()
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == used

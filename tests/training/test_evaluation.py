@@ -16,13 +16,13 @@ from mmjax.config import EmbeddedSource, MeshConfig, TrainingConfig
 from mmjax.config_files import default_config, load
 from mmjax.data.conversation import BadSample
 from mmjax.data.embedded import EmbeddedDataset
-from mmjax.data.prompt_rows import AtOnce
+from mmjax.data.prompt_rows import BatchLimits
 from mmjax.errors import BadMedia, UserError
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.training.best import BestMetric
-from mmjax.training.checkpoint_commit import Retention, steps_in
+from mmjax.training.checkpoint_commit import Retention, saved_steps
 from mmjax.training.evaluation import Evaluator
 
 CONFIG = load(default_config())
@@ -63,7 +63,7 @@ def params(model):
 def evaluator(model: Model, source, config=CONFIG, **options) -> Evaluator:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     sources = {"validation/torn": source}
-    options = {"loss_chunks": 1, "at_once": AtOnce(rows=8), "one_shape": True} | options
+    options = {"loss_chunks": 1, "at_once": BatchLimits(rows=8), "one_shape": True} | options
     return Evaluator(model, mesh, ShardingRules(), sources, config, **options)
 
 
@@ -138,7 +138,7 @@ def test_training_keeps_the_best_checkpoint_and_ends_when_nothing_improves(tmp_p
     out = run(capsys, train.main, *words).out
     assert "validation/loss has not improved for 2 evaluations, the last after step 6" in out
     assert "best   validation/loss" in out
-    assert steps_in(folder / "checkpoints") == [2, 6]
+    assert saved_steps(folder / "checkpoints") == [2, 6]
     assert json.loads((folder / "test.json").read_text())["step"] == 6
     first, last = (json.loads(run(capsys, evaluate.main, folder, "--json", f"--step={step}").out) for step in (2, 6))
     assert (first.pop("step"), last.pop("step")) == (2, 6)

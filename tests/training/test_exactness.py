@@ -31,7 +31,7 @@ from tiny_run import (
 from mmjax.batch import Microbatch
 from mmjax.config import Muon
 from mmjax.data.placement import ONE_RANK, Topology
-from mmjax.training.devices import topology_of
+from mmjax.training.devices import mesh_topology
 from mmjax.training.optimizer import hyperparameters
 from mmjax.training.step import Accumulated, Executor, Said
 
@@ -79,7 +79,7 @@ def on(loaded, steps, parameters) -> Callable[[str], OnMesh]:
     @cache
     def run(mesh: str) -> OnMesh:
         executor = make_executor(CONFIG, MESHES[mesh])
-        planned = steps if mesh == "one device" else loaded(topology_of(executor.mesh, MESHES[mesh]))
+        planned = steps if mesh == "one device" else loaded(mesh_topology(executor.mesh, MESHES[mesh]))
         with stderr_of() as written:
             first = gradients(executor, state_with(executor, parameters), planned[0])
             trained = train(CONFIG, executor, state_with(executor, parameters), planned)
@@ -151,7 +151,7 @@ def test_a_microbatch_without_images_or_audio_is_only_a_part_of_its_step(on, mic
 @pytest.mark.parametrize("missing", [("vision",), ("audio",), ("vision", "audio")], ids="+".join)
 def test_a_step_without_items_trains_the_rest_on_all_axes(on, loaded, steps, parameters, missing):
     executor = on(ALL_AXES).executor
-    planned = loaded(topology_of(executor.mesh, MESHES[ALL_AXES]))[0]
+    planned = loaded(mesh_topology(executor.mesh, MESHES[ALL_AXES]))[0]
     batches, one = [without(b, missing) for b in planned], without(steps[0][0], missing)
     assert weight([one]) == weight(batches) > 0
     found = gradients(executor, state_with(executor, parameters), batches)
@@ -163,7 +163,7 @@ def test_a_step_without_items_trains_the_rest_on_all_axes(on, loaded, steps, par
 
 def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its_norms(on, loaded, parameters):
     executor = on(ALL_AXES).executor
-    planned = loaded(topology_of(executor.mesh, MESHES[ALL_AXES]))[0]
+    planned = loaded(mesh_topology(executor.mesh, MESHES[ALL_AXES]))[0]
     batches = [without(b, ("vision",)) for b in planned]
     hyper = hyperparameters(CONFIG, executor.modules, 5)
     accumulated = gradients(executor, state_with(executor, parameters), batches)

@@ -13,7 +13,7 @@ import pytest
 from tiny_run import tiny_config
 
 from mmjax.config import Config, MeshConfig
-from mmjax.config_files import edit
+from mmjax.config_files import apply_overrides
 from mmjax.data.index import build_index
 from mmjax.data.layout import RankLayout
 from mmjax.data.placement import Topology
@@ -22,13 +22,21 @@ from mmjax.data.sources import open_sources
 from mmjax.errors import UserError
 from mmjax.parallel.mesh import make_mesh
 from mmjax.planning.clusters import Rates
-from mmjax.planning.fit import Fit, Room
+from mmjax.planning.fit import MemoryLimit, MemoryPlan
 from mmjax.planning.layer_times import Speed
-from mmjax.planning.memory import Spread
+from mmjax.planning.memory import ModelSharding
 from mmjax.training import fitting, profile
-from mmjax.training.announce import how_it_fits, lying_whole
-from mmjax.training.fitting import Tracer, fit_of, fit_on_mesh, nearest, room_of, spread_of, too_large
-from mmjax.training.residuals import kept_per_layer
+from mmjax.training.announce import describe_memory_plan, replication_warning
+from mmjax.training.fitting import (
+    ActivationTracer,
+    available_memory,
+    describe_shortage,
+    plan_memory_of_run,
+    plan_memory_on_mesh,
+    sharding_spread,
+    suggest_settings,
+)
+from mmjax.training.residuals import saved_bytes_per_layer
 
 SPEED = Speed(Rates(1e11, 1e10, 1e9))
 MESH = {"data": 4, "fsdp": 1, "tensor": 1, "context": 1}
@@ -48,9 +56,11 @@ def layouts(tmp_path_factory):
     return lambda config: layout(config.batch.microbatches)
 
 
-def fitted(layouts, gigabytes: float, config: Config | None = None, **mesh: int) -> Fit:
+def fitted(layouts, gigabytes: float, config: Config | None = None, **mesh: int) -> MemoryPlan:
     config = tiny_config() if config is None else config
-    return fit_of(config, MESH | mesh, layouts(config), SPEED, Room(gigabytes * 1e9), Tracer(config))
+    return plan_memory_of_run(
+        config, MESH | mesh, layouts(config), SPEED, MemoryLimit(gigabytes * 1e9), ActivationTracer(config)
+    )
 
 
 @pytest.mark.covering(1)
@@ -62,8 +72,8 @@ def test_what_rows_of_any_length_keep_is_found_from_the_shortest_and_the_longest
     towers |= {name: replace(e, attention=attention) for name, e in made.model.encoders.items()}
     made = replace(made, model=replace(made.model, llm=towers.pop("llm"), encoders=towers))
     lengths = [1024, 3072, 2048]
-    for length, found in zip(lengths, Tracer(made).saved_bytes(tower, 2, lengths), strict=True):
-        for policy, kept in kept_per_layer(made.model, tower, (2, length), jnp.float32).items():
+    for length, found in zip(lengths, ActivationTracer(made).saved_bytes(tower, 2, lengths), strict=True):
+        for policy, kept in saved_bytes_per_layer(made.model, tower, (2, length), jnp.float32).items():
             np.testing.assert_allclose(found[policy], kept, rtol=0.01)
 
 
@@ -108,42 +118,46 @@ def test_a_memory_between_is_filled_with_a_mix_of_policies(layouts):
 def test_the_nearest_run_that_fits_does_fit(layouts, share):
     least = fitted(layouts, 1e-9)
     assert not least.fits
-    room = Room(share * least.device)
-    said = nearest(tiny_config(), MESH, layouts, SPEED, room, Tracer(tiny_config()))
+    room = MemoryLimit(share * least.device)
+    said = suggest_settings(tiny_config(), MESH, layouts, SPEED, room, ActivationTracer(tiny_config()))
     settings = re.findall(r"((?:mesh|batch)\.\w+=\d+)", said)
     assert settings
     assert "fits, with" in said
-    changed = edit(tiny_config(), settings)
+    changed = apply_overrides(tiny_config(), settings)
     sizes = MESH | ({"fsdp": changed.mesh.fsdp, "data": changed.mesh.data} if changed.mesh != MeshConfig() else {})
-    assert fit_of(changed, sizes, layouts(changed), SPEED, room, Tracer(changed)).fits
+    assert plan_memory_of_run(changed, sizes, layouts(changed), SPEED, room, ActivationTracer(changed)).fits
 
 
 def test_a_run_that_only_a_measurement_refuses_is_never_told_to_stay_as_it_is(layouts):
-    said = nearest(tiny_config(), MESH, layouts, SPEED, Room(1e12), Tracer(tiny_config()))  # fits by the model
+    said = suggest_settings(
+        tiny_config(), MESH, layouts, SPEED, MemoryLimit(1e12), ActivationTracer(tiny_config())
+    )  # fits by the model
     settings = re.findall(r"((?:mesh|batch)\.\w+=\d+)", said)
     assert settings
-    assert edit(tiny_config(), settings) != tiny_config()
+    assert apply_overrides(tiny_config(), settings) != tiny_config()
 
 
 @pytest.mark.exhaustive
 def test_what_can_never_fit_is_said(layouts):
-    said = nearest(tiny_config(), MESH, layouts, SPEED, Room(1000.0), Tracer(tiny_config()))
+    said = suggest_settings(tiny_config(), MESH, layouts, SPEED, MemoryLimit(1000.0), ActivationTracer(tiny_config()))
     assert "do not make it fit; use more devices, mesh.tensor, or a smaller model" in said
-    assert re.search(r"the run needs \d+\.\d MB of each device and there are 0\.0 MB", too_large(fitted(layouts, 1e-6)))
+    assert re.search(
+        r"the run needs \d+\.\d MB of each device and there are 0\.0 MB", describe_shortage(fitted(layouts, 1e-6))
+    )
 
 
 def test_parameters_whose_width_the_mesh_does_not_divide_lie_whole_on_each_device(layouts):
     even, uneven = (fitted(layouts, np.inf, fsdp=n, data=24 // n) for n in (8, 12))
     assert even.spread.held["llm"] < 0.2 < 0.9 < uneven.spread.held["llm"]
     assert uneven.fixed["optimizer"] > even.fixed["optimizer"]
-    assert "llm" not in lying_whole(even)
-    assert re.search(r"the mesh \(fsdp 12, tensor 1\) does not divide the widths of .*llm", lying_whole(uneven))
+    assert "llm" not in replication_warning(even)
+    assert re.search(r"the mesh \(fsdp 12, tensor 1\) does not divide the widths of .*llm", replication_warning(uneven))
 
 
 def test_tensor_parallelism_cuts_encoders_only_where_they_lie_on_its_axis():
     sizes = {"data": 1, "fsdp": 4, "tensor": 2}
-    assert spread_of(MeshConfig(), sizes) == Spread(8, 2, 2)
-    assert spread_of(MeshConfig(encoders="data"), sizes) == Spread(8, 2, 1)
+    assert sharding_spread(MeshConfig(), sizes) == ModelSharding(8, 2, 2)
+    assert sharding_spread(MeshConfig(encoders="data"), sizes) == ModelSharding(8, 2, 1)
 
 
 def test_the_room_is_what_the_config_says_or_what_the_device_may_give_out():
@@ -151,28 +165,28 @@ def test_the_room_is_what_the_config_says_or_what_the_device_may_give_out():
         def __init__(self, stats):
             self.memory_stats = lambda: stats
 
-    assert room_of(MeshConfig(memory=40.0), Device(None)) == 40e9
-    assert room_of(MeshConfig(), Device({"bytes_limit": 100})) == 97
-    assert room_of(MeshConfig(), Device(None)) is None
+    assert available_memory(MeshConfig(memory=40.0), Device(None)) == 40e9
+    assert available_memory(MeshConfig(), Device({"bytes_limit": 100})) == 97
+    assert available_memory(MeshConfig(), Device(None)) is None
 
 
 @pytest.mark.exhaustive
 def test_a_cpu_has_its_ram_for_room_where_a_run_would_take_most_of_it(layouts, monkeypatch):
     mesh, nearly = make_mesh(MeshConfig(4), jax.devices()[:4]), "THAT IS NEARLY ALL THE RAM"
     most, least = fitted(layouts, np.inf), fitted(layouts, 1e-9)
-    monkeypatch.setattr(fitting, "speed_of", lambda *_: SPEED)
+    monkeypatch.setattr(fitting, "device_speed", lambda *_: SPEED)
 
-    def in_ram(ram: float, config: Config | None = None) -> Fit:
-        monkeypatch.setattr(profile, "ram", lambda: ram * jax.local_device_count())
-        return fit_on_mesh(tiny_config() if config is None else config, mesh, layouts)
+    def in_ram(ram: float, config: Config | None = None) -> MemoryPlan:
+        monkeypatch.setattr(profile, "host_ram", lambda: ram * jax.local_device_count())
+        return plan_memory_on_mesh(tiny_config() if config is None else config, mesh, layouts)
 
     ample, near, short = in_ram(2 * most.device), in_ram(1.1 * most.device), in_ram((most.device + least.device) / 2)
     assert ample == most
-    assert nearly not in " ".join(how_it_fits(ample))
+    assert nearly not in " ".join(describe_memory_plan(ample))
     assert near.policies == most.policies != short.policies
     for found in (near, short):
         assert found.fits
-        assert nearly in " ".join(how_it_fits(found))
+        assert nearly in " ".join(describe_memory_plan(found))
     with pytest.raises(
         UserError, match=r"needs .* and there are .* MB of RAM for it \(mesh\.memory sets.*\); .*fits, with"
     ):
@@ -186,16 +200,16 @@ def test_where_nothing_else_makes_long_rows_fit_attention_by_blocks_does(layouts
         layout = layouts(config)
         return replace(layout, shapes=tuple(s._replace(lengths=(16_384, *s.lengths[1:])) for s in layout.shapes))
 
-    by_blocks = edit(tiny_config(), ["model.llm.attention=blockwise"])
-    room = Room(2 * fitted(long_rows, 1e-9, by_blocks).device)
+    by_blocks = apply_overrides(tiny_config(), ["model.llm.attention=blockwise"])
+    room = MemoryLimit(2 * fitted(long_rows, 1e-9, by_blocks).device)
     assert not fitted(long_rows, room.device / 1e9).fits
-    said = nearest(tiny_config(), MESH, long_rows, SPEED, room, Tracer(tiny_config()))
+    said = suggest_settings(tiny_config(), MESH, long_rows, SPEED, room, ActivationTracer(tiny_config()))
     assert re.match(r"model\.llm\.attention=blockwise .* fits, with", said)
 
 
 @pytest.mark.parametrize(("limit", "bytes_told"), [("1000000\n", 1e6), ("max\n", None)])
 def test_the_ram_is_the_containers_where_that_is_less(limit, bytes_told, tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text(limit)
-    physical = profile.ram()
+    physical = profile.host_ram()
     monkeypatch.setattr(profile, "CGROUP_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
-    assert profile.ram() == bytes_told if bytes_told else profile.ram() >= physical > 1e8
+    assert profile.host_ram() == bytes_told if bytes_told else profile.host_ram() >= physical > 1e8

@@ -15,9 +15,9 @@ from decoding_reference import greedy_tokens
 
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import Config, LoraConfig, MeshConfig
-from mmjax.config_files import keep, load
-from mmjax.data.prompt_rows import AtOnce
-from mmjax.data.prompts import Prompts, answer_tokens, decoded
+from mmjax.config_files import copy_config, load
+from mmjax.data.prompt_rows import BatchLimits
+from mmjax.data.prompts import QuestionPrompts, answer_tokens, decode_answer
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules, activations_on
@@ -41,7 +41,7 @@ def few(tmp_path_factory):
     """A config and its source of questions about images, clips and text."""
     folder: Path = tmp_path_factory.mktemp("few")
     config = load(TINY_MEDIA)
-    keep(TINY_MEDIA, folder)
+    copy_config(TINY_MEDIA, folder)
     (source,) = evaluation_sources(config, ("test",), folder).values()
     return config, source
 
@@ -56,7 +56,9 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
     mesh = mesh or MeshConfig(data=1)
     count = 4 if mesh.encoders == "data" else 8 if mesh.data > 1 else 1
     made = make_mesh(mesh, jax.devices()[:count])
-    return Generator(model, made, ShardingRules.of(mesh), (END,), lambda t: decoded(source, t), **{"most": MOST} | own)
+    return Generator(
+        model, made, ShardingRules.of(mesh), (END,), lambda t: decode_answer(source, t), **{"most": MOST} | own
+    )
 
 
 @pytest.mark.default_cases("windows and caps")
@@ -68,8 +70,8 @@ def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, cha
     params = random_params(model)
     room = max(answer_tokens(source, i) for i in range(len(source)))
     wanted = greedy_tokens(model, params, source, range(12), room)
-    here = generator(model, source, most=room).answers(params, Prompts(source), range(12))
-    assert [a.text for a in here] == [decoded(source, wanted[i]) for i in range(12)]
+    here = generator(model, source, most=room).answers(params, QuestionPrompts(source), range(12))
+    assert [a.text for a in here] == [decode_answer(source, wanted[i]) for i in range(12)]
     assert len({a.text for a in here}) > 4
 
 
@@ -92,11 +94,11 @@ def test_a_mesh_writes_what_one_device_writes(few, where):
     model = Model.build(config.model, jnp.float32)
     params = random_params(model)
     numbers = [3, 17, 0, 9, 22, 5, 1]
-    alone = generator(model, source, sampling=sampling).answers(params, Prompts(source), numbers)
-    spread = generator(model, source, mesh, sampling=sampling, at_once=AtOnce(rows=2))
+    alone = generator(model, source, sampling=sampling).answers(params, QuestionPrompts(source), numbers)
+    spread = generator(model, source, mesh, sampling=sampling, at_once=BatchLimits(rows=2))
     made = make_mesh(mesh, jax.devices()[: 4 if mesh.encoders == "data" else 8])
     held = jax.device_put(params, parameter_shardings(model, made, ShardingRules.of(mesh)))
-    assert spread.answers(held, Prompts(source), numbers) == alone
+    assert spread.answers(held, QuestionPrompts(source), numbers) == alone
     assert len({a.tokens for a in alone}) > 3
 
 
@@ -132,10 +134,10 @@ def test_what_is_drawn_does_not_depend_on_what_else_is_asked(few):
     model = Model.build(config.model, jnp.float32)
     params = random_params(model)
     sampling = Sampling(1.0, seed=2)
-    together = generator(model, source, sampling=sampling).answers(params, Prompts(source), range(8))
-    apart = generator(model, source, sampling=sampling, at_once=AtOnce(rows=1))
-    assert apart.answers(params, Prompts(source), [6, 2]) == [together[6], together[2]]
-    other = generator(model, source, sampling=Sampling(1.0, seed=3)).answers(params, Prompts(source), range(8))
+    together = generator(model, source, sampling=sampling).answers(params, QuestionPrompts(source), range(8))
+    apart = generator(model, source, sampling=sampling, at_once=BatchLimits(rows=1))
+    assert apart.answers(params, QuestionPrompts(source), [6, 2]) == [together[6], together[2]]
+    other = generator(model, source, sampling=Sampling(1.0, seed=3)).answers(params, QuestionPrompts(source), range(8))
     assert other != together
 
 
@@ -145,13 +147,13 @@ def test_an_answer_stops_at_an_end_or_at_the_limit_and_can_be_watched(few):
     model = Model.build(config.model, jnp.float32)
     params = random_params(model, 1)
     writes = generator(model, source, most=20)
-    answers = writes.answers(params, Prompts(source), range(16))
+    answers = writes.answers(params, QuestionPrompts(source), range(16))
     for answer in answers:
         assert answer.ended == (answer.tokens[-1] == END)
         assert END not in answer.tokens[:-1]
         assert answer.ended or len(answer.tokens) == 20
     assert {a.ended for a in answers} == {True, False}
     long = next(i for i, a in enumerate(answers) if not a.ended)
-    grown = [a for _, a in writes.answered(params, Prompts(source), [long], every=6)]
+    grown = [a for _, a in writes.answered(params, QuestionPrompts(source), [long], every=6)]
     assert [len(a.tokens) for a in grown] == [6, 12, 18, 20]
     assert all(a.tokens == answers[long].tokens[: len(a.tokens)] for a in grown)

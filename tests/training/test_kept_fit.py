@@ -8,28 +8,28 @@ from tiny_run import tiny_config
 
 from mmjax.config import MeshConfig
 from mmjax.parallel.mesh import make_mesh
-from mmjax.planning.fit import Fit, Room
-from mmjax.planning.memory import Spread
-from mmjax.training.kept_fit import Decision, asked_of, read_fit, write_fit
+from mmjax.planning.fit import MemoryLimit, MemoryPlan
+from mmjax.planning.memory import ModelSharding
+from mmjax.training.kept_fit import MemoryDecision, plan_key, read_memory_plan, write_memory_plan
 
 POLICIES = {"llm": ("full", "none"), "vision": ("products",), "audio": ("none",)}
-FITTED = Fit(POLICIES, 2, {}, {}, {}, 0.0, 0.0, {}, 0, Spread(1, 1, 1), Room(1e9), 123.0)
+FITTED = MemoryPlan(POLICIES, 2, {}, {}, {}, 0.0, 0.0, {}, 0, ModelSharding(1, 1, 1), MemoryLimit(1e9), 123.0)
 
 
 def asked(config=None, devices: int = 8) -> dict:
     config = config or tiny_config()
-    return asked_of(config, make_mesh(MeshConfig(data=devices), jax.devices()[:devices]))
+    return plan_key(config, make_mesh(MeshConfig(data=devices), jax.devices()[:devices]))
 
 
 @pytest.fixture
 def kept(tmp_path):
     path = tmp_path / "fit.json"
-    write_fit(path, asked(), FITTED)
+    write_memory_plan(path, asked(), FITTED)
     return path
 
 
 def test_it_is_read_as_it_was_written(kept):
-    assert Decision.of(read_fit(kept, asked())) == Decision(POLICIES, 2, 123.0)
+    assert MemoryDecision.of(read_memory_plan(kept, asked())) == MemoryDecision(POLICIES, 2, 123.0)
     assert [p.name for p in kept.parent.iterdir()] == ["fit.json"]
 
 
@@ -42,21 +42,21 @@ def test_on_other_devices_or_with_other_settings_it_is_decided_again(kept):
         asked(replace(made, mesh=replace(made.mesh, memory=1.0))),
         asked(replace(made, training=replace(made.training, loss_chunks=4))),
     )
-    assert [read_fit(kept, other) for other in others] == [None] * 4
+    assert [read_memory_plan(kept, other) for other in others] == [None] * 4
 
 
 def test_a_letter_that_storage_has_changed_decides_nothing(kept):
     whole = kept.read_text()
     for was, became in (("full", "none"), ('"loss_chunks": 2', '"loss_chunks": 3'), ("123.0", "923.0")):
         kept.write_text(whole.replace(was, became, 1))
-        assert read_fit(kept, asked()) is None
+        assert read_memory_plan(kept, asked()) is None
     kept.write_text(whole)
-    assert read_fit(kept, asked()) is not None
+    assert read_memory_plan(kept, asked()) is not None
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "", "[]", "{", "null", '{"asked": {}}', "\x00"])
 def test_a_file_that_is_not_whole_decides_nothing(kept, text):
     kept.write_text(text)
-    assert read_fit(kept, asked()) is None
+    assert read_memory_plan(kept, asked()) is None
     kept.unlink()
-    assert read_fit(kept, asked()) is None
+    assert read_memory_plan(kept, asked()) is None

@@ -4,7 +4,7 @@ import gc
 import logging
 import sys
 
-from mmjax.training.late_ends import drop_late_ends
+from mmjax.training.late_ends import silence_late_io_errors
 
 
 def test_of_writes_that_end_late_nothing_is_printed_and_of_anything_else_all(monkeypatch, caplog):
@@ -13,7 +13,7 @@ def test_of_writes_that_end_late_nothing_is_printed_and_of_anything_else_all(mon
     told, log = [], logging.getLogger("asyncio")
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     monkeypatch.setattr(log, "filters", [])
-    drop_late_ends.__wrapped__()
+    silence_late_io_errors.__wrapped__()
     loop = asyncio.new_event_loop()
 
     class Late:

@@ -11,7 +11,7 @@ from tiny_run import tiny_config
 
 from mmjax.planning.layer_times import FORWARD
 from mmjax.training import layer_profile as measuring
-from mmjax.training.layer_profile import layer_times, profiles, typical_seconds
+from mmjax.training.layer_profile import layer_times, profile_folder, typical_seconds
 
 SHAPES = {"llm": (1, (16, 40)), "vision": (2, (16,)), "audio": (1, (16,))}
 POLICIES = {FORWARD, "none", "products", "attention_mlp", "attention", "full"}
@@ -76,7 +76,7 @@ def test_a_tower_without_gradients_takes_its_forward_time_whatever_the_policy(mo
 
 @pytest.mark.exhaustive
 def test_a_damaged_profile_counts_as_none(home):
-    for path in profiles().iterdir():
+    for path in profile_folder().iterdir():
         whole = path.read_text()
         for damaged in (
             whole[: len(whole) // 2],

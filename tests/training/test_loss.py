@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmjax.batch import PADDING, TextBatch
-from mmjax.models.decoder import scores
+from mmjax.models.decoder import logits_of
 from mmjax.training import loss
 
 ROWS, LENGTH, VOCAB, SOURCES, WIDTH = 4, 16, 12, 3, 8
@@ -113,7 +113,7 @@ def test_a_loss_in_chunks_is_that_of_all_logits_with_its_gradients(chunks, facto
 
 
 def test_one_chunk_is_the_loss_of_the_whole_logits_to_the_bit(factors, text):
-    whole = jax.jit(lambda hidden, table: loss.token_losses(scores(hidden, table), text))
+    whole = jax.jit(lambda hidden, table: loss.token_losses(logits_of(hidden, table), text))
     np.testing.assert_array_equal(in_chunks(*factors, text, 1), whole(*factors))
 
 

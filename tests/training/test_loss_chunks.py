@@ -30,7 +30,7 @@ from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import Config, MeshConfig, ModelConfig
 from mmjax.data.placement import ONE_RANK, Topology
 from mmjax.models.model import Model
-from mmjax.training.devices import topology_of
+from mmjax.training.devices import mesh_topology
 from mmjax.training.step import Executor
 
 ALONE, SHARED = MESHES["one device"], MESHES["data=2 x fsdp=2 x tensor=2"]
@@ -110,7 +110,7 @@ def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_rep
     alone, shared = make_executor(config(2, tied), ALONE), make_executor(config(2, tied), SHARED)
     wanted = gradients(alone, state_with(alone, parameters(tied)), loaded(ONE_RANK)[0])
     with stderr_of() as written:
-        planned = loaded(topology_of(shared.mesh, SHARED))[0]
+        planned = loaded(mesh_topology(shared.mesh, SHARED))[0]
         found = gradients(shared, state_with(shared, parameters(tied)), planned)
     assert found.report.loss.sum() == pytest.approx(wanted.report.loss.sum(), rel=1e-5)
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-5, "")

@@ -10,19 +10,19 @@ import pytest
 from tiny_run import tiny_config
 
 from mmjax.planning.clusters import Rates
-from mmjax.planning.fit import Fit, Room, fit
+from mmjax.planning.fit import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.layer_times import Speed
-from mmjax.planning.memory import OnDevice, Spread
+from mmjax.planning.memory import DeviceBatch, ModelSharding
 from mmjax.training.compiled_memory import compiled_bytes
-from mmjax.training.measured_fit import TRIES, measured_fit
-from mmjax.training.residuals import kept_per_layer
+from mmjax.training.measured_fit import TRIES, choose_by_measurement
+from mmjax.training.residuals import saved_bytes_per_layer
 
 pytestmark = pytest.mark.exhaustive
 
 LAYERS = 6
 FREE = {"llm": LAYERS, "vision": 2, "audio": 3}
 SHAPE = {"llm": (2, 64), "vision": (2, 64), "audio": (2, 64)}
-BATCH = OnDevice(SHAPE, {"vision": 8, "audio": 8})
+BATCH = DeviceBatch(SHAPE, {"vision": 8, "audio": 8})
 
 
 def config():
@@ -30,16 +30,16 @@ def config():
     return replace(made, model=replace(made.model, llm=replace(made.model.llm, layers=LAYERS)))
 
 
-def fitted(room: float) -> Fit:
+def fitted(room: float) -> MemoryPlan:
     made = config()
-    kept = {name: kept_per_layer(made.model, name, shape, "float32") for name, shape in SHAPE.items()}
+    kept = {name: saved_bytes_per_layer(made.model, name, shape, "float32") for name, shape in SHAPE.items()}
     speed = Speed(Rates(1e11, 1e10, 1e9))
-    return fit(made.model, [BATCH], [kept], Spread(), 4, made.optimizer, speed, Room(room))
+    return plan_memory(made.model, [BATCH], [kept], ModelSharding(), 4, made.optimizer, speed, MemoryLimit(room))
 
 
 def predicted(policies) -> float:
     """What a device would hold if it kept exactly as much as was predicted, and everything else were free."""
-    kept = {name: kept_per_layer(config().model, name, shape, "float32") for name, shape in SHAPE.items()}
+    kept = {name: saved_bytes_per_layer(config().model, name, shape, "float32") for name, shape in SHAPE.items()}
     return sum(kept[tower][policy].device for tower, own in policies.items() for policy in own)
 
 
@@ -60,7 +60,7 @@ def test_the_compilers_own_figure_is_what_fits():
     lean, rich = measure(LEAN), measure({**LEAN, "llm": RICH["llm"]})
     assert lean < rich
     room = (lean + rich) / 2
-    found = measured_fit(replace(fitted(np.inf), room=Room(room)), {"llm": LAYERS}, measure)
+    found = choose_by_measurement(replace(fitted(np.inf), room=MemoryLimit(room)), {"llm": LAYERS}, measure)
     assert found.measured in said
     assert found.fits
     assert lean < found.measured <= room
@@ -68,8 +68,8 @@ def test_the_compilers_own_figure_is_what_fits():
 
 def test_with_measurements_as_predicted_the_fit_is_the_predicted_one():
     calls = []
-    free = replace(fitted(np.inf), room=Room(HALF))
-    found = measured_fit(free, FREE, lambda policies: calls.append(policies) or predicted(policies))
+    free = replace(fitted(np.inf), room=MemoryLimit(HALF))
+    found = choose_by_measurement(free, FREE, lambda policies: calls.append(policies) or predicted(policies))
     assert found.fits
     assert found.measured > 0.8 * HALF
     assert calls[0] == LEAN
@@ -81,7 +81,7 @@ def test_out_of_memory_backs_off_until_a_try_fits():
         bytes_ = predicted(policies)
         return None if bytes_ > 0.9 * HALF else bytes_
 
-    found = measured_fit(replace(fitted(np.inf), room=Room(HALF)), FREE, measure)
+    found = choose_by_measurement(replace(fitted(np.inf), room=MemoryLimit(HALF)), FREE, measure)
     assert found.fits
     assert predicted(LEAN) < found.measured <= 0.9 * HALF
 
@@ -94,7 +94,7 @@ def test_if_no_try_fits_everything_is_computed_again():
         mixed = len(calls) > 1 + 4 * len(FREE)
         return None if mixed else predicted(policies)
 
-    found = measured_fit(replace(fitted(np.inf), room=Room(HALF)), FREE, measure)
+    found = choose_by_measurement(replace(fitted(np.inf), room=MemoryLimit(HALF)), FREE, measure)
     assert found.policies == LEAN
     assert found.fits
     assert len(calls) == 1 + 4 * len(FREE) + TRIES
@@ -102,11 +102,11 @@ def test_if_no_try_fits_everything_is_computed_again():
 
 @pytest.mark.parametrize("base", [None, 2e9])
 def test_what_does_not_even_fit_with_everything_computed_again_is_found_at_once(base):
-    found = measured_fit(replace(fitted(np.inf), room=Room(1e9)), FREE, lambda policies: base)
+    found = choose_by_measurement(replace(fitted(np.inf), room=MemoryLimit(1e9)), FREE, lambda policies: base)
     assert not found.fits
 
 
 def test_given_policies_stay():
-    given = replace(fitted(np.inf), room=Room(HALF))
-    found = measured_fit(given, {"llm": LAYERS}, predicted)
+    given = replace(fitted(np.inf), room=MemoryLimit(HALF))
+    found = choose_by_measurement(given, {"llm": LAYERS}, predicted)
     assert found.policies["vision"] == given.policies["vision"]

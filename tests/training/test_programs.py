@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mmjax.training.programs import ProgramCounter, keep_programs
+from mmjax.training.programs import CompileCounter, enable_compilation_cache
 
 
 @pytest.fixture(autouse=True)
 def _cache_as_it_was():
     before = jax.config.jax_compilation_cache_dir
     yield
-    keep_programs(Path(before)) if before else jax.config.update("jax_compilation_cache_dir", None)
+    enable_compilation_cache(Path(before)) if before else jax.config.update("jax_compilation_cache_dir", None)
 
 
 def compile_one(seed: int) -> None:
@@ -20,11 +20,11 @@ def compile_one(seed: int) -> None:
 
 
 def test_every_counter_counts_from_its_own_beginning(tmp_path):
-    keep_programs(tmp_path)
+    enable_compilation_cache(tmp_path)
     jnp.float32(1)
-    first = ProgramCounter()
+    first = CompileCounter()
     compile_one(1)
-    second = ProgramCounter()
+    second = CompileCounter()
     compile_one(2)
     compile_one(3)
     assert (first.requested, second.requested) == (3, 2)
@@ -32,18 +32,18 @@ def test_every_counter_counts_from_its_own_beginning(tmp_path):
 
 
 def test_what_the_folder_already_has_is_not_compiled_again(tmp_path):
-    keep_programs(tmp_path / "a")
+    enable_compilation_cache(tmp_path / "a")
     compile_one(4)
-    counter = ProgramCounter()
+    counter = CompileCounter()
     compile_one(4)
     assert (counter.requested, counter.from_cache, counter.compiled) == (1, 1, 0)
 
 
 def test_another_folder_is_another_cache(tmp_path):
-    keep_programs(tmp_path / "a")
+    enable_compilation_cache(tmp_path / "a")
     compile_one(5)
-    keep_programs(tmp_path / "b")
-    counter = ProgramCounter()
+    enable_compilation_cache(tmp_path / "b")
+    counter = CompileCounter()
     compile_one(5)
     assert counter.compiled == 1
     assert any((tmp_path / "b").iterdir())

@@ -14,8 +14,8 @@ from tiny_run import tiny_config
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.models.model import Model
-from mmjax.planning.activations import Kept
-from mmjax.training.residuals import kept_per_layer
+from mmjax.planning.activations import SavedBytes
+from mmjax.training.residuals import saved_bytes_per_layer
 
 CONFIG = tiny_config().model
 SHAPES = {"llm": (2, 64), "vision": (2, 48), "audio": (1, 96)}
@@ -34,7 +34,7 @@ def with_tower(tower, backend="dense", **changes):
 )
 def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
     config = CONFIG.llm if tower == "llm" else CONFIG.encoders[tower]
-    found = kept_per_layer(with_tower(tower, backend), tower, SHAPES[tower], dtype)
+    found = saved_bytes_per_layer(with_tower(tower, backend), tower, SHAPES[tower], dtype)
     width, mlp, keys = config.width, config.mlp_width, 16 if tower == "llm" else config.width
     size = jnp.dtype(dtype).itemsize
     logsumexp = 4 * config.heads if backend == "blockwise" else 0
@@ -42,13 +42,13 @@ def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
     products = (width + 2 * keys + width + (2 if tower == "llm" else 1) * mlp) * size
     inputs = width * size
     wanted = {
-        "full": Kept(inputs, 0),
-        "attention": Kept(inputs + attention, 0),
-        "attention_mlp": Kept(inputs + attention + inputs, 0),
-        "products": Kept(inputs + attention + products, 0),
-        "offload": Kept(inputs, attention + products),
+        "full": SavedBytes(inputs, 0),
+        "attention": SavedBytes(inputs + attention, 0),
+        "attention_mlp": SavedBytes(inputs + attention + inputs, 0),
+        "products": SavedBytes(inputs + attention + products, 0),
+        "offload": SavedBytes(inputs, attention + products),
     }
-    of_all = {policy: Kept(*(POSITIONS[tower] * b for b in per)) for policy, per in wanted.items()}
+    of_all = {policy: SavedBytes(*(POSITIONS[tower] * b for b in per)) for policy, per in wanted.items()}
     assert {policy: found[policy] for policy in wanted} == of_all
     assert found["none"].device > found["products"].device
 
@@ -60,7 +60,7 @@ def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
 )
 def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(tower, backend, wanted):
     mix = ("full", "full", "attention", "attention_mlp", "attention_mlp", "products", "products", "products")
-    per_layer = kept_per_layer(with_tower(tower, backend), tower, SHAPES[tower], jnp.float32, wanted)
+    per_layer = saved_bytes_per_layer(with_tower(tower, backend), tower, SHAPES[tower], jnp.float32, wanted)
     predicted = sum(per_layer[policy].device for policy in mix)
     measured = weighed(Model.build(with_tower(tower, backend, layers=len(mix), remat=mix), jnp.float32), tower, wanted)
     assert measured == pytest.approx(predicted, rel=0.02)
@@ -98,5 +98,5 @@ def batch_of(tower):
 
 
 def test_layers_whose_gradients_nobody_wants_keep_nothing():
-    found = kept_per_layer(CONFIG, "vision", SHAPES["vision"], jnp.float32, frozenset())
-    assert set(found.values()) == {Kept(0, 0)}
+    found = saved_bytes_per_layer(CONFIG, "vision", SHAPES["vision"], jnp.float32, frozenset())
+    assert set(found.values()) == {SavedBytes(0, 0)}

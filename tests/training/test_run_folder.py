@@ -9,7 +9,7 @@ from commands import TINY, TINY_MEDIA, files
 from mmjax.config import Config
 from mmjax.config_files import load, to_json
 from mmjax.errors import UserError
-from mmjax.training.run_folder import NOTHING, Permitted, RunFolder, claim
+from mmjax.training.run_folder import NOTHING, AllowedChanges, RunFolder, claim
 
 
 def config_in(folder: Path, *lines: str) -> Config:
@@ -148,15 +148,15 @@ def test_resuming_may_change_how_long_and_how_fast_which_is_said_and_nothing_els
 
 def test_what_is_named_may_change_and_is_said(run, capsys):
     config = config_in(run, "seed=3", "batch.size.count=9", "data.sources.few.weight=2")
-    assert start(config, "resume", permitted=Permitted(True, ("seed", "batch")))
+    assert start(config, "resume", permitted=AllowedChanges(True, ("seed", "batch")))
     out = capsys.readouterr().out
     for line in ("seed: 0 -> 3", "batch.size.count: 8 -> 9", "data.sources.few.weight: 1.0 -> 2.0"):
         assert f"changed {line}\n" in out
-    assert start(config, "resume", permitted=Permitted(True, ("seed",)))  # the same line again, after a restart
+    assert start(config, "resume", permitted=AllowedChanges(True, ("seed",)))  # the same line again, after a restart
     with pytest.raises(UserError, match=r"that they shall change: --new-data --change seed;"):
         start(config_in(run, "batch.size.count=9"), "resume")
     with pytest.raises(UserError, match=r"--change batc: a config has no such key: did you mean"):
-        start(config, "resume", permitted=Permitted(keys=("batc",)))
+        start(config, "resume", permitted=AllowedChanges(keys=("batc",)))
 
 
 def test_a_run_whose_config_is_torn_says_where(run):

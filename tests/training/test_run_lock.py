@@ -14,7 +14,7 @@ import pytest
 from started import ROOT
 
 from mmjax.errors import UserError
-from mmjax.training.run_lock import locked
+from mmjax.training.run_lock import run_lock_held
 
 HOLDER = """
 import multiprocessing, sys, time
@@ -44,7 +44,7 @@ def test_a_second_process_is_refused_with_the_firsts_host_and_number(tmp_path: P
     run = tmp_path / "runs" / "mine"
     holder, _ = hold(run, tmp_path / "holder.py")
     try:
-        with pytest.raises(UserError, match="two trainings cannot write in one run") as error, locked(run):
+        with pytest.raises(UserError, match="two trainings cannot write in one run") as error, run_lock_held(run):
             pass
     finally:
         os.killpg(holder.pid, 9)
@@ -59,7 +59,7 @@ def test_a_killed_process_holds_nothing_though_its_worker_lives_on(tmp_path: Pat
         holder.kill()
         holder.wait()
         os.kill(worker, 0)
-        with locked(tmp_path / "run"):
+        with run_lock_held(tmp_path / "run"):
             pass
         os.kill(worker, 0)
     finally:
@@ -69,13 +69,13 @@ def test_a_killed_process_holds_nothing_though_its_worker_lives_on(tmp_path: Pat
 def test_the_folder_may_be_moved_and_deleted_under_the_lock_which_leaves_nothing_behind(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    with locked(run):
+    with run_lock_held(run):
         run.rename(tmp_path / "aside")
-        with pytest.raises(UserError, match="is in use"), locked(run):
+        with pytest.raises(UserError, match="is in use"), run_lock_held(run):
             pass
         (tmp_path / "aside").rmdir()
     assert list(tmp_path.iterdir()) == []
-    with locked(run), locked(tmp_path / "another"):
+    with run_lock_held(run), run_lock_held(tmp_path / "another"):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -103,11 +103,11 @@ def test_where_the_file_system_has_no_locks_a_run_goes_on_without(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with locked(tmp_path / "run"), locked(tmp_path / "run"):
+    with run_lock_held(tmp_path / "run"), run_lock_held(tmp_path / "run"):
         pass
 
 
 def test_where_nothing_can_be_written_it_goes_on_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with locked(tmp_path / "file/run"):
+    with run_lock_held(tmp_path / "file/run"):
         pass

@@ -23,9 +23,9 @@ from tiny_run import (
 
 from mmjax.config import Config, StretchedGrid
 from mmjax.data.placement import ONE_RANK
-from mmjax.training.devices import topology_of
+from mmjax.training.devices import mesh_topology
 from mmjax.training.layer_profile import time_layer
-from mmjax.training.residuals import kept_per_layer
+from mmjax.training.residuals import saved_bytes_per_layer
 
 pytestmark = pytest.mark.exhaustive
 
@@ -56,7 +56,7 @@ def test_a_mesh_gives_the_gradients_of_one_device(tmp_path):
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(wanted.gradients["connectors"]["vision"]["deeper"]))
     mesh = "data=2 x fsdp=2 x tensor=2, encoders=data"
     executor = make_executor(made, MESHES[mesh])
-    batches = load_steps(made, folder(tmp_path, "many"), 1, topology_of(executor.mesh, MESHES[mesh]))[0]
+    batches = load_steps(made, folder(tmp_path, "many"), 1, mesh_topology(executor.mesh, MESHES[mesh]))[0]
     with stderr_of() as written:
         found = gradients(executor, state_with(executor, parameters), batches)
     assert "rematerialization" not in "".join(written)
@@ -69,5 +69,5 @@ def test_its_layers_are_timed_and_weighed():
     for tower, shape in (("llm", (1, 16)), ("vision", (1, 16))):
         seconds = time_layer(made, tower, shape, jax.devices()[0], enough=0.0)
         assert min(seconds.values()) > 0
-        kept = kept_per_layer(made.model, tower, shape, jnp.float32)
+        kept = saved_bytes_per_layer(made.model, tower, shape, jnp.float32)
         assert kept["none"].device > kept["full"].device

@@ -14,7 +14,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
 from mmjax.data.placement import Topology
 from mmjax.training.optimizer import hyperparameters
-from mmjax.training.programs import ProgramCounter
+from mmjax.training.programs import CompileCounter
 from mmjax.training.state import TrainState, all_parameters
 from mmjax.training.step import MOST_SPOILED, Executor, Said, put_rows
 
@@ -51,7 +51,7 @@ def run(tmp_path_factory) -> Run:
     before = jax.device_get(state)
     shapes = {str(jax.tree.map(np.shape, b)): b for batches in steps for b in batches}
     executor.compile(state, executor.zeros(), [*shapes.values()], hyperparameters(config(), executor.modules, 0))
-    programs = ProgramCounter()
+    programs = CompileCounter()
     trained = train(config(), executor, state, steps)
     return Run(executor, steps, before, trained, programs.requested)
 
@@ -95,7 +95,7 @@ def test_another_learning_rate_decay_clip_or_seed_compiles_nothing(run):
     executor = run.executor
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
-    programs = ProgramCounter()
+    programs = CompileCounter()
     for n in range(3):
         own = {"vision.connector": Rates(0.1 * n, 0.01 * n)}
         changed = replace(

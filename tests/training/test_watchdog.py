@@ -12,8 +12,8 @@ import pytest
 from started import ROOT
 
 from mmjax.config import WatchConfig
-from mmjax.parallel.lookout import Seen
-from mmjax.training.watchdog import Watchdog, missing, not_arrived
+from mmjax.parallel.lookout import PeerStatus
+from mmjax.training.watchdog import Watchdog, describe_missing, not_arrived
 
 BEGIN = """
 import ctypes, sys, time
@@ -111,8 +111,8 @@ def test_native_code_that_keeps_python_from_running_is_ended_too(tmp_path):
 # ---------------------------------------------------------------------------------------------------- several processes
 
 
-def seen(step: int, doing: str, silent: bool = False) -> Seen:
-    return Seen(step, doing, 5.0, "host", silent)
+def seen(step: int, doing: str, silent: bool = False) -> PeerStatus:
+    return PeerStatus(step, doing, 5.0, "host", silent)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,16 @@ def test_who_is_behind_or_gives_no_sign_of_life_has_not_arrived(places, late):
 
 def test_the_line_names_who_is_missing_where_it_was_last_seen():
     places = dict(enumerate([seen(7, "waiting for data"), seen(8, "running"), seen(8, "running", silent=True)]))
-    assert missing(places, [0]) == "process 0 on host has not arrived, last seen waiting for data of step 8, for 5 s"
-    assert missing(places, [2]) == "process 2 on host gives no sign of life, last seen running step 9, for 5 s"
+    assert (
+        describe_missing(places, [0])
+        == "process 0 on host has not arrived, last seen waiting for data of step 8, for 5 s"
+    )
+    assert describe_missing(places, [2]) == "process 2 on host gives no sign of life, last seen running step 9, for 5 s"
     many = dict(enumerate([seen(7, "running")] * 9 + [seen(8, "running")]))
-    assert missing(many, list(range(9))).endswith("; and 5 more")
+    assert describe_missing(many, list(range(9))).endswith("; and 5 more")
     same = dict(enumerate([seen(7, "running")] * 2))
-    assert "all processes are running step 8: a device, or the network" in missing(same, [])
-    assert missing(None, []) == "process 0, which coordinates the others, does not answer"
+    assert "all processes are running step 8: a device, or the network" in describe_missing(same, [])
+    assert describe_missing(None, []) == "process 0, which coordinates the others, does not answer"
 
 
 @pytest.mark.exhaustive
