@@ -49,13 +49,13 @@ def open_conversations(source: FileSource, split: Split, cache: Path, key: str) 
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data.cache={cache}: {error.strerror}; name a folder that you may write") from None
-    opened = _open(source, cached_path(os.path.expanduser(path)), split, cache, key)
+    opened = _open_conversations(source, cached_path(os.path.expanduser(path)), split, cache, key)
     if not len(opened):
         raise UserError(f"{where}={path}: holds no records")
     return opened
 
 
-def _open(source: FileSource, path: str, split: Split, cache: Path, key: str) -> Conversations:
+def _open_conversations(source: FileSource, path: str, split: Split, cache: Path, key: str) -> Conversations:
     where = f"{key}.{'path' if split == 'train' else split}"
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)

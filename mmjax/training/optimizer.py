@@ -71,7 +71,7 @@ def key_names(path: Any) -> Path:
 
 
 def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
-    """Build the optimizer of a config, with a group for each `parameter_group`; Muon: `<group>/matrix` and `<group>/other`.
+    """Build the optimizer of a config. Groups: one a `parameter_group`; with Muon `<group>/matrix` and `<group>/other`.
 
     axes: the logical axes of the model's parameters.
     """
