@@ -6,7 +6,7 @@ Look at it with ``python -m mmjax.plan internvl_26b cluster=a100x8x8``. It names
 from dataclasses import replace
 
 from mmjax.config import Config, DecoderConfig, MeshConfig, ModelConfig
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 large = sibling(__file__, "omni_84b")
 

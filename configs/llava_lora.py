@@ -8,7 +8,7 @@ Arguments as for llava_style. The recipe is LLaVA-1.5's: rank 128, alpha 256, le
 from dataclasses import replace
 
 from mmjax.config import Config, LoraConfig, Rates
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 full = sibling(__file__, "llava_style")
 

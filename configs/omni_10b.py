@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mmjax.config import Config, ModelConfig
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 middle = sibling(__file__, "omni_18b")
 

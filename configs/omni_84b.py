@@ -20,7 +20,7 @@ from mmjax.config import (
     Samples,
     VisionConfig,
 )
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 tiny = sibling(__file__, "tiny_omni")
 

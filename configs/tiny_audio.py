@@ -6,7 +6,7 @@ python -m mmjax.train configs/tiny_audio.py
 from dataclasses import replace
 
 from mmjax.config import Config, EmbeddedSource
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 omni = sibling(__file__, "tiny_omni")
 

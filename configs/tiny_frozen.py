@@ -9,7 +9,7 @@ Start it from a run that has learned to see and hear:
 from dataclasses import replace
 
 from mmjax.config import Config
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 omni = sibling(__file__, "tiny_omni")
 

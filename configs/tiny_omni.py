@@ -22,7 +22,7 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.embedded import ALPHABET
+from mmjax.data.toy.dataset import ALPHABET
 
 
 def config() -> Config:

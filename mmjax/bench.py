@@ -29,9 +29,9 @@ from mmjax.benchmarks import (
     start,
 )
 from mmjax.benchmarks.measurement import Measurement
+from mmjax.console import print_lines, table
 from mmjax.errors import exit_process, run_command
 from mmjax.outputs import check_output
-from mmjax.training.console import print_lines, table
 
 # Benchmarks whose run() returns a list of rows, one per variant.
 COMPARISONS: dict[str, Any] = {

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mmjax.config_meanings import first_line
-from mmjax.config_values import did_you_mean
+from mmjax.config.codec import did_you_mean, first_line
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.startup import end_loading, start_clock
 

@@ -17,25 +17,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from mmjax.config import Config, ManifestSource, MeshConfig
-from mmjax.config_files import apply_overrides, resolve_callbacks
-from mmjax.data.chat_source import ChatSource
-from mmjax.data.embedded import EmbeddedDataset, SwappedItems
-from mmjax.data.file_kinds import source_of
-from mmjax.data.file_sources import Split, cache_folder
-from mmjax.data.prompt_rows import BatchLimits
-from mmjax.data.prompts import QuestionSource
-from mmjax.data.sources import open_sources
+from mmjax.config.loading import apply_overrides, resolve_callbacks
+from mmjax.console import ProgressLine, mute, print_lines, table
+from mmjax.data.sources.chat_source import ChatSource
+from mmjax.data.sources.opening import Split, cache_folder, open_sources, source_of
+from mmjax.data.toy.dataset import EmbeddedDataset, SwappedItems
+from mmjax.distributed import coordination
 from mmjax.errors import UserError, exit_process, run_command
-from mmjax.models.model import Model
-from mmjax.parallel import processes
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.announce import score_table
-from mmjax.training.answer_scores import MEASURES
-from mmjax.training.checkpoint import checkpoint_step, restore_parameters
-from mmjax.training.console import ProgressLine, mute, print_lines, table
-from mmjax.training.devices import choose_devices
-from mmjax.training.evaluation import (
+from mmjax.inference.checkpoint_model import CheckpointModel
+from mmjax.inference.evaluation import (
     Answered,
     Evaluator,
     Replies,
@@ -44,11 +34,19 @@ from mmjax.training.evaluation import (
     evaluation_sources,
     exact_match,
 )
-from mmjax.training.generation import MOST
-from mmjax.training.programs import enable_compilation_cache
-from mmjax.training.run_folder import RunFolder
-from mmjax.training.served import CheckpointModel
-from mmjax.training.state import parameter_shardings
+from mmjax.inference.generator import MOST
+from mmjax.inference.prompt_rows import BatchLimits
+from mmjax.inference.prompts import QuestionSource
+from mmjax.inference.scores import MEASURES
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
+from mmjax.runtime.compile_cache import enable_compilation_cache
+from mmjax.runtime.devices import choose_devices
+from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.state import parameter_shardings
+from mmjax.training.announce import score_table
 
 AT_ONCE = BatchLimits(tokens=4096)  # small enough for the logits of all of them
 DATA_SOURCE = "asked"  # the name in data.sources of what --data names
@@ -199,10 +197,10 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
         raise UserError(f"{args.model}: no source of its has a {args.split} split to ask; name questions with --data")
     # Process 0 fills the caches of headers and lengths, which the others then read.
     for source in sources.values():
-        processes.run_on_leader(lambda source=source: len(source.read_headers()))
-        processes.run_on_leader(source.count_tokens)
+        coordination.run_on_leader(lambda source=source: len(source.read_headers()))
+        coordination.run_on_leader(source.count_tokens)
     replies = answer(served, sources, args.max_tokens, args.limit, show=not args.json)
-    if not processes.is_leader():
+    if not coordination.is_leader():
         return
     spoken = {name for name, source in config.data.sources.items() if isinstance(source, ManifestSource)}
     measures = {name: args.measures or (SPOKEN_MEASURES if name in spoken else WRITTEN_MEASURES) for name in replies}
@@ -251,9 +249,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(argv)
     if args.max_tokens < 1 or (args.limit is not None and args.limit < 1):
         raise UserError("--max-tokens and --limit are 1 or more")
-    if not processes.is_leader():
+    if not coordination.is_leader():
         mute()
-    with processes.process_group():
+    with coordination.process_group():
         if args.data or CheckpointModel.open(args.model).config.data.chat:
             if args.swap:
                 raise UserError("--swap goes with a run's embedded questions alone; leave it away")

@@ -13,9 +13,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from mmjax.adapters import adapted_modules
 from mmjax.config import ModelConfig
-from mmjax.config_values import did_you_mean, encode
+from mmjax.config.codec import did_you_mean, encode
+from mmjax.config.lora_targets import adapted_modules
+from mmjax.console import print_lines, table
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, module_path, saved_name, tensor_names
 from mmjax.hf.folder import SINGLE, HfFolder
@@ -23,11 +24,10 @@ from mmjax.hf.parts import TRANSPOSED
 from mmjax.hf.writing import NewTensor, copy_beside, write_tensors
 from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
-from mmjax.training.checkpoint import SavedParameters, checkpoint_step
-from mmjax.training.console import print_lines, table
-from mmjax.training.exporting import Exporter, Piece
-from mmjax.training.pretrained import modules_by_folder
-from mmjax.training.run_folder import RunFolder
+from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step
+from mmjax.runtime.export_weights import Exporter, Piece
+from mmjax.runtime.pretrained import modules_by_folder
+from mmjax.runtime.run_dir import RunFolder
 
 PARTS = "parts.json"  # the folder of each module of a model that is exported in parts
 

@@ -14,21 +14,20 @@ from pathlib import Path
 import jax
 
 from mmjax.config import Config, MeshConfig
-from mmjax.data.asked import UserPrompt, UserPromptSource, make_prompt
+from mmjax.console import print_lines, print_note
 from mmjax.data.conversation import BadSample, Medium
-from mmjax.data.index import Encoders
-from mmjax.data.media_items import PROBES, MediaProcessors
-from mmjax.data.placement import Topology
-from mmjax.data.prompt_rows import PromptRows
+from mmjax.data.media.patches import Encoders
+from mmjax.data.media.processors import PROBES, MediaProcessors
+from mmjax.data.plan.placement import Topology
 from mmjax.errors import BadMedia, UserError, exit_process, run_command
+from mmjax.inference.checkpoint_model import CheckpointModel
+from mmjax.inference.generator import MOST, Answer, Generator, Sampling
+from mmjax.inference.prompt_rows import PromptRows
+from mmjax.inference.user_prompts import UserPrompt, UserPromptSource, make_prompt
 from mmjax.parallel.mesh import check_heads, make_mesh, mesh_sizes
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.console import print_lines, print_note
-from mmjax.training.devices import choose_devices
-from mmjax.training.generation import MOST, Answer, Generator
-from mmjax.training.programs import enable_compilation_cache
-from mmjax.training.sampling import Sampling
-from mmjax.training.served import CheckpointModel
+from mmjax.runtime.compile_cache import enable_compilation_cache
+from mmjax.runtime.devices import choose_devices
 
 EVERY = 4  # tokens between updates of a terminal
 UNFINISHED = "\ufffd"  # what a character decodes to while a token with its last bytes is still missing

@@ -18,17 +18,16 @@ from typing import TypeVar
 import numpy as np
 
 from mmjax.config import Config, FileSource
-from mmjax.config_files import default_config, find_config, load
-from mmjax.data.array_record_writing import UNREADABLE_FILE, write_array_records
-from mmjax.data.file_sources import Split, cache_folder, open_conversations, path_of
-from mmjax.data.index import LengthIndex, build_index
-from mmjax.data.media_facts import MediaFacts, Progress, read_facts
-from mmjax.data.media_items import PROBES
-from mmjax.data.quarantine import BadSampleEntry
-from mmjax.data.sources import open_sources
-from mmjax.data.stored import Conversations
+from mmjax.config.loading import default_config, find_config, load
+from mmjax.console import ProgressLine, count, print_lines, table
+from mmjax.data.media.processors import PROBES
+from mmjax.data.plan.length_index import LengthIndex, build_index
+from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
+from mmjax.data.sources.media_sizes import MediaFacts, Progress, read_facts
+from mmjax.data.sources.opening import Split, cache_folder, open_conversations, open_sources, path_of
+from mmjax.data.sources.quarantine import BadSampleEntry
+from mmjax.data.storage.files import Conversations
 from mmjax.errors import UserError, exit_process, run_command
-from mmjax.training.console import ProgressLine, count, print_lines, table
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 ARRAY_RECORD = "arrayrecord"
@@ -192,7 +191,7 @@ def _list_bad(parts: Sequence[Part], path: Path) -> None:
 
 def draw(config: Config, parts: Sequence[Part], path: Path) -> None:
     """Draw a histogram of each measure, with the sources beside each other."""
-    from mmjax.pictures import plot_lengths  # matplotlib looks for fonts when it is first imported
+    from mmjax.reporting.plots import plot_lengths  # matplotlib looks for fonts when it is first imported
 
     by_measure: dict[str, dict[str, np.ndarray]] = {}
     for part in parts:

@@ -21,14 +21,14 @@ import numpy as np
 from PIL import Image
 
 from mmjax.config import AudioConfig
-from mmjax.data.index import index_key
-from mmjax.data.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
+from mmjax.console import print_lines, table
+from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
+from mmjax.data.plan.length_index import index_key
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.reporting.rows import item_image
-from mmjax.training.console import print_lines, table
-from mmjax.training.metrics_log import logged_records
+from mmjax.runtime.run_dir import RunFolder
+from mmjax.training.metrics import logged_records
 from mmjax.training.run_data import loader_of
-from mmjax.training.run_folder import RunFolder
 from mmjax.training.run_history import Launch, launch_of_step, read_launches
 
 TRAINED = "\033[1m", "\033[0m"  # around trained tokens on a terminal; elsewhere [[ and ]]

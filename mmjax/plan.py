@@ -18,25 +18,25 @@ from typing import Any
 
 import jax
 
+from mmjax.autotune.compile_memory import aot_h100
+from mmjax.autotune.forecast import BalanceForecast, RunForecast, compile_forecast, forecast_run
+from mmjax.autotune.memory_plan import ACTIVATION, describe_shortage, device_speed
 from mmjax.config import Config
-from mmjax.config_files import copy_config, default_config, find_config, load
-from mmjax.data.index import LengthIndex, build_index
-from mmjax.data.layout import RankLayout
-from mmjax.data.lengths import index_of_lengths, omni_corpus, read_lengths
-from mmjax.data.sources import open_sources
+from mmjax.config.loading import copy_config, default_config, find_config, load
+from mmjax.console import count, duration, print_lines, size, table
+from mmjax.data.plan.length_files import index_of_lengths, omni_corpus, read_lengths
+from mmjax.data.plan.length_index import LengthIndex, build_index
+from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.outputs import PLOT_SUFFIXES, check_output
-from mmjax.planning.clusters import parse_cluster
-from mmjax.planning.cost import parameters
-from mmjax.planning.layer_times import Speed
+from mmjax.planning.flops import parameters
+from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.memory import saved_bytes
 from mmjax.planning.plan_file import plan_text
-from mmjax.training.absent_devices import aot_h100
+from mmjax.planning.step_time import Speed
+from mmjax.runtime.devices import local_cluster
 from mmjax.training.announce import describe_memory_plan, replication_warning
-from mmjax.training.console import count, duration, print_lines, size, table
-from mmjax.training.fitting import ACTIVATION, describe_shortage, device_speed
-from mmjax.training.outlook import BalanceForecast, RunForecast, compile_forecast, forecast_run
-from mmjax.training.profile import local_cluster
 
 SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no data
 # Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers in it; fitted to 7
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         print_lines(*report(outlook, price, source, compiled))
     if args.picture is not None:
-        from mmjax.pictures import plot_plan  # matplotlib looks for fonts when it is first imported
+        from mmjax.reporting.plots import plot_plan  # matplotlib looks for fonts when it is first imported
 
         plot_plan(args.picture, outlook)
     if args.out is not None:

@@ -12,9 +12,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmjax.console import print_lines, size
 from mmjax.errors import exit_process, run_command
 from mmjax.outputs import check_output
-from mmjax.training.console import print_lines, size
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,9 +18,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from mmjax.autotune.memory_plan import ACTIVATION, MemoryDecision, plan_key, plan_memory_on_mesh, read_memory_plan
 from mmjax.balance.parts import LLM
 from mmjax.config import Config
-from mmjax.config_files import (
+from mmjax.config.loading import (
     apply_overrides,
     default_config,
     describe_with_meanings,
@@ -29,34 +30,30 @@ from mmjax.config_files import (
     resolve_callbacks,
     shipped_configs,
 )
-from mmjax.data.prompt_rows import BatchLimits
-from mmjax.data.workers import refuse_in_worker
+from mmjax.console import ProgressLine, mute, print_lines
+from mmjax.data.loading.workers import refuse_in_worker
+from mmjax.distributed import coordination
+from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError, exit_process, raise_ctrl_c_once, run_command
+from mmjax.inference.evaluation import Evaluator, evaluation_sources
+from mmjax.inference.prompt_rows import BatchLimits
 from mmjax.models.model import Model
-from mmjax.parallel import processes
 from mmjax.parallel.mesh import check_heads, make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.plan_file import plan_changes
+from mmjax.runtime.checkpoint import CheckpointStore, DamagedCheckpoint
+from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
+from mmjax.runtime.compile_cache import CompileCounter, enable_compilation_cache
+from mmjax.runtime.devices import choose_devices, peak_flops, set_gpu_memory_fraction
+from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.run_dir import NOTHING, AllowedChanges, Mode, RunFolder, claim, run_folder_of, run_lock_held
+from mmjax.runtime.state import TrainState
+from mmjax.runtime.step import Executor
 from mmjax.startup import activity, end_loading
-from mmjax.training.checkpoint import CheckpointStore, DamagedCheckpoint
-from mmjax.training.checkpoint_commit import Retention, saved_steps, set_aside
-from mmjax.training.console import ProgressLine, mute, print_lines
-from mmjax.training.devices import choose_devices, set_gpu_memory_fraction
-from mmjax.training.evaluation import Evaluator, evaluation_sources
-from mmjax.training.fitting import ACTIVATION, plan_memory_on_mesh
-from mmjax.training.kept_fit import MemoryDecision, plan_key, read_memory_plan
-from mmjax.training.left_out import UnreadableSamples
-from mmjax.training.optimizer import make_optimizer
-from mmjax.training.profile import peak_flops
-from mmjax.training.programs import CompileCounter, enable_compilation_cache
+from mmjax.training.loop import Session
 from mmjax.training.run_data import open_data
-from mmjax.training.run_folder import NOTHING, AllowedChanges, Mode, RunFolder, claim, run_folder_of
-from mmjax.training.run_lock import run_lock_held
-from mmjax.training.session import Session
 from mmjax.training.signals import StopFlags, install_signal_handlers
-from mmjax.training.state import TrainState
-from mmjax.training.step import Executor
-from mmjax.training.watchdog import Watchdog
+from mmjax.training.unreadable import UnreadableSamples
 
 
 def open_session(
@@ -84,7 +81,7 @@ def open_session(
     # A resumed run takes over the remat policies it was started with: others would be other programs, with other bits.
     reuse_plan = step > 0 and not profile
     stored_plan = (
-        processes.run_on_leader(lambda: read_memory_plan(folder.fit, plan_key(config, mesh))) if reuse_plan else None
+        coordination.run_on_leader(lambda: read_memory_plan(folder.fit, plan_key(config, mesh))) if reuse_plan else None
     )
     with activity("predicting memory"):
         decision = MemoryDecision.of(stored_plan) if stored_plan else None
@@ -140,7 +137,7 @@ def restore_or_init(open_at: Callable[..., Session], folder: RunFolder, resumed:
     """
     torn: list[tuple[int, DamagedCheckpoint]] = []
     # Process 0 lists the checkpoints for all, so that all try the same ones.
-    saved = processes.run_on_leader(lambda: saved_steps(folder.checkpoints)) if resumed else []
+    saved = coordination.run_on_leader(lambda: saved_steps(folder.checkpoints)) if resumed else []
     for step in reversed(saved or [0]):
         session = open_at(step=step)
         try:
@@ -149,7 +146,9 @@ def restore_or_init(open_at: Callable[..., Session], folder: RunFolder, resumed:
             torn.append((step, error))
             continue
         for torn_step, error in torn:
-            aside = processes.run_on_leader(lambda torn_step=torn_step: set_aside(folder.checkpoints, torn_step).name)
+            aside = coordination.run_on_leader(
+                lambda torn_step=torn_step: set_aside(folder.checkpoints, torn_step).name
+            )
             print_lines(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
         return session, state
     older = f"nor can the {len(torn) - 1} before it" if len(torn) > 1 else "there is no older one here"
@@ -219,7 +218,7 @@ def train(
 def lock_run(folder: Path) -> Iterator[None]:
     """Lock a run's folder in process 0 on behalf of all processes."""
     with ExitStack() as stack:
-        processes.run_on_leader(lambda: stack.enter_context(run_lock_held(folder)))
+        coordination.run_on_leader(lambda: stack.enter_context(run_lock_held(folder)))
         yield
 
 
@@ -231,7 +230,7 @@ def claim_run(config: Config, source: Path, mode: Mode, permitted: AllowedChange
         def enter() -> bool:
             return stack.enter_context(claim(config, source, mode, permitted))[1]
 
-        yield run_folder_of(config), processes.run_on_leader(enter)
+        yield run_folder_of(config), coordination.run_on_leader(enter)
 
 
 def _read_config(words: Sequence[str], plan: str, resume: bool) -> tuple[Config, Path]:
@@ -317,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.show:
         print_lines(describe_with_meanings(config))
         return
-    if not processes.is_leader():
+    if not coordination.is_leader():
         mute()
     set_gpu_memory_fraction()
     permitted = AllowedChanges(args.new_data, tuple(args.change))
@@ -325,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
     mode = "overwrite" if args.overwrite else args.resume or "new"
     flags = install_signal_handlers()
-    with Watchdog(config.training.watch, run_folder_of(config).stacks) as watchdog, processes.process_group():
+    with Watchdog(config.training.watch, run_folder_of(config).stacks) as watchdog, coordination.process_group():
         train(config, path, mode, profile=args.profile, permitted=permitted, flags=flags, watchdog=watchdog)
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.data.placement import Topology
-from mmjax.data.prompt_rows import PromptRows
-from mmjax.data.prompts import QuestionPrompts, Selection
+from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Sample, Text
+from mmjax.inference.prompt_rows import PromptRows
+from mmjax.inference.prompts import QuestionPrompts, Selection
 
 
 class WithRoom(QuestionPrompts):

@@ -15,19 +15,19 @@ import transformers
 from commands import TINY
 
 from mmjax.config import Config, LoraConfig, MeshConfig, Rates
-from mmjax.config_files import load, to_json
+from mmjax.config.loading import load, to_json
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
+from mmjax.runtime.checkpoint import CheckpointStore, DataState
+from mmjax.runtime.checkpoint_commit import Retention
+from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.pretrained import load_pretrained
+from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.step import Executor
 from mmjax.train import train
-from mmjax.training.checkpoint import CheckpointStore, DataState
-from mmjax.training.checkpoint_commit import Retention
-from mmjax.training.optimizer import make_optimizer
-from mmjax.training.pretrained import load_pretrained
-from mmjax.training.run_folder import RunFolder
-from mmjax.training.state import parameter_shardings
-from mmjax.training.step import Executor
 
 SIZES = {
     "hidden_size": 32,

@@ -30,12 +30,12 @@ from spoilable import (
 )
 
 from mmjax.config import Config, FileSource, ShareGptSource
-from mmjax.data.index import LengthIndex, cached_index
-from mmjax.data.loader import LoadedStep, StepLoader
-from mmjax.data.media_facts import open_facts
-from mmjax.data.plan import make_planner
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.plan.length_index import LengthIndex, cached_index
+from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Source
-from mmjax.data.sources import look_again, open_sources
+from mmjax.data.sources.media_sizes import open_facts
+from mmjax.data.sources.opening import look_again, open_sources
 from mmjax.errors import UserError
 
 STEPS = 6  # in which every sample of a small data set has come

@@ -14,25 +14,25 @@ from commands import TINY
 from mutations import Random, spoiled_record, spoiled_source, spoiled_words
 from spoilable import CONFIG_TEXT, Fault, one_file, put_back, spoil_file
 
+from mmjax.autotune.memory_plan import MemoryDecision, plan_key, read_memory_plan, write_memory_plan
 from mmjax.config import Config, DataConfig, MeshConfig
-from mmjax.config_files import apply_overrides, describe, from_json, load, to_json
-from mmjax.data.index import build_index
-from mmjax.data.plan import make_planner
-from mmjax.data.quarantine import BadSampleEntry, Quarantine
-from mmjax.data.sources import open_sources
+from mmjax.config.loading import apply_overrides, describe, from_json, load, to_json
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
+from mmjax.data.sources.quarantine import BadSampleEntry, Quarantine
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import check_heads, make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.fit import MemoryLimit, MemoryPlan
 from mmjax.planning.memory import ModelSharding
-from mmjax.training.checkpoint import CheckpointMetadata, CheckpointStore, DataState, read_metadata, restore_parameters
-from mmjax.training.checkpoint_commit import Retention
-from mmjax.training.kept_fit import MemoryDecision, plan_key, read_memory_plan, write_memory_plan
-from mmjax.training.metrics_log import MetricsLog
-from mmjax.training.optimizer import make_optimizer
-from mmjax.training.run_folder import RunFolder, changes_of
-from mmjax.training.state import parameter_shardings
-from mmjax.training.step import Executor
+from mmjax.planning.remat import MemoryLimit, MemoryPlan
+from mmjax.runtime.checkpoint import CheckpointMetadata, CheckpointStore, DataState, read_metadata, restore_parameters
+from mmjax.runtime.checkpoint_commit import Retention
+from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.run_dir import RunFolder, changes_of
+from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.step import Executor
+from mmjax.training.metrics import MetricsLog
 
 
 class Runs:

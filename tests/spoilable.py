@@ -39,11 +39,11 @@ from mmjax.config import (
     Samples,
     ShareGptSource,
 )
-from mmjax.config_files import load
-from mmjax.data.array_record_writing import write_array_records
-from mmjax.data.file_sources import open_conversations
-from mmjax.data.media_facts import read_facts
-from mmjax.data.media_items import PROBES
+from mmjax.config.loading import load
+from mmjax.data.media.processors import PROBES
+from mmjax.data.sources.array_record_writing import write_array_records
+from mmjax.data.sources.media_sizes import read_facts
+from mmjax.data.sources.opening import open_conversations
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ':' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"

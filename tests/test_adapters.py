@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from commands import TINY_MEDIA
 
-from mmjax.adapters import (
+from mmjax.config import LoraConfig
+from mmjax.config.loading import load
+from mmjax.config.lora_targets import (
     adapted_modules,
     adapter_parameters,
     adapters_by_layer,
@@ -13,8 +15,6 @@ from mmjax.adapters import (
     linear_layers,
     lora_scale,
 )
-from mmjax.config import LoraConfig
-from mmjax.config_files import load
 from mmjax.errors import UserError
 
 

@@ -18,9 +18,9 @@ from mmjax.benchmarks.balance_steps import (
     straggler_wait,
     work_per_rank,
 )
-from mmjax.data.index import build_index
-from mmjax.data.lengths import omni_corpus
-from mmjax.data.media import encoder_input
+from mmjax.data.media.patches import encoder_input
+from mmjax.data.plan.length_files import omni_corpus
+from mmjax.data.plan.length_index import build_index
 
 
 @pytest.fixture(scope="module")

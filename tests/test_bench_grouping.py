@@ -8,7 +8,7 @@ from commands import run
 
 from mmjax import bench
 from mmjax.balance.metrics import dist_ratio, overdispersion
-from mmjax.data.lengths import visual_corpus
+from mmjax.data.plan.length_files import visual_corpus
 
 
 @pytest.fixture(scope="module")

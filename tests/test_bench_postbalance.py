@@ -7,8 +7,8 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.balance.postbalance import rank_costs
-from mmjax.data.lengths import omni_corpus
+from mmjax.balance.baselines.postbalance import rank_costs
+from mmjax.data.plan.length_files import omni_corpus
 
 SMALL = ("--ranks=16", "--per-rank=30", "--seed=3")
 

@@ -19,19 +19,19 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmjax import export, train
 from mmjax.config import AnyRes, Callbacks, MeshConfig
-from mmjax.config_files import apply_overrides, find_config, load, resolve_callbacks
-from mmjax.data.index import build_index
-from mmjax.data.loader import reader_of
-from mmjax.data.packing import pack_microbatch
-from mmjax.data.plan import make_planner
-from mmjax.data.sources import open_sources
-from mmjax.data.text_rows import Arrays
+from mmjax.config.loading import apply_overrides, find_config, load, resolve_callbacks
+from mmjax.data.loading.packing import pack_microbatch
+from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.pretrained import load_pretrained
-from mmjax.training.state import parameter_shardings
+from mmjax.runtime.pretrained import load_pretrained
+from mmjax.runtime.state import parameter_shardings
 
 SMALL = (
     "training.steps=3",
@@ -185,9 +185,9 @@ def test_functions_that_are_not_there_or_cannot_be_meant_are_refused(place):
     with pytest.raises(UserError, match=f"{own}.before_llm: no function 'row' in"):
         load(place / "any_res.py", [*given, f"{own}.before_llm=config:row"])
     with pytest.raises(UserError, match=f"{own}.before_encoder prepares images, and so does .*images=any_res"):
-        load("llava_style", [*given, f"{own}.before_encoder=mmjax.data.image_items:any_res"])
+        load("llava_style", [*given, f"{own}.before_encoder=mmjax.data.media.image_transforms:any_res"])
     with pytest.raises(UserError, match=f"{own}.before_llm says in what order tokens stand"):
-        load("llava_style", [*given, f"{own}.before_llm=mmjax.data.arrangement:in_order"])
+        load("llava_style", [*given, f"{own}.before_llm=mmjax.data.media.anyres_layout:in_order"])
     tiles = ["model.encoders.vision.images.order=tiles", "model.encoders.vision.images.most_tiles=3"]
     with pytest.raises(UserError, match="most_tiles=3: it is rows that are interpolated; choose order=rows"):
         load("llava_style", [*given, *tiles])

@@ -13,7 +13,7 @@ from commands import TINY, run
 from started import ROOT, begin, environment, finish
 
 from mmjax import cli
-from mmjax.config_files import default_config, describe_with_meanings, load
+from mmjax.config.loading import default_config, describe_with_meanings, load
 
 SCRIPT = """import sys
 from {module} import {function}

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from mmjax.config_checks import validate
-from mmjax.config_checks.data import EMBEDDED_RATE
-from mmjax.config_files import load
-from mmjax.data.tones import SAMPLE_RATE
+from mmjax.config.loading import load
+from mmjax.config.validation import EMBEDDED_RATE, validate
+from mmjax.data.toy.tones import SAMPLE_RATE
 from mmjax.errors import UserError
 
 

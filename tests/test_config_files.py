@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import Config
-from mmjax.config_files import (
+from mmjax.config.loading import (
     apply_overrides,
     copy_config,
     default_config,
@@ -22,7 +22,7 @@ from mmjax.config_files import (
     sibling,
 )
 from mmjax.errors import UserError
-from mmjax.planning.cost import parameters
+from mmjax.planning.flops import parameters
 
 ROOT = Path(__file__).parent.parent
 ASKING = {"llava_style", "llava_alignment", "llava_lora"}  # for a checkpoint and its data
@@ -31,7 +31,7 @@ SHIPPED = sorted({path.stem for path in (ROOT / "configs").glob("*.py")} - ASKIN
 VARIANT = """
 from dataclasses import replace
 from mmjax.config import Config
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 base = sibling(__file__, "{base}")
 
@@ -122,7 +122,7 @@ def test_every_config_works_from_an_installed_package(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "mmjax", tmp_path / "site" / "mmjax", ignore=ignore)
     shutil.copytree(ROOT / "configs", tmp_path / "site" / "mmjax" / "configs", ignore=ignore)
-    script = "import sys; from mmjax.config_files import load; [print(load(n).name) for n in sys.argv[1:]]"
+    script = "import sys; from mmjax.config.loading import load; [print(load(n).name) for n in sys.argv[1:]]"
     done = subprocess.run(
         [sys.executable, "-c", script, *SHIPPED],
         cwd=tmp_path,
@@ -135,7 +135,7 @@ def test_every_config_works_from_an_installed_package(tmp_path: Path) -> None:
 
 
 def test_reading_a_config_does_not_import_jax() -> None:
-    script = "import sys; from mmjax.config_files import load; load('tiny_omni'); sys.exit('jax' in sys.modules)"
+    script = "import sys; from mmjax.config.loading import load; load('tiny_omni'); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
@@ -293,7 +293,7 @@ OWN = (
 
 
 def test_a_function_of_mmjax_is_found() -> None:
-    assert resolve("mmjax.config_files:load", None) is load
+    assert resolve("mmjax.config.loading:load", None) is load
     assert resolve("mmjax.config:Config", None) is Config
 
 
@@ -337,11 +337,11 @@ def test_a_class_of_a_config_file_can_be_pickled(tmp_path: Path) -> None:
         ("mmjaxx.config:Config", "is neither mmjax"),
         ("config.x:numbers", "is neither mmjax"),
         ("mmjax.config", "is neither mmjax"),
-        ("mmjax.config_files:_execute", "is private"),
-        ("mmjax.config_files:load.__globals__", "is private"),
-        ("mmjax.config_files:json.loads", "no function 'json.loads' in mmjax.config_files"),
-        ("mmjax.config_files:importlib.import_module", "no function"),
-        ("mmjax.config_files:laod", "no function 'laod' in mmjax.config_files"),
+        ("mmjax.config.loading:_execute", "is private"),
+        ("mmjax.config.loading:load.__globals__", "is private"),
+        ("mmjax.config.loading:json.loads", "no function 'json.loads' in mmjax.config.loading"),
+        ("mmjax.config.loading:importlib.import_module", "no function"),
+        ("mmjax.config.loading:laod", "no function 'laod' in mmjax.config.loading"),
         ("mmjax.nowhere:x", "No module named 'mmjax.nowhere'"),
         ("config:nubmers", "no function 'nubmers' in "),
         ("config:_private", "is private"),
@@ -374,7 +374,7 @@ def test_find_gives_the_file_that_load_reads() -> None:
 ASKS = """
 from dataclasses import replace
 
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 base = sibling(__file__, "tiny_text")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import AdamW, IsfGrouping, Muon, NoGrouping, PackGrouping, Rates, Samples, Tokens
-from mmjax.config_files import apply_overrides, describe, differences, from_json, keys_of, load, to_json
+from mmjax.config.loading import apply_overrides, describe, differences, from_json, keys_of, load, to_json
 from mmjax.errors import UserError
 
 STEPS = load("tiny_omni").training.steps
@@ -84,7 +84,7 @@ def test_none_clears_an_optional_value_and_braces_clear_a_dict() -> None:
 
 def test_an_argument_of_a_function_keeps_the_kind_of_value_it_looks_like() -> None:
     lines = [f"data.sources.own.arguments.{a}" for a in ("n=3", "x=0.5", "on=true", "name=abc", 'digits="3"')]
-    function = ["data.sources.own=function", "data.sources.own.function=mmjax.data.embedded:EmbeddedDataset"]
+    function = ["data.sources.own=function", "data.sources.own.function=mmjax.data.toy.dataset:EmbeddedDataset"]
     source = load("tiny_omni", [*function, *lines]).data.sources["own"]
     assert source.arguments == {"n": 3, "x": 0.5, "on": True, "name": "abc", "digits": "3"}
     assert [type(v) for v in source.arguments.values()] == [int, float, bool, str, str]
@@ -157,7 +157,7 @@ EDITED = [
     "model.llm.remat=none,full,attention",
     "model.encoders.vision.remat=(full,full)",
     "data.sources.own=function",
-    "data.sources.own.function=mmjax.data.embedded:EmbeddedDataset",
+    "data.sources.own.function=mmjax.data.toy.dataset:EmbeddedDataset",
     'data.sources.own.arguments.text="3"',
     "data.sources.own.arguments.number=3",
     "data.sources.embedded.modalities=text,",

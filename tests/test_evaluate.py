@@ -11,7 +11,7 @@ from started import finish, start
 
 from mmjax import evaluate
 from mmjax.errors import UserError
-from mmjax.training.evaluation import exact_match
+from mmjax.inference.evaluation import exact_match
 
 FAMILIES = ("image", "audio", "mixed", "text")
 TASKS = {f"exact_match_{name}" for name in ("image.read", "audio.write", "mixed.read", "text.read")}

@@ -26,17 +26,17 @@ from safetensors.torch import save_file
 from mmjax import export
 from mmjax.batch import PADDING, Microbatch, TextBatch
 from mmjax.config import ConnectorConfig, LoraConfig, MeshConfig, VisionConfig
-from mmjax.config_files import load
-from mmjax.data.kept import verify_checksum, with_checksum
+from mmjax.config.loading import load
+from mmjax.data.storage.array_store import verify_checksum, with_checksum
 from mmjax.hf.families import from_hf
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training import exporting
-from mmjax.training.checkpoint import SavedParameters, checkpoint_step, restore_parameters
-from mmjax.training.run_folder import RunFolder
-from mmjax.training.state import parameter_shardings
+from mmjax.runtime import export_weights
+from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step, restore_parameters
+from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.state import parameter_shardings
 
 BF16 = torch.bfloat16
 TOKENS = np.random.default_rng(0).integers(1, 40, (2, 24)).astype(np.int32)
@@ -176,7 +176,7 @@ def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatc
         held.append(sum(x.nbytes for path, x in found.items() if "lora" not in path))
         return found
 
-    monkeypatch.setattr(exporting, "GROUP_BYTES", 12_000)
+    monkeypatch.setattr(export_weights, "GROUP_BYTES", 12_000)
     monkeypatch.setattr(SavedParameters, "read", counted)
     export.export(tuned, tmp_path / "in turns")
     assert len(held) > 8

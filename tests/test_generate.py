@@ -21,17 +21,17 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmjax import export, generate
 from mmjax.config import MeshConfig
-from mmjax.config_files import load
-from mmjax.data.digits import Strip
-from mmjax.data.embedded import EmbeddedDataset
-from mmjax.data.prompts import QuestionPrompts
-from mmjax.data.tones import Clip
+from mmjax.config.loading import load
+from mmjax.data.toy.dataset import EmbeddedDataset
+from mmjax.data.toy.digits import Strip
+from mmjax.data.toy.tones import Clip
+from mmjax.inference.checkpoint_model import CheckpointModel
+from mmjax.inference.evaluation import evaluation_sources
+from mmjax.inference.generator import Generator
+from mmjax.inference.prompts import QuestionPrompts
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.evaluation import evaluation_sources
-from mmjax.training.generation import Generator
-from mmjax.training.run_folder import RunFolder
-from mmjax.training.served import CheckpointModel
+from mmjax.runtime.run_dir import RunFolder
 
 QUESTION = "What colour is the upper half?"
 SMALL = ("training.precision=float32", "batch.rows.llm=2", "batch.rows.vision=2", "device=cpu", "data.workers=0")

@@ -28,7 +28,7 @@ import time
 from dataclasses import replace
 
 from mmjax.config import FunctionSource
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 tiny = sibling(__file__, "tiny")
 

@@ -18,11 +18,11 @@ from PIL import Image
 
 from mmjax import generate, index
 from mmjax.config import ChatFormat, LlavaSource, ParquetSource
-from mmjax.config_files import load
-from mmjax.data.chat import load_chat
+from mmjax.config.loading import load
 from mmjax.data.conversation import BadSample
-from mmjax.data.file_sources import Split, open_conversations
-from mmjax.data.stored import Conversations
+from mmjax.data.sources.opening import Split, open_conversations
+from mmjax.data.storage.files import Conversations
+from mmjax.data.text.chat import load_chat
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 from mmjax.hub import cache_folder, checkpoint_folder

@@ -32,76 +32,59 @@ class May:
 
 
 NUMERIC = frozenset({"numpy", "scipy", "numba"})
-CONFIG = ("mmjax.config", "mmjax.config_files", "mmjax.errors", "mmjax.startup")
-RULES = {
-    "config": May(("mmjax.config",), frozenset()),
+BASE = ("mmjax.config", "mmjax.errors", "mmjax.startup", "mmjax.console")
+DATA = tuple(f"mmjax.data.{part}" for part in ("sample", "conversation"))
+RULES = {  # from the bottom upwards; a part within a package has rules of its own
     "errors": May((), frozenset()),
     "startup": May((), frozenset()),
+    "console": May(("mmjax.startup",), frozenset({"rich"})),
     "batch": May((), frozenset()),
-    "supervise": May(("mmjax.errors",), frozenset()),
     "outputs": May(("mmjax.errors",), frozenset()),
-    "config_values": May(("mmjax.errors",), frozenset()),
-    "adapters": May(("mmjax.config",), frozenset()),
     "hub": May(("mmjax.errors",), frozenset({"huggingface_hub"})),
-    "config_checks": May(
-        ("mmjax.config_checks", "mmjax.adapters", "mmjax.config", "mmjax.config_values", "mmjax.errors"), frozenset()
-    ),
-    "config_meanings": May(("mmjax.config_values",), frozenset()),
-    "cli": May(("mmjax.config_meanings", "mmjax.config_values", "mmjax.errors", "mmjax.startup"), frozenset()),
-    "config_files": May(
-        ("mmjax.config", "mmjax.config_checks", "mmjax.config_meanings", "mmjax.config_values", "mmjax.errors"),
-        frozenset(),
-    ),
+    "config": May(("mmjax.config", "mmjax.errors"), frozenset({"rapidfuzz"})),
+    "supervise": May(("mmjax.errors",), frozenset()),
+    "cli": May(("mmjax.config", "mmjax.errors", "mmjax.startup"), frozenset()),
     "balance": May(("mmjax.balance",), NUMERIC),
-    "planning": May(
+    "planning": May(("mmjax.planning", "mmjax.balance", "mmjax.config", "mmjax.batch", "mmjax.errors"), NUMERIC),
+    "data": May(("mmjax.data.media.anyres_layout", "mmjax.data.sample", *BASE), frozenset({"numpy"})),
+    "data.storage": May(("mmjax.data.storage", *DATA, *BASE), frozenset({"numpy", "fsspec"})),
+    "data.media": May(
+        ("mmjax.data.media", *DATA, *BASE), frozenset({"numpy", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"})
+    ),
+    "data.toy": May(("mmjax.data.toy", *DATA, *BASE), frozenset({"numpy"})),
+    "data.text": May(
+        ("mmjax.data.text", "mmjax.data.toy", *DATA, "mmjax.hub", *BASE), frozenset({"numpy", "tokenizers", "jinja2"})
+    ),
+    "data.sources": May(
         (
-            "mmjax.planning",
+            *(f"mmjax.data.{part}" for part in ("sources", "storage", "media", "toy", "text")),
+            *DATA,
+            "mmjax.hub",
+            *BASE,
+        ),
+        frozenset({"numpy", "array_record", "pyarrow", "fsspec"}),
+    ),
+    "data.plan": May(
+        (
+            *(f"mmjax.data.{part}" for part in ("plan", "storage", "media")),
+            *DATA,
             "mmjax.balance",
-            "mmjax.adapters",
-            "mmjax.config",
-            "mmjax.config_values",
-            "mmjax.batch",
-            "mmjax.errors",
+            "mmjax.planning",
+            *BASE,
         ),
         NUMERIC,
     ),
-    "data": May(
-        (
-            *CONFIG,
-            "mmjax.config_values",
-            "mmjax.hub",
-            "mmjax.data",
-            "mmjax.balance",
-            "mmjax.planning",
-            "mmjax.batch",
-        ),
-        NUMERIC
-        | {
-            "grain",
-            "absl",
-            "array_record",
-            "fsspec",
-            "pyarrow",
-            "PIL",
-            "simplejpeg",
-            "soundfile",
-            "soxr",
-            "tokenizers",
-            "jinja2",
-        },
+    "data.loading": May(
+        ("mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch", *BASE), frozenset({"numpy", "grain", "absl"})
     ),
-    "hf": May(
-        ("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.config_values", "mmjax.errors"),
-        frozenset({"numpy", "ml_dtypes"}),
-    ),
+    "hf": May(("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
         (
             "mmjax.models",
             "mmjax.kernels",
-            "mmjax.parallel.dispatch",
+            "mmjax.parallel.encoder_exchange",
             "mmjax.parallel.sharding",
-            "mmjax.adapters",
             "mmjax.config",
             "mmjax.batch",
         ),
@@ -111,49 +94,59 @@ RULES = {
         ("mmjax.parallel", "mmjax.kernels", "mmjax.balance", "mmjax.config", "mmjax.batch", "mmjax.errors"),
         frozenset({"jax", "numpy", "jaxtyping"}),
     ),
-    "training": May(
+    "distributed": May(("mmjax.distributed", *BASE), frozenset({"jax", "numpy"})),
+    "runtime": May(
         (
-            *CONFIG,
-            "mmjax.config_values",
-            "mmjax.adapters",
-            "mmjax.training",
-            "mmjax.models",
-            "mmjax.parallel",
-            "mmjax.kernels",
-            "mmjax.hf",
-            "mmjax.hub",
-            "mmjax.data",
-            "mmjax.planning",
-            "mmjax.balance",
-            "mmjax.batch",
+            *(f"mmjax.{part}" for part in ("runtime", "models", "parallel", "distributed", "kernels", "hf", "data")),
+            *(f"mmjax.{part}" for part in ("planning", "balance", "batch", "hub")),
+            *BASE,
         ),
         None,
     ),
-    "pictures": May(("mmjax.training", "mmjax.planning", "mmjax.balance"), frozenset({"matplotlib", "numpy"})),
-    "reporting": May(  # of the command `report`
+    "autotune": May(
         (
-            *CONFIG,
-            "mmjax.reporting",
-            "mmjax.pictures",
-            "mmjax.training",
-            "mmjax.data",
-            "mmjax.balance",
-            "mmjax.batch",
+            *(f"mmjax.{part}" for part in ("autotune", "runtime", "models", "parallel", "distributed", "data")),
+            *(f"mmjax.{part}" for part in ("planning", "balance", "batch")),
+            *BASE,
         ),
-        frozenset({"numpy", "PIL", "jinja2"}),
+        frozenset({"jax", "flax", "numpy"}),
+    ),
+    "inference": May(
+        (
+            *(f"mmjax.{part}" for part in ("inference", "runtime", "models", "parallel", "distributed", "hf", "data")),
+            *(f"mmjax.{part}" for part in ("balance", "batch", "hub")),
+            *BASE,
+        ),
+        frozenset({"jax", "numpy", "rapidfuzz"}),
+    ),
+    "training": May(
+        (
+            *(f"mmjax.{part}" for part in ("training", "inference", "autotune", "runtime", "models", "parallel")),
+            *(f"mmjax.{part}" for part in ("distributed", "data", "planning", "balance", "batch")),
+            *BASE,
+        ),
+        None,
+    ),
+    "reporting": May(
+        (
+            *(f"mmjax.{part}" for part in ("reporting", "training", "autotune", "runtime", "data", "planning")),
+            *(f"mmjax.{part}" for part in ("balance", "batch")),
+            *BASE,
+        ),
+        frozenset({"numpy", "PIL", "jinja2", "matplotlib"}),
     ),
     "benchmarks": May(("mmjax",), None),  # part of the command `bench`
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "grain": ("mmjax.data.workers",),
-    "absl": ("mmjax.data.workers",),
-    "array_record": ("mmjax.data.array_records",),
-    "pyarrow": ("mmjax.data.parquet",),
-    "orbax": ("mmjax.training.checkpoint",),
-    "matplotlib": ("mmjax.pictures",),
-    "tokenizers": ("mmjax.data.tokenizer",),
-    "jinja2": ("mmjax.data.template", "mmjax.reporting.page"),
-    "wandb": ("mmjax.training.metrics_log",),
+    "grain": ("mmjax.data.loading.workers",),
+    "absl": ("mmjax.data.loading.workers",),
+    "array_record": ("mmjax.data.sources.array_records", "mmjax.data.sources.array_record_writing"),
+    "pyarrow": ("mmjax.data.sources.parquet",),
+    "orbax": ("mmjax.runtime.checkpoint",),
+    "matplotlib": ("mmjax.reporting.plots",),
+    "tokenizers": ("mmjax.data.text.tokenizer",),
+    "jinja2": ("mmjax.data.text.chat_template", "mmjax.reporting.page"),
+    "wandb": ("mmjax.training.metrics",),
     "huggingface_hub": ("mmjax.hub",),
 }
 
@@ -190,14 +183,15 @@ def breaches(package: Path) -> list[str]:
     modules = modules_of(package)
     found = []
     for name, path in modules.items():
-        part = [*name.split("."), "mmjax"][1]
+        words = name.split(".")[1:]
+        part = next((key for k in (2, 1) if (key := ".".join(words[:k])) in RULES), "")
         if name.rpartition(".")[2] in BANNED_NAMES:
             found.append(f"{name}: its name says nothing of what it holds")
         for imported in sorted(imports_of(name, path, modules)):
             top = imported.split(".")[0]
             if name not in ONLY_IN.get(top, (name,)):
                 found.append(f"{name} imports {imported}, which only {' and '.join(ONLY_IN[top])} may")
-            if part not in RULES or top in sys.stdlib_module_names:
+            if not part or top in sys.stdlib_module_names:
                 continue  # commands may import everything
             may = RULES[part]
             if top == "mmjax":
@@ -253,20 +247,32 @@ def test_everything_imported_is_a_declared_dependency() -> None:
         ("balance/isf", "from mmjax.planning import costs", "mmjax.balance.isf imports mmjax.planning.costs"),
         ("balance/isf", "from ..planning.costs import f", "mmjax.balance.isf imports mmjax.planning.costs"),
         ("planning/costs", "import mmjax.models", "mmjax.planning.costs imports mmjax.models"),
-        ("data/index", "def f():\n    import jax.numpy as jnp", "mmjax.data.index imports jax.numpy"),
-        ("data/index", "import grain", "mmjax.data.index imports grain, which only mmjax.data.workers may"),
-        ("data/index", "import mmjax.models.llm", "mmjax.data.index imports mmjax.models.llm"),
+        (
+            "data/plan/length_index",
+            "def f():\n    import jax.numpy as jnp",
+            "mmjax.data.plan.length_index imports jax.numpy",
+        ),
+        (
+            "data/index",
+            "import grain",
+            "mmjax.data.plan.length_index imports grain, which only mmjax.data.loading.workers may",
+        ),
+        ("data/plan/length_index", "import mmjax.models.llm", "mmjax.data.plan.length_index imports mmjax.models.llm"),
         ("models/llm", "import mmjax.parallel.mesh", "mmjax.models.llm imports mmjax.parallel.mesh"),
         ("models/llm", "import optax", "mmjax.models.llm imports optax"),
         ("parallel/mesh", "import mmjax.models.llm", "mmjax.parallel.mesh imports mmjax.models.llm"),
-        ("parallel/mesh", "import mmjax.data.index", "mmjax.parallel.mesh imports mmjax.data.index"),
-        ("training/step", "import mmjax.train", "mmjax.training.step imports mmjax.train"),
+        (
+            "parallel/mesh",
+            "import mmjax.data.plan.length_index",
+            "mmjax.parallel.mesh imports mmjax.data.plan.length_index",
+        ),
+        ("runtime/step", "import mmjax.train", "mmjax.runtime.step imports mmjax.train"),
         (
             "train",
             "import orbax.checkpoint",
-            "mmjax.train imports orbax.checkpoint, which only mmjax.training.checkpoint may",
+            "mmjax.train imports orbax.checkpoint, which only mmjax.runtime.checkpoint may",
         ),
-        ("config", "import mmjax.errors", "mmjax.config imports mmjax.errors"),
+        ("config", "import mmjax.console", "mmjax.config imports mmjax.console"),
         ("data/utils", "", "mmjax.data.utils: its name says nothing of what it holds"),
     ],
 )

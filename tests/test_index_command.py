@@ -21,12 +21,11 @@ from files_made import asked, clip, lines, picture, served, write
 
 from mmjax import index
 from mmjax.config import ArrayRecordSource
-from mmjax.data.array_record_writing import write_array_records
-from mmjax.data.array_records import ArrayRecords
-from mmjax.data.file_sources import open_conversations
-from mmjax.data.media_facts import open_facts, read_facts
-from mmjax.data.sources import open_sources
-from mmjax.data.text_lengths import open_token_counts
+from mmjax.data.sources.array_record_writing import write_array_records
+from mmjax.data.sources.array_records import ArrayRecords
+from mmjax.data.sources.media_sizes import open_facts, read_facts
+from mmjax.data.sources.opening import open_conversations, open_sources
+from mmjax.data.sources.token_counts import open_token_counts
 from mmjax.errors import UserError
 from mmjax.index import PROBES
 

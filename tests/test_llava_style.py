@@ -17,17 +17,17 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmjax import evaluate, export, train
 from mmjax.config import MeshConfig
-from mmjax.config_files import find_config, load
-from mmjax.data.asked import UserPromptSource, make_prompt
-from mmjax.data.sources import open_sources
+from mmjax.config.loading import find_config, load
+from mmjax.data.sources.opening import open_sources
+from mmjax.inference.checkpoint_model import CheckpointModel
+from mmjax.inference.generator import Generator
+from mmjax.inference.user_prompts import UserPromptSource, make_prompt
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.checkpoint import checkpoint_step, restore_parameters
-from mmjax.training.generation import Generator
-from mmjax.training.run_folder import RunFolder
-from mmjax.training.served import CheckpointModel
-from mmjax.training.state import parameter_shardings
+from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
+from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.state import parameter_shardings
 
 pytestmark = pytest.mark.exhaustive
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize, WhisperMel
-from mmjax.config_checks.media import check_audio, check_images, check_limits
-from mmjax.config_values import assign, decode, encode, leaves
+from mmjax.config.codec import assign, decode, encode, leaves
+from mmjax.config.validation_rules import check_audio, check_images, check_limits
 from mmjax.errors import UserError
 
 ALL = (AsIs(), FixedSize(), FixedSize(square=(1, 2, 3), resize=(), crop=()), SmartResize(), DynamicTiles(), AnyRes())

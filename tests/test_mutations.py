@@ -66,7 +66,7 @@ def photos(tmp_path_factory) -> Path:
     text = f'''
 from dataclasses import replace
 from mmjax.config import ChatFormat, DataConfig, Placeholder, QuestionsSource
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 tiny = sibling({TINY!r}, "tiny_media")
 

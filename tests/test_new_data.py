@@ -17,11 +17,11 @@ from restarts import last, losses, records
 from started import finish, kill, launch, wait_until
 
 from mmjax import inspect, train
-from mmjax.config_files import load
-from mmjax.data.replay import Replayed
+from mmjax.config.loading import load
+from mmjax.data.loading.replay import Replayed
 from mmjax.parallel.mesh import make_mesh
+from mmjax.runtime.run_dir import NOTHING, RunFolder, claim
 from mmjax.training.run_data import loader_of, open_data
-from mmjax.training.run_folder import NOTHING, RunFolder, claim
 from mmjax.training.run_history import launch_of_step, read_launches
 
 WORDS = (

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from mmjax.autotune.forecast import RunForecast, forecast_run
 from mmjax.balance.metrics import dist_ratio
-from mmjax.config_files import find_config, load
-from mmjax.data.lengths import index_of_lengths
-from mmjax.pictures import (
+from mmjax.config.loading import find_config, load
+from mmjax.data.plan.length_files import index_of_lengths
+from mmjax.planning.hardware import parse_cluster
+from mmjax.planning.step_time import StepTime
+from mmjax.reporting.plots import (
     KINDS,
     PARTS,
     TALLEST,
@@ -24,9 +27,6 @@ from mmjax.pictures import (
     plot_work,
     time_parts,
 )
-from mmjax.planning.clusters import parse_cluster
-from mmjax.planning.times import StepTime
-from mmjax.training.outlook import RunForecast, forecast_run
 
 
 @pytest.fixture(scope="module")

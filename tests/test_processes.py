@@ -106,7 +106,7 @@ def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactl
 SLOW = """
 import time
 from dataclasses import replace
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 tiny = sibling(__file__, "tiny")
 

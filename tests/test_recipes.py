@@ -11,7 +11,7 @@ from llava_folder import save_checkpoint, save_parts, save_questions
 from started import ROOT
 
 from mmjax import train
-from mmjax.config_files import find_config, load
+from mmjax.config.loading import find_config, load
 from mmjax.models.model import module_of
 
 SMALL = (

@@ -20,17 +20,17 @@ from PIL import Image
 from started import Ended
 
 from mmjax.balance.metrics import dist_ratio
-from mmjax.config_files import load
-from mmjax.data.kept import verify_checksum, with_checksum
-from mmjax.data.replay import PackedRow
+from mmjax.config.loading import load
+from mmjax.data.loading.replay import PackedRow
+from mmjax.data.storage.array_store import verify_checksum, with_checksum
 from mmjax.inspect import replay, write
 from mmjax.models.attention import allowed
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.report import main, report
 from mmjax.reporting.run import plan_again, read_runs
+from mmjax.runtime.run_dir import NOTHING, RunFolder
 from mmjax.training.run_data import open_data
-from mmjax.training.run_folder import NOTHING, RunFolder
 from mmjax.training.run_history import append_launch
 
 SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "history", "config")  # nothing is left out

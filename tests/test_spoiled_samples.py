@@ -18,7 +18,7 @@ TORN = """
 from dataclasses import replace
 
 from mmjax.config import FunctionSource
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 from mmjax.data.sample import Sample, Text
 from mmjax.errors import BadMedia
 

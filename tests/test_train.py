@@ -23,13 +23,13 @@ from restarts import last
 from started import begin, environment, finish, start, wait_until, without_activities
 
 from mmjax import train
-from mmjax.config_files import default_config, describe_with_meanings, load, shipped_configs
-from mmjax.data.kept import verify_checksum, with_checksum
-from mmjax.training.checkpoint import checkpoint_step, restore_parameters
-from mmjax.training.run_folder import RunFolder, claim
+from mmjax.config.loading import default_config, describe_with_meanings, load, shipped_configs
+from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.distributed.watchdog import Watchdog
+from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
+from mmjax.runtime.run_dir import RunFolder, claim
+from mmjax.runtime.state import all_parameters, parameter_shardings
 from mmjax.training.signals import StopFlags
-from mmjax.training.state import all_parameters, parameter_shardings
-from mmjax.training.watchdog import Watchdog
 
 STEPS = 6
 
@@ -420,7 +420,7 @@ def test_five_interrupts_while_a_run_starts_end_it_in_a_line_and_leave_nothing(w
 
 SCRIPT = """
 from pathlib import Path
-from mmjax.config_files import load
+from mmjax.config.loading import load
 from mmjax.train import train
 words = ["run={run}", "training.steps=2", "training.evaluate_every=0", "schedule.warmup=1", "data.workers=1"]
 train(load(Path("{tiny}"), words), Path("{tiny}"))

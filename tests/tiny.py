@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from mmjax.config import AdamW, BatchConfig, Config, EmbeddedSource, FunctionSource, Samples, Schedule, TrainingConfig
-from mmjax.config_files import sibling
-from mmjax.data.embedded import EmbeddedDataset
+from mmjax.config.loading import sibling
+from mmjax.data.toy.dataset import EmbeddedDataset
 
 omni = sibling(__file__, "tiny_omni")
 

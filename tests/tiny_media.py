@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mmjax.config import Config, FunctionSource
-from mmjax.config_files import sibling
+from mmjax.config.loading import sibling
 
 tiny = sibling(__file__, "tiny")
 few = tiny.few

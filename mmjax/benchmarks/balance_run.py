@@ -35,9 +35,9 @@ from mmjax.benchmarks.balance_steps import (
 )
 from mmjax.benchmarks.balance_worker import CORES_LEFT, Task
 from mmjax.benchmarks.measurement import Measurement
-from mmjax.data.index import LengthIndex, build_index
-from mmjax.data.lengths import omni_corpus, read_lengths
-from mmjax.data.loader import StepLoader
+from mmjax.data.loading.step_loader import StepLoader
+from mmjax.data.plan.length_files import omni_corpus, read_lengths
+from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.errors import UserError
 from mmjax.outputs import PLOT_SUFFIXES, check_output
 
@@ -209,7 +209,7 @@ def _figures(
 
 def _picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
     """Draw, and return each panel's mean dist ratio."""
-    from mmjax.pictures import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
+    from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
     ranks, per_rank, steps = args.picture_ranks, args.picture_per_rank, args.picture_steps
     trial = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)

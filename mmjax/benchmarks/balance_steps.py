@@ -30,15 +30,15 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.budget import Budget, make_budget
-from mmjax.data.grouping import StepGrouper
-from mmjax.data.index import LengthIndex
-from mmjax.data.layout import RankLayout, lay_out, make_placer
-from mmjax.data.media import positions_per_token
-from mmjax.data.placement import Balance, MicrobatchPlan, Topology
-from mmjax.data.plan import StepPlan, StepPlanner
+from mmjax.data.media.patches import positions_per_token
+from mmjax.data.plan.budget import Budget, make_budget
+from mmjax.data.plan.grouping import StepGrouper
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology
+from mmjax.data.plan.row_shapes import RankLayout, lay_out, make_placer
+from mmjax.data.plan.step_plan import StepPlan, StepPlanner
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
-from mmjax.planning.cost import executed, frozen_modules
+from mmjax.planning.flops import executed, frozen_modules
 
 MODES: dict[str, Balance] = {
     "none": NoBalance(),

@@ -22,17 +22,17 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.data.loader import LoadedStep, StepLoader
-from mmjax.data.placement import Shape
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.plan.placement import Shape
+from mmjax.distributed import coordination
 from mmjax.errors import exit_process, run_command
 from mmjax.models.model import Model
-from mmjax.parallel import processes
 from mmjax.parallel.mesh import local_ranks, make_mesh, replicated
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.optimizer import Hyperparameters, hyperparameters, make_optimizer
-from mmjax.training.programs import CompileCounter
-from mmjax.training.state import TrainState
-from mmjax.training.step import Accumulated, Executor, Said
+from mmjax.runtime.compile_cache import CompileCounter
+from mmjax.runtime.optimizer import Hyperparameters, hyperparameters, make_optimizer
+from mmjax.runtime.state import TrainState
+from mmjax.runtime.step import Accumulated, Executor, Said
 
 CORES_LEFT = -1  # in place of a core's number: do not pin
 
@@ -76,9 +76,9 @@ def main() -> None:
     folder, core = Path(sys.argv[1]), int(sys.argv[2])
     if core != CORES_LEFT:
         os.sched_setaffinity(0, {core})  # before JAX starts its threads, which inherit it
-    with processes.process_group():
+    with coordination.process_group():
         measured = measure(pickle.loads((folder / "task.pickle").read_bytes()))
-        (folder / f"{processes.index()}.json").write_text(json.dumps(measured))
+        (folder / f"{coordination.index()}.json").write_text(json.dumps(measured))
 
 
 def measure(task: Task) -> dict[str, object]:

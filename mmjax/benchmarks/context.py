@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mmjax.balance.mask_kinds import KINDS, LEAST_TOKENS
+from mmjax.balance.baselines.mask_kinds import KINDS, LEAST_TOKENS
+from mmjax.balance.baselines.token_blocks_baselines import longest_first, random, ring, zigzag
 from mmjax.balance.mask_work import block_work
 from mmjax.balance.token_blocks import distribute, excess
-from mmjax.balance.token_blocks_baselines import longest_first, random, ring, zigzag
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 

@@ -14,7 +14,7 @@ from mmjax.benchmarks import phases
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.config import MeshConfig
 from mmjax.errors import UserError
-from mmjax.parallel.dispatch import dispatch
+from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.mesh import make_mesh, rows_sharding
 
 

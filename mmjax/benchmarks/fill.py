@@ -27,12 +27,12 @@ from mmjax.config import (
     PostBalance,
     Samples,
 )
-from mmjax.config_files import default_config, find_config, load
-from mmjax.data.index import LengthIndex, build_index
-from mmjax.data.lengths import read_lengths
-from mmjax.data.placement import MicrobatchPlan, Topology
-from mmjax.data.plan import make_planner
-from mmjax.data.sources import open_sources
+from mmjax.config.loading import default_config, find_config, load
+from mmjax.data.plan.length_files import read_lengths
+from mmjax.data.plan.length_index import LengthIndex, build_index
+from mmjax.data.plan.placement import MicrobatchPlan, Topology
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
 
 PACK, ISF, NONE = ("pack", PackGrouping()), ("isf", IsfGrouping()), ("none", NoGrouping())

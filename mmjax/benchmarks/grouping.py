@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance import metrics
-from mmjax.balance.grouping_baselines import device_groups, length_groups, random_groups
+from mmjax.balance.baselines.grouping_baselines import device_groups, length_groups, random_groups
+from mmjax.balance.baselines.rows_bound import rows_lower_bound
 from mmjax.balance.isf import Iteration, choose_bounds, group_leftovers, isf
 from mmjax.balance.pack import choose_row_maximum, pack_rows
-from mmjax.balance.rows_bound import rows_lower_bound
 from mmjax.benchmarks import length_options
 from mmjax.benchmarks.measurement import Measurement, median_seconds
-from mmjax.data.lengths import read_lengths, visual_corpus
+from mmjax.data.plan.length_files import read_lengths, visual_corpus
 from mmjax.errors import UserError
 
 BUDGETED = ("isf", "pack")

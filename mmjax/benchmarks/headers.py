@@ -18,10 +18,10 @@ import numpy as np
 from PIL import Image
 
 from mmjax.config import LlavaSource
-from mmjax.data.decode import decode_image
-from mmjax.data.file_sources import open_conversations
-from mmjax.data.media_facts import read_facts
-from mmjax.data.media_items import PROBES
+from mmjax.data.media.decode import decode_image
+from mmjax.data.media.processors import PROBES
+from mmjax.data.sources.media_sizes import read_facts
+from mmjax.data.sources.opening import open_conversations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

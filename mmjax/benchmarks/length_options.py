@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.data.index import LengthIndex
-from mmjax.data.lengths import omni_corpus, read_lengths
+from mmjax.data.plan.length_files import omni_corpus, read_lengths
+from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
 
 PER_TOKEN = 4  # patches or frames of an encoder for each token of the LLM

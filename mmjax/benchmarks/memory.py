@@ -7,6 +7,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from mmjax.autotune.compile_memory import aot_h100, compiled_bytes
+from mmjax.autotune.layer_profile import saved_bytes_per_layer
+from mmjax.autotune.memory_plan import ACTIVATION, sharding_spread
 from mmjax.config import (
     AdamW,
     AudioConfig,
@@ -17,15 +20,11 @@ from mmjax.config import (
     ModelConfig,
     VisionConfig,
 )
-from mmjax.config_files import load
-from mmjax.planning.clusters import Rates
-from mmjax.planning.fit import MemoryLimit, plan_memory
-from mmjax.planning.layer_times import Speed
+from mmjax.config.loading import load
+from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import DeviceBatch
-from mmjax.training.absent_devices import aot_h100
-from mmjax.training.compiled_memory import compiled_bytes
-from mmjax.training.fitting import ACTIVATION, sharding_spread
-from mmjax.training.residuals import saved_bytes_per_layer
+from mmjax.planning.remat import MemoryLimit, plan_memory
+from mmjax.planning.step_time import Speed
 
 GB = 1e9
 DEVICES = 8

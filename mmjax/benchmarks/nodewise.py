@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance.nodewise import balance_nodewise, largest_cost, traffic_bounds
-from mmjax.balance.nodewise_ilp import permute_batches
-from mmjax.balance.postbalance import balance_packed
+from mmjax.balance.baselines.nodewise import balance_nodewise, largest_cost, traffic_bounds
+from mmjax.balance.baselines.nodewise_ilp import permute_batches
+from mmjax.balance.baselines.postbalance import balance_packed
 from mmjax.balance.rearrangement import inter_node, rearrange, volume
 from mmjax.benchmarks import length_options
 from mmjax.benchmarks.measurement import Measurement, median_seconds

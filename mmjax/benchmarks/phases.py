@@ -23,7 +23,7 @@ from mmjax.balance.phases import (
     wire,
 )
 from mmjax.benchmarks import length_options
-from mmjax.data.lengths import omni_corpus, read_lengths
+from mmjax.data.plan.length_files import omni_corpus, read_lengths
 from mmjax.errors import UserError
 
 PHASES = ("llm_tokens", "vision", "audio")

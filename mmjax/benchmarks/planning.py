@@ -20,11 +20,11 @@ from mmjax.benchmarks.length_options import TILES, index_of_samples
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.benchmarks.phases import check
 from mmjax.config import Config, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
-from mmjax.config_files import default_config, load
-from mmjax.data.grouping import Group
-from mmjax.data.lengths import read_lengths
-from mmjax.data.placement import Balance, MicrobatchPlan, Placer, Topology
-from mmjax.data.plan import StepPlan, StepPlanner, make_planner
+from mmjax.config.loading import default_config, load
+from mmjax.data.plan.grouping import Group
+from mmjax.data.plan.length_files import read_lengths
+from mmjax.data.plan.placement import Balance, MicrobatchPlan, Placer, Topology
+from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner
 from mmjax.errors import UserError
 
 GROUPINGS = {"pack": PackGrouping(), "none": NoGrouping()}

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mmjax.balance.lpt import least_largest_load
-from mmjax.balance.postbalance import (
+from mmjax.balance.baselines.postbalance import (
     balance_conv,
     balance_packed,
     balance_padded,
@@ -16,7 +15,8 @@ from mmjax.balance.postbalance import (
     lower_bound,
     rank_costs,
 )
-from mmjax.balance.postbalance_paper import paper_conv, paper_packed, paper_padded, paper_quadratic
+from mmjax.balance.baselines.postbalance_paper import paper_conv, paper_packed, paper_padded, paper_quadratic
+from mmjax.balance.lpt import least_largest_load
 from mmjax.benchmarks import length_options
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError

@@ -12,23 +12,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mmjax.autotune.layer_profile import (
+    STACK,
+    layer_programs,
+    saved_bytes_per_layer,
+    time_layer,
+    tower_batch,
+    typical_seconds,
+)
+from mmjax.autotune.memory_plan import ACTIVATION
 from mmjax.batch import Microbatch
 from mmjax.config import Config, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, Remat, VisionConfig
-from mmjax.config_files import load
+from mmjax.config.loading import load
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.fit import MemoryLimit, MemoryPlan, plan_memory
-from mmjax.planning.layer_times import LayerTimes, Speed
 from mmjax.planning.memory import DeviceBatch, ModelSharding
-from mmjax.training.fitting import ACTIVATION
-from mmjax.training.layer_profile import STACK, layer_programs, time_layer, typical_seconds
-from mmjax.training.layers_alone import tower_batch
-from mmjax.training.optimizer import make_optimizer
-from mmjax.training.profile import device_description
-from mmjax.training.residuals import saved_bytes_per_layer
-from mmjax.training.step import Executor
+from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
+from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.runtime.devices import device_description
+from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.step import Executor
 
 GB = 1e9
 AUTO, STEP = "auto", "step"

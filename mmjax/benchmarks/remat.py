@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.balance.metrics import dist_ratio
 from mmjax.balance.parts import LLM
 from mmjax.balance.phases import cost_per_rank
 from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_of_step, draw, read
 from mmjax.config import AdamW, AudioConfig, ModelConfig, Remat
-from mmjax.config_files import load
+from mmjax.config.loading import load
 from mmjax.errors import UserError
-from mmjax.planning.clusters import Rates
-from mmjax.planning.cost import executed, frozen_modules, recompute_flops
-from mmjax.planning.fit import MemoryLimit, plan_memory
-from mmjax.planning.layer_times import Speed
+from mmjax.planning.flops import executed, frozen_modules, recompute_flops
+from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import DeviceBatch, ModelSharding
+from mmjax.planning.remat import MemoryLimit, plan_memory
+from mmjax.planning.step_time import Speed
 from mmjax.planning.work import CONV_STRIDE, layer_positions, row_work
-from mmjax.training.residuals import saved_bytes_per_layer
 
 PRESETS = ("omni-10b", "omni-18b", "omni-84b")
 GB = 1e9

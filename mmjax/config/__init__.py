@@ -1,7 +1,7 @@
 """Configs as frozen dataclasses, which compute nothing.
 
 A config is a Python file with ``def config() -> Config``. A choice between several settings is a union of dataclasses,
-discriminated by ``kind``. ``mmjax.config_files`` loads, edits and stores configs.
+discriminated by ``kind``. ``mmjax.config.loading`` loads, edits and stores configs.
 """
 
 # ruff: noqa: F401

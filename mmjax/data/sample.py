@@ -4,12 +4,15 @@ request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from mmjax.data.arrangement import TokenLayout
+from mmjax.data.media.anyres_layout import TokenLayout
+
+Files = Sequence[tuple[str, int]]  # the names of a source's files and how many samples each has, in order
 
 
 @dataclass(frozen=True)

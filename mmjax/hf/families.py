@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.config_values import did_you_mean
+from mmjax.config.codec import did_you_mean
 from mmjax.errors import UserError
 from mmjax.hf import audio, decoders, internvl, llava, qwen_vl, vision
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder

@@ -13,9 +13,16 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import ItemBatch
 from mmjax.config import AudioConfig, StoredTable
 from mmjax.models.attention import encoder_mask
-from mmjax.models.encoder_block import encoder_layer_config
-from mmjax.models.layer_runs import LayerStack, LayerStacks
-from mmjax.models.layers import ACTIVATIONS, Context, FixedTable, LayerNorm, Linear, TransformerLayer
+from mmjax.models.layer_stacks import LayerStack, LayerStacks
+from mmjax.models.layers import (
+    ACTIVATIONS,
+    Context,
+    FixedTable,
+    LayerNorm,
+    Linear,
+    TransformerLayer,
+    encoder_layer_config,
+)
 from mmjax.parallel.sharding import constrain
 
 STRIDE = 2  # frames per position after the second convolution

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig
 from mmjax.models.attention import MaskSpec, Scoring
-from mmjax.models.layer_runs import LayerStack, LayerStacks
+from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, RMSNorm, TransformerLayer
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.sharding import constrain

@@ -1,8 +1,4 @@
-"""Building blocks of every tower: linear layers, norms, MLPs, self-attention and the transformer layer.
-
-Every matrix is 2-D (`[in, out]`, heads flattened into one axis) and names its dimensions by `axes`, which
-`mmjax.parallel.sharding` maps to the mesh. Weights are cast to the activations' dtype on use; norms compute in float32.
-"""
+"""The transformer layer of the image and audio encoders."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from mmjax.config import Activation, Biased
+from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
 from mmjax.models.attention import DEFAULT_SCORING, Backend, MaskSpec, Scoring, attention, dense_attention
 from mmjax.models.dropout import ATTENTION, MLP_SITE, Dropout, drop
 from mmjax.models.rope import Rotation, rotate
@@ -271,3 +267,29 @@ class TransformerLayer(nnx.Module):
         if self.mlp_after is not None:
             mlp_out = self.mlp_after(mlp_out)
         return x + drop(mlp_out, context.dropout, MLP_SITE), key_value
+
+
+WHISPER_BIASES = ("query", "value", "output", "up", "down")  # all but the keys
+NORMS = {"layer": LayerNorm, "rms": RMSNorm}
+
+
+def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
+    """Describe a pre-norm layer with full attention. Raises ValueError where heads do not divide the width."""
+    c = config
+    if c.width % c.heads:
+        raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
+    vision = c if isinstance(c, VisionConfig) else None
+    return LayerConfig(
+        width=c.width,
+        heads=c.heads,
+        kv_heads=c.heads,
+        head_width=c.width // c.heads,
+        mlp_width=c.mlp_width,
+        backend=c.attention,
+        norm=partial(NORMS[vision.norm if vision else "layer"], eps=c.norm_eps),
+        activation=c.activation,
+        gated=vision is not None and vision.gated,
+        biases=vision.biases if vision else WHISPER_BIASES,
+        width_norm=partial(RMSNorm, eps=vision.qk_norm_eps) if vision and vision.qk_norm == "width" else None,
+        layer_scale=vision is not None and vision.layer_scale,
+    )

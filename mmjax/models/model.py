@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.adapters import frozen_by_adapters
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import ModelConfig, VisionConfig
-from mmjax.models.cached import Cache, prefill, step
+from mmjax.config.lora_targets import frozen_by_adapters
 from mmjax.models.decoder import logits_of
 from mmjax.models.dropout import Noise
-from mmjax.models.layer_runs import LayerStack, plan_stacks
+from mmjax.models.kv_cache import Cache, prefill, step
+from mmjax.models.layer_stacks import LayerStack, plan_stacks
 from mmjax.models.lora import attach
 from mmjax.models.multimodal import Functions, MultimodalModel
 from mmjax.parallel.sharding import encoding

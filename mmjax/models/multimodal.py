@@ -16,10 +16,10 @@ from mmjax.models.audio import AudioEncoder
 from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder, logits_of
 from mmjax.models.dropout import Noise, tower_dropout
-from mmjax.models.layer_runs import LayerStack
+from mmjax.models.layer_stacks import LayerStack
 from mmjax.models.layers import Context
 from mmjax.models.vision import VisionEncoder
-from mmjax.parallel.dispatch import dispatch
+from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.sharding import active, constrain, encoding
 
 Functions = Mapping[str, Callable[..., Any]]  # callbacks by the names that configs give them

@@ -10,9 +10,8 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import ItemBatch
 from mmjax.config import LearnedGrid, StretchedGrid, VisionConfig
 from mmjax.models.attention import MaskSpec, encoder_mask
-from mmjax.models.encoder_block import NORMS, encoder_layer_config
-from mmjax.models.layer_runs import LayerStack, LayerStacks
-from mmjax.models.layers import Context, Linear, PositionTable, TransformerLayer
+from mmjax.models.layer_stacks import LayerStack, LayerStacks
+from mmjax.models.layers import NORMS, Context, Linear, PositionTable, TransformerLayer, encoder_layer_config
 from mmjax.models.rope import max_in_item, rotation_2d
 from mmjax.parallel.sharding import constrain
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mmjax.config import Config, PostBalance, Remat
-from mmjax.config_values import did_you_mean
+from mmjax.config.codec import did_you_mean
 from mmjax.errors import UserError
 
 KEYS = ("config", "cluster", "settings", "expected")

@@ -1,14 +1,27 @@
-"""Choose each layer's remat policy: the least recomputation that the memory allows."""
+"""Plan the memory of a run: choose the remat policy of each layer so that the run fits its devices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from mmjax.config import Remat
+from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat
+from mmjax.planning.flops import executed_logits, frozen_modules, layer_policies, recompute_flops
+from mmjax.planning.hardware import Rates
+from mmjax.planning.memory import (
+    DeviceBatch,
+    ModelSharding,
+    SavedBytes,
+    divide_by_tensor_parallelism,
+    fixed_bytes,
+    kv_cache_bytes,
+)
+from mmjax.planning.step_time import Speed
+from mmjax.planning.work import Encoder, Work, row_work
 
 
 class Option(NamedTuple):
@@ -87,3 +100,215 @@ def _solve(
         options={"mip_rel_gap": 0},
     )
     return choices, solution.x
+
+
+SavedByTower = Mapping[str, Mapping[Remat, SavedBytes]]  # bytes saved by one layer of each tower, by policy
+Policies = Mapping[str, Sequence[Remat]]  # of every layer of each tower
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Memory available to a run, in bytes per device, and on its host for offloading."""
+
+    device: float
+    host: float = 0.0
+    ram: bool = False  # the device is a CPU, and its bytes are a share of RAM that other programs use too
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A memory plan: remat policies and the bytes per device that a run needs with them."""
+
+    policies: dict[str, tuple[Remat, ...]]  # of every layer of each tower, configured ones too
+    loss_chunks: int
+    fixed: dict[str, float]  # bytes by kind, of the largest shape
+    activations: dict[str, float]  # bytes by tower, of the largest shape
+    unsaved: dict[str, float]  # bytes by tower per position of one layer without remat or tensor parallelism
+    seconds: float  # recomputation time, averaged over the shapes
+    least: float  # lower bound on it: the optimum if layers were divisible
+    again: dict[str, dict[Remat, float]]  # recomputation seconds of one layer of each tower by policy
+    fullest: int  # index of the largest shape
+    spread: ModelSharding
+    room: MemoryLimit
+    measured: float | None = None  # bytes in total, where compiled or measured
+
+    @property
+    def device(self) -> float:
+        """Return the total bytes per device."""
+        return self.predicted if self.measured is None else self.measured
+
+    @property
+    def predicted(self) -> float:
+        """Return the total bytes per device by the memory model."""
+        return sum(self.fixed.values()) + sum(self.activations.values())
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the run fits; where it does not, every `auto` layer has the policy that saves least."""
+        return self.device <= self.room.device
+
+    def evaluation_positions(self, llm: DecoderConfig, positions: int, activation: int) -> int:
+        """Return how many positions of the LLM a rank may answer at once so that this takes no more than a step does.
+
+        The KV cache then has the place of the activations that layers keep for backward, and a pass forward needs no
+        more temporary memory per position than a step. positions: of the LLM in a step's microbatch on a rank.
+        """
+        transient = self.fixed["transient"]
+        per_position = kv_cache_bytes(llm, self.spread, activation) + transient / positions
+        return min(positions, int((sum(self.activations.values()) + transient) / per_position))
+
+    def applied(self, model: ModelConfig) -> ModelConfig:
+        """Return the model with these policies."""
+        return with_policies(model, self.policies)
+
+
+def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
+    """Return the model with these remat policies of its layers."""
+    # One policy where all layers have the same.
+    remat = {tower: p[0] if len(set(p)) == 1 else tuple(p) for tower, p in policies.items()}
+    encoders = {name: replace(encoder, remat=remat[name]) for name, encoder in model.encoders.items()}
+    return replace(model, llm=replace(model.llm, remat=remat["llm"]), encoders=encoders)
+
+
+def plan_memory(
+    model: ModelConfig,
+    shapes: Sequence[DeviceBatch],
+    saved: Sequence[SavedByTower],
+    spread: ModelSharding,
+    activation: int,
+    optimizer: AdamW | Muon,
+    speed: Speed,
+    room: MemoryLimit,
+    loss_choices: Sequence[int] = (1,),
+) -> MemoryPlan:
+    """Find the policies with the least recomputation that fit in memory; exact, for all compiled shapes at once.
+
+    saved: for each shape, before tensor parallelism. activation: bytes of an activation. Towers whose `remat` is not
+    "auto" keep theirs. loss_choices: numbers of loss chunks; more need less memory, and any but 1 recomputes logits.
+    """
+    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
+    works = [row_work(model, shape.shape) for shape in shapes]
+    frozen = frozen_modules(model)
+    options = {
+        tower: _options(
+            config,
+            [work[tower] for work in works],
+            [by_tower[tower] for by_tower in saved],
+            speed.rates,
+            [speed.layer(tower, shape.shape[tower]) for shape in shapes],
+            spread.parts(tower),
+            activation,
+        )
+        for tower, config in towers.items()
+    }
+    without_remat = [{tower: options[tower]["none"].device[s] for tower in towers} for s in range(len(shapes))]
+    configured = {name: layer_policies(config) for name, config in towers.items() if config.remat != "auto"}
+    auto = {name: config.layers for name, config in towers.items() if name not in configured}
+    auto_options = {name: options[name] for name in auto}
+    # Bytes left on the host, by shape.
+    host_room = [room.host - _bytes(configured, options, s, "host") for s in range(len(shapes))]
+    logits = [executed_logits(model, work["llm"]) / spread.llm / speed.rates.flops for work in works]
+
+    def with_chunks(chunks: int) -> MemoryPlan:
+        fixed = [
+            fixed_bytes(model, shape, layers, frozen, spread, activation, optimizer, chunks)
+            for shape, layers in zip(shapes, without_remat, strict=True)
+        ]
+        # Bytes left on the device, by shape, for the layers whose policy is to be chosen.
+        device_room = [
+            room.device - sum(f.values()) - _bytes(configured, options, s, "device") for s, f in enumerate(fixed)
+        ]
+        chosen = choose_policies(auto, auto_options, device_room, host_room)
+        bound = least_seconds(auto, auto_options, device_room, host_room)
+        if chosen is None:
+            chosen = {name: (_smallest(options[name]),) * layers for name, layers in auto.items()}
+        policies = {name: (configured | chosen)[name] for name in towers}
+        totals = [sum(f.values()) + _bytes(policies, options, s, "device") for s, f in enumerate(fixed)]
+        largest = int(np.argmax(totals))
+        logits_again = float(np.mean(logits)) if chunks > 1 else 0.0
+        return MemoryPlan(
+            policies=policies,
+            loss_chunks=chunks,
+            fixed=fixed[largest],
+            activations={name: _bytes({name: p}, options, largest, "device") for name, p in policies.items()},
+            unsaved={name: saved[largest][name]["none"].device / works[largest][name].positions for name in towers},
+            seconds=logits_again + _seconds(policies, options),
+            least=logits_again + _seconds(configured, options) + (np.inf if bound is None else bound),
+            again={name: {policy: o.seconds for policy, o in by_policy.items()} for name, by_policy in options.items()},
+            fullest=largest,
+            spread=spread,
+            room=room,
+        )
+
+    # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
+    return min(
+        map(with_chunks, loss_choices), key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks)
+    )
+
+
+def _options(
+    config: DecoderConfig | Encoder,
+    works: Sequence[Work],
+    saved: Sequence[Mapping[Remat, SavedBytes]],
+    rates: Rates,
+    measured: Sequence[Mapping[str, float] | None],
+    parts: int,
+    activation: int,
+) -> dict[Remat, Option]:
+    """Compute what each policy costs one layer on one device: bytes for every shape, and mean recomputation seconds."""
+    on_device = [
+        {
+            policy: divide_by_tensor_parallelism(full, config, work.positions, activation, parts)
+            for policy, full in by_policy.items()
+        }
+        for work, by_policy in zip(works, saved, strict=True)
+    ]
+    seconds = [
+        _recompute_seconds(config, work, by_policy, rates, times or {}, parts)
+        for work, by_policy, times in zip(works, on_device, measured, strict=True)
+    ]
+    return {
+        policy: Option(
+            device=tuple(by_policy[policy].device for by_policy in on_device),
+            host=tuple(by_policy[policy].host for by_policy in on_device),
+            seconds=float(np.mean([by_policy[policy] for by_policy in seconds])),
+        )
+        for policy in on_device[0]
+    }
+
+
+def _recompute_seconds(
+    config: DecoderConfig | Encoder,
+    work: Work,
+    saved: Mapping[Remat, SavedBytes],
+    rates: Rates,
+    measured: Mapping[str, float],
+    parts: int,
+) -> dict[Remat, float]:
+    """Estimate, by policy, how many seconds longer than with `none` one layer takes on one device.
+
+    Where it was not measured: what is not saved is recomputed, written and read once more. Measured, a policy may take
+    less time than `none`, because saving costs time too.
+    """
+
+    def seconds(policy: Remat) -> float:
+        if policy in measured:
+            return (measured[policy] - measured["none"]) / parts
+        moved = 2 * (saved["none"].device - saved[policy].device - saved[policy].host)
+        on_device = recompute_flops(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
+        return on_device + 2 * saved[policy].host / rates.host
+
+    return {policy: seconds(policy) for policy in saved}
+
+
+def _bytes(policies: Policies, options: Mapping[str, Options], shape: int, memory: Literal["device", "host"]) -> float:
+    return float(sum(getattr(options[name][p], memory)[shape] for name, layers in policies.items() for p in layers))
+
+
+def _seconds(policies: Policies, options: Mapping[str, Options]) -> float:
+    return float(sum(options[name][policy].seconds for name, layers in policies.items() for policy in layers))
+
+
+def _smallest(options: Options) -> Remat:
+    """Return the policy that saves least on the device without offloading."""
+    return min((p for p in options if not np.any(options[p].host)), key=lambda p: np.sum(options[p].device))

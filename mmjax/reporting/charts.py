@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from mmjax.console import count
 from mmjax.reporting.curves import Curve
-from mmjax.training.console import count
 
 # Widths of charts, in pixels.
 WIDE = 960

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.training.metrics_log import logged_records
+from mmjax.training.metrics import logged_records
 
 POINTS = 1_500  # of a curve, about, at most: no chart has more pixels
 NOT_CURVES = ("step", "time")  # keys of the metrics

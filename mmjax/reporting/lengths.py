@@ -11,10 +11,10 @@ import numpy as np
 
 from mmjax.balance.metrics import dist_ratio
 from mmjax.config import AudioConfig
+from mmjax.console import count
 from mmjax.reporting.charts import Figure, histogram
 from mmjax.reporting.run import Planned, Run
 from mmjax.reporting.training import percent
-from mmjax.training.console import count
 
 
 def length_figures(run: Run, planned: Planned) -> Iterator[Figure]:
@@ -42,7 +42,7 @@ def length_figures(run: Run, planned: Planned) -> Iterator[Figure]:
 
 def work_plot(planned: Planned, modules: tuple[str, ...]) -> str:
     """Plot every rank's work, as it ran and without balancing, as a data URI; empty where there is one rank."""
-    from mmjax.pictures import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
+    from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
     kind = planned.life.config.batch.balance.kind
     works = {way: dict(zip(modules, planned.work(way != "none"), strict=True)) for way in dict.fromkeys(("none", kind))}

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import jinja2
 
-from mmjax.config_files import describe
+from mmjax.config.loading import describe
 from mmjax.errors import UserError
 from mmjax.reporting.charts import Figure
 from mmjax.reporting.lengths import length_figures, work_plot, work_table

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.config_files import differences, from_json
+from mmjax.config.loading import differences, from_json
+from mmjax.console import count, duration
 from mmjax.errors import UserError
 from mmjax.reporting.run import Run
 from mmjax.reporting.training import percent
-from mmjax.training.console import count, duration
-from mmjax.training.json_lines import read_json_lines
+from mmjax.runtime.run_dir import read_json_lines
 
 LISTED = 40  # samples that were left out
 # Keys of the history that are compared between launches, with their headings.

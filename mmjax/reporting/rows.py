@@ -14,9 +14,9 @@ from PIL import Image
 
 from mmjax.batch import TextBatch
 from mmjax.config import AudioConfig
-from mmjax.data.clip_items import log_mel_frames
-from mmjax.data.packing import pack_microbatch
-from mmjax.data.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
+from mmjax.data.loading.packing import pack_microbatch
+from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
+from mmjax.data.media.clip_items import log_mel_frames
 from mmjax.data.sample import Text
 from mmjax.errors import UserError
 from mmjax.reporting.charts import GREY, WIDE, colour_class, path

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from mmjax.config import Config
-from mmjax.data.loader import StepLoader
-from mmjax.data.plan import StepPlan
+from mmjax.data.loading.step_loader import StepLoader
+from mmjax.data.plan.step_plan import StepPlan
 from mmjax.errors import UserError
 from mmjax.reporting.curves import Metrics, read_metrics
+from mmjax.runtime.run_dir import RunFolder
 from mmjax.training.run_data import loader_of
-from mmjax.training.run_folder import RunFolder
 from mmjax.training.run_history import Launch, launch_of_step, read_launches
 
 PLANNED_STEPS = 32  # the last steps, whose rows and work are shown

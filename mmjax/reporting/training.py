@@ -8,10 +8,10 @@ from functools import partial
 
 import numpy as np
 
+from mmjax.console import count, duration, size
 from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Formatter, area_chart, line_chart
 from mmjax.reporting.curves import Curve
 from mmjax.reporting.run import Run
-from mmjax.training.console import count, duration, size
 
 RUN_COLOURS = (1, 2, 0, 3, 4, 5, 6)  # blue first, then orange
 NAMED = 4  # curves named in a title

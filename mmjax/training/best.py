@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmjax.config import TrainingConfig
-from mmjax.parallel import processes
-from mmjax.training.json_lines import read_json_lines
+from mmjax.distributed import coordination
+from mmjax.runtime.run_dir import read_json_lines
 
 LOWER_IS_BETTER = ("loss", "wer")  # first parts of such metrics' names
 
@@ -28,7 +28,7 @@ class BestMetric:
         """Read what a run's evaluations gave up to `step`, the same on every process."""
         best = cls(training.keep_best, training.patience)
         if best.metric and step:
-            for at, value in processes.run_on_leader(lambda: _recorded(metrics, best.metric, step)):
+            for at, value in coordination.run_on_leader(lambda: _recorded(metrics, best.metric, step)):
                 best.update(at, {best.metric: value})
         return best
 

@@ -1,66 +1,178 @@
-"""Measure the balance of each step: fill of rows, work per rank, bytes exchanged."""
+"""Log a run's numbers: JSON lines, TensorBoard scalars and, where asked for, Weights & Biases.
+
+A full disk does not stop the run: lines that could not be written are kept, and written when there is room.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+from mmjax.console import print_lines
+from mmjax.errors import UserError
+from mmjax.runtime.run_dir import read_json_lines
 
-from mmjax.balance.metrics import dist_ratio, pad_ratio
-from mmjax.balance.parts import LLM
-from mmjax.data.layout import RankLayout
-from mmjax.data.loader import LoadedStep
-from mmjax.data.placement import Topology
-
-Scalars = dict[str, float]
+MetricValue = float | str | Mapping[str, float]  # a mapping is by sample name
 
 
-def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayout, flops: np.ndarray) -> Scalars:
-    """Measure the fill of a step's rows and the balance of its ranks, whichever process holds them.
+class MetricsLog:
+    """Writer of records to `metrics.jsonl`, TensorBoard and Weights & Biases; a record's step counts updates done.
 
-    By module: fill, pad ratio (OmniBal eq. 1), dist ratio over ranks (eq. 2) and the fullest rank over the mean one;
-    the latter two also as they would be with balance `none`. straggler_wait: the share of the step in which a rank
-    waits, on average, for the fullest one of each phase. flops: float64 `[modules]`, per position; they weigh the
-    phases.
+    Opened after `done` updates, it drops later records of an earlier start, so that no step is logged twice. project:
+    of Weights & Biases; empty = none. Raises UserError where wandb is not installed.
     """
-    ranks = layout.topology.ranks
-    scalars = Scalars()
-    # All devices of a rank share its part of the LLM, while each encoder rank has its own part.
-    weights = np.where(np.arange(len(modules)) == LLM, flops / layout.topology.encoders_per_rank, flops)
-    useful = budget = 0
-    for k, module in enumerate(modules):
-        rows = ranks * layout.rows[k]
-        used = [work.useful[k, :rows] for work in loaded.work]  # useful positions of each row, by microbatch
-        positions = sum(rows * int(work.lengths[k]) for work in loaded.work)
-        module_useful = int(sum(u.sum() for u in used))
-        scalars[f"fill/{module}"] = module_useful / positions
-        scalars[f"pad_ratio/{module}"] = float(np.mean([pad_ratio(u) if u.any() else 0.0 for u in used]))
-        useful += module_useful
-        budget += positions
-    for suffix, field in (("", "balanced"), ("_before", "unbalanced")):
-        by_rank = sum(getattr(work, field) for work in loaded.work)
-        for k, module in enumerate(modules):
-            any_work = by_rank[k].any()
-            scalars[f"dist_ratio{suffix}/{module}"] = float(dist_ratio(by_rank[k])) if any_work else 0.0
-            maximum_over_mean = by_rank[k].max() / by_rank[k].mean() if any_work else 1.0
-            scalars[f"max_over_mean{suffix}/{module}"] = float(maximum_over_mean)
-        # Ranks wait for each other between phases, so a step takes the sum of the phases' maxima.
-        scalars[f"straggler_wait{suffix}"] = float(1 - weights @ by_rank.mean(1) / (weights @ by_rank.max(1)))
-    return scalars | {"useful/budget": useful / budget}
+
+    def __init__(self, path: Path, done: int, project: str = "", config: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        if path.is_dir():
+            raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
+        if path.exists():
+            _drop_after(path, done)
+        # Unbuffered, so that a failed write says how much of it was written.
+        self._lines = path.open("ab", buffering=0)
+        self._waiting = b""  # encoded lines, the first perhaps written in part
+        self._warned = False
+        self._board = _Board(path.parent / "tensorboard", done)
+        self._project = _wandb_run(project, path.parent, config or {}) if project else None
+
+    def write(self, step: int, scalars: Mapping[str, MetricValue]) -> None:
+        """Log one record. NaN and Inf become strings, since JSON has no such numbers."""
+        record = {"step": step, "time": round(time.time(), 3)}
+        record |= {k: _plain(v) for k, v in scalars.items()}
+        self._waiting += json.dumps(record).encode() + b"\n"
+        # TensorBoard and Weights & Biases take numbers only; NaN and Inf are fine there.
+        numbers = {k: float(v) for k, v in scalars.items() if isinstance(v, int | float)}
+        try:
+            self._flush()
+            self._board.write(step, numbers)
+        except OSError as error:
+            if not self._warned:
+                print_lines(
+                    f"WARNING {self.path} cannot be written: {error.strerror}; its lines wait until there is room"
+                )
+            self._warned = True
+        if self._project is not None:
+            self._project.log(numbers, step=step)
+
+    def _flush(self) -> None:
+        """Write from where the last write stopped, even in the middle of a line."""
+        while self._waiting:
+            self._waiting = self._waiting[self._lines.write(self._waiting) :]
+        self._warned = False
+
+    def close(self) -> None:
+        """Write what is left and close everything."""
+        with contextlib.suppress(OSError):
+            self._flush()
+        self._lines.close()
+        self._board.close()
+        if self._project is not None:
+            self._project.finish()
 
 
-def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topology, token_bytes: int) -> Scalars:
-    """Count the bytes that the all-to-alls of a step's forward pass send between ranks, with and without padding.
+class _Board:
+    """Writer of TensorBoard events without a thread: that of tensorboardX's own writer dies on a full disk."""
 
-    The backward pass sends as much. token_bytes: of one encoder token.
-    """
-    ranks = topology.ranks
-    peers = topology.peers
-    # Every rank sends `widths` tokens to each of its other peers, filled or not.
-    sent = sum(work.widths for work in loaded.work) * ranks * (peers - 1) * token_bytes
-    useful = sum(work.moved for work in loaded.work) * token_bytes
-    scalars = {f"all_to_all_bytes/{e}": float(n) for e, n in zip(encoders, sent, strict=True)}
-    scalars |= {f"all_to_all_useful_bytes/{e}": float(n) for e, n in zip(encoders, useful, strict=True)}
-    # Share of a rank's other peers that are on other nodes.
-    away = max(0, peers - topology.ranks_per_node) / max(1, peers - 1)
-    return scalars | {"inter_node_share": away if sent.any() else 0.0}
+    def __init__(self, folder: Path, done: int) -> None:
+        with _without_torch():
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+            from tensorboardX.proto.summary_pb2 import Summary
+
+        self._event = Event
+        self._summary = Summary
+        folder.mkdir(exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        # Makes TensorBoard drop events of later steps, which an earlier start wrote.
+        begin = SessionLog(status=SessionLog.START)
+        self._writer.write_event(Event(wall_time=time.time(), step=done + 1, session_log=begin))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write all numbers of a step. Raises OSError."""
+        values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in numbers.items()]
+        summary = self._summary(value=values)
+        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.close()
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """Hide PyTorch from tensorboardX, which imports it if it can: two seconds and 200 MB, for nothing used here."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
+def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    """Start a Weights & Biases run, or resume the one of this folder."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(f'training.wandb={project}: wandb is not installed; pip install -e ".[wandb]"') from None
+    path = folder / "wandb.json"
+    try:
+        run_id = json.loads(path.read_text())["id"] if path.is_file() else None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not what was written; remove it to begin a new run there") from None
+    run = wandb.init(project=project, name=folder.name, id=run_id, resume="allow", dir=str(folder), config=dict(config))
+    path.write_text(json.dumps({"id": run.id}) + "\n")
+    return run
+
+
+def logged_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl without incomplete lines, and without values that no log can have."""
+    for record in read_json_lines(path):
+        # `type`, since True is an int too; integers up to 2**53 are exact as floats, which the report computes with.
+        if type(record.get("step")) is int and 0 <= record["step"] < 2**53:
+            yield {key: value for key, value in record.items() if _is_logged(key, value)}
+
+
+def _is_logged(key: str, value: Any) -> bool:
+    """Return whether `_plain` may have written this value: a person may have edited the file."""
+    if key in ("batch", "slowest"):
+        return isinstance(value, str)
+    if key == "worst":
+        return isinstance(value, dict) and all(_is_logged("loss", loss) for loss in value.values())
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def _drop_after(path: Path, done: int) -> None:
+    """Rewrite the file atomically without records of steps after `done`."""
+    partial = path.with_suffix(".partial")
+    with path.open(errors="replace") as lines, partial.open("w") as output:
+        output.writelines(line for line in lines if _step_of(line) <= done)
+    partial.rename(path)
+
+
+def _plain(value: MetricValue) -> Any:
+    """Convert a value to JSON, numbers to nine digits, which tell all float32 apart."""
+    if isinstance(value, Mapping):
+        return {name: _plain(x) for name, x in value.items()}
+    if isinstance(value, str):
+        return value
+    value = float(value)
+    return float(f"{value:.9g}") if math.isfinite(value) else str(value)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # incomplete: its process was killed
+        return math.inf

@@ -10,21 +10,21 @@ from importlib.metadata import version
 from jax.sharding import Mesh
 
 from mmjax.config import Config
-from mmjax.config_files import validate
-from mmjax.data.index import LengthIndex, cached_index
-from mmjax.data.layout import RankLayout
-from mmjax.data.loader import StepLoader
-from mmjax.data.plan import make_planner
-from mmjax.data.quarantine import BadSampleEntry, Quarantine
+from mmjax.config.loading import validate
+from mmjax.console import print_lines
+from mmjax.data.loading.step_loader import StepLoader
+from mmjax.data.plan.data_change import WHOLE_RUN, Held, Segment, carried, still_due, write_due
+from mmjax.data.plan.length_index import LengthIndex, cached_index
+from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Source
-from mmjax.data.segments import WHOLE_RUN, Held, Segment, carried, still_due, write_due
-from mmjax.data.sources import files_of, look_again, notes_of, open_sources
+from mmjax.data.sources.opening import files_of, look_again, notes_of, open_sources
+from mmjax.data.sources.quarantine import BadSampleEntry, Quarantine
+from mmjax.distributed import coordination
 from mmjax.errors import UserError
-from mmjax.parallel import processes
 from mmjax.parallel.mesh import encoder_axes, local_ranks, owned_ranks
-from mmjax.training.console import print_lines
-from mmjax.training.devices import mesh_topology
-from mmjax.training.run_folder import AllowedChanges, RunFolder
+from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.run_dir import AllowedChanges, RunFolder
 from mmjax.training.run_history import Launch, launch_of_step
 
 
@@ -55,7 +55,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     """
     sources = open_sources(config, "train", folder.path)
     # Process 0 builds the index once; the call below only opens it, on every process.
-    processes.run_on_leader(lambda: _index_sources(sources, config, folder))
+    coordination.run_on_leader(lambda: _index_sources(sources, config, folder))
     index, index_folder = cached_index(sources, config.model.encoders, folder.index)
     weights = [source.weight for source in config.data.sources.values()]
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
@@ -72,7 +72,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         segment = last.segment if same else _next_segment(last, data, folder, step)
     planner, layout = make_planner(index, config, weights, mesh_topology(mesh, config.mesh), segment=segment)
     grouper = planner.grouper
-    processes.run_on_leader(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
+    coordination.run_on_leader(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
     axes = encoder_axes(config.mesh)
     loader = StepLoader(
         config=config,
@@ -81,7 +81,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         index_folder=index_folder,
         config_folder=folder.path,
         ranks=local_ranks(mesh),
-        leads=processes.is_leader(),
+        leads=coordination.is_leader(),
         encoder_ranks=local_ranks(mesh, axes),
         own=(owned_ranks(mesh), owned_ranks(mesh, axes)),
         segment=segment,
@@ -89,7 +89,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     # The number of steps per epoch is known only now that the planner is built.
     if epochs := config.training.epochs:
         # From here on the length of the run is fixed in steps, so that the learning rate schedule knows its end.
-        steps = processes.run_on_leader(lambda: max(1, loader.steps_for_epochs(epochs)))
+        steps = coordination.run_on_leader(lambda: max(1, loader.steps_for_epochs(epochs)))
         config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
         validate(config)
         loader = replace(loader, config=config)
@@ -97,7 +97,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         first=step,
         began=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         version=version("mmjax"),
-        processes=processes.count(),
+        processes=coordination.count(),
         devices=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         samples=len(index),
         index=index_folder.name,
@@ -157,15 +157,15 @@ def _next_segment(last: Launch, data: Held, folder: RunFolder, step: int) -> Seg
         )
         return write_due(folder.due, step, due).name, grouper.epochs_after(step - 1)
 
-    name, epochs = processes.run_on_leader(write)
+    name, epochs = coordination.run_on_leader(write)
     return Segment(step, folder.due / name, epochs)
 
 
 def _quarantine(index: LengthIndex, folder: RunFolder, config: Config) -> Quarantine:
     """Quarantine the samples that cannot be used, listed by process 0. Raises UserError where they are fatal."""
     bad = [BadSampleEntry(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True)]
-    quarantine = Quarantine(folder.quarantine, config.data, len(index), writes=processes.is_leader())
-    processes.run_on_leader(lambda: len(quarantine.add(bad)))
+    quarantine = Quarantine(folder.quarantine, config.data, len(index), writes=coordination.is_leader())
+    coordination.run_on_leader(lambda: len(quarantine.add(bad)))
     quarantine.add(bad)  # on the other processes; adding the same samples twice changes nothing
     if bad:
         print_lines(

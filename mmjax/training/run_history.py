@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from mmjax.config import Config
-from mmjax.config_files import from_json, to_json
-from mmjax.data.budget import Budget
-from mmjax.data.kept import verify_checksum, with_checksum
-from mmjax.data.layout import RankLayout
-from mmjax.data.placement import Shape, Topology
-from mmjax.data.segments import Files, Segment
+from mmjax.config.loading import from_json, to_json
+from mmjax.data.plan.budget import Budget
+from mmjax.data.plan.data_change import Segment
+from mmjax.data.plan.placement import Shape, Topology
+from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.data.sample import Files
+from mmjax.data.storage.array_store import verify_checksum, with_checksum
 from mmjax.errors import UserError
-from mmjax.training.json_lines import read_json_lines
+from mmjax.runtime.run_dir import read_json_lines
 
 
 @dataclass(frozen=True)

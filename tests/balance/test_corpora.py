@@ -1,6 +1,6 @@
 import numpy as np
 
-from mmjax.balance.corpora import group_corpora, steps_of_corpora
+from mmjax.balance.baselines.corpora import group_corpora, steps_of_corpora
 from mmjax.balance.pack import choose_row_maximum, pack_rows
 
 

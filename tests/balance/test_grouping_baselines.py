@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mmjax.balance.grouping_baselines import device_groups, length_groups, random_groups
+from mmjax.balance.baselines.grouping_baselines import device_groups, length_groups, random_groups
 from mmjax.balance.metrics import dist_ratio, pad_ratio
 
 RANKS, PER_ROW = 8, 4

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.mask_kinds import ITEM, KINDS, TEXT
+from mmjax.balance.baselines.mask_kinds import ITEM, KINDS, TEXT
 from mmjax.balance.mask_work import Mask, allowed_keys
 
 any_row = given(st.sampled_from(sorted(KINDS)), st.integers(64, 3000), st.integers(0, 2**32))

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.nodewise import balance_nodewise, largest_cost, traffic_bounds
-from mmjax.balance.nodewise_ilp import permute_batches
-from mmjax.balance.postbalance import balance_packed
+from mmjax.balance.baselines.nodewise import balance_nodewise, largest_cost, traffic_bounds
+from mmjax.balance.baselines.nodewise_ilp import permute_batches
+from mmjax.balance.baselines.postbalance import balance_packed
 from mmjax.balance.rearrangement import inter_node
 
 # No training runs this: by default the examples of docs/balance.md do.

@@ -18,7 +18,7 @@ from mmjax.balance.phases import (
     step_time,
     wire,
 )
-from mmjax.data.lengths import omni_corpus
+from mmjax.data.plan.length_files import omni_corpus
 
 WIDTHS = [(0, 128, 256, 512, 1024, 2048)] * 2
 

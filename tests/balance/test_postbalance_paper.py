@@ -3,8 +3,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.postbalance import balance_conv, balance_packed, balance_padded, balance_quadratic, rank_costs
-from mmjax.balance.postbalance_paper import paper_conv, paper_packed, paper_padded, paper_quadratic
+from mmjax.balance.baselines.postbalance import (
+    balance_conv,
+    balance_packed,
+    balance_padded,
+    balance_quadratic,
+    rank_costs,
+)
+from mmjax.balance.baselines.postbalance_paper import paper_conv, paper_packed, paper_padded, paper_quadratic
 
 PAPER = {
     "packed": paper_packed,

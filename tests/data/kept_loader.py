@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from made import config, index_of
 
-from mmjax.data.loader import LoadedStep, StepLoader
-from mmjax.data.plan import make_planner
-from mmjax.data.sources import open_sources
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
 
 KEPT = """
 import numpy as np

@@ -11,13 +11,13 @@ import numpy as np
 from made import DRY_RUN_STEPS, ONE_RANK, config, index_of, random_samples
 
 from mmjax.config import IsfGrouping, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
-from mmjax.data import layout
-from mmjax.data.budget import Budget, make_budget, stream_of
-from mmjax.data.grouping import Group, StepGrouper
-from mmjax.data.index import LengthIndex
-from mmjax.data.placement import MicrobatchPlan, Shape, Topology
-from mmjax.data.plan import StepPlanner, make_planner
-from mmjax.data.stream import pools_of
+from mmjax.data.plan import row_shapes
+from mmjax.data.plan.budget import Budget, make_budget, stream_of
+from mmjax.data.plan.grouping import Group, StepGrouper
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
+from mmjax.data.plan.sampler import pools_of
+from mmjax.data.plan.step_plan import StepPlanner, make_planner
 
 GROUPINGS = [PackGrouping(chunk_steps=12), IsfGrouping(chunk_steps=12), NoGrouping(chunk_steps=12)]
 KINDS = [g.kind for g in GROUPINGS]
@@ -67,14 +67,14 @@ def laid_out(
     budget: Budget | None = None,
     topology: Topology = ONE_RANK,
     **changes,
-) -> tuple[StepPlanner, layout.RankLayout]:
+) -> tuple[StepPlanner, row_shapes.RankLayout]:
     index, made = some_index() if index is None else index, replace(config(**changes), seed=seed)
-    with mock.patch.object(layout, "DRY_RUN_STEPS", DRY_RUN_STEPS):
+    with mock.patch.object(row_shapes, "DRY_RUN_STEPS", DRY_RUN_STEPS):
         return make_planner(index, made, [1.0], topology, budget)
 
 
 @cache
-def one_of_all(grouping, balance, topology: Topology, microbatches: int) -> tuple[StepPlanner, layout.RankLayout]:
+def one_of_all(grouping, balance, topology: Topology, microbatches: int) -> tuple[StepPlanner, row_shapes.RankLayout]:
     """Sixteen samples a step in three rows of each module, in every combination of these."""
     changes = {"grouping": grouping, "balance": balance, "microbatches": microbatches}
     return laid_out(topology=topology, size=Samples(16), **changes)

@@ -10,9 +10,9 @@ import pytest
 from files_made import served
 
 from mmjax.config import ArrayRecordSource
-from mmjax.data.array_records import INDEX, FolderIndex, ShardWriter, decode_record, encode_record, to_header
 from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message
-from mmjax.data.file_sources import open_conversations
+from mmjax.data.sources.array_records import INDEX, FolderIndex, ShardWriter, decode_record, encode_record, to_header
+from mmjax.data.sources.opening import open_conversations
 from mmjax.errors import UserError
 
 TALK = Conversation(

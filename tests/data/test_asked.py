@@ -10,11 +10,11 @@ from checkpoints import QWEN2_VL, QWEN_VL, byte_level, save
 from PIL import Image
 
 from mmjax.config import ChatFormat, SmartResize, VisionConfig
-from mmjax.data.asked import UserPrompt, UserPromptSource, make_prompt
-from mmjax.data.chat import load_chat
 from mmjax.data.conversation import BadSample, MediaPlace, Message
 from mmjax.data.sample import Item
+from mmjax.data.text.chat import load_chat
 from mmjax.errors import UserError
+from mmjax.inference.user_prompts import UserPrompt, UserPromptSource, make_prompt
 
 PICTURE, CLIP = MediaPlace("image"), MediaPlace("audio")
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from mmjax.batch import TextBatch
-from mmjax.data.block import from_block, to_block
+from mmjax.data.loading.workers import from_block, to_block
 
 
 def test_what_goes_in_comes_out_bit_for_bit_as_what_it_was():

@@ -34,16 +34,16 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, WhisperMel
-from mmjax.data.asked import make_prompt
-from mmjax.data.chat import Chat, load_chat, load_prompt_chat
-from mmjax.data.chat_records import parse_chat
 from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message, split_markers
-from mmjax.data.loader import reader_of
-from mmjax.data.media import item_size
-from mmjax.data.packing import pack_microbatch
+from mmjax.data.loading.packing import pack_microbatch
+from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.media.patches import item_size
 from mmjax.data.sample import Item, Sample, Text
-from mmjax.data.text_rows import Arrays
+from mmjax.data.sources.chat_files import parse_chat
+from mmjax.data.text.chat import Chat, load_chat, load_prompt_chat
 from mmjax.errors import UserError
+from mmjax.inference.user_prompts import make_prompt
 
 IMAGE, CLIP = MediaPlace("image"), MediaPlace("audio")
 CHATML = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}

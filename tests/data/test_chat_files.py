@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from mmjax.config import LlavaSource, ManifestSource, MessagesSource, QuestionsSource, ShareGptSource
 from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message
-from mmjax.data.file_sources import open_conversations
-from mmjax.data.json_records import JsonRecords
+from mmjax.data.sources.json_records import JsonRecords
+from mmjax.data.sources.opening import open_conversations
 from mmjax.errors import UserError
 
 IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")

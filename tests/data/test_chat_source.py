@@ -25,16 +25,16 @@ from mmjax.config import (
     TrainingConfig,
     WhisperMel,
 )
-from mmjax.config_files import apply_overrides, from_json, to_json
+from mmjax.config.loading import apply_overrides, from_json, to_json
 from mmjax.data.conversation import BadSample
-from mmjax.data.decode import decode_clip
-from mmjax.data.index import build_index
-from mmjax.data.loader import reader_of
-from mmjax.data.packing import pack_microbatch
-from mmjax.data.plan import make_planner
+from mmjax.data.loading.packing import pack_microbatch
+from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.media.decode import decode_clip
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Item, Text
-from mmjax.data.sources import look_again, open_sources
-from mmjax.data.text_rows import Arrays
+from mmjax.data.sources.opening import look_again, open_sources
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mmjax.config import AudioConfig, ConnectorConfig, LogMel, StoredTable, WhisperMel
-from mmjax.data.clip_items import ClipSize, clip_size, log_mel_frames
-from mmjax.data.media import encoder_input, hidden_tokens, item_size, positions_per_token
-from mmjax.data.whisper_mel import log_mel
+from mmjax.data.media.clip_items import ClipSize, clip_size, log_mel_frames
+from mmjax.data.media.patches import encoder_input, hidden_tokens, item_size, positions_per_token
+from mmjax.data.media.whisper_mel import log_mel
 from mmjax.errors import BadMedia
 
 HOP = 160

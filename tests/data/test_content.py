@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from made import load, random_samples
 
-from mmjax.data.content import content_of, plus, spelled
-from mmjax.data.placement import Topology
+from mmjax.data.loading.batch_hash import content_of, plus, spelled
+from mmjax.data.plan.placement import Topology
 
 TOPOLOGY = Topology(4, 4, 4)
 SAMPLES = random_samples(60, seed=5)

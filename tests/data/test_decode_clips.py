@@ -11,7 +11,7 @@ import soundfile
 from transformers.audio_utils import load_audio
 
 from mmjax.config import MediaLimits
-from mmjax.data.decode import ClipHeader, decode_clip, read_clip_header, resampled_length
+from mmjax.data.media.decode import ClipHeader, decode_clip, read_clip_header, resampled_length
 from mmjax.errors import BadMedia
 
 FORMATS = {

@@ -16,7 +16,7 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 from mmjax.config import MediaLimits
-from mmjax.data.decode import ADAM7, decode_image, read_image_size
+from mmjax.data.media.decode import ADAM7, decode_image, read_image_size
 from mmjax.errors import BadMedia
 
 HEIGHT, WIDTH = 61, 90

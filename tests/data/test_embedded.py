@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from mmjax.config import AudioConfig, EmbeddedSource, LogMel, VisionConfig
-from mmjax.data import digits, tones
-from mmjax.data.digits import Strip
-from mmjax.data.embedded import (
+from mmjax.data.media.patches import item_size
+from mmjax.data.sample import Item, Text
+from mmjax.data.toy import digits, tones
+from mmjax.data.toy.dataset import (
     ALPHABET,
     BEFORE_ITEM,
     END,
@@ -21,9 +22,8 @@ from mmjax.data.embedded import (
     decode_characters,
     encode_characters,
 )
-from mmjax.data.media import item_size
-from mmjax.data.sample import Item, Text
-from mmjax.data.tones import Clip
+from mmjax.data.toy.digits import Strip
+from mmjax.data.toy.tones import Clip
 
 ENCODERS = {
     "vision": VisionConfig(1, 16, 2, 16, patch=4, channels=1),

@@ -11,11 +11,11 @@ from planned import BALANCE_KINDS, BALANCES, GROUPINGS, KINDS, SPREAD, TOPOLOGIE
 
 from mmjax.batch import Microbatch
 from mmjax.config import NoGrouping, PostBalance, Samples
-from mmjax.data.grouping import Group
-from mmjax.data.loader import StepLoader
-from mmjax.data.media import EncoderInput, encoder_input
-from mmjax.data.packing import pack_microbatch
-from mmjax.data.placement import MicrobatchPlan, Shape, Topology
+from mmjax.data.loading.packing import pack_microbatch
+from mmjax.data.loading.step_loader import StepLoader
+from mmjax.data.media.patches import EncoderInput, encoder_input
+from mmjax.data.plan.grouping import Group
+from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.sample import Item, Text
 
 ENCODERS = {"vision": VISION, "audio": AUDIO}

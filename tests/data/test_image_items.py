@@ -15,8 +15,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize
-from mmjax.data.image_items import before_encoder, prepare_image, prepared_sizes, tile_grid
-from mmjax.data.media import patchify
+from mmjax.data.media.image_transforms import before_encoder, prepare_image, prepared_sizes, tile_grid
+from mmjax.data.media.patches import patchify
 from mmjax.errors import BadMedia
 
 RAW = {"do_rescale": False, "do_normalize": False}

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmjax.data import kept as kept_module
-from mmjax.data.kept import Damaged, Missing, open_arrays, save_arrays
+from mmjax.data.storage import array_store as kept_module
+from mmjax.data.storage.array_store import Damaged, Missing, open_arrays, save_arrays
 from mmjax.errors import UserError
 
 ARRAYS = {

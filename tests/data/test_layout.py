@@ -10,8 +10,8 @@ from made import DRY_RUN_STEPS, Made, config, index_of, text
 from planned import BALANCE_KINDS, BALANCES, GROUPINGS, KINDS, SPREAD, TOPOLOGIES, laid_out, one_of_all
 
 from mmjax.config import NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
-from mmjax.data.placement import Topology
-from mmjax.data.plan import make_planner
+from mmjax.data.plan.placement import Topology
+from mmjax.data.plan.step_plan import make_planner
 
 EIGHT = Topology(8, 8, 8)
 ROWS = {"llm": 8, "vision": 8, "audio": 8}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from made import AUDIO, VISION
 
-from mmjax.data.lengths import index_of_lengths
-from mmjax.data.media import positions_per_token
+from mmjax.data.media.patches import positions_per_token
+from mmjax.data.plan.length_files import index_of_lengths
 
 ENCODERS = {"vision": VISION, "audio": AUDIO}
 

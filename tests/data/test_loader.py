@@ -15,13 +15,13 @@ from planned import BALANCE_KINDS, BALANCES
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoBalance, NoGrouping, PostBalance, Samples
-from mmjax.config_files import default_config
-from mmjax.config_files import load as load_config
-from mmjax.data.index import cached_index
-from mmjax.data.loader import LoadedStep, StepLoader
-from mmjax.data.placement import Topology
-from mmjax.data.plan import make_planner
-from mmjax.data.sources import open_sources
+from mmjax.config.loading import default_config
+from mmjax.config.loading import load as load_config
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.plan.length_index import cached_index
+from mmjax.data.plan.placement import Topology
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
 
 # ---------------------------------------------------------------------------------------------------- what is opened
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mmjax.data.log_mel import frame_count, log_mel, mel_filters
+from mmjax.data.media.log_mel import frame_count, log_mel, mel_filters
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, 1), (128, 1), (129, 2), (192, 2), (193, 3)])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from made import Made
 
 from mmjax.config import AudioConfig, ConnectorConfig, LearnedGrid, LogMel, RotaryGrid, VisionConfig
-from mmjax.data.index import build_index
-from mmjax.data.media import encoder_input, item_size, to_patches, token_grid
+from mmjax.data.media.patches import encoder_input, item_size, to_patches, token_grid
+from mmjax.data.plan.length_index import build_index
 from mmjax.data.sample import Item
 from mmjax.errors import BadMedia
 

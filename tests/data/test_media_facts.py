@@ -19,11 +19,11 @@ from files_made import asked, audio_length, clip, image_size, lines, picture, se
 from PIL import Image
 
 from mmjax.config import ArrayRecordSource, LlavaSource, ManifestSource, ParquetSource
-from mmjax.data import stored
-from mmjax.data.array_record_writing import write_array_records
-from mmjax.data.array_records import FACTS
-from mmjax.data.file_sources import open_conversations
-from mmjax.data.media_facts import open_facts, read_facts
+from mmjax.data.sources.array_record_writing import write_array_records
+from mmjax.data.sources.array_records import FACTS
+from mmjax.data.sources.media_sizes import open_facts, read_facts
+from mmjax.data.sources.opening import open_conversations
+from mmjax.data.storage import files
 from mmjax.errors import UserError
 
 
@@ -231,7 +231,7 @@ sys.path[:0] = {path!r}
 from files_made import image_size
 from mmjax.config import LlavaSource
 from mmjax.data import media_facts
-from mmjax.data.file_sources import open_conversations
+from mmjax.data.sources.opening import open_conversations
 
 media_facts._SECONDS, media_facts._CHUNK = 0.0, 20
 folder = Path({folder!r})
@@ -299,7 +299,7 @@ def bytes_read() -> int:
 
 def test_a_server_s_passing_fault_is_tried_again_and_a_lasting_one_is_no_fact(tmp_path: Path, monkeypatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(stored.time, "sleep", pauses.append)
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
     site = write(tmp_path / "site", {f"{i}.png": picture(2, 3) for i in range(3)})
     path = lines(tmp_path / "d.jsonl", [asked("<image>", image=f"{i}.png") for i in range(4)])
     with served(site) as server:

@@ -12,7 +12,7 @@ import pytest
 from files_made import picture, served, write
 
 from mmjax.data.conversation import BadSample
-from mmjax.data.media_folder import MediaFolder
+from mmjax.data.storage.archives import MediaFolder
 from mmjax.errors import UserError
 
 

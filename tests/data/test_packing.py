@@ -12,12 +12,12 @@ from planned import BALANCE_KINDS, BALANCES
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoGrouping, Samples
-from mmjax.data.loader import reader_of
-from mmjax.data.media import encoder_input
-from mmjax.data.packing import pack_microbatch
-from mmjax.data.placement import MicrobatchPlan, Topology
+from mmjax.data.loading.packing import pack_microbatch
+from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_ENCODERS, Arrays
+from mmjax.data.media.patches import encoder_input
+from mmjax.data.plan.placement import MicrobatchPlan, Topology
 from mmjax.data.sample import Item, SampleLengths, Text
-from mmjax.data.text_rows import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_ENCODERS, Arrays
 from mmjax.errors import UserError
 
 ENCODERS = {"vision": VISION, "audio": AUDIO}

@@ -11,7 +11,7 @@ from files_made import clip, picture, served, write
 
 from mmjax.config import ParquetSource
 from mmjax.data.conversation import BadSample, MediaPlace
-from mmjax.data.file_sources import open_conversations
+from mmjax.data.sources.opening import open_conversations
 from mmjax.errors import UserError
 
 IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")

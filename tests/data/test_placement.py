@@ -25,10 +25,10 @@ from planned import (
 from mmjax.balance.parts import LLM
 from mmjax.balance.phases import widest
 from mmjax.config import NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
-from mmjax.data.grouping import Group
-from mmjax.data.index import LengthIndex
-from mmjax.data.placement import MicrobatchPlan, Shape, Topology
-from mmjax.data.plan import StepPlanner
+from mmjax.data.plan.grouping import Group
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
+from mmjax.data.plan.step_plan import StepPlanner
 from mmjax.data.sample import Item
 
 EIGHT = Topology(8, 8, 8)

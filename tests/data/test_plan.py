@@ -12,11 +12,11 @@ from made import ONE_RANK
 from planned import BALANCES, GROUPINGS, KINDS, SPREAD, TOPOLOGIES, one_of_all, planner, samples_of, some_index
 
 from mmjax.config import Config, EmbeddedSource, NoGrouping, PostBalance, Samples, Tokens
-from mmjax.config_files import default_config, load
-from mmjax.data.embedded import EmbeddedDataset
-from mmjax.data.index import LengthIndex, build_index
-from mmjax.data.placement import Shape, Topology
-from mmjax.data.plan import PLANNER, StepPlan, make_planner
+from mmjax.config.loading import default_config, load
+from mmjax.data.plan.length_index import LengthIndex, build_index
+from mmjax.data.plan.placement import Shape, Topology
+from mmjax.data.plan.step_plan import PLANNER, StepPlan, make_planner
+from mmjax.data.toy.dataset import EmbeddedDataset
 
 # ------------------------------------------------------------------------------------------------ a pure function
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.data.placement import Topology
-from mmjax.data.prompt_rows import BatchLimits, PromptRows, round_up_to_step
-from mmjax.data.prompts import Selection
+from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
+from mmjax.inference.prompt_rows import BatchLimits, PromptRows, round_up_to_step
+from mmjax.inference.prompts import Selection
 
 MODEL = ModelConfig(
     DecoderConfig(1, 16, 2, 1, 8, 16, vocab=500),

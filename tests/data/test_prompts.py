@@ -7,14 +7,14 @@ import pytest
 from made import plan_of
 
 from mmjax.config import EmbeddedSource
-from mmjax.config_files import default_config, load
+from mmjax.config.loading import default_config, load
 from mmjax.data.conversation import BadSample
-from mmjax.data.embedded import EmbeddedDataset
-from mmjax.data.index import build_index
-from mmjax.data.loader import reader_of
-from mmjax.data.packing import pack_microbatch
-from mmjax.data.prompts import QuestionPrompts, Selection, select_usable
-from mmjax.data.text_rows import Arrays
+from mmjax.data.loading.packing import pack_microbatch
+from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.toy.dataset import EmbeddedDataset
+from mmjax.inference.prompts import QuestionPrompts, Selection, select_usable
 
 CONFIG = load(default_config())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import DataConfig
-from mmjax.data.quarantine import BadSampleEntry, Quarantine
+from mmjax.data.sources.quarantine import BadSampleEntry, Quarantine
 from mmjax.errors import UserError
 
 SKIP, FATAL = DataConfig(max_bad_share=0.02), DataConfig(on_bad_sample="raise")

@@ -10,9 +10,9 @@ from made import Made, config, index_of, random_samples
 from planned import GROUPINGS, KINDS, samples_of
 
 from mmjax.config import Samples
-from mmjax.data.budget import make_budget
-from mmjax.data.grouping import StepGrouper
-from mmjax.data.segments import Held, Segment, carried, still_due, write_due
+from mmjax.data.plan.budget import make_budget
+from mmjax.data.plan.data_change import Held, Segment, carried, still_due, write_due
+from mmjax.data.plan.grouping import StepGrouper
 
 MADE = random_samples(260, seed=3).samples
 

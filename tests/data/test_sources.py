@@ -6,8 +6,8 @@ import pytest
 from made import config
 
 from mmjax.config import EmbeddedSource, FunctionSource
-from mmjax.data.embedded import EmbeddedDataset
-from mmjax.data.sources import open_sources
+from mmjax.data.sources.opening import open_sources
+from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.errors import UserError
 
 KEPT = """

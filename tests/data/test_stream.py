@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import config, index_of, random_texts
 
-from mmjax.data.stream import Pool, Stream, pools_of
+from mmjax.data.plan.sampler import Pool, Stream, pools_of
 from mmjax.errors import UserError
 
 NONE = np.zeros(0, np.int64)

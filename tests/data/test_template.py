@@ -12,10 +12,10 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 from mmjax.config import ChatFormat
-from mmjax.data import template as template_module
 from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message
-from mmjax.data.template import Template, load_template
-from mmjax.data.tokenizer import load_tokenizer
+from mmjax.data.text import chat_template as template_module
+from mmjax.data.text.chat_template import Template, load_template
+from mmjax.data.text.tokenizer import load_tokenizer
 from mmjax.errors import UserError
 
 WRITTEN = {"image": "<image>", "audio": "<audio>"}

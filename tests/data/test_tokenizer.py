@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
-from mmjax.data.tokenizer import load_tokenizer
+from mmjax.data.text.tokenizer import load_tokenizer
 from mmjax.errors import UserError
 
 TEXTS = [

@@ -9,7 +9,7 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from mmjax.config import WhisperMel
-from mmjax.data.whisper_mel import log_mel, split_clip, valid_frames, window_frames
+from mmjax.data.media.whisper_mel import log_mel, split_clip, valid_frames, window_frames
 from mmjax.errors import BadMedia
 
 LENGTHS = (1, 100, 160, 161, 399, 401, 1000, 16_000, 50_001, 479_900, 479_990, 480_000)

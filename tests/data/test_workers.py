@@ -16,8 +16,8 @@ from kept_loader import assert_same, run_folder
 from started import wait_until
 
 from mmjax.batch import TextBatch
-from mmjax.data import workers as data_workers
-from mmjax.data.workers import LoadingFailed
+from mmjax.data.loading import workers as data_workers
+from mmjax.data.loading.workers import LoadingFailed
 from mmjax.errors import UserError
 
 

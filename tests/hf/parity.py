@@ -19,13 +19,13 @@ from mmjax.config import MeshConfig, ModelConfig
 from mmjax.hf.families import from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.hf.layout import Layout
-from mmjax.models.layer_runs import unstack_layers
+from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, module_of
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.loss import step_loss, token_losses
-from mmjax.training.pretrained import load_pretrained
-from mmjax.training.state import parameter_shardings
+from mmjax.runtime.losses import step_loss, token_losses
+from mmjax.runtime.pretrained import load_pretrained
+from mmjax.runtime.state import parameter_shardings
 
 Params = dict[str, Any]
 

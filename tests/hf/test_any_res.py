@@ -37,10 +37,10 @@ from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.cost import parameters
-from mmjax.training.checkpoint import checkpoint_step, restore_parameters
-from mmjax.training.run_folder import RunFolder
-from mmjax.training.state import parameter_shardings
+from mmjax.planning.flops import parameters
+from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
+from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.state import parameter_shardings
 
 TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3}
 CLIP, SIGLIP = (

@@ -21,16 +21,16 @@ from safetensors.torch import load_file, save_file
 
 from mmjax.batch import ItemBatch
 from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, WhisperMel
-from mmjax.data.media import encoder_input, item_size, positions_per_token
+from mmjax.data.media.patches import encoder_input, item_size, positions_per_token
 from mmjax.errors import UserError
 from mmjax.hf.families import encoder_from_hf, from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.planning.cost import parameters
-from mmjax.training.pretrained import load_pretrained
-from mmjax.training.state import parameter_shardings
+from mmjax.planning.flops import parameters
+from mmjax.runtime.pretrained import load_pretrained
+from mmjax.runtime.state import parameter_shardings
 
 AUDIO_TOKEN = 5
 RATE, HOP = 16_000, 160

@@ -17,8 +17,8 @@ from mmjax.hf.families import compose, encoder_from_hf, from_hf
 from mmjax.models.model import Model, merge, modules_of
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.pretrained import load_pretrained
-from mmjax.training.state import parameter_shardings
+from mmjax.runtime.pretrained import load_pretrained
+from mmjax.runtime.state import parameter_shardings
 
 TOWER = {
     "hidden_size": 24,

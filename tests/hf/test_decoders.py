@@ -20,13 +20,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mmjax.config import MeshConfig, PlainRope
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
-from mmjax.models.layer_runs import unstack_layers
+from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.pretrained import load_pretrained
-from mmjax.training.state import parameter_shardings
+from mmjax.runtime.pretrained import load_pretrained
+from mmjax.runtime.state import parameter_shardings
 
 COMMON = {
     "vocab_size": 97,

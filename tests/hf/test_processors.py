@@ -20,9 +20,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmjax.config import DynamicTiles, FixedSize, SmartResize, WhisperMel
-from mmjax.data.image_items import before_encoder, prepare_image
-from mmjax.data.media import patchify
-from mmjax.data.whisper_mel import log_mel
+from mmjax.data.media.image_transforms import before_encoder, prepare_image
+from mmjax.data.media.patches import patchify
+from mmjax.data.media.whisper_mel import log_mel
 from mmjax.errors import UserError
 from mmjax.hf.processors import IMAGENET_MEAN, IMAGENET_STD, read_audio_processing, read_image_processing
 

@@ -25,10 +25,10 @@ from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.optimizer import hyperparameters, make_optimizer
-from mmjax.training.pretrained import load_pretrained
-from mmjax.training.state import parameter_shardings
-from mmjax.training.step import Executor
+from mmjax.runtime.optimizer import hyperparameters, make_optimizer
+from mmjax.runtime.pretrained import load_pretrained
+from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.step import Executor
 
 IMAGE, VIDEO = 90, 91  # tokens
 TEXT = {

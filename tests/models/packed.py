@@ -11,7 +11,7 @@ import numpy as np
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, LogMel, ModelConfig, VisionConfig
-from mmjax.models.layer_runs import stack_layers, unstack_layers
+from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.model import Model
 
 KIND = {"text": 1, "vision": 2, "audio": 4}

@@ -9,7 +9,7 @@ import pytest
 from packed import assert_trees_close, build, pack, random_sample, tiny, token_losses
 
 from mmjax.config import Remat
-from mmjax.models.layer_runs import LayerStack, plan_stacks, stack_layers, unstack_layers
+from mmjax.models.layer_stacks import LayerStack, plan_stacks, stack_layers, unstack_layers
 from mmjax.models.model import Model
 
 

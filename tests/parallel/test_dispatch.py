@@ -9,7 +9,7 @@ import pytest
 
 from mmjax.balance.rearrangement import Rearrangement, rearrange, tables, width
 from mmjax.config import MeshConfig
-from mmjax.parallel.dispatch import dispatch
+from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.mesh import make_mesh, rows_sharding
 
 RANKS, HIDDEN, LENGTH, CAPACITY, CHUNK = 8, 7, 64, 96, 24

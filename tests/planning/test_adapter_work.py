@@ -11,15 +11,15 @@ import pytest
 from flax import nnx
 from test_cost import gradient, make_batch, make_model, random_microbatch, traced_products
 
-from mmjax.adapters import linear_layers
 from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
+from mmjax.config.lora_targets import linear_layers
 from mmjax.models.layers import Linear
 from mmjax.models.model import Model, parameter_group
-from mmjax.planning.cost import executed, frozen_modules, model_flops, parameters, step_needed
+from mmjax.planning.flops import executed, frozen_modules, model_flops, parameters, step_needed
 from mmjax.planning.memory import moments
 from mmjax.planning.work import useful_work
-from mmjax.training.optimizer import key_names, make_optimizer
-from mmjax.training.state import split
+from mmjax.runtime.optimizer import key_names, make_optimizer
+from mmjax.runtime.state import split
 
 SHAPE = {"llm": (2, 12), "vision": (1, 8), "audio": (2, 12)}
 PATTERNS = [

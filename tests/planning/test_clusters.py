@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmjax.errors import UserError
-from mmjax.planning.clusters import DEVICES, Cluster, find_device, parse_cluster
+from mmjax.planning.hardware import DEVICES, Cluster, find_device, parse_cluster
 
 
 @pytest.mark.parametrize(

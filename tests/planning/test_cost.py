@@ -26,11 +26,11 @@ from mmjax.config import (
     StretchedGrid,
     VisionConfig,
 )
-from mmjax.data.media import to_patches
+from mmjax.data.media.patches import to_patches
 from mmjax.models import attention
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
-from mmjax.planning.cost import (
+from mmjax.planning.flops import (
     executed,
     frozen_modules,
     model_flops,
@@ -39,7 +39,7 @@ from mmjax.planning.cost import (
     step_needed,
 )
 from mmjax.planning.work import useful_work
-from mmjax.training.loss import losses_in_chunks
+from mmjax.runtime.losses import losses_in_chunks
 
 MODULES = ("llm", "vision", "vision.connector", "audio", "audio.connector")
 FROZEN = [

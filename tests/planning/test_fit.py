@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from mmjax.config import AdamW, ModelConfig
-from mmjax.config_files import load
-from mmjax.planning.activations import SavedBytes
-from mmjax.planning.clusters import Rates
-from mmjax.planning.fit import MemoryLimit, MemoryPlan, plan_memory
-from mmjax.planning.layer_times import LayerTimes, Speed
-from mmjax.planning.memory import DeviceBatch, ModelSharding
+from mmjax.config.loading import load
+from mmjax.planning.hardware import Rates
+from mmjax.planning.memory import DeviceBatch, ModelSharding, SavedBytes
+from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
+from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.planning.work import row_work
 
 MODEL = load("omni_10b").model

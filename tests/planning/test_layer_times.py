@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmjax.planning.clusters import Rates
-from mmjax.planning.layer_times import FORWARD, LayerTimes, Speed, profile_lengths
+from mmjax.planning.hardware import Rates
+from mmjax.planning.step_time import FORWARD, LayerTimes, Speed, profile_lengths
 
 
 def quadratic(n: int) -> dict[str, float]:

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from mmjax.config import AdamW, Config, MeshConfig, Muon
-from mmjax.config_files import load
+from mmjax.config.loading import load
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.memory import DeviceBatch, ModelSharding, fixed_bytes
-from mmjax.training.optimizer import make_optimizer
-from mmjax.training.step import Executor
+from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.step import Executor
 
 BATCH = DeviceBatch({"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}, {"vision": 8, "audio": 0}, peers=4)
 ALONE = ModelSharding()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmjax.batch import TextBatch
-from mmjax.planning.pairs import allowed_pairs, item_pairs, pairs_beyond_window
+from mmjax.planning.work import allowed_pairs, item_pairs, pairs_beyond_window
 
 TEXT, IMAGE, CLIP = 1, 2, 4
 EVERYTHING = TEXT | IMAGE | CLIP

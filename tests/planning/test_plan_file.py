@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mmjax.config import PostBalance
-from mmjax.config_files import apply_overrides, load
+from mmjax.config.loading import apply_overrides, load
 from mmjax.errors import UserError
 from mmjax.planning.plan_file import plan_changes, plan_text
 

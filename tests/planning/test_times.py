@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from mmjax.config import AdamW
-from mmjax.config_files import load
-from mmjax.planning.clusters import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY, Cluster, parse_cluster
-from mmjax.planning.cost import executed, parameters
-from mmjax.planning.layer_times import LayerTimes, Speed
+from mmjax.config.loading import load
+from mmjax.planning.flops import executed, parameters
+from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY, Cluster, parse_cluster
 from mmjax.planning.memory import DeviceBatch, ModelSharding
-from mmjax.planning.times import ClusterRun, StepTime, step_time
+from mmjax.planning.step_time import ClusterRun, LayerTimes, Speed, StepTime, step_time
 
 MODEL = replace(load("omni_10b").model, encoders={})
 BATCH = DeviceBatch({"llm": (1, 4096)}, {})

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
+from mmjax.console import count, duration, size
 from mmjax.reporting.charts import HALF, Formatter, Scale, area_chart, histogram, line_chart
 from mmjax.reporting.curves import Curve
 from mmjax.reporting.training import percent
-from mmjax.training.console import count, duration, size
 
 
 def curve(*values: float) -> Curve:

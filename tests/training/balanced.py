@@ -30,17 +30,17 @@ from mmjax.config import (
     PostBalance,
     Samples,
 )
-from mmjax.data.index import build_index
-from mmjax.data.loader import StepLoader
-from mmjax.data.plan import make_planner
-from mmjax.data.sources import open_sources
+from mmjax.data.loading.step_loader import StepLoader
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
+from mmjax.distributed import coordination
 from mmjax.models.model import Model
-from mmjax.parallel import processes
 from mmjax.parallel.mesh import encoder_axes, local_ranks, make_mesh, replicated
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.devices import mesh_topology
-from mmjax.training.optimizer import hyperparameters, make_optimizer
-from mmjax.training.step import Executor, Said
+from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.optimizer import hyperparameters, make_optimizer
+from mmjax.runtime.step import Executor, Said
 
 STEPS = 20
 GROUPINGS = {"none": NoGrouping(24), "isf": IsfGrouping(chunk_steps=24), "pack": PackGrouping(24)}
@@ -75,9 +75,9 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     config = config_of(case)
     mesh = make_mesh(config.mesh, devices)
     index = build_index(open_sources(config, "train", folder), config.model.encoders)
-    processes.run_on_leader(lambda: index.save(folder / "index") if not (folder / "index").exists() else None)
+    coordination.run_on_leader(lambda: index.save(folder / "index") if not (folder / "index").exists() else None)
     planner, layout = make_planner(index, config, [1.0], mesh_topology(mesh, config.mesh))
-    held = local_ranks(mesh), processes.is_leader(), local_ranks(mesh, encoder_axes(config.mesh))
+    held = local_ranks(mesh), coordination.is_leader(), local_ranks(mesh, encoder_axes(config.mesh))
     loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, *held)
     model = Model.build(config.model, jnp.float32)
     executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules.of(config.mesh), 1)
@@ -129,11 +129,11 @@ def main(folder: Path, out: Path, cases: Sequence[str]) -> None:
         opened |= {f"{case}:{key}": result.pop(key) for key in ("opened", "opened_items")}
         found |= {f"{case}:{key}": value for key, value in result.items()}
         jax.clear_caches()
-    np.savez(out.with_suffix(f".{processes.index()}.npz"), **opened)
-    if processes.is_leader():
+    np.savez(out.with_suffix(f".{coordination.index()}.npz"), **opened)
+    if coordination.is_leader():
         np.savez(out, **found)
 
 
 if __name__ == "__main__":
-    with processes.process_group():
+    with coordination.process_group():
         main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

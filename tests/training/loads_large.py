@@ -14,8 +14,8 @@ from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.pretrained import load_pretrained
-from mmjax.training.state import parameter_shardings
+from mmjax.runtime.pretrained import load_pretrained
+from mmjax.runtime.state import parameter_shardings
 
 
 def peak() -> int:

@@ -5,15 +5,14 @@ import re
 import sys
 from dataclasses import replace
 
+from mmjax.autotune.compile_memory import aot_h100, compiled_bytes
+from mmjax.autotune.forecast import forecast_run
+from mmjax.autotune.memory_plan import apply_memory_plan, device_microbatch
 from mmjax.benchmarks.memory import MODELS
 from mmjax.config import BatchConfig, MeshConfig, NoGrouping, Samples
-from mmjax.config_files import apply_overrides, load
-from mmjax.data.lengths import index_of_lengths, omni_corpus
-from mmjax.planning.clusters import parse_cluster
-from mmjax.training.absent_devices import aot_h100
-from mmjax.training.compiled_memory import compiled_bytes
-from mmjax.training.fitting import apply_memory_plan, device_microbatch
-from mmjax.training.outlook import forecast_run
+from mmjax.config.loading import apply_overrides, load
+from mmjax.data.plan.length_files import index_of_lengths, omni_corpus
+from mmjax.planning.hardware import parse_cluster
 
 NODE = parse_cluster("h100x8")
 

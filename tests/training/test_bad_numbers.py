@@ -11,13 +11,12 @@ import pytest
 from tiny_run import MESHES, load_steps, make_executor, tiny_config
 
 from mmjax.config import BatchConfig, PackGrouping, Samples, TrainingConfig
-from mmjax.data.placement import Topology
+from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
-from mmjax.training.bad_gradients import bisect_bad, samples_with_bad_gradients
-from mmjax.training.bad_numbers import ENOUGH, SKIPPED, NonFiniteWatch
-from mmjax.training.optimizer import hyperparameters
-from mmjax.training.sample_losses import MOST_NAMED, Worst
-from mmjax.training.step import put_rows
+from mmjax.runtime.losses import MOST_NAMED, Worst
+from mmjax.runtime.optimizer import hyperparameters
+from mmjax.runtime.step import put_rows
+from mmjax.training.nonfinite import ENOUGH, SKIPPED, NonFiniteWatch, bisect_bad, samples_with_bad_gradients
 
 TINY = tiny_config(batch=BatchConfig(Samples(24), {"llm": 8, "vision": 8, "audio": 8}, 2, PackGrouping(chunk_steps=4)))
 # Not tied: else a token's row of the table would be in every position's logits.

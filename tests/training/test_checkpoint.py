@@ -11,14 +11,14 @@ import pytest
 from commands import TINY, TINY_MEDIA
 
 from mmjax.config import MeshConfig, ModelConfig, Muon
-from mmjax.config_files import load
-from mmjax.data.kept import verify_checksum, with_checksum
+from mmjax.config.loading import load
+from mmjax.data.storage.array_store import verify_checksum, with_checksum
 from mmjax.errors import UserError
-from mmjax.models.layer_runs import unstack_layers
+from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.checkpoint import (
+from mmjax.runtime.checkpoint import (
     CheckpointStore,
     DamagedCheckpoint,
     DataState,
@@ -26,10 +26,10 @@ from mmjax.training.checkpoint import (
     read_metadata,
     restore_parameters,
 )
-from mmjax.training.checkpoint_commit import Retention, saved_steps
-from mmjax.training.optimizer import hyperparameters, make_optimizer
-from mmjax.training.state import TrainState, all_parameters, parameter_shardings
-from mmjax.training.step import Executor, Said
+from mmjax.runtime.checkpoint_commit import Retention, saved_steps
+from mmjax.runtime.optimizer import hyperparameters, make_optimizer
+from mmjax.runtime.state import TrainState, all_parameters, parameter_shardings
+from mmjax.runtime.step import Executor, Said
 
 CONFIG = load(TINY_MEDIA)
 DATA = DataState(4, "an index", {"rows": [4, 1, 1], "shapes": [[128, 96, 192]]})

@@ -16,18 +16,18 @@ from tiny_run import MERGE, paths, stderr_of, tiny_config
 
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, MeshConfig, NoBalance, NoGrouping, PostBalance, Samples
-from mmjax.data.index import build_index
-from mmjax.data.loader import StepLoader
-from mmjax.data.placement import Topology
-from mmjax.data.plan import make_planner
-from mmjax.data.sources import open_sources
+from mmjax.data.loading.step_loader import StepLoader
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.placement import Topology
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh, replicated
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.work import CONV_STRIDE
-from mmjax.training.devices import mesh_topology
-from mmjax.training.optimizer import make_optimizer
-from mmjax.training.step import Executor, put_rows
+from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.step import Executor, put_rows
 
 RANKS = 8
 WIDTH = 56  # of the connectors' output and the LLM; no other size of the model, nor a part of it on a device

@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from mmjax.config import MeshConfig
-from mmjax.data.placement import Topology
+from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
 from mmjax.parallel.mesh import make_mesh
-from mmjax.training.devices import mesh_topology, set_gpu_memory_fraction
+from mmjax.runtime.devices import mesh_topology, set_gpu_memory_fraction
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,17 @@ from commands import TINY_MEDIA, run
 
 from mmjax import evaluate, train
 from mmjax.config import EmbeddedSource, MeshConfig, TrainingConfig
-from mmjax.config_files import default_config, load
+from mmjax.config.loading import default_config, load
 from mmjax.data.conversation import BadSample
-from mmjax.data.embedded import EmbeddedDataset
-from mmjax.data.prompt_rows import BatchLimits
+from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.errors import BadMedia, UserError
+from mmjax.inference.evaluation import Evaluator
+from mmjax.inference.prompt_rows import BatchLimits
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
+from mmjax.runtime.checkpoint_commit import Retention, saved_steps
 from mmjax.training.best import BestMetric
-from mmjax.training.checkpoint_commit import Retention, saved_steps
-from mmjax.training.evaluation import Evaluator
 
 CONFIG = load(default_config())
 

@@ -30,10 +30,10 @@ from tiny_run import (
 
 from mmjax.batch import Microbatch
 from mmjax.config import Muon
-from mmjax.data.placement import ONE_RANK, Topology
-from mmjax.training.devices import mesh_topology
-from mmjax.training.optimizer import hyperparameters
-from mmjax.training.step import Accumulated, Executor, Said
+from mmjax.data.plan.placement import ONE_RANK, Topology
+from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.optimizer import hyperparameters
+from mmjax.runtime.step import Accumulated, Executor, Said
 
 CONFIG = tiny_config()
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4

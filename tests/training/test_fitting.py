@@ -12,22 +12,9 @@ import numpy as np
 import pytest
 from tiny_run import tiny_config
 
-from mmjax.config import Config, MeshConfig
-from mmjax.config_files import apply_overrides
-from mmjax.data.index import build_index
-from mmjax.data.layout import RankLayout
-from mmjax.data.placement import Topology
-from mmjax.data.plan import make_planner
-from mmjax.data.sources import open_sources
-from mmjax.errors import UserError
-from mmjax.parallel.mesh import make_mesh
-from mmjax.planning.clusters import Rates
-from mmjax.planning.fit import MemoryLimit, MemoryPlan
-from mmjax.planning.layer_times import Speed
-from mmjax.planning.memory import ModelSharding
-from mmjax.training import fitting, profile
-from mmjax.training.announce import describe_memory_plan, replication_warning
-from mmjax.training.fitting import (
+from mmjax.autotune import memory_plan
+from mmjax.autotune.layer_profile import saved_bytes_per_layer
+from mmjax.autotune.memory_plan import (
     ActivationTracer,
     available_memory,
     describe_shortage,
@@ -36,7 +23,21 @@ from mmjax.training.fitting import (
     sharding_spread,
     suggest_settings,
 )
-from mmjax.training.residuals import saved_bytes_per_layer
+from mmjax.config import Config, MeshConfig
+from mmjax.config.loading import apply_overrides
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.placement import Topology
+from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
+from mmjax.errors import UserError
+from mmjax.parallel.mesh import make_mesh
+from mmjax.planning.hardware import Rates
+from mmjax.planning.memory import ModelSharding
+from mmjax.planning.remat import MemoryLimit, MemoryPlan
+from mmjax.planning.step_time import Speed
+from mmjax.runtime import devices
+from mmjax.training.announce import describe_memory_plan, replication_warning
 
 SPEED = Speed(Rates(1e11, 1e10, 1e9))
 MESH = {"data": 4, "fsdp": 1, "tensor": 1, "context": 1}
@@ -174,10 +175,10 @@ def test_the_room_is_what_the_config_says_or_what_the_device_may_give_out():
 def test_a_cpu_has_its_ram_for_room_where_a_run_would_take_most_of_it(layouts, monkeypatch):
     mesh, nearly = make_mesh(MeshConfig(4), jax.devices()[:4]), "THAT IS NEARLY ALL THE RAM"
     most, least = fitted(layouts, np.inf), fitted(layouts, 1e-9)
-    monkeypatch.setattr(fitting, "device_speed", lambda *_: SPEED)
+    monkeypatch.setattr(memory_plan, "device_speed", lambda *_: SPEED)
 
     def in_ram(ram: float, config: Config | None = None) -> MemoryPlan:
-        monkeypatch.setattr(profile, "host_ram", lambda: ram * jax.local_device_count())
+        monkeypatch.setattr(devices, "host_ram", lambda: ram * jax.local_device_count())
         return plan_memory_on_mesh(tiny_config() if config is None else config, mesh, layouts)
 
     ample, near, short = in_ram(2 * most.device), in_ram(1.1 * most.device), in_ram((most.device + least.device) / 2)
@@ -210,6 +211,6 @@ def test_where_nothing_else_makes_long_rows_fit_attention_by_blocks_does(layouts
 @pytest.mark.parametrize(("limit", "bytes_told"), [("1000000\n", 1e6), ("max\n", None)])
 def test_the_ram_is_the_containers_where_that_is_less(limit, bytes_told, tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text(limit)
-    physical = profile.host_ram()
-    monkeypatch.setattr(profile, "CGROUP_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
-    assert profile.host_ram() == bytes_told if bytes_told else profile.host_ram() >= physical > 1e8
+    physical = devices.host_ram()
+    monkeypatch.setattr(devices, "CGROUP_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
+    assert devices.host_ram() == bytes_told if bytes_told else devices.host_ram() >= physical > 1e8

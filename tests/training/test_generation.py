@@ -15,17 +15,16 @@ from decoding_reference import greedy_tokens
 
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import Config, LoraConfig, MeshConfig
-from mmjax.config_files import copy_config, load
-from mmjax.data.prompt_rows import BatchLimits
-from mmjax.data.prompts import QuestionPrompts, answer_tokens, decode_answer
+from mmjax.config.loading import copy_config, load
+from mmjax.inference.evaluation import evaluation_sources
+from mmjax.inference.generator import Generator, Sampling
+from mmjax.inference.prompt_rows import BatchLimits
+from mmjax.inference.prompts import QuestionPrompts, answer_tokens, decode_answer
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules, activations_on
-from mmjax.training.evaluation import evaluation_sources
-from mmjax.training.generation import Generator
-from mmjax.training.sampling import Sampling
-from mmjax.training.state import parameter_shardings
-from mmjax.training.step import put_rows
+from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.step import put_rows
 
 END, MOST = 1, 8
 DRAWN = Sampling(0.8, top_k=20, top_p=0.9, seed=5)

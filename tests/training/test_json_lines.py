@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmjax.training.json_lines import read_json_lines
+from mmjax.runtime.run_dir import read_json_lines
 
 
 def test_objects_are_read_and_lines_that_are_none_left_out(tmp_path: Path) -> None:

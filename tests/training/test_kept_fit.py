@@ -6,11 +6,11 @@ import jax
 import pytest
 from tiny_run import tiny_config
 
+from mmjax.autotune.memory_plan import MemoryDecision, plan_key, read_memory_plan, write_memory_plan
 from mmjax.config import MeshConfig
 from mmjax.parallel.mesh import make_mesh
-from mmjax.planning.fit import MemoryLimit, MemoryPlan
 from mmjax.planning.memory import ModelSharding
-from mmjax.training.kept_fit import MemoryDecision, plan_key, read_memory_plan, write_memory_plan
+from mmjax.planning.remat import MemoryLimit, MemoryPlan
 
 POLICIES = {"llm": ("full", "none"), "vision": ("products",), "audio": ("none",)}
 FITTED = MemoryPlan(POLICIES, 2, {}, {}, {}, 0.0, 0.0, {}, 0, ModelSharding(1, 1, 1), MemoryLimit(1e9), 123.0)

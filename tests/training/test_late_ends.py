@@ -4,7 +4,7 @@ import gc
 import logging
 import sys
 
-from mmjax.training.late_ends import silence_late_io_errors
+from mmjax.runtime.checkpoint import silence_late_io_errors
 
 
 def test_of_writes_that_end_late_nothing_is_printed_and_of_anything_else_all(monkeypatch, caplog):

@@ -9,9 +9,9 @@ import jax
 import pytest
 from tiny_run import tiny_config
 
-from mmjax.planning.layer_times import FORWARD
-from mmjax.training import layer_profile as measuring
-from mmjax.training.layer_profile import layer_times, profile_folder, typical_seconds
+from mmjax.autotune import layer_profile as measuring
+from mmjax.autotune.layer_profile import layer_times, profile_folder, typical_seconds
+from mmjax.planning.step_time import FORWARD
 
 SHAPES = {"llm": (1, (16, 40)), "vision": (2, (16,)), "audio": (1, (16,))}
 POLICIES = {FORWARD, "none", "products", "attention_mlp", "attention", "full"}

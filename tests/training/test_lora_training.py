@@ -15,16 +15,16 @@ from commands import TINY
 from fine_tuning import LORA, fine_tune, losses, save_checkpoint, tuning
 
 from mmjax.config import MeshConfig
-from mmjax.config_files import from_json, to_json
+from mmjax.config.loading import from_json, to_json
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
+from mmjax.runtime.checkpoint import restore_parameters
+from mmjax.runtime.optimizer import key_names
+from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.state import parameter_shardings
 from mmjax.train import train
-from mmjax.training.checkpoint import restore_parameters
-from mmjax.training.optimizer import key_names
-from mmjax.training.run_folder import RunFolder
-from mmjax.training.state import parameter_shardings
 
 
 @pytest.fixture(scope="module")

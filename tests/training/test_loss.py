@@ -9,17 +9,17 @@ import pytest
 
 from mmjax.batch import PADDING, TextBatch
 from mmjax.models.decoder import logits_of
-from mmjax.training import loss
+from mmjax.runtime import losses
 
 ROWS, LENGTH, VOCAB, SOURCES, WIDTH = 4, 16, 12, 3, 8
 
 
 @partial(jax.jit, static_argnums=3)
 def step_loss(logits, text, total, sources):
-    return loss.step_loss(loss.token_losses(logits, text), text, total, sources)
+    return losses.step_loss(losses.token_losses(logits, text), text, total, sources)
 
 
-token_losses, in_chunks = jax.jit(loss.token_losses), jax.jit(loss.losses_in_chunks, static_argnums=3)
+token_losses, in_chunks = jax.jit(losses.token_losses), jax.jit(losses.losses_in_chunks, static_argnums=3)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_loss_in_chunks_is_that_of_all_logits_with_its_gradients(chunks, facto
 
 
 def test_one_chunk_is_the_loss_of_the_whole_logits_to_the_bit(factors, text):
-    whole = jax.jit(lambda hidden, table: loss.token_losses(logits_of(hidden, table), text))
+    whole = jax.jit(lambda hidden, table: losses.token_losses(logits_of(hidden, table), text))
     np.testing.assert_array_equal(in_chunks(*factors, text, 1), whole(*factors))
 
 

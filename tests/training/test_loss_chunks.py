@@ -28,10 +28,10 @@ from tiny_run import (
 
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import Config, MeshConfig, ModelConfig
-from mmjax.data.placement import ONE_RANK, Topology
+from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.models.model import Model
-from mmjax.training.devices import mesh_topology
-from mmjax.training.step import Executor
+from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.step import Executor
 
 ALONE, SHARED = MESHES["one device"], MESHES["data=2 x fsdp=2 x tensor=2"]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from tiny_run import tiny_config
 
-from mmjax.planning.clusters import Rates
-from mmjax.planning.fit import MemoryLimit, MemoryPlan, plan_memory
-from mmjax.planning.layer_times import Speed
+from mmjax.autotune.compile_memory import compiled_bytes
+from mmjax.autotune.layer_profile import saved_bytes_per_layer
+from mmjax.autotune.memory_plan import TRIES, choose_by_measurement
+from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import DeviceBatch, ModelSharding
-from mmjax.training.compiled_memory import compiled_bytes
-from mmjax.training.measured_fit import TRIES, choose_by_measurement
-from mmjax.training.residuals import saved_bytes_per_layer
+from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
+from mmjax.planning.step_time import Speed
 
 pytestmark = pytest.mark.exhaustive
 

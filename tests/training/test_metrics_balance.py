@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmjax.data.layout import RankLayout
-from mmjax.data.loader import LoadedStep, PlannedWork
-from mmjax.data.placement import Shape, Topology
-from mmjax.training.metrics import balance_scalars, exchange_scalars
+from mmjax.data.loading.step_loader import LoadedStep, PlannedWork
+from mmjax.data.plan.placement import Shape, Topology
+from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.training.step_metrics import balance_scalars, exchange_scalars
 
 MODULES = ("llm", "vision", "audio")
 # Two ranks: of the LLM two rows each, of the encoders one.

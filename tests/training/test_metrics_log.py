@@ -11,7 +11,7 @@ import pytest
 from started import ROOT
 
 from mmjax.errors import UserError
-from mmjax.training.metrics_log import MetricsLog, logged_records
+from mmjax.training.metrics import MetricsLog, logged_records
 
 ODD = ["half a li", "[1]", '{"step": "x"}', '{"step": ' + "9" * 400 + "}", "[" * 100_000, '{"step": NaN}', "\xff"]
 
@@ -64,6 +64,6 @@ def test_without_wandb_it_says_what_to_install(tmp_path, monkeypatch):
 def test_writing_it_imports_no_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     code = "import sys; MetricsLog(Path(sys.argv[1]), 0).close(); sys.exit('torch' in sys.modules)"
-    code = f"from pathlib import Path; from mmjax.training.metrics_log import MetricsLog; {code}"
+    code = f"from pathlib import Path; from mmjax.training.metrics import MetricsLog; {code}"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "metrics.jsonl")], cwd=ROOT, check=True)
     assert list((tmp_path / "tensorboard").iterdir())

@@ -10,7 +10,7 @@ import pytest
 from tiny_run import paths, tiny_config
 
 from mmjax.config import AdamW, Muon, Rates, Schedule
-from mmjax.training.optimizer import Hyperparameters, hyperparameters, make_optimizer, schedule_factor
+from mmjax.runtime.optimizer import Hyperparameters, hyperparameters, make_optimizer, schedule_factor
 
 AXES = {
     "llm": {"embed": ("vocab", "embed"), "query": ("embed", "heads"), "norm": (None,)},

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mmjax.training.programs import CompileCounter, enable_compilation_cache
+from mmjax.runtime.compile_cache import CompileCounter, enable_compilation_cache
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 from tiny_run import tiny_config
 
+from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.models.model import Model
-from mmjax.planning.activations import SavedBytes
-from mmjax.training.residuals import saved_bytes_per_layer
+from mmjax.planning.memory import SavedBytes
 
 CONFIG = tiny_config().model
 SHAPES = {"llm": (2, 64), "vision": (2, 48), "audio": (1, 96)}

@@ -7,9 +7,9 @@ import pytest
 from commands import TINY, TINY_MEDIA, files
 
 from mmjax.config import Config
-from mmjax.config_files import load, to_json
+from mmjax.config.loading import load, to_json
 from mmjax.errors import UserError
-from mmjax.training.run_folder import NOTHING, AllowedChanges, RunFolder, claim
+from mmjax.runtime.run_dir import NOTHING, AllowedChanges, RunFolder, claim
 
 
 def config_in(folder: Path, *lines: str) -> Config:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mmjax.batch import PADDING
-from mmjax.data.text_rows import Arrays, empty_text
-from mmjax.training.sample_losses import MOST_NAMED, no_samples, worse_of, worst_samples
+from mmjax.data.loading.text_rows import Arrays, empty_text
+from mmjax.runtime.losses import MOST_NAMED, no_samples, worse_of, worst_samples
 
 
 def packed(rng: np.random.Generator, rows: int, length: int, first: int = 0):

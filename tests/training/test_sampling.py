@@ -11,7 +11,7 @@ import pytest
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mmjax.errors import UserError
-from mmjax.training.sampling import Sampling, choose, keep
+from mmjax.inference.generator import Sampling, choose, keep
 
 VOCAB = 40
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)

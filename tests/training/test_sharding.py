@@ -16,7 +16,7 @@ from tiny_run import MESHES, make_executor, paths, stderr_of, tiny_config
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import MeshConfig, Muon
 from mmjax.parallel.mesh import make_mesh, replicated
-from mmjax.training.step import Executor
+from mmjax.runtime.step import Executor
 
 CONFIG = tiny_config()
 

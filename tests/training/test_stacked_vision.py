@@ -21,11 +21,10 @@ from tiny_run import (
     worst_leaf,
 )
 
+from mmjax.autotune.layer_profile import saved_bytes_per_layer, time_layer
 from mmjax.config import Config, StretchedGrid
-from mmjax.data.placement import ONE_RANK
-from mmjax.training.devices import mesh_topology
-from mmjax.training.layer_profile import time_layer
-from mmjax.training.residuals import saved_bytes_per_layer
+from mmjax.data.plan.placement import ONE_RANK
+from mmjax.runtime.devices import mesh_topology
 
 pytestmark = pytest.mark.exhaustive
 

@@ -12,11 +12,11 @@ from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_con
 
 from mmjax.batch import Microbatch
 from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
-from mmjax.data.placement import Topology
-from mmjax.training.optimizer import hyperparameters
-from mmjax.training.programs import CompileCounter
-from mmjax.training.state import TrainState, all_parameters
-from mmjax.training.step import MOST_SPOILED, Executor, Said, put_rows
+from mmjax.data.plan.placement import Topology
+from mmjax.runtime.compile_cache import CompileCounter
+from mmjax.runtime.optimizer import hyperparameters
+from mmjax.runtime.state import TrainState, all_parameters
+from mmjax.runtime.step import MOST_SPOILED, Executor, Said, put_rows
 
 STEPS = 12
 

@@ -12,14 +12,14 @@ import pytest
 from started import ROOT
 
 from mmjax.config import WatchConfig
-from mmjax.parallel.lookout import PeerStatus
-from mmjax.training.watchdog import Watchdog, describe_missing, not_arrived
+from mmjax.distributed.peer_monitor import PeerStatus
+from mmjax.distributed.watchdog import Watchdog, describe_missing, not_arrived
 
 BEGIN = """
 import ctypes, sys, time
 from pathlib import Path
 from mmjax.config import WatchConfig
-from mmjax.training.watchdog import Watchdog
+from mmjax.distributed.watchdog import Watchdog
 
 def stand_still():
     time.sleep(600)

@@ -33,18 +33,18 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.embedded import ALPHABET
-from mmjax.data.index import build_index
-from mmjax.data.loader import StepLoader
-from mmjax.data.placement import ONE_RANK, Topology
-from mmjax.data.plan import make_planner
-from mmjax.data.sources import open_sources
+from mmjax.data.loading.step_loader import StepLoader
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.placement import ONE_RANK, Topology
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
+from mmjax.data.toy.dataset import ALPHABET
 from mmjax.models.model import Model
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.training.optimizer import hyperparameters, make_optimizer
-from mmjax.training.state import TrainState
-from mmjax.training.step import Accumulated, Executor, put_rows
+from mmjax.runtime.optimizer import hyperparameters, make_optimizer
+from mmjax.runtime.state import TrainState
+from mmjax.runtime.step import Accumulated, Executor, put_rows
 
 MERGE = {"vision": 2 * 2, "audio": 2 * 2}  # encoder positions per LLM token: a square of patches; stride and merge
 VOCAB = len(ALPHABET) + 3  # one more than there are tokens, so that tensor=2 divides it

@@ -1,0 +1,203 @@
+"""Forecast a run on a cluster that is not at hand: memory, time and balance, planned from its samples' lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from mmjax.autotune.compile_memory import compiled_bytes
+from mmjax.autotune.memory_plan import (
+    ACTIVATION,
+    GB,
+    ActivationTracer,
+    apply_memory_plan,
+    device_microbatch,
+    plan_memory_of_run,
+    suggest_settings,
+)
+from mmjax.balance.metrics import dist_ratio
+from mmjax.config import Config, LlmBalance, NoBalance, PostBalance
+from mmjax.data.plan.budget import make_budget
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.data.plan.placement import Balance
+from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.data.plan.step_plan import StepPlan, make_planner
+from mmjax.parallel.mesh import check_heads, mesh_sizes
+from mmjax.planning.flops import frozen_modules, model_flops
+from mmjax.planning.hardware import USABLE, Cluster
+from mmjax.planning.remat import MemoryLimit, MemoryPlan
+from mmjax.planning.step_time import ClusterRun, Speed, StepTime, step_time
+from mmjax.planning.work import length_work
+from mmjax.runtime.devices import make_topology
+
+SAMPLES = 50_000  # about so many, in 2 to 32 steps, are planned to see what a step is like
+DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
+
+
+@dataclass(frozen=True)
+class BalanceForecast:
+    """Forecast of the run under one balancing method. By module: dist_ratio and fill, means over steps, and work.
+
+    work: `[steps, ranks]`. Several encoder ranks may share one LLM rank; the LLM's work then stands at each of them.
+    """
+
+    layout: RankLayout
+    fitted: MemoryPlan
+    time: StepTime  # mean over steps
+    dist_ratio: dict[str, float]
+    fill: dict[str, float]
+    work: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    """Forecast of a run on a cluster. ways: by kind of `batch.balance`; all have the same samples in every step."""
+
+    config: Config
+    cluster: Cluster
+    mesh: dict[str, int]
+    ways: dict[str, BalanceForecast]
+    epoch: int  # samples
+    samples: float  # per step
+    tokens: float  # of the LLM, per step
+    model_flops: float  # FLOPs per step, over all devices
+    suggest_settings: str = ""  # where it does not fit: the smallest change of settings that would
+    longest: str = ""  # the sample that is much longer than the others
+
+    @property
+    def chosen(self) -> BalanceForecast:
+        """Return the forecast under the config's own balancing."""
+        return self.ways[self.config.batch.balance.kind]
+
+    def mfu(self, way: BalanceForecast) -> float:
+        """Return the model FLOPs utilisation."""
+        peak = self.cluster.device.peak(self.config.training.precision) * self.cluster.devices
+        return self.needed / (way.time.total * peak)
+
+    @property
+    def steps(self) -> int:
+        """Return the updates of the whole run; approximate where its length is set in epochs."""
+        training = self.config.training
+        return training.steps or math.ceil(training.epochs * self.epoch / self.samples)
+
+    @property
+    def hours(self) -> float:
+        """Return the hours that the whole run takes."""
+        return self.steps * self.chosen.time.total / 3600
+
+
+def forecast_run(
+    config: Config,
+    cluster: Cluster,
+    index: LengthIndex,
+    weights: Sequence[float],
+    speed_with: Callable[[Sequence[RankLayout]], Speed] | None = None,
+) -> RunForecast:
+    """Forecast a run whose samples have the lengths of this index.
+
+    speed_with: measures the devices' speed with the shapes of these layouts; None: their data sheet's.
+
+    Raises UserError where the mesh does not go with the cluster, or the batch with the data.
+    """
+    mesh = mesh_sizes(config.mesh, cluster.devices)
+    check_heads(mesh, config.mesh, config.model)
+    ranks_on_node = max(1, cluster.per_node // mesh["tensor"])
+    topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh["tensor"])
+    tracer = ActivationTracer(config)
+    budget = make_budget(index, config, weights)
+    # The config's own balance comes last, so that it replaces the default settings of its kind.
+    balances: tuple[Balance, ...] = (NoBalance(), LlmBalance(), PostBalance(), config.batch.balance)
+    configs = {b.kind: replace(config, batch=replace(config.batch, balance=b)) for b in balances}
+    dry_run = max(2, int(DRY_RUN / budget.samples_per_step))
+    steps = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
+    planners = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in configs.items()}
+    speed = Speed(cluster.device.rates(config.training.precision))
+    if speed_with is not None:
+        speed = speed_with([layout for _, layout in planners.values()])
+    ways: dict[str, BalanceForecast] = {}
+    for kind, (planner, layout) in planners.items():
+        plans = [planner.plan(step) for step in range(steps)]
+        ways[kind] = _forecast(configs[kind], cluster, mesh, layout, plans, index, tracer, speed)
+    # Plans of all balances have the same samples, so those of the last one stand for all.
+    samples = np.concatenate([plan.samples() for plan in plans])
+    remedy = ""
+    fitted = ways[config.batch.balance.kind].fitted
+    if not fitted.fits:
+
+        def layouts(changed: Config) -> RankLayout:
+            return make_planner(index, changed, weights, topology, None, dry_run)[1]
+
+        remedy = suggest_settings(config, mesh, layouts, speed, fitted.room, tracer)
+    return RunForecast(
+        config=config,
+        cluster=cluster,
+        mesh=mesh,
+        ways=ways,
+        epoch=planner.grouper.epoch_samples,
+        samples=len(samples) / steps,
+        tokens=float(index.llm_tokens[samples].sum()) / steps,
+        needed=_model_flops(config, index, samples) / steps,
+        nearest=remedy,
+        longest=index.longest(),
+    )
+
+
+def compile_forecast(outlook: RunForecast, devices: Sequence[jax.Device]) -> int:
+    """Compile the run as it is planned, in its fullest shape, and return the bytes of a device by the compiler."""
+    way = outlook.chosen
+    batch = device_microbatch(outlook.config, way.layout, way.layout.shapes[way.fitted.fullest])
+    config = apply_memory_plan(outlook.config, way.fitted.policies, way.fitted.loss_chunks)
+    return compiled_bytes(config, batch, list(devices))
+
+
+def _forecast(
+    config: Config,
+    cluster: Cluster,
+    mesh: dict[str, int],
+    layout: RankLayout,
+    plans: Sequence[StepPlan],
+    index: LengthIndex,
+    tracer: ActivationTracer,
+    speed: Speed,
+) -> BalanceForecast:
+    """Forecast the run under one balancing method from the plans of its first steps."""
+    room = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
+    fitted = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
+    activation = ACTIVATION[config.training.precision]
+    machine = ClusterRun(cluster, mesh, fitted.spread, speed, activation, loss_chunks=fitted.loss_chunks)
+    microbatches = [m for plan in plans for m in plan.microbatches]
+    batches = [device_microbatch(config, layout, m.shape) for m in microbatches]
+    time = step_time(fitted.applied(config.model), batches, fitted.unsaved, machine, config.optimizer)
+    names = ("llm", *config.model.encoders)
+    work = np.stack([sum(m.work() for m in plan.microbatches) for plan in plans], axis=1)
+    useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
+    positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
+    return BalanceForecast(
+        layout=layout,
+        fitted=fitted,
+        time=time.over(len(plans)),
+        dist_ratio=dict(zip(names, dist_ratio(work).mean(1).tolist(), strict=True)),
+        fill=dict(zip(names, (useful / positions).tolist(), strict=True)),
+        work=dict(zip(names, work, strict=True)),
+    )
+
+
+def _model_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> float:
+    """Count the FLOPs that the model needs for these samples, without padding and recomputation."""
+    first = index.item_start[samples]
+    count = np.diff(index.item_start)[samples]
+    # Indices of all items of these samples, as one array. Each sample's run of `arange` is shifted to its first item:
+    # first = [7, 2], count = [2, 3] -> arange = [0 1 | 2 3 4] + repeat([7 - 0, 2 - 2]) = [7 8 | 2 3 4].
+    items = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+    work = length_work(
+        config.model,
+        index.llm_tokens[samples],
+        index.item_encoder[items],
+        index.item_useful[items],
+        index.item_tokens[items],
+    )
+    return sum(flops.total for flops in model_flops(config.model, work, frozen_modules(config.model)).values())

@@ -1,0 +1,293 @@
+"""Time every layer type on this device, forward and backward, and cache the results for later runs.
+
+A profile is one JSON file for each tower, in ~/.cache/mmjax/layer_times (or under XDG_CACHE_HOME), named by a hash of
+what its times depend on: the device, JAX's version, the precision, the layer, and the gradients that are computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmjax.batch import ItemBatch, TextBatch
+from mmjax.config import AudioConfig, Config, DecoderConfig, ModelConfig, Remat, VisionConfig
+from mmjax.console import print_note
+from mmjax.distributed import coordination
+from mmjax.models.layers import Context
+from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
+from mmjax.planning.flops import frozen_modules, needed_gradients
+from mmjax.planning.memory import SavedBytes, saved_bytes_of_policy
+from mmjax.planning.step_time import FORWARD, LayerTimes, profile_lengths
+from mmjax.planning.work import CONV_STRIDE, Encoder, layer_sizes
+
+VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
+
+
+def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) -> ModelConfig:
+    """Reduce a model to `layers` layers of one tower ("llm", or an encoder) under one policy, and little besides."""
+    llm = replace(config.llm, vocab=VOCAB)
+    if tower == "llm":
+        return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
+    encoder = replace(config.encoders[tower], layers=layers, remat=remat)
+    if isinstance(encoder, VisionConfig):
+        # Layers that feed the LLM (deepstack) would split the stack into several scans.
+        encoder = replace(encoder, deepstack=())
+    return ModelConfig(replace(llm, layers=1), {tower: encoder}, config.lora)
+
+
+def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:
+    """Return the shapes and dtypes of a tower's input. shape: (rows, row length)."""
+
+    def array(*inner: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*shape, *inner), jnp.dtype(dtype))
+
+    if tower == "llm":
+        fields = dict.fromkeys(TextBatch._fields, array())
+        position = array(3) if config.llm.rope_sections else array()
+        return TextBatch(**fields | {"weight": array(dtype=np.float32), "position": position, "slots": {}, "send": {}})
+    encoder = config.encoders[tower]
+    features = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
+    return ItemBatch(array(features, dtype=np.float32), array(), array(3), array(), array())
+
+
+def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemBatch) -> tuple[Any, Any, Context]:
+    """Return the weights of a tower's layers, the input of the first one, and the context that all of them share."""
+    module = model.module(params)
+    part = module.llm if tower == "llm" else module.encoders[tower]
+    x = part.embedded(batch.token if isinstance(batch, TextBatch) else batch)
+    return nnx.split(part.layers)[1], x, module.context(tower, batch, None)
+
+
+def tower_vjp(
+    model: Model, tower: str, weights: Any, x: Any, context: Context, gradients: Set[str]
+) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    """Return the output of a tower's layers, and the function that takes its gradient back to those of `gradients`.
+
+    gradients: any of "weights", "adapters" and "inputs".
+    """
+    module = model.module({})
+    # The structure of the layers without their weights, which are arguments of the differentiated function.
+    graph = nnx.split((module.llm if tower == "llm" else module.encoders[tower]).layers)[0]
+    adapters, rest = nnx.split_state(weights, nnx.PathContains(ADAPTER_ATTRIBUTE), ...)
+    values = {"weights": rest, "adapters": adapters, "inputs": x}
+
+    def layers(differentiated: dict[str, Any]) -> Any:
+        inputs = values | differentiated
+        return nnx.merge(graph, inputs["weights"], inputs["adapters"])(inputs["inputs"], context)
+
+    return jax.vjp(layers, {name: values[name] for name in sorted(gradients)})
+
+
+TRAINED = frozenset({"weights", "adapters"})
+EVERYTHING = TRAINED | {"inputs"}
+MANY = 997  # layers of a tower that is traced, never run: no other dimension has this size
+
+
+def saved_bytes_per_layer(
+    config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, gradients: Set[str] = EVERYTHING
+) -> dict[Remat, SavedBytes]:
+    """Return the bytes that one layer of a tower ("llm", or an encoder) saves under every policy.
+
+    shape: (rows, row length). gradients: what backward computes, any of the layers' "weights", their "adapters", and
+    their "inputs" for the modules before them.
+
+    Counted are the residuals of JAX's vector-Jacobian product, between layers and inside them (OmniBal, A.1.1, measures
+    them on a device); not the parameters, nor the masks and rotary angles that all layers share. Only `none` is traced,
+    without copies of the weights in the precision of the computation: there are as many as parameters, sharded alike.
+    """
+    part = config.llm if tower == "llm" else config.encoders[tower]
+    rows, length = shape
+    positions = rows * (length // CONV_STRIDE if isinstance(part, AudioConfig) else length)
+    saved: dict[Remat, SavedBytes] = {
+        "none": _traced(config, tower, shape, dtype, gradients) if gradients else SavedBytes(0)
+    }
+    for policy in [p for p in get_args(Remat) if p != "none"]:
+        trained = bool(gradients & TRAINED)
+        device, host = (
+            saved_bytes_of_policy(part, policy, jnp.dtype(dtype).itemsize, trained) if gradients else SavedBytes(0)
+        )
+        saved[policy] = SavedBytes(positions * device, positions * host)
+    return saved
+
+
+def _traced(config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, gradients: Set[str]) -> SavedBytes:
+    """Trace MANY layers without remat and return the bytes that each saves.
+
+    Under `scan`, a residual of every layer is one array with a leading axis of MANY. What all layers share has none.
+    """
+    isolated = isolate_tower(config, tower, MANY, "none")
+    part = isolated.llm if tower == "llm" else isolated.encoders[tower]
+    model = Model.build(isolated, dtype)
+
+    def residuals(params: Any, batch: TextBatch | ItemBatch) -> list[Any]:
+        weights, x, context = tower_inputs(model, tower, params, batch)
+        _, backward = tower_vjp(model, tower, weights, x, context, gradients)
+        # A vector-Jacobian product is a pytree whose leaves are its residuals; inputs among them are not new memory.
+        shared = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
+        return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in shared]
+
+    leaves = jax.eval_shape(residuals, model.abstract, tower_batch(isolated, tower, shape))
+    stacked = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape[:1] == (MANY,))
+    copies = layer_sizes(part).weights * jnp.dtype(dtype).itemsize if dtype != jnp.float32 else 0
+    return SavedBytes(stacked // MANY - copies)
+
+
+STACK = 2  # layers that are timed together: the fewest that are scanned, as a tower's are
+ROUNDS = 25  # repeats of every program
+ENOUGH = 10.0  # seconds after which no further round begins
+Name = TypeVar("Name", bound=Hashable)
+Shapes = Mapping[str, tuple[int, Sequence[int]]]  # rows and row lengths of each tower
+
+
+def profile_folder() -> Path:
+    """Return the folder of all profiles."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "layer_times"
+
+
+def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: bool) -> dict[str, LayerTimes]:
+    """Read each tower's layer times for rows of these shapes on a device; with `measure`, time those that are missing.
+
+    Without it, towers whose profile lacks a length are left out. Devices of one CPU share its cores: their times are
+    those with all of them at work.
+    """
+    times = {}
+    sharing = jax.local_device_count() * coordination.per_host() if device.platform == "cpu" else 1
+    for tower, (rows, lengths) in shapes.items():
+        path, profile = _read(config, tower, device)
+        grid = profile_lengths(lengths)
+        missing = [n for n in grid if f"{rows}x{n}" not in profile["seconds"]]
+        if missing and not measure:
+            continue
+        for n in missing:
+            print_note(f"profile: timing layers of {tower} on {rows} row(s) of {n:,} positions")
+            # Written after every length: timing takes minutes, and a killed run keeps what it has.
+            profile["seconds"][f"{rows}x{n}"] = time_layer(config, tower, (rows, n), device)
+            _write(path, profile)
+        seconds = {n: profile["seconds"][f"{rows}x{n}"] for n in grid}
+        times[tower] = LayerTimes(rows, {n: {k: sharing * s for k, s in row.items()} for n, row in seconds.items()})
+    return times
+
+
+def time_layer(
+    config: Config, tower: str, shape: tuple[int, int], device: jax.Device, enough: float = ENOUGH
+) -> dict[str, float]:
+    """Time one layer on (rows, row length): `forward` alone, then both passes with every remat policy; in seconds.
+
+    Every row is one sample. Offloading is timed where the config sets `mesh.host_memory`.
+    """
+    programs = layer_programs(config, tower, shape, device)
+    seconds = {name: stack / STACK for name, stack in typical_seconds(programs, enough).items()}
+    # A layer without gradients has no backward pass: then every policy takes as long as the forward pass.
+    return dict.fromkeys((FORWARD, *_policies(config)), seconds[FORWARD]) | seconds
+
+
+def layer_programs(
+    config: Config, tower: str, shape: tuple[int, int], device: jax.Device
+) -> dict[str, Callable[[], Any]]:
+    """Compile the programs that `time_layer` times, of STACK layers each; without gradients only the forward pass."""
+    gradients = needed_gradients(tower, config.model, frozen_modules(config.model))
+    with jax.default_device(device):
+        programs = {FORWARD: _program(config, tower, shape, "none", frozenset())}
+        if gradients:
+            programs |= {policy: _program(config, tower, shape, policy, gradients) for policy in _policies(config)}
+    return programs
+
+
+def _policies(config: Config) -> list[Remat]:
+    return [p for p in get_args(Remat) if p != "offload" or config.mesh.host_memory]
+
+
+def typical_seconds(programs: Mapping[Name, Callable[[], Any]], enough: float = ENOUGH) -> dict[Name, float]:
+    """Return the median seconds of each program. They take turns, so that a slow moment of the machine hits all."""
+    for program in programs.values():
+        jax.block_until_ready(program())
+    seconds: dict[Name, list[float]] = {name: [] for name in programs}
+    began = time.perf_counter()
+    for _ in range(ROUNDS):
+        for name, program in programs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(program())
+            seconds[name].append(time.perf_counter() - started)
+        if time.perf_counter() - began > enough:
+            break
+    return {name: float(np.median(samples)) for name, samples in seconds.items()}
+
+
+def _program(
+    config: Config, tower: str, shape: tuple[int, int], policy: Remat, gradients: Set[str]
+) -> Callable[[], Any]:
+    """Compile STACK layers of a tower, and bind them to random weights and one sample per row."""
+    model = Model.build(isolate_tower(config.model, tower, STACK, policy), jnp.dtype(config.training.precision))
+    batch = _one_sample(tower_batch(model.config, tower, shape))
+    inputs = jax.jit(lambda key, batch: tower_inputs(model, tower, model.init(key), batch))(jax.random.key(0), batch)
+
+    def run(weights: Any, x: jax.Array, context: Any) -> Any:
+        out, backward = tower_vjp(model, tower, weights, x, context, gradients)
+        return backward(out) if gradients else out
+
+    compiled = jax.jit(run).lower(*inputs).compile()
+    return lambda: compiled(*inputs)
+
+
+def _one_sample(batch: TextBatch | ItemBatch) -> TextBatch | ItemBatch:
+    """Fill every row with one sample or one item."""
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), batch)
+    if isinstance(zeros, ItemBatch):
+        return zeros
+    index = np.broadcast_to(np.arange(zeros.token.shape[1], dtype=np.int32), zeros.token.shape)
+    # Rotary positions are `[rows, length]`, or `[rows, length, 3]` for time, height and width; of text all three agree.
+    position = np.zeros_like(zeros.position) + (index if zeros.position.ndim == 2 else index[..., None])
+    return zeros._replace(pos=index, position=position, offset=index)
+
+
+def _profile_key(config: Config, tower: str, device: jax.Device) -> dict[str, Any]:
+    """Return everything that a layer's time depends on."""
+    part: DecoderConfig | Encoder = config.model.llm if tower == "llm" else config.model.encoders[tower]
+    layer = replace(part, layers=STACK, remat="none", frozen=False, dropout=0.0)
+    gradients = needed_gradients(tower, config.model, frozen_modules(config.model))
+    return {f"lora.{name}": repr(lora) for name, lora in config.model.lora.items()} | {
+        "device": device.device_kind,
+        "cores": os.cpu_count() if device.platform == "cpu" else 0,
+        "jax": jax.__version__,
+        "precision": config.training.precision,
+        "layer": repr(layer),
+        "gradients": sorted(gradients),
+        "offload": bool(config.mesh.host_memory),
+    }
+
+
+def _read(config: Config, tower: str, device: jax.Device) -> tuple[Path, dict[str, Any]]:
+    """Return the path of a tower's profile and its contents; a file that is missing or damaged counts as empty."""
+    key = _profile_key(config, tower, device)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = profile_folder() / f"{name}.json"
+    try:
+        profile = json.loads(path.read_text())
+        names = {FORWARD, *_policies(config)}
+        if profile["of"] == key and all(set(s) == names and min(s.values()) > 0 for s in profile["seconds"].values()):
+            return path, profile
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return path, {"of": key, "seconds": {}}
+
+
+def _write(path: Path, profile: Mapping[str, Any]) -> None:
+    """Write a profile atomically, since another run may be reading it; a note says where it cannot be written."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(profile, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        print_note(f"profile: {path} cannot be written ({error.strerror}), so the next run measures again")

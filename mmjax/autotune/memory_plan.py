@@ -1,0 +1,411 @@
+"""Plan the memory of a run before compiling: trace the activations that layers save, then choose remat policies."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from mmjax.autotune.compile_memory import compiled_bytes
+from mmjax.autotune.layer_profile import layer_times, saved_bytes_per_layer
+from mmjax.config import Config, MeshConfig, Remat, Samples
+from mmjax.config.loading import apply_overrides
+from mmjax.console import size
+from mmjax.data.plan.placement import Shape
+from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.distributed import coordination
+from mmjax.errors import UserError
+from mmjax.models.model import Model, parameter_group
+from mmjax.parallel.mesh import loss_choices
+from mmjax.parallel.sharding import ShardingRules
+from mmjax.planning.flops import frozen_modules, needed_gradients
+from mmjax.planning.hardware import Rates
+from mmjax.planning.memory import DeviceBatch, ModelSharding, SavedBytes
+from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choose_policies, plan_memory, with_policies
+from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.runtime.devices import device_description, ram_per_device
+from mmjax.runtime.optimizer import key_names
+from mmjax.runtime.state import parameter_shardings
+
+
+@dataclass(frozen=True)
+class MemoryDecision:
+    """The policies and loss chunks of a run. measured: bytes per device in all, where the compiler measured them."""
+
+    policies: Policies
+    loss_chunks: int
+    measured: float | None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Self:
+        """Restore a decision from the record that `read_memory_plan` returned."""
+        policies = {name: tuple(layers) for name, layers in record["policies"].items()}
+        return cls(policies, record["loss_chunks"], record["measured"])
+
+
+def plan_key(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Return the cache key of a memory plan, as JSON: the devices, and what the config fixes or leaves open."""
+    towers = {"llm": config.model.llm, **config.model.encoders}
+    key = {
+        # Whatever the plan depends on and a resumed run may change.
+        "device": mesh.devices.flat[0].device_kind,
+        "mesh": dict(mesh.shape),
+        "memory": config.mesh.memory,
+        "host_memory": config.mesh.host_memory,
+        "remat": {name: tower.remat for name, tower in towers.items()},
+        "loss_chunks": config.training.loss_chunks,
+    }
+    return json.loads(json.dumps(key))
+
+
+def read_memory_plan(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    """Read the record of the plan with this key; None where the file has another one, is missing or is damaged."""
+    try:
+        record = verify_checksum(json.loads(path.read_text()))
+        return record if record["asked"] == key else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def write_memory_plan(path: Path, key: dict[str, Any], fitted: MemoryPlan) -> None:
+    """Write the plan under this key, atomically."""
+    decision = {"policies": fitted.policies, "loss_chunks": fitted.loss_chunks, "measured": fitted.measured}
+    partial = path.with_suffix(".partial")
+    # Through JSON once, so that the checksum is of what reading gives: lists, not tuples.
+    partial.write_text(json.dumps(with_checksum(json.loads(json.dumps({"asked": key, **decision})))) + "\n")
+    partial.rename(path)
+
+
+Measure = Callable[[Policies], float | None]  # bytes of the fullest device under these policies; None: out of memory
+
+LEANEST: Remat = "full"
+TRIES = 8
+BACK_OFF = 0.02  # smallest reduction of the budget, as a share of the memory, after a try that did not fit
+
+
+def choose_by_measurement(fitted: MemoryPlan, free: Mapping[str, int], measure: Measure) -> MemoryPlan:
+    """Choose the fastest policies that a measurement, and not only the memory model, shows to fit.
+
+    free: layers of the towers whose policies may be chosen; the others keep theirs. First everything is recomputed;
+    then, tower by tower and policy by policy, half of a tower's layers get that policy: the difference is what a layer
+    saves. The policies chosen by these are tried, with a smaller budget after each try that does not fit. If none of
+    TRIES fits, or not even recomputing everything does, everything is recomputed.
+    """
+    lean = {**fitted.policies, **{tower: (LEANEST,) * layers for tower, layers in free.items()}}
+    base = measure(lean)
+    leanest = replace(fitted, policies=lean, measured=np.inf if base is None else base)
+    if not (free and leanest.fits):
+        return leanest
+    options = {tower: _options(fitted, lean, tower, base, measure) for tower in free}
+    available = budget = fitted.room.device
+    # Measured differences are not quite additive, so a choice may use more than its options add up to. The budget then
+    # shrinks by that excess, by a fixed share where the excess is unknown.
+    for _ in range(TRIES):
+        chosen = choose_policies(free, options, budget - base)
+        if chosen is None:
+            break
+        policies = lean | chosen
+        used = measure(policies)
+        if used is not None and used <= available:
+            return replace(fitted, policies=policies, measured=used)
+        budget -= max(BACK_OFF * available, 0.0 if used is None else used - available)
+    return leanest
+
+
+def _options(
+    fitted: MemoryPlan, lean: dict[str, tuple[Remat, ...]], tower: str, base: float, measure: Measure
+) -> dict[Remat, Option]:
+    """Measure the bytes that a layer saves beyond LEANEST under each policy; policies out of memory are left out."""
+    layers = len(lean[tower])
+    half = max(1, layers // 2)
+    options = {LEANEST: Option(0.0, 0.0, fitted.again[tower][LEANEST])}
+    for policy, seconds in fitted.again[tower].items():
+        if policy in (LEANEST, "offload"):
+            continue
+        used = measure(lean | {tower: (LEANEST,) * (layers - half) + (policy,) * half})
+        if used is not None:
+            options[policy] = Option(max(0.0, (used - base) / half), 0.0, seconds)
+    return options
+
+
+GB = 1e9
+LINEAR = 4096  # positions of a traced row: long enough that no block of attention is half empty
+ALLOCATED = 0.97  # usable share of what an allocator may give out; the rest is lost to fragmentation
+NEAR_RAM = 0.8  # share of a CPU's RAM above which a run is warned, since other programs need some too
+MAX_HALVINGS = 4  # of a microbatch, in search of a run that fits
+ACTIVATION = {"float32": 4, "bfloat16": 2}  # bytes
+
+
+Layouts = Callable[[Config], RankLayout]  # row layout of the config with other microbatches
+
+
+@dataclass
+class ActivationTracer:
+    """Trace which activations a model's layers save and where its parameters lie; every shape is traced once."""
+
+    config: Config
+    _traced: dict[tuple[str, int, int], Mapping[Remat, SavedBytes]] = field(default_factory=dict)
+
+    @cached_property
+    def _model(self) -> Model:
+        return Model.build(self.config.model, jnp.dtype(self.config.training.precision))
+
+    def saved_bytes(self, tower: str, rows: int, lengths: Sequence[int]) -> list[Mapping[Remat, SavedBytes]]:
+        """Return the bytes of activations that one layer saves for backward, by policy, for rows of each length.
+
+        Bytes per position are linear in the row length: constant, but for the scores of dense attention. So only the
+        shortest and the longest length are traced; with blockwise attention, one.
+        """
+        part = self.config.model.llm if tower == "llm" else self.config.model.encoders[tower]
+        short = LINEAR if part.attention == "blockwise" else min(lengths)
+        long = LINEAR if part.attention == "blockwise" else max(lengths)
+        traced = {n: self._trace(tower, rows, n) for n in {short, long}}
+
+        def interpolate(policy: Remat, length: int) -> SavedBytes:
+            per_position, at_long = (np.array(traced[n][policy]) / n for n in (short, long))
+            if short != long:
+                # Rows of 1,024 and 3,072 saving 10 and 14 bytes per position: of 2,048, 10 + 4 * 1,024 / 2,048 = 12.
+                per_position = per_position + (at_long - per_position) * (length - short) / (long - short)
+            device, host = (per_position * length).tolist()
+            return SavedBytes(device, host)
+
+        return [{policy: interpolate(policy, n) for policy in traced[short]} for n in lengths]
+
+    def parameter_shares(self, mesh: Mapping[str, int]) -> dict[str, float]:
+        """Return the share of each module's parameters that each device of a mesh with these axis sizes stores."""
+        abstract_mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+        shardings = parameter_shardings(self._model, abstract_mesh, ShardingRules.of(self.config.mesh))
+        total: Counter[str] = Counter()
+        stored: Counter[str] = Counter()
+        leaves = jax.tree.leaves_with_path(self._model.abstract)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
+            module = parameter_group(key_names(path))
+            total[module] += math.prod(leaf.shape)
+            stored[module] += math.prod(sharding.shard_shape(leaf.shape))
+        return {module: stored[module] / n for module, n in total.items()}
+
+    def _trace(self, tower: str, rows: int, length: int) -> Mapping[Remat, SavedBytes]:
+        model = self.config.model
+        key = tower, rows, length
+        if key not in self._traced:
+            gradients = needed_gradients(tower, model, frozen_modules(model))
+            self._traced[key] = saved_bytes_per_layer(
+                model, tower, (rows, length), self.config.training.precision, gradients
+            )
+        return self._traced[key]
+
+
+def plan_memory_on_mesh(
+    config: Config,
+    mesh: Mesh,
+    layouts: Layouts,
+    profile: bool = False,
+    earlier: MemoryDecision | None = None,
+    longest: str = "",
+) -> MemoryPlan:
+    """Choose the remat policies and loss chunks with which a run fits the devices of a mesh.
+
+    earlier: the run's own decision from its first start, reused while it still fits. profile: time layers that no
+    profile has yet and, where memory is limited, have the compiler measure what they save (OmniBal's four steps).
+    longest: description of a sample that is much longer than the others (`LengthIndex.longest`), for the error.
+
+    Raises UserError where no choice of remat policies makes it fit, with the nearest run that does. A CPU, whose
+    allocator has no limit, is limited by its RAM where a run would take most of that.
+    """
+    device = mesh.devices.flat[0]
+    sizes = dict(mesh.shape)
+    layout = layouts(config)
+    # Process 0's limits hold for all processes, which must compile the same programs.
+    limit, ram = coordination.run_on_leader(lambda: [available_memory(config.mesh, device), ram_per_device(device)])
+    room = MemoryLimit(np.inf if limit is None else limit, config.mesh.host_memory * GB)
+    speed = device_speed(config, [layout], device, profile)
+    tracer = ActivationTracer(config)
+    if earlier:
+        decided = apply_memory_plan(config, earlier.policies, earlier.loss_chunks)
+        fitted = plan_memory_of_run(decided, sizes, layout, speed, room, tracer)
+        fitted = _limit_to_ram(replace(fitted, measured=earlier.measured), ram)
+        if fitted.fits:
+            return fitted
+    fitted = _limit_to_ram(plan_memory_of_run(config, sizes, layout, speed, room, tracer), ram)
+    if not fitted.fits and fitted.room.ram:  # the first choice recomputed nothing, as if memory had no limit
+        room = fitted.room
+        fitted = plan_memory_of_run(config, sizes, layout, speed, room, tracer)
+    if profile and limit is not None:
+        # The memory model is run once more with the measured policies, for the bytes by kind that are printed.
+        measured = _fit_by_compiler(config, layout, fitted, list(mesh.devices.flat))
+        decided = apply_memory_plan(config, measured.policies, measured.loss_chunks)
+        fitted = replace(plan_memory_of_run(decided, sizes, layout, speed, room, tracer), measured=measured.measured)
+    if not fitted.fits:
+        remedy = suggest_settings(config, sizes, layouts, speed, room, tracer)
+        raise UserError("; ".join(filter(None, (describe_shortage(fitted), longest, remedy))), everywhere=True)
+    return fitted
+
+
+def _limit_to_ram(fitted: MemoryPlan, ram: float | None) -> MemoryPlan:
+    """Limit the device's memory to a CPU's RAM where devices have no limit and the run would take most of that."""
+    if ram is None or np.isfinite(fitted.room.device) or fitted.device <= NEAR_RAM * ram:
+        return fitted
+    return replace(fitted, room=replace(fitted.room, device=ram, ram=True))
+
+
+def _fit_by_compiler(config: Config, layout: RankLayout, fitted: MemoryPlan, devices: list[jax.Device]) -> MemoryPlan:
+    """Choose policies by compiling a step of the fullest shape with each; all processes compile together."""
+    batch = device_microbatch(config, layout, layout.shapes[fitted.fullest])
+    towers = {"llm": config.model.llm, **config.model.encoders}
+
+    def measure(policies: Policies) -> float | None:
+        try:
+            # Running out of memory in the compiler is an answer, not an error.
+            compiled = compiled_bytes(apply_memory_plan(config, policies, fitted.loss_chunks), batch, devices)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            compiled = None
+        return coordination.run_on_leader(lambda: compiled)
+
+    return choose_by_measurement(fitted, {name: c.layers for name, c in towers.items() if c.remat == "auto"}, measure)
+
+
+def apply_memory_plan(config: Config, policies: Policies, loss_chunks: int) -> Config:
+    """Return the config with these remat policies and number of loss chunks."""
+    training = replace(config.training, loss_chunks=loss_chunks)
+    return replace(config, model=with_policies(config.model, policies), training=training)
+
+
+def device_speed(config: Config, layouts: Sequence[RankLayout], device: jax.Device, profile: bool) -> Speed:
+    """Return the speed of a device like this one with the shapes of these layouts; the same in every process.
+
+    Process 0 reads the profile of layer times and, with `profile`, times what is missing.
+    """
+
+    def measure() -> list[Any]:
+        shapes = [device_microbatch(config, layout, shape).shape for layout in layouts for shape in layout.shapes]
+        rows = {name: (n, [shape[name][1] for shape in shapes]) for name, (n, _) in shapes[0].items()}
+        return [device_description(device).rates(config.training.precision), layer_times(config, rows, device, profile)]
+
+    rates, measured = coordination.run_on_leader(measure)
+    # `led` sends its result to the other processes as JSON, which turns integer keys into strings.
+    times = {
+        tower: LayerTimes(rows, {int(length): by_policy for length, by_policy in seconds.items()})
+        for tower, (rows, seconds) in measured.items()
+    }
+    return Speed(Rates._make(rates), times)
+
+
+def plan_memory_of_run(
+    config: Config,
+    mesh: Mapping[str, int],
+    layout: RankLayout,
+    speed: Speed,
+    room: MemoryLimit,
+    tracer: ActivationTracer,
+) -> MemoryPlan:
+    """Choose the remat policies of a run whose mesh axes have these sizes. The tracer must be of the same model."""
+    shapes = [device_microbatch(config, layout, shape) for shape in layout.shapes]
+    by_tower = {
+        name: tracer.saved_bytes(name, rows, [shape.shape[name][1] for shape in shapes])
+        for name, (rows, _) in shapes[0].shape.items()
+    }
+    # From lists over shapes, by tower, to dicts over towers, by shape.
+    by_shape = [dict(zip(by_tower, layers, strict=True)) for layers in zip(*by_tower.values(), strict=True)]
+    spread = replace(sharding_spread(config.mesh, mesh), held=tracer.parameter_shares(mesh))
+    activation = ACTIVATION[config.training.precision]
+    choices = loss_choices(mesh, config.training.loss_chunks, config.model)
+    return plan_memory(config.model, shapes, by_shape, spread, activation, config.optimizer, speed, room, choices)
+
+
+def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> DeviceBatch:
+    """Return the part of a microbatch of this shape that each device gets."""
+    per_rank = layout.topology.encoders_per_rank
+    rows = {"llm": layout.rows[0]}
+    rows |= {name: n // per_rank for name, n in zip(config.model.encoders, layout.rows[1:], strict=True)}
+    return DeviceBatch(
+        shape={name: (n, length) for (name, n), length in zip(rows.items(), shape.lengths, strict=True)},
+        widths=dict(zip(config.model.encoders, shape.widths, strict=True)),
+        peers=layout.topology.peers,
+        microbatches=config.batch.microbatches,
+    )
+
+
+def sharding_spread(config: MeshConfig, mesh: Mapping[str, int]) -> ModelSharding:
+    """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
+    tensor = mesh["tensor"]
+    return ModelSharding(mesh["fsdp"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
+
+
+def available_memory(config: MeshConfig, device: jax.Device) -> float | None:
+    """Return the bytes that a run may use of a device: `mesh.memory`, else what its allocator gives; None: no limit."""
+    if config.memory:
+        return config.memory * GB
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else ALLOCATED * limit
+
+
+def describe_shortage(fitted: MemoryPlan) -> str:
+    """Describe in numbers that a run does not fit."""
+    kinds = sorted((fitted.fixed | {f"activations of {t}": n for t, n in fitted.activations.items()}).items())
+    largest = sorted(kinds, key=lambda pair: -pair[1])[:4]
+    parts = ", ".join(f"{kind} {size(n)}" for kind, n in largest)
+    needs = size(fitted.device) if np.isfinite(fitted.device) else f"more than {size(fitted.room.device)}"
+    available = size(fitted.room.device)
+    if fitted.room.ram:
+        available += " of RAM for it (mesh.memory sets another limit)"
+    return (
+        f"the run needs {needs} of each device and there are {available}, with as much computed again as can be "
+        f"({parts})"
+    )
+
+
+def suggest_settings(
+    config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, room: MemoryLimit, tracer: ActivationTracer
+) -> str:
+    """Describe the smallest change of settings that makes a run fit; never the settings it has.
+
+    Tried in order: parameters sharded over more devices, or over fewer; more microbatches; blockwise attention.
+    """
+    ranks = mesh["data"] * mesh["fsdp"]
+    shards = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    # Fewer shards too: a number that divides the widths replicates less than a larger one that does not.
+    shards.sort(key=lambda n: (n < mesh["fsdp"], abs(n - mesh["fsdp"])))
+    current = config.batch.microbatches
+    limit = np.inf
+    if isinstance(config.batch.size, Samples):
+        limit = max(current, config.batch.size.count // ranks)  # every rank needs a sample in each microbatch
+    candidates = [n for n in (current * 2**k for k in range(MAX_HALVINGS + 1)) if n <= limit]
+    # Microbatches in the outer loop: every sharding is tried before their number changes.
+    for microbatches in candidates:
+        changed = replace(config, batch=replace(config.batch, microbatches=microbatches))
+        layout = layouts(changed)
+        for fsdp in shards:
+            if (microbatches, fsdp) == (current, mesh["fsdp"]):
+                continue
+            fitted = plan_memory_of_run(
+                changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, speed, room, tracer
+            )
+            if fitted.fits:
+                settings = [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []
+                if microbatches != current:
+                    settings.append(f"batch.microbatches={microbatches}")
+                return f"{' '.join(settings)} fits, with {size(fitted.device)}"
+    towers = {"llm": config.model.llm, **{f"encoders.{name}": e for name, e in config.model.encoders.items()}}
+    settings = [f"model.{key}.attention=blockwise" for key, tower in towers.items() if tower.attention == "dense"]
+    if settings:
+        changed = apply_overrides(config, settings)
+        fitted = plan_memory_of_run(changed, mesh, layouts(changed), speed, room, ActivationTracer(changed))
+        if fitted.fits:
+            return f"{' '.join(settings)} fits, with {size(fitted.device)}"
+    return (
+        f"mesh.fsdp={ranks} and batch.microbatches={candidates[-1]} do not make it fit; "
+        "use more devices, mesh.tensor, or a smaller model"
+    )

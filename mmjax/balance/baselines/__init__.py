@@ -1,0 +1,1 @@
+"""The papers' algorithms, bounds and exhaustive searches, to compare with what training runs."""

@@ -1,0 +1,181 @@
+"""Post-balancing: which rank each item goes to, so that the most loaded rank has the least to do (OrchMLLM 5.1, A).
+
+What a rank costs, by kind, for b items of lengths l and f(l) = l + lam * l^2 (lam per token):
+
+- packed: sum l. quadratic: sum f(l), attention within each item. Longest first, exchanges, for a few items search.
+- padded: b * max l. conv: b * f(max l), attention over padded items. Exact: see `balance_conv`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numba import njit
+
+from mmjax.balance.baselines.exhaustive import MOST_ITEMS, search
+from mmjax.balance.lpt import deal, least_largest_load, longest_first, lpt, polish
+
+Kind = Literal["packed", "padded", "quadratic", "conv"]
+
+_TOLERANCE = 2e-4  # of the mean, above which exchanges still go on where costs are real numbers
+
+
+def balance_packed(length: np.ndarray, ranks: int, equal_counts: bool = False) -> np.ndarray:
+    """The rank of each item, by the sum of lengths; with many items a rank mostly at `least_largest_load`.
+
+    length: int `[n]`, tokens, none negative. equal_counts: the ranks' counts of items differ by at most one. Returns
+    int32 `[n]`. Raises ValueError. OrchMLLM section 5.1, algorithm 1, then exchanges.
+    """
+    length = _checked(length, ranks)
+    bound = least_largest_load(length, ranks)
+    return _balance_sums(length, longest_first(length), ranks, bound, bound, equal_counts)
+
+
+def balance_quadratic(length: np.ndarray, ranks: int, lam: float, equal_counts: bool = False) -> np.ndarray:
+    """The rank of each item, by the sum of f(l) = l + lam * l^2: as packed, on f(l).
+
+    length: int `[n]`, tokens; lam: per token. Returns int32 `[n]`. Raises ValueError. OrchMLLM appendix A, objective of
+    algorithm 4.
+    """
+    length = _checked(length, ranks, lam)
+    cost = _own_cost("quadratic", length, lam)
+    longest, mean = cost.max(initial=0.0), cost.sum() / ranks
+    target = max(longest, mean * (1 + _TOLERANCE))
+    return _balance_sums(cost, longest_first(length), ranks, target, max(longest, mean), equal_counts)
+
+
+def balance_padded(length: np.ndarray, ranks: int, equal_counts: bool = False) -> np.ndarray:
+    """The rank of each item, by count times longest; no assignment has a smaller largest cost.
+
+    length: int `[n]`, tokens. Returns int32 `[n]`. Raises ValueError. OrchMLLM section 5.1, objective of algorithm 2.
+    """
+    return balance_conv(length, ranks, 0.0, equal_counts)
+
+
+def balance_conv(length: np.ndarray, ranks: int, lam: float, equal_counts: bool = False) -> np.ndarray:
+    """The rank of each item, by count times f(longest); no assignment has a smaller largest cost.
+
+    Contiguous runs of the sorted items suffice. Give the rank with the longest item all of the longest items, as many
+    as it holds, in exchange for its own: its cost stays, the others get shorter items for longer ones at the same
+    counts, and so on with the next rank. Within a bound the longest run from the longest item on leaves the fewest
+    and shortest items to the other ranks; the least bound that works is found by bisection.
+
+    length: int `[n]`, tokens; lam: per token. Returns int32 `[n]`. Raises ValueError. OrchMLLM appendix A, objective of
+    algorithm 5.
+    """
+    length = _checked(length, ranks, lam)
+    order = longest_first(length)
+    fewest, most = (len(length) // ranks, -(-len(length) // ranks)) if equal_counts else (0, len(length))
+    count = _least_split(_own_cost("conv", length, lam)[order], ranks, fewest, most)
+    rank = np.empty(len(length), np.int32)
+    rank[order] = np.repeat(np.arange(ranks), count)
+    return rank
+
+
+def rank_costs(kind: Kind, length: np.ndarray, rank: np.ndarray, ranks: int, lam: float = 0.0) -> np.ndarray:
+    """What each rank costs, float64 `[ranks]`, tokens: the costs of OrchMLLM section 5.1 and appendix A, alpha = 1.
+
+    length: int `[n]`; rank: int `[n]`; lam: per token, read by quadratic and conv.
+    """
+    cost = _own_cost(kind, np.asarray(length, np.int64), lam)
+    if kind in ("packed", "quadratic"):
+        return np.bincount(rank, cost, ranks)
+    longest = np.zeros(ranks)
+    np.maximum.at(longest, rank, cost)
+    return np.bincount(rank, minlength=ranks) * longest
+
+
+def lower_bound(kind: Kind, length: np.ndarray, ranks: int, lam: float = 0.0) -> float:
+    """No assignment's largest cost is below this, tokens: the costliest item's own cost, and the mean over ranks.
+
+    For packed the mean is rounded up. length: int `[n]`; lam: per token. Raises ValueError.
+    """
+    cost = _own_cost(kind, _checked(length, ranks, lam), lam)
+    mean = cost.sum() / ranks
+    return float(max(cost.max(initial=0.0), np.ceil(mean) if kind == "packed" else mean))
+
+
+def _checked(length: np.ndarray, ranks: int, lam: float = 0.0) -> np.ndarray:
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks: at least one is needed")
+    if not 0 <= lam < np.inf:
+        raise ValueError(f"lam of {lam}: it must be 0 or above, and finite")
+    length = np.ascontiguousarray(length, np.int64)
+    if length.min(initial=0) < 0:
+        raise ValueError("a length is negative")
+    return length
+
+
+def _own_cost(kind: Kind, length: np.ndarray, lam: float) -> np.ndarray:
+    """What each item would cost alone, float64 `[n]`."""
+    cost = length.astype(np.float64)
+    return cost + lam * cost * cost if kind in ("quadratic", "conv") else cost
+
+
+def _balance_sums(
+    weight: np.ndarray, order: np.ndarray, ranks: int, target: float, bound: float, equal_counts: bool
+) -> np.ndarray:
+    n = len(weight)
+    rank, load = np.zeros(n, np.int32), np.zeros(ranks, weight.dtype)
+    place = deal if equal_counts else lpt
+    place(weight, order, rank, load)
+    polish(weight, order, rank, load, target)
+    if n <= MOST_ITEMS and load.max() > bound:
+        search(weight, order, rank, load, *((n // ranks, n % ranks) if equal_counts else (n, 0)), bound)
+    return rank
+
+
+@njit(cache=True)
+def _least_split(cost, ranks, fewest, most):
+    """How many items each rank takes in turn, int64 [ranks], so that the largest cost is least.
+
+    cost: float64 [n], falling. Bisection between the bound below and the largest cost found so far. A bound that fails
+    rules out all up to the next one at which a rank would take an item more, so that it ends at the optimum itself.
+    """
+    count = np.zeros(ranks, np.int64)
+    if len(cost) == 0:
+        return count
+    low = max(cost[0], cost.sum() / ranks)
+    high, _ = _split(cost, fewest, most, cost[0] * -(-len(cost) // ranks), count)
+    while low < high:
+        bound = low + (high - low) / 2
+        if bound >= high:  # neighbours as floating-point numbers
+            bound = low
+        largest, following = _split(cost, fewest, most, bound, count)
+        if largest < np.inf:
+            high = largest
+        else:
+            low = following
+    _split(cost, fewest, most, high, count)
+    return count
+
+
+@njit(cache=True)
+def _split(cost, fewest, most, bound, count):
+    """Give each rank in turn as many items, longest first, as `bound` and `most` allow; writes count.
+
+    Returns the largest cost, infinite where items remain or a rank would get fewer than `fewest`; and the next bound
+    above this one that can change a count.
+    """
+    n, ranks = len(cost), len(count)
+    begin, largest, following = 0, 0.0, np.inf
+    for r in range(ranks):
+        left = n - begin - (ranks - 1 - r) * fewest
+        count[r] = 0
+        if left == 0:
+            continue
+        each = cost[begin]
+        fit = most if most * each <= bound else int(bound / each)
+        while fit < most and (fit + 1) * each <= bound:  # the division rounds
+            fit += 1
+        while fit * each > bound:
+            fit -= 1
+        if fit < most:
+            following = min(following, (fit + 1) * each)
+        count[r] = min(fit, left)
+        if count[r] < fewest:
+            return np.inf, following
+        begin += count[r]
+        largest = max(largest, count[r] * each)
+    return (largest if begin == n else np.inf), following

@@ -1,0 +1,377 @@
+"""Load, edit and store configs, and resolve the functions that they name.
+
+A config is a Python file with `def config() -> Config`. A variant starts from a file beside it:
+
+    base = sibling(__file__, "tiny_omni")
+
+    def config() -> Config:
+        return dataclasses.replace(base.config(), name="mine")
+
+Overrides `a.b=value` edit it; the result is validated, printed, stored as JSON and rebuilt from that JSON alone. Your
+own functions are stored as `module:qualname`, and this module alone looks them up.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from mmjax.config import Config, FunctionSource, ModelConfig
+from mmjax.config.codec import assign, decode, did_you_mean, encode, first_line, leaves, meaning, walk
+from mmjax.config.validation import validate
+from mmjax.errors import UserError
+
+__all__ = [
+    "apply_overrides",
+    "copy_config",
+    "default_config",
+    "describe",
+    "describe_with_meanings",
+    "differences",
+    "find_config",
+    "from_json",
+    "keys_of",
+    "load",
+    "resolve",
+    "resolve_callbacks",
+    "shipped_configs",
+    "sibling",
+    "to_json",
+    "validate",
+]
+
+CONFIG_COPY = "config.py"  # a run folder's copy of its config file
+VALUE_WIDTH = 16  # characters of a key's value before its meaning; longer values push it to the right
+LENGTHS = ("training.steps", "training.epochs")  # of a run, which has one of them
+
+Loaded = dict[Path, types.ModuleType | None]  # config files that one load executes; None while a file is executing
+
+_loading: ContextVar[Loaded | None] = ContextVar("loading", default=None)
+
+
+# -------------------------------------------------------------------------------------------------------- loading
+
+
+def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Load a config from a file, or one of mmjax's by name (`tiny_vlm`), apply overrides `a.b=value` and validate it.
+
+    Overrides `name=text` that name a parameter of the file's config() are passed to it. Raises UserError with file and
+    line for a mistake in the file, and with the key for a bad value.
+    """
+    path = find_config(path_or_name)
+    with _share_modules() as modules:
+        module = _execute(path, modules)
+        arguments = _config_arguments(module, overrides)
+        tree = _config_tree(module, path, modules, arguments)
+    _assign_all(tree, [line for line in overrides if line.partition("=")[0] not in arguments])
+    config = decode(Config, tree, "")
+    try:
+        validate(config)
+        for name, source in config.data.sources.items():
+            if isinstance(source, FunctionSource):
+                _look_up(source.function, f"data.sources.{name}.function", module, path)
+        for key, function in _callback_names(config.model):
+            _look_up(function, key, module, path)
+    except UserError as error:
+        raise UserError(f"{error}" if overrides else f"{path}: {error}") from None
+    return config
+
+
+def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """Apply overrides `a.b=value` to a config and validate the result."""
+    tree = encode(Config, config, "")
+    _assign_all(tree, overrides)
+    edited = decode(Config, tree, "")
+    validate(edited)
+    return edited
+
+
+def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
+    """Apply overrides to a tree. Setting the run's length in epochs unsets it in steps, and the other way round."""
+    keys = [line.partition("=")[0].strip() for line in lines]
+    for key, line in zip(keys, lines, strict=True):
+        assign(Config, tree, line)
+        if key in LENGTHS and not set(LENGTHS) <= set(keys):
+            (unset,) = set(LENGTHS) - {key}
+            assign(Config, tree, f"{unset}=0")
+
+
+def default_config() -> Path:
+    """Return the config file that commands use when none is named."""
+    return _shipped_folder() / "tiny_omni.py"
+
+
+def shipped_configs() -> dict[str, str]:
+    """List the configs that come with mmjax, with the first line of each file's docstring."""
+    return {path.stem: first_line(path) for path in sorted(_shipped_folder().glob("*.py"))}
+
+
+def find_config(path_or_name: str | Path) -> Path:
+    """Find a config file by path, or by name among those that come with mmjax. Raises UserError if there is none."""
+    path = Path(path_or_name).expanduser()
+    if path.is_file() and path.suffix == ".py":
+        return path.absolute()
+    if path.exists() and (path.is_file() or path.parent != Path(".")):
+        raise UserError(f"{path} is not a config: a config is a Python file, name.py, with def config() -> Config")
+    shipped = _shipped_folder() / path.with_suffix(".py").name
+    if path.parent in (Path("."), Path("configs")) and path.suffix in ("", ".py") and shipped.is_file():
+        return shipped
+    folder = path.parent if path.parent != Path(".") or path.suffix else _shipped_folder()
+    raise UserError(f"no config {path_or_name}{did_you_mean(path.stem, _config_names(folder))}")
+
+
+def sibling(file: str, name: str) -> types.ModuleType:
+    """Load the config file `name` beside `file` (pass `__file__`), or else the one that comes with mmjax."""
+    folder = Path(file).absolute().parent
+    candidates = [folder / f"{name}.py", _shipped_folder() / f"{name}.py"]
+    path = next((p for p in candidates if p.is_file()), None)
+    if path is None or not name.isidentifier():
+        raise UserError(f"{file}: no config {name!r} beside it{did_you_mean(name, _config_names(folder))}")
+    if path.name == CONFIG_COPY:
+        raise UserError(
+            f"{file}: derives from {path}, but a run keeps its own config as {CONFIG_COPY}; rename that file"
+        )
+    with _share_modules() as modules:
+        return _execute(path, modules)
+
+
+def copy_config(path_or_name: str | Path, folder: Path) -> None:
+    """Copy a config file into a run's folder as `config.py`, and beside it the files that it derives from."""
+    path = find_config(path_or_name)
+    shipped = _shipped_folder()
+    with _share_modules() as modules:
+        module = _execute(path, modules)
+        with suppress(UserError):  # config() may need arguments, which are not known here
+            _config_tree(module, path, modules)
+        texts = {
+            p.name if p != path else CONFIG_COPY: p.read_text() for p in modules if p == path or p.parent != shipped
+        }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+
+
+def _shipped_folder() -> Path:
+    package = Path(__file__).absolute().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def _config_names(folder: Path) -> list[str]:
+    """List the configs in a folder and those that come with mmjax, each once."""
+    return list(dict.fromkeys(path.stem for f in (folder, _shipped_folder()) for path in sorted(f.glob("*.py"))))
+
+
+@contextmanager
+def _share_modules() -> Iterator[Loaded]:
+    """Yield the modules loaded so far, so that a load executes each file once; `sibling` joins the load around it."""
+    if (outer := _loading.get()) is not None:
+        yield outer
+        return
+    modules: Loaded = {}
+    token = _loading.set(modules)
+    try:
+        yield modules
+    finally:
+        _loading.reset(token)
+
+
+def _execute(path: Path, modules: Loaded) -> types.ModuleType:
+    if path in modules:
+        if (module := modules[path]) is None:
+            raise UserError(f"{path}: derives from itself, by way of {list(modules)[-1].name}")
+        return module
+    modules[path] = None
+    name = f"mmjax_config_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    # Executed under a name of its own instead of imported: files of equal names in two folders stay apart.
+    with _errors_with_line(path, modules):
+        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    modules[path] = module
+    return module
+
+
+@contextmanager
+def _errors_with_line(path: Path, modules: Loaded) -> Iterator[None]:
+    """Turn an exception in a config file into a UserError with the innermost file and line of the loaded files."""
+    try:
+        yield
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) in modules]
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else f"{path}:1"
+        raise UserError(f"{place}: " + " ".join(f"{type(error).__name__}: {error}".split())) from None
+
+
+def _config_arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[str, str]:
+    """Select the overrides `name=text` that name a parameter of the module's config()."""
+    make = getattr(module, "config", None)
+    known = inspect.signature(make).parameters if isinstance(make, types.FunctionType) else {}
+    return {name: text for name, _, text in (line.partition("=") for line in lines) if name in known}
+
+
+def _config_tree(
+    module: types.ModuleType, path: Path, modules: Loaded, arguments: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Call a module's config() and encode the result. Raises UserError with the file's line for any mistake."""
+    arguments = arguments or {}
+    make = getattr(module, "config", None)
+    if not isinstance(make, types.FunctionType):
+        raise UserError(f"{path}:1: has no function config; a config file defines def config() -> Config")
+    needed = [p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+    if missing := [name for name in needed if name not in arguments]:
+        raise UserError(f"{path}: config() asks for {missing[0]}; say it after the config's name: {missing[0]}=...")
+    with _errors_with_line(path, modules):
+        config = make(**arguments)
+    if type(config) is not Config:
+        line = make.__code__.co_firstlineno
+        raise UserError(f"{path}:{line}: config() returns {type(config).__name__}, expected mmjax.config.Config")
+    # Constructors of dataclasses check no types; encoding does.
+    try:
+        return encode(Config, config, "")
+    except UserError as error:
+        key = str(error).partition(":")[0]
+        raise UserError(f"{path}:{_line_of(key, make, path)}: {error}") from None
+
+
+def _line_of(key: str, make: types.FunctionType, path: Path) -> int:
+    """Find the line that sets this key: the only `name=` of its name, else the start of `config`."""
+    name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
+    nodes = ast.walk(ast.parse(path.read_text()))
+    lines = [node.value.lineno for node in nodes if isinstance(node, ast.keyword) and node.arg == name]
+    return lines[0] if len(lines) == 1 else make.__code__.co_firstlineno
+
+
+# -------------------------------------------------------------------------------------------- storing and comparing
+
+
+def to_json(config: Config) -> str:
+    """Format a config as JSON with every field."""
+    return json.dumps(encode(Config, config, ""), indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """Rebuild a config from `to_json`'s text. Raises UserError for other JSON, and for an unknown key or kind."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the stored config is not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"the stored config is a JSON {type(tree).__name__}, expected an object")
+    return decode(Config, tree, "")
+
+
+def describe(config: Config) -> str:
+    """Format a config as aligned lines `key = value`, each a valid override."""
+    lines = list(leaves(Config, encode(Config, config, "")))
+    width = max(len(key) for key, _ in lines)
+    return "\n".join(f"{key:<{width}} = {text}" for key, text in lines)
+
+
+def describe_with_meanings(config: Config) -> str:
+    """Format a config like `describe`, with the comment of each key in mmjax.config behind its value."""
+    values = list(walk(Config, encode(Config, config, "")))
+    width = max(len(leaf.key) for leaf in values)
+    lines = [(f"{leaf.key:<{width}} = {leaf.text}", meaning(leaf)) for leaf in values]
+    column = width + VALUE_WIDTH
+    return "\n".join(f"{line:<{column}}  # {about}" if about else line for line, about in lines)
+
+
+def keys_of(config: Config) -> list[str]:
+    """List the keys of all values of a config, as in overrides."""
+    return [key for key, _ in leaves(Config, encode(Config, config, ""))]
+
+
+def differences(a: Config, b: Config) -> list[str]:
+    """List the differences between two configs as `key: old -> new`; a missing key or section is `absent`."""
+    old, new = (dict(leaves(Config, encode(Config, c, ""))) for c in (a, b))
+    lines = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        # Of a section that one lacks only the section is listed, not each of its keys.
+        parent_absent = any(key.startswith(f"{k}.") and (k in old) != (k in new) for k in (*old, *new))
+        if old.get(key) != new.get(key) and not parent_absent:
+            lines.append(f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}")
+    return lines
+
+
+# -------------------------------------------------------------------------------------------------------- functions
+
+
+def resolve(function: str, folder: Path | None) -> Callable[..., Any]:
+    """Look up the function or class `module:qualname` in mmjax, or `config:qualname` in a run's copy of its config.
+
+    Raises UserError for anything else: a stored config must not be able to call arbitrary code.
+    """
+    if not function.startswith("config:"):
+        return _look_up(function, "function", None, None)
+    path = None if folder is None else Path(folder).absolute() / CONFIG_COPY
+    if path is None or not path.is_file():
+        place = f"there is no {path}" if path else "no run folder is known"
+        raise UserError(f"function {function!r} is in the run's config file, but {place}; give the run's folder")
+    _warn_of_foreign_file(path)
+    with _share_modules() as modules:
+        return _look_up(function, "function", _execute(path, modules), path)
+
+
+@functools.cache  # so that it warns once
+def _warn_of_foreign_file(path: Path) -> None:
+    """Warn that a file of another user is executed, with all the permissions of this one."""
+    if path.stat().st_uid not in (os.getuid(), 0):
+        print(f"note: {path} belongs to another user, and is executed as you", file=sys.stderr, flush=True)
+
+
+def resolve_callbacks(model: ModelConfig, folder: Path | None) -> dict[str, Callable[..., Any]]:
+    """Resolve the callbacks of a model's encoders, by `module:qualname`; `folder` and errors as in `resolve`."""
+    return {function: resolve(function, folder) for _, function in _callback_names(model)}
+
+
+def _callback_names(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key and the `module:qualname` of each callback of a model's encoders."""
+    for name, encoder in model.encoders.items():
+        for field in dataclasses.fields(encoder.callbacks):
+            if function := getattr(encoder.callbacks, field.name):
+                yield f"model.encoders.{name}.callbacks.{field.name}", function
+
+
+def _look_up(function: str, where: str, module: types.ModuleType | None, path: Path | None) -> Callable[..., Any]:
+    """Look up a public function of mmjax, or of a config file that is loaded as `module` from `path`.
+
+    Raises UserError, naming the key `where`.
+    """
+    module_name, _, qualname = function.partition(":")
+    parts = qualname.split(".")
+    known = module_name == "config" or module_name.split(".")[0] == "mmjax"
+    if not known or not all(map(str.isidentifier, parts)):
+        raise UserError(f"{where}: {function!r} is neither mmjax.<module>:<name> nor config:<name>")
+    if any(part.startswith("_") for part in [*parts, *module_name.split(".")]):
+        raise UserError(f"{where}: {function!r} is private; name a public function or class")
+    try:
+        value: Any = module if module_name == "config" else importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{where}: {function!r}: {error}") from None
+    for part in parts:
+        value = getattr(value, part, None)
+    # Other packages' functions, which a module of mmjax imports, are refused too.
+    allowed = module_name == "config" or getattr(value, "__module__", "").split(".")[0] == "mmjax"
+    if not callable(value) or not allowed:
+        raise UserError(f"{where}: no function {qualname!r} in {path or module_name}")
+    return value

@@ -1,0 +1,1 @@
+"""Load, pack and hash the batches of steps in worker processes."""

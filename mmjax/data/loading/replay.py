@@ -1,0 +1,199 @@
+"""A past step made again from a run's folder and its data: what lay in each row, and where each item was encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mmjax.balance.parts import LLM
+from mmjax.batch import TextBatch
+from mmjax.config import DecoderConfig
+from mmjax.data.loading.batch_hash import spelled
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.plan.placement import MicrobatchPlan
+from mmjax.data.plan.step_plan import StepPlan
+from mmjax.data.sample import Sample, Source, Text
+from mmjax.data.sources.chat_source import ChatSource
+from mmjax.data.toy.dataset import ALPHABET, END, EmbeddedDataset
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a sample's text, or the place of an item."""
+
+    text: str
+    trained: bool = False  # the loss is on it
+    branch: int = 0
+    item: int | None = None  # the number of the item that stands here
+
+
+@dataclass(frozen=True)
+class PlacedItem:
+    """The place at which an item was encoded."""
+
+    number: int
+    encoder: str
+    rank: int
+    row: int  # on that rank
+    begin: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class PlacedSample:
+    """A sample in a row of the LLM, from `begin` up to `end`."""
+
+    id: int
+    name: str
+    begin: int
+    end: int
+    items: tuple[PlacedItem, ...]
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """A row of the LLM."""
+
+    microbatch: int
+    rank: int
+    row: int  # on that rank
+    length: int
+    samples: tuple[PlacedSample, ...]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Step `step` (the first is 0) as a loader of all rows makes it."""
+
+    loader: StepLoader
+    step: int
+
+    @cached_property
+    def plan(self) -> StepPlan:
+        """The placement of every sample; nothing is opened for it."""
+        return self.loader.plan(self.step)
+
+    @cached_property
+    def loaded(self) -> LoadedStep:
+        """All rows of all ranks."""
+        return self.loader(self.step)
+
+    @property
+    def content(self) -> str:
+        """The hash of all rows, as the log has it."""
+        return spelled(int(self.loaded.content))
+
+    def rows(self, rank: int | None = None) -> Iterator[PackedRow]:
+        """The rows of the LLM that hold something, of one rank or of all."""
+        for number, plan in enumerate(self.plan.microbatches):
+            llm = plan.part_start[:-1]
+            for row in np.unique(plan.row[llm]):
+                of = np.flatnonzero(plan.row[llm] == row)
+                at, on = divmod(int(row), plan.rows[LLM])
+                if rank in (None, at):
+                    samples = [self._placed(plan, int(k)) for k in of[np.argsort(plan.offset[llm[of]])]]
+                    yield PackedRow(number, at, on, plan.shape.lengths[LLM], tuple(samples))
+
+    def text_of(self, row: PackedRow) -> TextBatch:
+        """The arrays of a row, `[T]`."""
+        text = self.loaded.microbatches[row.microbatch].text
+        at = row.rank * self.plan.microbatches[row.microbatch].rows[LLM] + row.row
+        fields = {f: getattr(text, f)[at] for f in TextBatch._fields if f not in ("slots", "send")}
+        return TextBatch(**fields, slots={}, send={})
+
+    def _placed(self, plan: MicrobatchPlan, k: int) -> PlacedSample:
+        first, end = plan.part_start[k : k + 2].tolist()
+        encoders = list(self.loader.config.model.encoders)
+        items = []
+        for part in range(first + 1, end):
+            module = int(plan.module[part])
+            rank, row = divmod(int(plan.row[part]), plan.rows[module])
+            place = rank, row, int(plan.offset[part]), int(plan.length[part])
+            items.append(PlacedItem(part - first - 1, encoders[module - 1], *place))
+        sample, begin = int(plan.samples[k]), int(plan.offset[first])
+        placed = begin, begin + int(plan.length[first]), tuple(items)
+        return PlacedSample(sample, self.loader.index.name(sample), *placed)
+
+    def pieces(self, sample: int) -> list[Piece]:
+        """The text of a sample as it was tokenized, with what is trained on, and its items' places."""
+        source = self._source(sample)
+        read: Sample = self.loader.reader.sample(sample)
+        found = []
+        for segment in read.segments:
+            if not isinstance(segment, Text):
+                found.append(Piece(f"<{segment.encoder}>", item=segment.number))
+                continue
+            trained = segment.weights > 0
+            borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
+            for begin, end in pairwise(borders):
+                text = spoken(source, segment.tokens[begin:end].tolist())
+                found.append(Piece(text, bool(trained[begin]), segment.branch))
+        return found
+
+    def item(self, sample: int, number: int) -> np.ndarray:
+        """An item as it was decoded: uint8 `[height, width, channels]`, or float32 `[samples]`."""
+        return self.loader.reader.item(sample, number)
+
+    def _source(self, sample: int) -> Source:
+        return list(self.loader.sources.values())[int(self.loader.index.source_of(np.array(sample)))]
+
+
+def spoken(source: Any, tokens: Sequence[int]) -> str:
+    """Decode tokens, special ones too; give their numbers where the source cannot decode."""
+    if isinstance(source, ChatSource):
+        return source.chat.tokenizer.decode(tokens, skip_special=False)
+    if isinstance(source, EmbeddedDataset):
+        return "".join("|" if token == END else ALPHABET[token - 2] for token in tokens if token >= END)
+    return " ".join(map(str, tokens))
+
+
+def seen(text: TextBatch, window: int = 0) -> np.ndarray:
+    """Return the keys `[T]` that each query `[T]` of a row attends, bool (the mask spec of `mmjax.models.attention`).
+
+    window: the tokens that a windowed layer attends causally, the query's own included; 0 = all before it.
+    """
+    same = (text.sample[:, None] == text.sample) & (text.sample >= 0)
+    mutual = (text.span[:, None] == text.span) & (text.span != 0)
+    causal = (text.pos <= text.pos[:, None]) & ((text.sees[:, None] & text.kind) != 0)
+    if window:
+        causal &= text.pos > text.pos[:, None] - window
+    return same & (mutual | causal)
+
+
+NO_LAYER, WITHOUT_WINDOW, EVERY_LAYER = range(3)
+
+
+def seen_by_layers(text: TextBatch, llm: DecoderConfig) -> np.ndarray:
+    """Return which of the LLM's layers let each query `[T]` of a row attend each key `[T]`, uint8.
+
+    NO_LAYER, those WITHOUT_WINDOW alone, or EVERY_LAYER. Where all layers are windowed there is nothing in between.
+    """
+    if not llm.windowed:
+        return np.where(seen(text), EVERY_LAYER, NO_LAYER).astype(np.uint8)
+    near = seen(text, llm.window)
+    far = seen(text) & (len(llm.windowed) < llm.layers)
+    return np.where(near, EVERY_LAYER, np.where(far, WITHOUT_WINDOW, NO_LAYER)).astype(np.uint8)
+
+
+def describe_window(llm: DecoderConfig) -> str:
+    """Describe in one line which layers have the sliding window, for a picture of the mask; empty where none has."""
+    if not llm.windowed:
+        return ""
+    if len(llm.windowed) == llm.layers:
+        return f"All layers have a sliding window of {llm.window:,} tokens."
+    return (
+        f"Layers {_ranges(llm.windowed)} of 0-{llm.layers - 1} have a sliding window of {llm.window:,} tokens; "
+        "what is drawn paler only the other layers see."
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Spell ascending numbers, runs of them as their ends: 0-4, 6-10, 12."""
+    borders = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+    runs = [(numbers[a], numbers[b - 1]) for a, b in pairwise(borders)]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,221 @@
+"""Load the packed rows of a step from its number: open, decode and pack what is planned, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mmjax.batch import Microbatch
+from mmjax.config import Config, NoBalance
+from mmjax.data.loading.batch_hash import Own, content_of, plus
+from mmjax.data.loading.packing import Reader, pack_microbatch
+from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.plan.budget import Budget
+from mmjax.data.plan.data_change import WHOLE_RUN, Segment
+from mmjax.data.plan.grouping import StepGrouper
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.data.plan.placement import MicrobatchPlan
+from mmjax.data.plan.row_shapes import RankLayout, make_placer
+from mmjax.data.plan.step_plan import PLANNER, StepPlan, StepPlanner
+from mmjax.data.sample import Sample, SampleLengths, Source
+from mmjax.data.sources.opening import open_sources
+from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.planning.flops import frozen_modules, step_needed
+
+
+class PlannedWork(NamedTuple):
+    """The work of every rank in one microbatch."""
+
+    useful: np.ndarray  # int64 [modules, rows]: positions of every row that hold something
+    lengths: np.ndarray  # int64 [modules]: of the rows
+    widths: np.ndarray  # int64 [encoders]: tokens that a rank can send to each of its peers
+    moved: np.ndarray  # int64 [encoders]: tokens that are encoded on another rank than their sample's
+    balanced: np.ndarray  # int64 [modules, encoder ranks]: as in MicrobatchPlan.work, alignment included
+    unbalanced: np.ndarray  # int64 [modules, encoder ranks]: with balance `none`
+
+
+class Unreadable(NamedTuple):
+    """A sample of a step that could not be read, and why."""
+
+    sample: int
+    reason: str
+
+
+class LoadedStep(NamedTuple):
+    """One update's arrays, and what was planned for it."""
+
+    step: np.ndarray  # int64 []
+    digest: np.ndarray  # int64 []: hash of the step plan
+    content: np.ndarray  # uint64 []: of the rows that count here, as `content_of`
+    samples: np.ndarray  # int64 [n]
+    epoch: np.ndarray  # float64 []: epochs that are done after this step
+    plan_seconds: np.ndarray  # float64 []
+    load_seconds: np.ndarray  # float64 []: opening, decoding and packing
+    needed_flops: np.ndarray  # float64 []: forward and backward of this process's ranks, no padding
+    tokens: np.ndarray  # int64 [modules]: LLM tokens of the whole step by modality, text first
+    work: tuple[PlannedWork, ...]  # of each microbatch
+    microbatches: tuple[Microbatch, ...]  # this process's rows
+    spoiled: tuple[Unreadable, ...]  # of these rows' samples
+
+
+@dataclass(frozen=True)
+class StepLoader:
+    """Loads step n: small enough to pickle (the config and two paths), everything else is opened in the worker."""
+
+    config: Config
+    budget: Budget
+    layout: RankLayout
+    index_folder: Path
+    config_folder: Path  # where a FunctionSource's code is
+    ranks: range = range(1)  # whose rows are loaded here
+    leads: bool = True  # whether this process writes down what is found out about chunks
+    encoder_ranks: range | None = None  # whose rows of items are loaded here; None = those of the ranks
+    own: Own | None = None  # ranks and encoder ranks that no process before this one holds; None = all
+    segment: Segment = WHOLE_RUN
+
+    def __call__(self, step: int) -> LoadedStep:
+        begin = time.perf_counter()
+        plan = self.plan(int(step))
+        planned = time.perf_counter()
+        held, spoiled = (self.ranks, self.encoder_ranks), dict[int, str]()
+        batches = tuple(pack_microbatch(m, self.arrays, self.reader, *held, spoiled) for m in plan.microbatches)
+        return LoadedStep(
+            np.int64(step),
+            np.int64(plan.digest()),
+            np.uint64(self._content(batches)),
+            plan.samples(),
+            np.float64(self.planner.grouper.epochs_after(int(step))),
+            np.float64(planned - begin),
+            np.float64(time.perf_counter() - planned),
+            np.float64(sum(map(self._needed_flops, batches))),
+            sum(self._tokens(m) for m in plan.microbatches),
+            tuple(self._work(m) for m in plan.microbatches),
+            batches,
+            tuple(Unreadable(*of) for of in spoiled.items()),
+        )
+
+    @cached_property
+    def sources(self) -> dict[str, Source]:
+        return open_sources(self.config, "train", self.config_folder)
+
+    @cached_property
+    def index(self) -> LengthIndex:
+        return LengthIndex.open(self.index_folder)
+
+    @cached_property
+    def planner(self) -> StepPlanner:
+        weights = [s.weight for s in self.config.data.sources.values()]
+        segment = self.segment
+        of_segment = self._known_chunks(), segment.first, segment.read_due(), segment.epochs
+        grouper = StepGrouper(self.index, self.config.batch, weights, self.config.seed, self.budget, *of_segment)
+        return StepPlanner(grouper, make_placer(grouper, self.config, self.layout))
+
+    def _known_chunks(self) -> list[int]:
+        try:
+            return verify_checksum(json.loads(self._chunks.read_text()))["first_steps"]
+        except (OSError, ValueError, RecursionError):
+            return [0]
+
+    @property
+    def _chunks(self) -> Path:
+        """Return the file of known chunk starts, with which a late step is planned without replaying early ones."""
+        weights = [s.weight for s in self.config.data.sources.values()]
+        grouped = replace(self.config.batch, balance=NoBalance())  # which does not change what a step has
+        due = (self.segment.due.name,) if self.segment.due else ()
+        key = repr((PLANNER, grouped, weights, self.config.seed, self.budget, *due))
+        return self.index_folder / f"chunks-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        return Arrays.of(self.config.model)
+
+    @cached_property
+    def reader(self) -> Reader:
+        return reader_of(self.sources, self.index)
+
+    def plan(self, step: int) -> StepPlan:
+        """The plan alone, nothing loaded."""
+        with self._keep_chunks():
+            return self.planner.plan(step)
+
+    def steps_for_epochs(self, epochs: float) -> int:
+        """Return with which number of steps of the run so many epochs are done."""
+        with self._keep_chunks():
+            return self.planner.grouper.steps_for_epochs(epochs)
+
+    @contextmanager
+    def _keep_chunks(self) -> Iterator[None]:
+        """Write down where chunks start, if more of that is known afterwards."""
+        grouper = self.planner.grouper
+        known = len(grouper.first_steps)
+        yield
+        if self.leads and len(grouper.first_steps) > known:
+            with suppress(OSError):  # the disk is full: it only saves time
+                partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
+                partial.write_text(json.dumps(with_checksum({"first_steps": grouper.first_steps})))
+                partial.rename(self._chunks)
+
+    def _content(self, batches: Sequence[Microbatch]) -> int:
+        parts = self.layout.topology.encoders_per_rank
+        of_encoders = self.encoder_ranks or range(self.ranks.start * parts, self.ranks.stop * parts)
+        held = self.ranks, of_encoders
+        return reduce(plus, (content_of(b, m, *held, self.own or held) for m, b in enumerate(batches)))
+
+    def _needed_flops(self, batch: Microbatch) -> float:
+        """Count the FLOPs of this process's ranks; encoder ranks that other processes hold count as its own."""
+        model, of_ranks = self.config.model, len(self.ranks) * self.layout.topology.encoders_per_rank
+        share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / of_ranks
+        return step_needed(model, batch.text, batch.items, frozen_modules(model), share)
+
+    def _work(self, plan: MicrobatchPlan) -> PlannedWork:
+        modules, ranks, rank = len(plan.rows), plan.topology.ranks, plan.rank()
+        useful = np.zeros((modules, ranks * max(plan.rows)), np.int64)
+        np.add.at(useful, (plan.module, plan.row), self.index.useful(plan.samples))
+        away = rank != rank[plan.part_start[:-1]][plan.sample_of()]
+        moved = np.bincount(plan.module[away], plan.length[away], modules)[1:].astype(np.int64)
+        moved //= self.index.positions_per_token
+        shape = (np.array(of, np.int64) for of in plan.shape)
+        return PlannedWork(useful, *shape, moved, plan.work(), plan.unbalanced)
+
+    def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
+        per_token = np.array([1, *self.index.positions_per_token])
+        tokens = np.bincount(plan.module, plan.length // per_token[plan.module], len(per_token)).astype(np.int64)
+        tokens[0] = self.index.text_tokens[plan.samples].sum()
+        return tokens
+
+    def __getstate__(self) -> dict[str, object]:
+        # What was opened here stays here: a worker gets the description and opens its own.
+        return {k: v for k, v in self.__dict__.items() if k in self.__dataclass_fields__}
+
+
+def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
+    """Access by global id to several sources, one after the other."""
+    opened = list(sources.values())
+
+    def locate(sample: int) -> tuple[Source, int]:
+        s = int(index.source_of(np.array(sample)))
+        return opened[s], int(sample - index.source_start[s])
+
+    def read(sample: int) -> Sample:
+        source, i = locate(sample)
+        return source.sample(i)
+
+    def facts(sample: int) -> SampleLengths:
+        source, i = locate(sample)
+        return source.facts(i)
+
+    def item(sample: int, number: int) -> np.ndarray:
+        source, i = locate(sample)
+        return source.item(i, number)
+
+    return Reader(read, facts, item, index.source_of, index.name)

@@ -1,0 +1,192 @@
+"""Grain workers that bring packed steps ahead of the training loop."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+from absl import flags
+
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.errors import UserError
+
+
+class Block(NamedTuple):
+    """An object whose arrays lie one behind the other."""
+
+    head: bytes  # the object, pickled without what its arrays hold
+    ends: tuple[int, ...]  # of each array in `data`
+    data: np.ndarray  # uint8 [bytes]
+
+
+def to_block(value: Any) -> Block:
+    """`value`, which can be pickled and has at least one array that is not empty, with a copy of its arrays."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts = [np.asarray(buffer.raw()) for buffer in buffers]
+    return Block(head, tuple(np.cumsum([part.size for part in parts]).tolist()), np.concatenate(parts))
+
+
+def from_block(block: Block) -> Any:
+    """What went into `to_block`, each array in memory of its own: JAX may keep one to the end."""
+    parts = np.split(np.asarray(block.data), block.ends[:-1])
+    return pickle.loads(block.head, buffers=[np.array(part) for part in parts])
+
+
+class LoadingFailed(RuntimeError):
+    """A step could not be loaded in a data worker; the message is the worker's traceback."""
+
+
+@dataclass(frozen=True)
+class _InWorker:
+    """A loader whose errors can all travel: one that can't be pickled would leave the training process waiting."""
+
+    loader: StepLoader
+
+    def __call__(self, step: int) -> Block:
+        try:
+            return to_block(self.loader(step))
+        except UserError as error:
+            raise UserError(str(error)) from None
+        except BaseException:
+            raise LoadingFailed(f"step {step} could not be loaded:\n{traceback.format_exc()}") from None
+
+
+def refuse_in_worker() -> None:
+    """A data worker imports the script that training was started from; there, UserError.
+
+    Else a script that trains at its top level would do so in each of its workers too.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UserError(
+            'a data worker imports the script that trains: put train(..) there under if __name__ == "__main__":'
+        )
+
+
+# A terminal and a cluster send these to every process; workers leave it to their parent to heed them.
+_FOR_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_SHOW_STACKS = signal.SIGQUIT
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """No signal that workers do not end by reaches those that are started here before they are ready for it.
+
+    They inherit what this thread holds back, also where a thread that is started here starts them later.
+    """
+    held = {*_FOR_PARENTS, _SHOW_STACKS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        resource_tracker.ensure_running()  # which lets some of them through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker(worker: int, workers: int) -> None:
+    """Workers end when their parent does, also when that was killed; SIGQUIT has them write where they stand."""
+    for of_parent in _FOR_PARENTS:
+        signal.signal(of_parent, signal.SIG_IGN)
+    faulthandler.register(_SHOW_STACKS)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def steps(loader: StepLoader, first: int, last: int, workers: int, prefetch: int) -> Iterator[LoadedStep]:
+    """Loaded steps `first` to `last` - 1, in order, prefetched by `workers` persistent processes (0: by a thread).
+
+    They start at once. Grain only loads and prefetches what the plan names: step numbers go in, whole steps come out.
+    What loading raises is raised here: UserError as it was, anything else from a worker as LoadingFailed. A worker that
+    was killed, or ended by itself, is a UserError.
+    """
+    if first >= last:
+        return iter(())
+    if workers == 0:
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))
+        iterator = iter(grain.MapDataset.range(first, last).map(loader).to_iter_dataset(options))
+    else:
+        iterator = _start_workers(loader, first, last, min(workers, last - first), max(1, prefetch))
+    loaded = _all_of(iterator, first, last)
+    next(loaded)  # so that close() finds it running and ends the workers, even if no step is ever asked for
+    return loaded
+
+
+def _start_workers(loader: StepLoader, first: int, last: int, workers: int, prefetch: int) -> grain.DatasetIterator:
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which nobody parses here
+    # Workers import JAX through Grain and must never touch an accelerator; this process has read the variable already.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    dataset = grain.MapDataset.range(first, last).map(_InWorker(loader))
+    iterable = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
+    try:
+        with _signals_held_back():
+            iterator = iter(iterable.mp_prefetch(options, worker_init_fn=_start_worker))
+            iterator.get_state()  # makes what start_prefetch starts: otherwise each worker waits for the one before it
+            iterator.start_prefetch()
+    except OSError as error:
+        raise UserError(
+            f"data workers cannot be started: {error.strerror or error}; make room in /dev/shm, or set data.workers=0"
+        ) from error
+    return iterator
+
+
+def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[LoadedStep]:
+    """Nothing at first, then every step, or an error: Grain ends early without a word when it loses count."""
+    exhausted = False
+    try:
+        yield None
+        for step in range(first, last):
+            loaded = _unpacked(next(iterator, None))
+            if loaded is None or int(loaded.step) != step:
+                raise RuntimeError(f"the data workers ended before step {step} of {last}")
+            exhausted = step == last - 1
+            yield loaded
+    except RuntimeError as error:
+        if "terminated unexpectedly" not in str(error):
+            raise
+        raise UserError(f"{_how_it_ended(str(error), step)}; then go on with --resume") from error
+    finally:
+        # Workers take a second or two to end; nobody needs to wait for that.
+        threading.Thread(target=_end, args=(iterator, exhausted)).start()
+
+
+def _how_it_ended(said: str, step: int) -> str:
+    cause = said.split(".")[0]
+    if "exit code -" not in said:
+        return f"a data worker ended before step {step}: {cause}. What it said is above; mend that"
+    return (
+        f"a data worker was killed before step {step}: {cause}. If memory or /dev/shm ran out, "
+        "lower data.workers or data.prefetch"
+    )
+
+
+def _unpacked(brought: Block | LoadedStep | None) -> LoadedStep | None:
+    return from_block(brought) if isinstance(brought, Block) else brought
+
+
+def _end(iterator: grain.DatasetIterator, exhausted: bool) -> None:
+    if exhausted:
+        # The exception that ends a worker holds its last step, in shared memory and in a cycle.
+        next(iterator, None)
+        gc.collect()
+    iterator.close()

@@ -1,0 +1,461 @@
+"""Decode image and audio files to pixels and samples, and read their sizes from headers alone.
+
+Images: JPEG, PNG, WebP, GIF, BMP and TIFF; the first frame or page. EXIF orientation is applied, then Pillow's
+`convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped, and 16-bit grey above 255 saturates.)
+Clips: WAV, FLAC, Ogg (Vorbis, Opus) and MP3; channels averaged, then resampled by soxr, as in transformers'
+`load_audio`. Every fault of a file raises `BadMedia`, including those that Pillow and libsndfile ignore: damaged JPEG
+data, missing rows, more samples than the header claims, and metadata that Pillow only warns of. I/O errors while
+reading (a lost connection) propagate unchanged.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import struct
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import simplejpeg
+import soundfile
+import soxr
+from PIL import Image, ImageOps
+
+from mmjax.config import MediaLimits
+from mmjax.errors import BadMedia
+
+Probe = Callable[[BinaryIO], tuple[int, int]]  # reads the size of an image or clip from its header
+
+# `check_size` applies our own limits to the header; Pillow's would warn below and refuse above a bound of its own.
+Image.MAX_IMAGE_PIXELS = None
+# Warnings about files that user code opens are silenced: each worker process would print them once.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+# Advice, and faults that change no pixel: a repeated tag (the first counts), a malformed MPO (its first image counts).
+HARMLESS = "Palette images with|Couldn't allocate palette|XMP data cannot|Metadata Warning, tag|.* malformed MPO file"
+
+IMAGE_STARTS = {
+    b"\xff\xd8\xff": "JPEG",
+    b"\x89PNG\r\n\x1a\n": "PNG",
+    b"GIF8": "GIF",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+}
+CLIP_STARTS = {b"fLaC": "FLAC", b"OggS": "OGG", b"ID3": "MP3"}
+# struct formats of (width, height) in a header, for files that Pillow refuses because one of them is 0.
+EXTENTS = {"PNG": ">16xII", "GIF": "<6xHH", "BMP": "<18xii"}
+# PNG interlacing: first x, first y, step of x and of y of each of its seven passes.
+ADAM7 = (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)
+ORIENTATION = 0x0112  # EXIF and TIFF tag; 5 to 8 swap height and width
+TRANSPOSES = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile's length of a stream whose header was written before its end was known
+UNKNOWN_SIZE = 0x7FFF0000  # bytes; a WAV header claims at least this for the same reason
+MAX_OGG_PAGE = 65_307  # bytes
+MIN_SECONDS = 0.001  # a shorter clip is a mistake
+
+
+# ----------------------------------------------------------------------------------------------------------- images
+
+
+def read_image_size(file: BinaryIO, limits: MediaLimits | None = None) -> tuple[int, int]:
+    """Read (height, width) of an image, orientation applied, from the header of a seekable (best a buffered) file.
+
+    Raises BadMedia for an unknown format or a size beyond the limits (None = the defaults).
+    """
+    reader = _FileReader(file)
+    height, width = _call_decoder(reader, _image_kind(reader), _stored_size)
+    check_size(height, width, limits)
+    return height, width
+
+
+def decode_image(data: bytes, limits: MediaLimits | None = None) -> np.ndarray:
+    """Decode an image file to pixels, uint8 `[height, width, 3]`, read only, of the size of `read_image_size`.
+
+    Raises BadMedia as `read_image_size`, and for a truncated or corrupt file.
+    """
+    size = read_image_size(io.BytesIO(data), limits)
+    reader = _FileReader(io.BytesIO(data))
+    pixels = _call_decoder(reader, _image_kind(reader), _pixels)
+    if pixels.shape[:2] != size:
+        raise BadMedia("it says only after its pixels that it lies on its side; write its EXIF before them")
+    return pixels
+
+
+def check_size(height: int, width: int, limits: MediaLimits | None = None) -> None:
+    """Raise BadMedia if an image of this size is empty or beyond the limits."""
+    limits = limits or MediaLimits()
+    image = f"an image of {height} x {width} pixels"
+    short, long = sorted((height, width))
+    if short < 1:
+        raise BadMedia(f"{image} is empty")
+    if short < limits.min_side:
+        raise BadMedia(f"{image} has a side of less than {limits.min_side}")
+    if long > limits.max_side:
+        raise BadMedia(f"{image} has a side of more than {limits.max_side}")
+    if height * width > limits.pixels:
+        raise BadMedia(f"{image} has more than {limits.pixels} of them: a decompression bomb")
+    if long > limits.aspect * short:
+        raise BadMedia(f"{image}: one side is more than {limits.aspect:g} times the other")
+
+
+def _image_kind(reader: _FileReader) -> str:
+    head = _head(reader)
+    kind = next((kind for start, kind in IMAGE_STARTS.items() if head.startswith(start)), None)
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        kind = "WebP"
+    if kind is None:
+        raise BadMedia("no image of a known format (JPEG, PNG, WebP, GIF, BMP, TIFF)")
+    if kind in EXTENTS and len(head) >= struct.calcsize(EXTENTS[kind]):
+        width, height = struct.unpack_from(EXTENTS[kind], head)
+        if width == 0 or height == 0:
+            raise BadMedia(f"an image of {height} x {width} pixels is empty")
+    return kind
+
+
+def _stored_size(reader: _FileReader, kind: str) -> tuple[int, int]:
+    """Return (height, width) with the orientation applied."""
+    if kind == "WebP" and (size := _webp_size(reader)):
+        return size
+    with _open_image(reader, kind) as image:
+        width, height = image.size
+        # The base class's method: PNG's override decodes the whole image, to reach EXIF that may come after it.
+        orientation = Image.Image.getexif(image).get(ORIENTATION, 1)
+        if kind == "TIFF":
+            width = image.tag_v2[256]  # as stored; Pillow may have applied the orientation to `size` already
+            height = image.tag_v2[257]
+    return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
+
+
+def _webp_size(reader: _FileReader) -> tuple[int, int] | None:
+    """Read (height, width) of a WebP without EXIF or XMP; None where only Pillow, which reads all of it, can tell."""
+    head = reader.start(30)
+    (size,) = struct.unpack_from("<I", head, 4)
+    if size + 8 > reader.seek(0, io.SEEK_END):
+        raise BadMedia("truncated WebP: it is shorter than its header says")
+    chunk = head[12:16]
+    body = head[20:]
+    if chunk == b"VP8X" and not body[0] & 0b1100:  # neither EXIF nor XMP
+        return 1 + int.from_bytes(body[7:10], "little"), 1 + int.from_bytes(body[4:7], "little")
+    if chunk == b"VP8L" and body[0] == 0x2F:
+        bits = int.from_bytes(body[1:5], "little")
+        return 1 + (bits >> 14 & 0x3FFF), 1 + (bits & 0x3FFF)
+    if chunk == b"VP8 " and body[3:6] == b"\x9d\x01\x2a":
+        width, height = struct.unpack_from("<HH", body, 6)
+        return height & 0x3FFF, width & 0x3FFF
+    return None
+
+
+def _pixels(reader: _FileReader, kind: str) -> np.ndarray:
+    with _open_image(reader, kind) as image:
+        if image.mode == "F":
+            raise BadMedia(f"a {kind} of floats, whose values from 0 to 1 would all be black; write it in 8 bits")
+        if kind == "JPEG":
+            return _jpeg_pixels(reader, image)
+        image.load()
+        if kind == "PNG":
+            chunks = list(_png_chunks(reader))  # checks checksums: Pillow accepts any damage that still inflates
+            # Pillow silently leaves missing rows black. Inflating again is slow, so only if the last row is black
+            # (or, interlaced, any row may be missing).
+            last_row = image.crop((0, image.height - 1, image.width, image.height))
+            if image.info.get("interlace") or not np.asarray(last_row).any():
+                _check_png_rows(chunks, image.size)
+        ImageOps.exif_transpose(image, in_place=True)
+        return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _jpeg_pixels(reader: _FileReader, image: Image.Image) -> np.ndarray:
+    """Decode to the same pixels as Pillow, but with libjpeg's warnings (damaged data) raised as errors."""
+    reader.seek(0)
+    data = reader.read()
+    transpose = TRANSPOSES.get(image.getexif().get(ORIENTATION, 1))
+    if image.mode == "CMYK":  # simplejpeg checks the data, but only Pillow converts CMYK to RGB
+        simplejpeg.decode_jpeg(data, "CMYK", strict=True)
+        upright = image if transpose is None else image.transpose(transpose)
+        return np.asarray(upright.convert("RGB"))
+    pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=True)
+    return pixels if transpose is None else np.asarray(Image.fromarray(pixels).transpose(transpose))
+
+
+def _png_chunks(reader: _FileReader) -> Iterator[tuple[bytes, bytes]]:
+    """Yield name and content of every chunk of a PNG up to IEND. Raises BadMedia where a checksum is wrong."""
+    reader.seek(0)
+    data = reader.read()
+    name = b""
+    start = 8  # behind the signature; a chunk is length (4 bytes), name (4), content, checksum of name and content (4)
+    while name != b"IEND":
+        end = start + 8 + int.from_bytes(data[start : start + 4])
+        name = data[start + 4 : start + 8]
+        if len(data) < end + 4:
+            raise BadMedia("truncated PNG: it ends without an end")
+        if zlib.crc32(data[start + 4 : end]) != int.from_bytes(data[end : end + 4]):
+            raise BadMedia(f"damaged PNG: the checksum of its {name.decode('latin-1')} chunk at byte {start} is wrong")
+        yield name, data[start + 8 : end]
+        start = end + 4
+
+
+def _check_png_rows(chunks: Sequence[tuple[bytes, bytes]], size: tuple[int, int]) -> None:
+    """Raise BadMedia for a PNG with less pixel data than its (width, height) needs."""
+    header = chunks[0][1]  # IHDR: width (4 bytes), height (4), bit depth, color type, compression, filter, interlacing
+    pixel_bits = header[8] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[header[9]]
+    inflate = zlib.decompressobj()
+    actual = sum(len(inflate.decompress(content)) for name, content in chunks if name == b"IDAT")
+    passes = ADAM7 if header[12] else ((0, 0, 1, 1),)
+    extents = [(math.ceil((size[0] - x) / dx), math.ceil((size[1] - y) / dy)) for x, y, dx, dy in passes]
+    # Each row of each pass begins with a byte that names its filter.
+    expected = sum(
+        rows * (1 + math.ceil(columns * pixel_bits / 8)) for columns, rows in extents if columns > 0 and rows > 0
+    )
+    if actual < expected:
+        raise BadMedia(f"truncated PNG: it has {actual} of {expected} bytes of pixels")
+
+
+def _open_image(reader: _FileReader, kind: str) -> Image.Image:
+    reader.seek(0)
+    return Image.open(reader, formats=(kind.upper(),))
+
+
+# ------------------------------------------------------------------------------------------------------------ clips
+
+
+class ClipHeader(NamedTuple):
+    """Length and sample rate of a clip, from its header."""
+
+    frames: int  # samples of each channel
+    sample_rate: int  # Hz
+
+
+def read_clip_header(file: BinaryIO, limits: MediaLimits | None = None) -> ClipHeader:
+    """Read length and sample rate of a clip from the header of a seekable file (for Ogg also from its end).
+
+    Raises BadMedia for an unknown format, an unknown length, an empty clip, and one longer than the limits.
+    """
+    reader = _FileReader(file)
+    facts = _call_decoder(reader, _clip_kind(reader), _clip_facts)
+    if facts.frames >= UNKNOWN_LENGTH:
+        raise BadMedia("it does not say its length; encode it again")
+    if facts.frames < 1 or facts.sample_rate < 1:
+        raise BadMedia("a clip of 0 samples is empty")
+    if facts.frames < MIN_SECONDS * facts.sample_rate:
+        raise BadMedia(
+            f"a clip of {facts.frames} samples at {facts.sample_rate} Hz is shorter than {1e3 * MIN_SECONDS:g} ms"
+        )
+    max_seconds = (limits or MediaLimits()).seconds
+    if facts.frames > max_seconds * facts.sample_rate:
+        raise BadMedia(f"a clip of {facts.frames / facts.sample_rate:.1f} s is longer than {max_seconds:g} s")
+    return facts
+
+
+def resampled_length(facts: ClipHeader, sample_rate: int) -> int:
+    """Return a clip's length in samples after resampling to that rate."""
+    return -(-facts.frames * sample_rate // facts.sample_rate)
+
+
+def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits | None = None) -> np.ndarray:
+    """Decode a clip's file to mono samples at that rate, float32 `[clip_samples]` in about -1..1.
+
+    Raises BadMedia as `read_clip_header`, and for a file that is truncated, corrupt or holds NaN.
+    """
+    facts = read_clip_header(io.BytesIO(data), limits)
+    reader = _FileReader(io.BytesIO(data))
+    kind = _clip_kind(reader)
+    if kind == "OGG":
+        _check_ogg_end(data)
+    channels = _call_decoder(reader, kind, _channels)
+    if channels.shape[1] != facts.frames:
+        raise BadMedia(f"truncated {kind}: {channels.shape[1]} of {facts.frames} samples")
+    wave = channels.mean(axis=0) if len(channels) > 1 else channels[0]
+    if not np.isfinite(wave).all():
+        raise BadMedia("it holds samples that are not finite")
+    if facts.sample_rate != sample_rate:
+        wave = soxr.resample(wave, facts.sample_rate, sample_rate, quality="HQ")
+        samples = resampled_length(facts, sample_rate)
+        wave = np.pad(wave, (0, max(0, samples - len(wave))))[:samples]
+    return np.ascontiguousarray(wave, np.float32)
+
+
+def _clip_kind(reader: _FileReader) -> str:
+    head = _head(reader)
+    kind = next((kind for start, kind in CLIP_STARTS.items() if head.startswith(start)), None)
+    if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
+        kind = "WAV"
+    elif head[0] == 0xFF and head[1:] and head[1] >= 0xE0:
+        kind = "MP3"
+    if kind is None:
+        raise BadMedia("no clip of a known format (WAV, FLAC, Ogg, MP3)")
+    return kind
+
+
+def _clip_facts(reader: _FileReader, kind: str) -> ClipHeader:
+    if kind == "MP3":
+        _check_mp3_length(reader)
+    if kind == "WAV":
+        _check_wav_chunks(reader)
+    reader.seek(0)
+    with soundfile.SoundFile(reader) as clip:
+        # libsndfile corrects a wrong data size by itself and only logs it.
+        if kind == "WAV" and (log := re.search(r"^data : (\d+) \(should be (\d+)\)", clip.extra_info, re.MULTILINE)):
+            claimed, actual = map(int, log.groups())
+            if actual < claimed < UNKNOWN_SIZE:
+                raise BadMedia(f"truncated WAV: {actual} of {claimed} bytes of samples")
+        return ClipHeader(clip.frames, clip.samplerate)
+
+
+def _check_wav_chunks(reader: _FileReader) -> None:
+    """Raise BadMedia for a WAV with bytes behind its samples that are no chunk: a writer did not update its header."""
+    file_size = reader.seek(0, io.SEEK_END)
+    position = 12  # behind RIFF, a size and WAVE; a chunk is name (4 bytes), size (4), content, padded to even length
+    samples = 0
+    while position + 8 <= file_size:
+        name, size = struct.unpack("<4sI", reader.start(8, position))
+        if samples and (position + 8 + size > file_size or not (name.isascii() and name.decode().isprintable())):
+            if any(reader.start(1024, position)):  # zeros are padding
+                raise BadMedia(
+                    f"a WAV that claims {samples} bytes of samples, and {file_size - position} more bytes follow them"
+                )
+            return
+        if name == b"data":
+            if size >= UNKNOWN_SIZE:
+                return
+            samples = size
+        position += 8 + size + size % 2
+
+
+def _check_mp3_length(reader: _FileReader) -> None:
+    """Raise BadMedia for an MP3 whose first frame has no frame count: libsndfile would guess, and stop at the guess."""
+    head = reader.start(10)
+    tag_size = 0
+    if head[:3] == b"ID3":  # its size has 7 bits in each of 4 bytes
+        tag_size = 10 + sum((byte & 0x7F) << 7 * k for k, byte in enumerate(reversed(head[6:10])))
+    first_frame = reader.start(1024, tag_size)
+    if not any(name in first_frame for name in (b"Xing", b"Info", b"VBRI")):
+        raise BadMedia("an MP3 that does not say its length (no Xing, Info or VBRI header); encode it again")
+
+
+def _channels(reader: _FileReader, kind: str) -> np.ndarray:
+    """Decode all channels, float32 `[channel, sample]`."""
+    reader.seek(0)
+    with soundfile.SoundFile(reader) as clip:
+        return clip.read(dtype="float32", always_2d=True).T
+
+
+def _check_ogg_end(data: bytes) -> None:
+    """Raise BadMedia for an Ogg file that ends within a page, which its decoder would drop silently."""
+    # A page is 26 bytes, the number of segments, the bytes of each segment, the segments.
+    start = data.rfind(b"OggS", -MAX_OGG_PAGE)
+    segments = data[start + 26] if start >= 0 and start + 26 < len(data) else 255
+    if start < 0 or start + 27 + segments + sum(data[start + 27 : start + 27 + segments]) > len(data):
+        raise BadMedia("truncated OGG: its last page is not whole")
+
+
+# ---------------------------------------------------------------------------------------------------------- warnings
+
+
+_thread = threading.local()
+
+
+class _ReadingThreadOnly(type):
+    """Make a class a superclass of UserWarning, but only in a thread that is reading a file of a data set.
+
+    Warning filters, those of `catch_warnings` too, hold for all threads, and headers are read in many.
+    """
+
+    def __subclasscheck__(cls, category: type) -> bool:
+        return getattr(_thread, "reading", False) and issubclass(category, UserWarning)
+
+
+class _DamagedMetadata(UserWarning, metaclass=_ReadingThreadOnly):
+    pass
+
+
+@contextmanager
+def _raise_pillow_warnings() -> Iterator[None]:
+    """Raise Pillow's warnings in this thread as errors, unless they are harmless."""
+    if warnings.filters[0][2] is not _DamagedMetadata:  # other code may have prepended or reset filters since
+        warnings.filterwarnings("error", f"(?!{HARMLESS})", _DamagedMetadata, r"PIL\.")
+    _thread.reading = True
+    try:
+        yield
+    finally:
+        _thread.reading = False
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+class _FileReader:
+    """Wrap a file for Pillow and soundfile: an I/O error reads as the end of the file for them and is stored for us."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.failed: Exception | None = None
+
+    def start(self, count: int, offset: int = 0) -> bytes:
+        """Read `count` bytes from `offset` on; raises any I/O error."""
+        self.seek(offset)
+        data = self.read(count)
+        if self.failed:
+            raise self.failed
+        return data
+
+    def read(self, count: int = -1) -> bytes:
+        return self._call(b"", self.file.read, count)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._call(0, self.file.seek, offset, whence)
+
+    def tell(self) -> int:
+        return self._call(0, self.file.tell)
+
+    def _call(self, at_end: Any, method: Callable[..., Any], *arguments: int) -> Any:
+        try:
+            return method(*arguments)
+        except Exception as error:
+            self.failed = self.failed or error
+            return at_end
+
+
+def _head(reader: _FileReader) -> bytes:
+    """Read the first bytes of a file, which tell its format. Raises BadMedia for an empty file."""
+    if not (head := reader.start(32)):
+        raise BadMedia("an empty file (0 bytes)")
+    return head
+
+
+def _call_decoder(reader: _FileReader, kind: str, read: Callable[[_FileReader, str], Any]) -> Any:
+    """Call `read` and turn every error into BadMedia, except I/O errors of the file itself."""
+    try:
+        with _raise_pillow_warnings():
+            value = read(reader, kind)
+    except Exception as error:  # libraries raise nearly everything on bytes that are not what they should be
+        if isinstance(error, BadMedia) and reader.failed is None:
+            raise
+        raise reader.failed or BadMedia(_reason(kind, error)) from None
+    if reader.failed:
+        raise reader.failed
+    return value
+
+
+def _reason(kind: str, error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    if isinstance(error, UserWarning):
+        return f"a {kind} with damaged metadata ({' '.join(text.split()).rstrip('.')}); write it again without them"
+    if isinstance(error, EOFError) or "truncated" in text.lower():
+        return f"truncated {kind}"
+    # Both libraries name the Python object where they cannot name a fault.
+    if isinstance(error, Image.UnidentifiedImageError | soundfile.SoundFileError) and " object at " in text:
+        return f"corrupt or truncated {kind}: its header cannot be read"
+    return f"corrupt {kind}: {text or type(error).__name__}"

@@ -1,0 +1,264 @@
+"""Turn one image into encoder items: resize, crop or tile it as its preparation config says.
+
+Before rescaling and normalisation, pixels equal those of transformers' processors with the Pillow backend bit for bit.
+(The torchvision backend, which transformers prefers where it is installed, rounds resized pixels a little differently.)
+Every preparation is one function of a `LazyImage`, and so is a user's own. Given a picture without pixels it computes
+the item sizes, for which the image's header is enough.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from PIL import Image
+
+from mmjax.config import AnyRes, AsIs, DynamicTiles, Filter, FixedSize, ImagePreparation, MediaLimits, SmartResize
+from mmjax.errors import BadMedia
+
+Size = tuple[int, int]  # height, width
+
+FILTERS: dict[Filter, Image.Resampling] = {
+    "nearest": Image.Resampling.NEAREST,
+    "lanczos": Image.Resampling.LANCZOS,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LazyImage:
+    """An image, or its size alone: what is made of a picture without pixels has none either.
+
+    Operations raise BadMedia where the result would exceed `max_pixels`.
+    """
+
+    size: Size
+    pixels: np.ndarray | None = None  # uint8 [height, width, 3], read only
+    max_pixels: int = MediaLimits.pixels
+
+    def resized(self, size: Size, filter: Filter = "bicubic") -> LazyImage:
+        """Resize to (height, width)."""
+        if self.pixels is None or size == self.size:
+            return self._with(size, self.pixels)
+        self._check(size)
+        image = Image.fromarray(self.pixels).resize((size[1], size[0]), FILTERS[filter])
+        return self._with(size, np.asarray(image))
+
+    def squared(self, color: tuple[int, ...] = (0, 0, 0)) -> LazyImage:
+        """Pad to a square of the longer side, centred; an odd row or column of padding goes after the image."""
+        side = max(self.size)
+        return self._centred((side, side), color)
+
+    def fitted(self, canvas: Size, filter: Filter = "bicubic") -> LazyImage:
+        """Resize to fit a canvas, keeping the aspect ratio, and centre it there on black."""
+        height, width = self.size
+        max_height, max_width = canvas
+        # The side that limits gets its full size; the other is rounded up, as in transformers' get_patch_output_size.
+        scale = min(max_width / width, max_height / height)
+        if max_width / width < max_height / height:
+            size = (min(math.ceil(height * scale), max_height), max_width)
+        else:
+            size = (max_height, min(math.ceil(width * scale), max_width))
+        self._check(canvas)
+        return self.resized(size, filter)._centred(canvas, (0, 0, 0))
+
+    def cropped(self, size: Size) -> LazyImage:
+        """Crop to the centre, padding with black where the picture is smaller."""
+        if self.pixels is None:
+            return self._with(size, None)
+        y, x = (max(0, have - want) // 2 for have, want in zip(self.size, size, strict=True))
+        inner = self.pixels[y : y + size[0], x : x + size[1]]
+        # An odd row or column of padding goes before the image, as in transformers' center_crop.
+        padding = [((want - have + 1) // 2, (want - have) // 2) for have, want in zip(inner.shape, size, strict=False)]
+        return self._with(size, np.pad(inner, (*padding, (0, 0))))
+
+    def cut(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
+        """Cut into the tiles of a grid, row by row."""
+        tile = self.size[0] // rows, self.size[1] // columns
+        if self.pixels is None:
+            return (self._with(tile, None),) * (rows * columns)
+        parts = [part for row in np.split(self.pixels, rows) for part in np.split(row, columns, axis=1)]
+        return tuple(self._with(tile, part) for part in parts)
+
+    def _centred(self, canvas: Size, color: tuple[int, ...]) -> LazyImage:
+        self._check(canvas)
+        if self.pixels is None:
+            return self._with(canvas, None)
+        pixels = np.full((*canvas, 3), color, np.uint8)
+        y, x = ((outer - inner) // 2 for outer, inner in zip(canvas, self.size, strict=True))
+        pixels[y : y + self.size[0], x : x + self.size[1]] = self.pixels
+        return self._with(canvas, pixels)
+
+    def _with(self, size: Size, pixels: np.ndarray | None) -> LazyImage:
+        self._check(size)
+        return replace(self, size=size, pixels=pixels)
+
+    def _check(self, size: Size) -> None:
+        height, width = size
+        if height * width > self.max_pixels:
+            raise BadMedia(f"preparing it would need {height} x {width} pixels, which is more than {self.max_pixels}")
+
+
+BeforeEncoder = Callable[[LazyImage, int], Sequence[LazyImage]]  # (image, images in its sample) -> items
+
+MAX_ASPECT = 200  # longer side / shorter side, in Qwen-VL's resizing
+
+
+def before_encoder(config: ImagePreparation) -> BeforeEncoder:
+    """Return the preparation function of a config."""
+    match config:
+        case AsIs():
+            return lambda picture, images: (picture,)
+        case FixedSize():
+            return partial(fixed_size, config)
+        case SmartResize():
+            return partial(smart_resize, config)
+        case DynamicTiles():
+            return partial(dynamic_tiles, config)
+        case AnyRes():
+            return partial(anyres_tiles, config)
+
+
+def prepared_sizes(
+    prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits | None = None
+) -> tuple[Size, ...]:
+    """Compute the sizes of the items of an image of (height, width); `images` is how many images its sample has.
+
+    Raises BadMedia for a size that cannot be prepared so, or that would need more than `limits.pixels` on the way.
+    """
+    if min(size) < 1:
+        raise BadMedia(f"an image of {size[0]} x {size[1]} pixels is empty")
+    # Without pixels: the preparation computes sizes alone.
+    picture = LazyImage(size, None, (limits or MediaLimits()).pixels)
+    return tuple(item.size for item in prepare(picture, images))
+
+
+def prepare_image(
+    prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits | None = None
+) -> tuple[np.ndarray, ...]:
+    """Prepare the items uint8 `[h, w, 3]` (read only) of an image uint8 `[H, W, 3]`, in the sizes of `prepared_sizes`.
+
+    Raises ValueError for another shape or type, BadMedia as `prepared_sizes`.
+    """
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise ValueError(f"an image must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}")
+    if not image.size:
+        raise BadMedia(f"an image of {image.shape[0]} x {image.shape[1]} pixels is empty")
+    picture = LazyImage(image.shape[:2], image, (limits or MediaLimits()).pixels)
+    return tuple(item.pixels for item in prepare(picture, images))
+
+
+def fixed_size(config: FixedSize, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Prepare one item of a fixed size."""
+    if config.square:
+        picture = picture.squared(config.square)
+    if len(config.resize) == 2:
+        picture = picture.resized((config.resize[0], config.resize[1]), config.filter)
+    elif config.resize:  # of the shorter edge; int() rounds the longer down, as transformers does
+        (edge,) = config.resize
+        height, width = picture.size
+        long_edge = int(edge * max(height, width) / min(height, width))
+        picture = picture.resized((edge, long_edge) if height < width else (long_edge, edge), config.filter)
+    return (picture.cropped((config.crop[0], config.crop[1])) if config.crop else picture,)
+
+
+def smart_resize(config: SmartResize, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Prepare one item near the image's own size."""
+    return (picture.resized(smart_size(config, picture.size), config.filter),)
+
+
+def dynamic_tiles(config: DynamicTiles, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Cut an image into tiles, followed by its thumbnail."""
+    rows, columns = tile_grid(config, picture.size)
+    height, width = config.tile
+    tiles = picture.resized((rows * height, columns * width), config.filter).cut(rows, columns)
+    if config.thumbnail and len(tiles) > 1:
+        return (*tiles, picture.resized((height, width), config.filter))
+    return tiles
+
+
+def anyres_tiles(config: AnyRes, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Prepare the whole image, then its tiles."""
+    tile = config.tile, config.tile
+    if images > 1 and config.several == "square":
+        return (picture.squared(config.background).resized(tile, config.filter),)
+    # The canvas has the pinpoint's size, with the image centred on black padding.
+    canvas = select_best_resolution(config, picture.size)
+    tiles = picture.fitted(canvas, config.filter).cut(canvas[0] // config.tile, canvas[1] // config.tile)
+    return (picture.resized(tile, config.filter), *tiles)
+
+
+def smart_size(config: SmartResize, size: Size) -> Size:
+    """Compute Qwen-VL's size of an image: whole merge windows, about its own shape, within the bounds on pixels.
+
+    Raises BadMedia where one side is more than 200 times the other.
+    """
+    height, width = size
+    if max(size) / min(size) > MAX_ASPECT:
+        raise BadMedia(f"an image of {height} x {width} pixels: one side is more than {MAX_ASPECT} times the other")
+    unit = config.patch * config.merge
+    rows, columns = (round(side / unit) for side in size)
+    # Rounding down after shrinking and up after growing keeps the area within the bounds.
+    if rows * columns * unit * unit > config.max_pixels:
+        shrink = math.sqrt(height * width / config.max_pixels)
+        rows, columns = (max(1, math.floor(side / shrink / unit)) for side in size)
+    elif rows * columns * unit * unit < config.min_pixels:
+        grow = math.sqrt(config.min_pixels / (height * width))
+        rows, columns = (math.ceil(side * grow / unit) for side in size)
+    return max(1, rows) * unit, max(1, columns) * unit
+
+
+def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
+    """Choose rows and columns of an image's tiles: of all grids with a permitted count, the nearest to its aspect
+    ratio.
+
+    Of equally near ones the larger, as long as it has less than twice the image's pixels. OpenGVLab's own code
+    (`dynamic_preprocess`) chooses the same where one tile is permitted, as it is for all their models. From
+    `min_tiles=2` up, grids of the same count can be equally near and nearest of all (1 x 2 and 2 x 1 tiles for 4 x 5
+    pixels); which one that code takes then depends on the order of a Python set, and here it is as in transformers.
+    """
+    height, width = size
+    best_distance = math.inf
+    best = (1, 1)
+    for rows, columns in _grids(config.min_tiles, config.max_tiles):
+        # Grids come with few tiles first, so a tie goes to the larger grid only if the image can fill half of it.
+        distance = abs(width / height - columns / rows)
+        filled = height * width > 0.5 * config.tile[0] * config.tile[1] * rows * columns
+        if distance < best_distance or (distance == best_distance and filled):
+            best_distance = distance
+            best = (rows, columns)
+    return best
+
+
+@functools.lru_cache(maxsize=64)
+def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
+    """List (rows, columns) of all grids, few tiles first, and of equal counts the narrow ones first."""
+    sides = range(1, max_tiles + 1)
+    grids = [(rows, columns) for columns in sides for rows in sides if min_tiles <= rows * columns <= max_tiles]
+    return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
+
+
+def select_best_resolution(config: AnyRes, size: Size) -> Size:
+    """Choose the resolution that shows most of an image's pixels, and of several such the one that wastes least."""
+    height, width = size
+
+    # Compared first by pixels shown, at most the image's own, then by the negative of pixels wasted.
+    def shown_and_wasted(pinpoint: Size) -> tuple[int, int]:
+        scale = min(pinpoint[1] / width, pinpoint[0] / height)
+        shown = min(int(width * scale) * int(height * scale), height * width)
+        return shown, shown - pinpoint[0] * pinpoint[1]
+
+    return max(pinpoint_sizes(config.pinpoints), key=shown_and_wasted)
+
+
+@functools.lru_cache(maxsize=64)
+def pinpoint_sizes(pinpoints: tuple[str, ...]) -> tuple[Size, ...]:
+    """Parse pinpoints such as `"336x672"` to (height, width)."""
+    return tuple((int(height), int(width)) for height, width in (pinpoint.split("x") for pinpoint in pinpoints))

@@ -1,0 +1,189 @@
+"""Convert decoded images and clips to encoder inputs, and compute their lengths before anything is decoded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from mmjax.config import AudioConfig, LearnedGrid, LogMel, VisionConfig
+from mmjax.data.media.clip_items import CONV_STRIDE, clip_size, log_mel_frames
+from mmjax.errors import BadMedia
+
+Encoders = Mapping[str, VisionConfig | AudioConfig]  # by name, in the model's order
+
+
+class ItemSize(NamedTuple):
+    """Sequence lengths of one item, computed from its size alone."""
+
+    positions: int  # in the encoder, padded to whole merge windows (vision) or to the total stride (audio)
+    tokens: int  # in the LLM
+    valid: int  # positions that hold data: patches and the class token, or frames that the convolutions read
+
+
+class EncoderInput(NamedTuple):
+    """One item as encoder input; `n` is `ItemSize.positions`."""
+
+    values: np.ndarray  # [n, F]: pixels, uint8, or log-mel bins, float32
+    coordinates: np.ndarray  # int32 [n, 3]: (t, y, x)
+    valid: np.ndarray  # bool [n]
+
+
+def positions_per_token(encoder: VisionConfig | AudioConfig) -> int:
+    """Return how many positions of an encoder's row become one token of the LLM."""
+    merge = encoder.connector.merge
+    return merge * merge if isinstance(encoder, VisionConfig) else CONV_STRIDE * encoder.pool * merge
+
+
+def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
+    """Return how many tokens at the end of each item the encoder computes but the LLM does not see.
+
+    For images that is the class token's window; for clips one token for the silence after them, or for positions too
+    few to be pooled.
+    """
+    if isinstance(encoder, VisionConfig):
+        return int(encoder.class_token)
+    how = encoder.clips
+    return int(encoder.pool > 1 or (not isinstance(how, LogMel) and how.attended == "clip"))
+
+
+def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> ItemSize:
+    """Compute the lengths of an item of `size` ((height, width) in pixels, (samples,) of a clip).
+
+    Raises ValueError for an empty item, and BadMedia (a ValueError) beyond the learned positions and for a clip that is
+    too short or too long.
+    """
+    if any(extent < 1 for extent in size):
+        raise ValueError(f"an item of size {size} is empty")
+    merge = encoder.connector.merge
+    if isinstance(encoder, VisionConfig):
+        height, width = patch_grid(encoder, size)
+        _check_grid(encoder, size, height, width)
+        _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
+        windows = -(-height // merge) * -(-width // merge)
+        hidden = hidden_tokens(encoder)
+        return ItemSize((windows + hidden) * merge * merge, windows, height * width + hidden)
+    clip = clip_size(encoder, size[0])
+    # Pooling drops a remainder, as average pooling does; merging pads one.
+    tokens = -(-(clip.positions // encoder.pool) // merge)
+    if not tokens:
+        raise BadMedia(f"a clip of {size[0]} samples is too short: the encoder makes no token of it")
+    _check_positions(encoder, size, tokens)
+    return ItemSize((tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.held)
+
+
+def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return times, rows and columns of the LLM's tokens of an image of (height, width) in pixels."""
+    rows, columns = (-(-patches // encoder.connector.merge) for patches in patch_grid(encoder, size))
+    return 1, rows, columns
+
+
+def patch_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns of the patches of an image of (height, width) in pixels.
+
+    With a learned grid of positions only whole patches count, as in the convolutions of CLIP, SigLIP and InternViT: the
+    remainder at the bottom and the right is dropped. Otherwise the last patches are padded with black.
+    """
+    # Convolutions with stride = patch drop a remainder.
+    if isinstance(encoder.positions, LearnedGrid):
+        return size[0] // encoder.patch, size[1] // encoder.patch
+    return -(-size[0] // encoder.patch), -(-size[1] // encoder.patch)
+
+
+def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
+    grid = encoder.positions
+    if not min(height, width):
+        raise ValueError(f"an image of {size[0]} x {size[1]} pixels has not one patch of {encoder.patch}")
+    if isinstance(grid, LearnedGrid) and (height > grid.rows or width > grid.columns):
+        raise BadMedia(
+            f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, the encoder learned positions "
+            f"of {grid.rows} x {grid.columns}; prepare images smaller"
+        )
+
+
+def _check_positions(encoder: VisionConfig | AudioConfig, size: tuple[int, ...], longest: int) -> None:
+    grid = encoder.connector.position_grid  # beyond this table JAX would silently clamp to its last entry
+    if grid and longest > grid:
+        raise BadMedia(
+            f"an item of size {size} has {longest} tokens along one side, connector.position_grid is {grid}; raise it"
+        )
+
+
+def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> EncoderInput:
+    """Convert an image (uint8 `[H, W, C]`) to patches, or a clip (float `[n]`) to log-mel frames, as long as
+    `item_size` says.
+
+    Raises ValueError for an empty item, or a shape, type or number of channels that the encoder does not take.
+    """
+    if isinstance(encoder, VisionConfig):
+        if array.ndim != 3 or array.shape[2] != encoder.channels:
+            raise ValueError(f"an image of shape {array.shape} is not [height, width, {encoder.channels}]")
+        rows, columns = patch_grid(encoder, array.shape[:2])
+        array = array[: rows * encoder.patch, : columns * encoder.patch]
+        item = to_patches(array, encoder.patch, encoder.connector.merge)
+        return _with_class_token(item, encoder.connector.merge) if encoder.class_token else item
+    frames = log_mel_frames(encoder, array)
+    positions = item_size(encoder, array.shape).positions
+    values = np.zeros((positions, encoder.mels), np.float32)
+    values[: len(frames)] = frames
+    coordinates = np.zeros((positions, 3), np.int32)
+    coordinates[:, 0] = np.arange(positions)
+    # Row -1 marks frames that the convolutions read but that make no position of the layers.
+    coordinates[clip_size(encoder, len(array)).frames :, 1] = -1
+    return EncoderInput(values, coordinates, coordinates[:, 0] < len(frames))
+
+
+def to_patches(image: np.ndarray, patch: int, merge: int) -> EncoderInput:
+    """Cut a uint8 `[H, W, C]` image into patches in merge order: values uint8 `[n, patch * patch * C]`.
+
+    The image is padded with black (0) to whole patches, and the grid to whole merge x merge windows; a patch without a
+    pixel of the image is not valid. Windows follow each other row by row, and so do the patches inside a window: with
+    merge 2 a grid of 2 x 4 patches has the order 0 1 4 5, 2 3 6 7.
+    """
+    height, width, _ = image.shape
+    coordinates, valid = _merge_order(-(-height // patch), -(-width // patch), merge)
+    return EncoderInput(patchify(image, patch, merge), coordinates, valid)
+
+
+def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """Cut a uint8 `[H, W, C]` image into patches `[n, patch * patch * C]`, ordered and padded as in `to_patches`.
+
+    Within a patch: row, column, channel.
+    """
+    if image.dtype != np.uint8 or image.ndim != 3:
+        raise ValueError(f"an image must be uint8 [height, width, channels], not {image.dtype} {list(image.shape)}")
+    if image.size == 0:
+        raise ValueError(f"an image of shape {image.shape} is empty")
+    height, width, channels = image.shape
+    window = patch * merge
+    # -height % window is what is missing to a multiple: -10 % 28 = 18.
+    if height % window or width % window:
+        image = np.pad(image, ((0, -height % window), (0, -width % window), (0, 0)))
+    rows, columns = (side // window for side in image.shape[:2])
+    windows = image.reshape(rows, merge, patch, columns, merge, patch, channels).transpose(0, 3, 1, 4, 2, 5, 6)
+    return windows.reshape(-1, patch * patch * channels)
+
+
+def _with_class_token(item: EncoderInput, merge: int) -> EncoderInput:
+    """Append one window: the class token, whose row and column are -1, and padding."""
+    window = merge * merge
+    values = np.concatenate([item.values, np.zeros((window, item.values.shape[1]), np.uint8)])
+    coordinates = np.concatenate([item.coordinates, np.tile(np.int32([[0, -1, -1]]), (window, 1))])
+    return EncoderInput(values, coordinates, np.concatenate([item.valid, np.arange(window) == 0]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _merge_order(height: int, width: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return coordinates int32 `[n, 3]` and validity `[n]` of a patch grid in merge order; read-only, since cached."""
+    rows, columns = (-(-side // merge) for side in (height, width))  # of windows
+    grid = np.zeros((rows * merge, columns * merge, 3), np.int32)
+    grid[..., 1] = np.arange(rows * merge)[:, None]
+    grid[..., 2] = np.arange(columns * merge)
+    windows = grid.reshape(rows, merge, columns, merge, 3).transpose(0, 2, 1, 3, 4)
+    coordinates = np.ascontiguousarray(windows.reshape(-1, 3))
+    valid = (coordinates[:, 1] < height) & (coordinates[:, 2] < width)
+    # lru_cache returns the same arrays to all callers.
+    coordinates.flags.writeable = valid.flags.writeable = False
+    return coordinates, valid

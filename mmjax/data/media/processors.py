@@ -1,0 +1,149 @@
+"""Convert a conversation's images and clips to encoder items, and place their tokens in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmjax.config import AudioConfig, VisionConfig
+from mmjax.data.conversation import Medium
+from mmjax.data.media.anyres_layout import BeforeLlm, TokenLayout, before_llm
+from mmjax.data.media.clip_items import split_clip
+from mmjax.data.media.decode import (
+    ClipHeader,
+    Probe,
+    decode_clip,
+    decode_image,
+    read_clip_header,
+    read_image_size,
+    resampled_length,
+)
+from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
+from mmjax.data.media.patches import Encoders, item_size, token_grid
+from mmjax.data.sample import ArrangedItems, Item, Sample, SampleLengths
+from mmjax.errors import UserError
+
+CACHED_SIZES = 1 << 16  # media whose items' sizes are cached
+
+Functions = Mapping[str, Callable[..., Any]]  # encoder callbacks by the names that the config gives them
+PROBES: dict[Medium, Probe] = {"image": read_image_size, "audio": read_clip_header}
+
+
+class MediaItems(NamedTuple):
+    """The items of one medium, computed from its header."""
+
+    encoder: str
+    sizes: tuple[tuple[int, ...], ...]  # one per item
+    tokens: TokenLayout | None = None  # of an image whose tokens are arranged; None: its items' tokens in order
+
+    def count(self, encoders: Encoders) -> int:
+        """Count the LLM tokens."""
+        encoder = encoders[self.encoder]
+        return sum(item_size(encoder, size).tokens for size in self.sizes) if self.tokens is None else len(self.tokens)
+
+
+class MediaProcessors:
+    """Prepare images and clips for a model's encoders, and their tokens for its LLM."""
+
+    def __init__(self, encoders: Encoders, functions: Functions | None = None) -> None:
+        self.encoders = dict(encoders)
+        vision = {name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)}
+        self._eyes = {name: ImageProcessor.of(name, encoder, functions or {}) for name, encoder in vision.items()}
+        # Many media have one of few sizes, and arranging the tokens of an image takes longer than looking them up.
+        self.items = lru_cache(maxsize=CACHED_SIZES)(self._items)
+
+    def encoder(self, kind: Medium) -> str:
+        """Return the name of the encoder that takes media of a kind. Raises UserError where there is none."""
+        config_type = {"image": VisionConfig, "audio": AudioConfig}[kind]
+        name = next((name for name, encoder in self.encoders.items() if isinstance(encoder, config_type)), None)
+        if name is None:
+            raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; add one")
+        return name
+
+    def _items(self, kind: Medium, facts: tuple[int, int], images: int) -> MediaItems:
+        """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia."""
+        name = self.encoder(kind)
+        if kind == "image":
+            return self._eyes[name].items(facts, images)
+        encoder = self.encoders[name]
+        samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
+        return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
+
+    def decoded(self, kind: Medium, encoded: bytes, images: int) -> tuple[np.ndarray, ...]:
+        """Decode a medium's file to its items, of the sizes that `items` returns. Raises BadMedia."""
+        name = self.encoder(kind)
+        if kind == "image":
+            items = prepare_image(self._eyes[name].before_encoder, decode_image(encoded), images)
+            return tuple(map(grey, items)) if self.encoders[name].channels == 1 else items
+        encoder = self.encoders[name]
+        wave = decode_clip(encoded, encoder.sample_rate)
+        # Cut after resampling, as `_items` does from the header's length.
+        return tuple(wave[start:stop] for start, stop in split_clip(encoder, len(wave)))
+
+    def facts(self, text_tokens: int, media: Sequence[MediaItems]) -> SampleLengths:
+        """Return the lengths of a sample with these media."""
+        arranged = any(medium.tokens is not None for medium in media)
+        tokens = sum(medium.count(self.encoders) for medium in media) if arranged else None
+        return SampleLengths(
+            text_tokens, tuple((medium.encoder, size) for medium in media for size in medium.sizes), tokens
+        )
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """An image encoder with the functions that prepare its images and arrange their tokens."""
+
+    name: str
+    encoder: VisionConfig
+    before_encoder: BeforeEncoder
+    before_llm: BeforeLlm | None
+
+    @classmethod
+    def of(cls, name: str, encoder: VisionConfig, functions: Functions) -> ImageProcessor:
+        """Use the encoder's callbacks where its config names some, else the standard functions."""
+        callbacks = encoder.callbacks
+        return cls(
+            name,
+            encoder,
+            functions[callbacks.before_encoder] if callbacks.before_encoder else before_encoder(encoder.images),
+            functions[callbacks.before_llm] if callbacks.before_llm else before_llm(encoder),
+        )
+
+    def items(self, size: tuple[int, int], images: int) -> MediaItems:
+        """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
+        sizes = prepared_sizes(self.before_encoder, size, images)
+        if self.before_llm is None:
+            return MediaItems(self.name, sizes)
+        grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
+        return MediaItems(self.name, sizes, self.before_llm(size, grids))
+
+
+def grey(image: np.ndarray) -> np.ndarray:
+    """Convert an image uint8 `[h, w, 3]` to its luma `[h, w, 1]` (ITU-R 601), for an encoder of one channel."""
+    return ((image @ np.array([299, 587, 114]) + 500) // 1000).astype(np.uint8)[..., None]
+
+
+def encoder_names(media: Sequence[MediaItems]) -> list[list[str]]:
+    """List the encoder name of each item of every medium."""
+    return [[medium.encoder] * len(medium.sizes) for medium in media]
+
+
+def merge_arranged_items(sample: Sample, media: Sequence[MediaItems]) -> Sample:
+    """Replace the items of each image whose tokens are arranged with one `ArrangedItems` segment."""
+    replacement: dict[
+        int, ArrangedItems | None
+    ] = {}  # by item number; None: covered by the `ArrangedItems` of an earlier item
+    number = 0
+    for medium in media:
+        items = range(number, number + len(medium.sizes))
+        if medium.tokens is not None:
+            replacement |= dict.fromkeys(items)
+            replacement[number] = ArrangedItems(medium.encoder, number, len(items), medium.tokens)
+        number = items.stop
+    # An image's items follow each other in the sample, so its first item's segment can stand for all of them.
+    segments = (replacement.get(s.number, s) if isinstance(s, Item) else s for s in sample.segments)
+    return Sample(tuple(segment for segment in segments if segment is not None))

@@ -1,0 +1,237 @@
+"""Group samples into the microbatches of step n: a pure function of (config, seed, index, step).
+
+Every process computes the same, on any devices and with any balance, and resuming needs the step number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from mmjax.balance.pack import columns_for, count_steps, oversize, pack
+from mmjax.balance.parts import Parts
+from mmjax.balance.permutation import Shuffler
+from mmjax.balance.place import split
+from mmjax.config import BatchConfig, IsfGrouping, NoGrouping, PackGrouping
+from mmjax.data.plan.budget import Budget, isf_groups, steps_for, stream_of
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.data.plan.sampler import Draws, Due, Pool, pools_of
+
+_SURELY_TYPICAL = 30_000  # samples whose totals are so near the mean that their number says what they need
+
+
+class Group(NamedTuple):
+    """The samples of one microbatch."""
+
+    samples: np.ndarray  # int64 [n]
+    row: np.ndarray | None  # int32 [p]: in which of the budget's rows each part fits; None = the grouping does not say
+
+
+class _Chunk(NamedTuple):
+    """Samples that were grouped together, one step after the other. Only what is asked for is laid out in rows."""
+
+    samples: np.ndarray  # int64 [n]
+    step_start: np.ndarray  # int64 [steps + 1]
+    part_start: np.ndarray  # int64 [n + 1]
+    row: np.ndarray | None  # int32 [p]: microbatch * rows of the module + row; None = the grouping does not say
+    waited: np.ndarray | None = None  # int32 [n]: steps; None = nobody waits
+
+    def step(self, k: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The samples of the k-th step and their parts' rows."""
+        a, b = self.step_start[k : k + 2]
+        return self.samples[a:b], None if self.row is None else self.row[self.part_start[a] : self.part_start[b]]
+
+    def __len__(self) -> int:
+        return len(self.step_start) - 1
+
+
+@dataclass
+class StepGrouper:
+    """Groups samples into steps, chunk by chunk. What it remembers (chunks, where they start) only saves time."""
+
+    index: LengthIndex
+    batch: BatchConfig
+    weights: Sequence[float]  # of the sources
+    seed: int
+    budget: Budget
+    first_steps: list[int] = field(default_factory=lambda: [0])  # of the chunks found so far and the one after them
+    first: int = 0  # the step of the run that is the first here
+    due: Due = ()  # what epochs that were begun before it still owe
+    epochs_before: float = 0.0  # that were done before it
+
+    def __post_init__(self) -> None:
+        wide = np.flatnonzero(np.any(self.index.totals > np.array(self.budget.lengths), axis=1))
+        self.oversize = _oversize(self.index, wide, self.batch, self.budget)
+        self.columns = _columns(self.index, np.setdiff1d(wide, self.oversize), self.batch, self.budget)
+        self.pools: list[Pool] = pools_of(self.index, self.weights, self.oversize, self.due)
+        self._stream = stream_of(self.batch, self.budget.samples_per_step, self.pools, self.weights, self.seed)
+        self._chunk = lru_cache(maxsize=2)(self._group_chunk)
+
+    def step(self, step: int) -> list[Group]:
+        """The microbatches of step `step`. Chunks whose start is not known are grouped first, one after the other."""
+        chunk, at = self._place_of(step)
+        return self._microbatches(*self._chunk(chunk).step(at))
+
+    def longest_wait(self, step: int) -> int:
+        """Return for how many steps a sample of this step waited at most, from when it could have been chosen."""
+        chunk, at = self._place_of(step)
+        grouped = self._chunk(chunk)
+        first, last = grouped.step_start[at : at + 2]
+        return 0 if grouped.waited is None else int(grouped.waited[first:last].max(initial=0))
+
+    def used(self, step: int) -> tuple[dict[int, Draws], np.ndarray]:
+        """Return what the chunk of a step has of each source, and the ids of its samples that came before the step."""
+        chunk, at = self._place_of(step)
+        grouped = self._chunk(chunk)
+        return self._stream.draws(chunk), grouped.samples[: grouped.step_start[at]]
+
+    def epochs_after(self, step: int) -> float:
+        """Return how many epochs are done after a step: one is as many samples as all sources together have."""
+        chunk, at = self._place_of(step)
+        drawn = self._samples_before(chunk) + int(self._chunk(chunk).step_start[at + 1])
+        due, rest = self._due
+        epochs = rest * drawn / due if drawn < due else rest + (drawn - due) / self.epoch_samples
+        return self.epochs_before + epochs
+
+    def steps_for_epochs(self, epochs: float) -> int:
+        """Return with which number of steps of the run so many epochs are done. Groups every chunk up to there."""
+        due, rest = self._due
+        left = max(0.0, epochs - self.epochs_before)
+        wanted = round(left / rest * due if left < rest else due + (left - rest) * self.epoch_samples)
+        chunk = 0
+        while self._samples_before(chunk + 1) < wanted:
+            chunk += 1
+        of_chunk = np.searchsorted(self._chunk(chunk).step_start, wanted - self._samples_before(chunk))
+        return self.first + self._first_step(chunk) + int(of_chunk)
+
+    def _samples_before(self, chunk: int) -> int:
+        return sum(of.begin for of in self._stream.draws(chunk).values())
+
+    def epoch_notes(self) -> tuple[str, ...]:
+        """Say where epochs are so short that steps suffer, as a source's samples come at most once in a step."""
+        draws, per_step = self._stream.draws(0), self.budget.samples_per_step
+        if (chunk := sum(of.end - of.begin for of in draws.values())) >= 8 * per_step:
+            return ()
+        sizes = {s: of.last - of.first for s, of in draws.items()}
+        shortest = min(sizes, key=lambda s: sizes[s] / self.weights[s])
+        name = self.index.source_name[shortest]
+        key = f"data.sources.{name}.weight" if len(draws) > 1 else "batch.size.count"
+        what = f"all {sizes[shortest]} samples of {name} come once in {chunk / per_step:.3g} steps"
+        if chunk < per_step:
+            return (f"{what}, and never twice in one: steps have at most {chunk} samples; lower {key}",)
+        return (f"{what}; where an epoch ends a step is less full, so lower {key} if that is too often",)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch: all that are used of the sources that are drawn from."""
+        return sum(len(pool) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)
+
+    @property
+    def _due(self) -> tuple[int, float]:
+        """Return the number of samples that are due, and the part of an epoch that they complete."""
+        due = sum(len(pool.due) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)
+        return due, 1 - self.epochs_before % 1 if due else 0.0
+
+    def _place_of(self, step: int) -> tuple[int, int]:
+        """The chunk of a step of the run, and which of its steps it is."""
+        step -= self.first
+        while self.first_steps[-1] <= step:
+            self._first_step(len(self.first_steps))
+        chunk = int(np.searchsorted(self.first_steps, step, side="right")) - 1
+        return chunk, step - self.first_steps[chunk]
+
+    def _first_step(self, chunk: int) -> int:
+        """Return the first step of a chunk, counted from that of the segment."""
+        while len(self.first_steps) <= chunk:
+            self.first_steps.append(self.first_steps[-1] + self._steps_in(len(self.first_steps) - 1))
+        return self.first_steps[chunk]
+
+    def _steps_in(self, chunk: int) -> int:
+        """Count the steps of a chunk; only with ISF it has to be grouped for that."""
+        samples = self._stream.samples_in(chunk)
+        match self.batch.grouping:
+            case IsfGrouping():
+                return len(self._chunk(chunk))
+            case PackGrouping() if samples < _SURELY_TYPICAL:
+                parts = self.index.parts(self._stream.chunk(chunk))
+                return count_steps(parts, self.budget.room(), self.batch.microbatches, self.columns)
+        return steps_for(samples, self.budget.samples_per_step)
+
+    def steps_of(self, samples: np.ndarray) -> list[list[Group]]:
+        """Steps that hold exactly these samples, each once (packed; for evaluation)."""
+        chunk = self._packed(samples, PackGrouping().pool_steps)
+        return [self._microbatches(*chunk.step(k)) for k in range(len(chunk))]
+
+    def _microbatches(self, samples: np.ndarray, row: np.ndarray | None) -> list[Group]:
+        parts, count = self.index.parts(samples), self.batch.microbatches
+        if row is None:
+            microbatch = split(parts.totals(len(self.budget.rows)), count)
+            return [Group(samples[microbatch == m], None) for m in range(count)]
+        rows = np.array(self.budget.rows)[parts.module]
+        microbatch, in_microbatch = np.divmod(row, rows)
+        count = max(count, int(microbatch.max(initial=0)) + 1)  # what a step's rows do not hold comes in one more
+        chosen = [np.flatnonzero(microbatch[parts.sample_start[:-1]] == m) for m in range(count)]
+        return [Group(samples[of], in_microbatch[parts.of_samples(of)].astype(np.int32)) for of in chosen]
+
+    def _group_chunk(self, chunk: int) -> _Chunk:
+        grouping = self.batch.grouping
+        order = self._stream.chunk(chunk)
+        match grouping:
+            case PackGrouping(pool_steps=pool):
+                return self._packed(order, pool, self._steps_in(chunk))
+            case IsfGrouping(iterations=iterations):
+                return self._isf(order, iterations, Shuffler(self.seed, 3, chunk))
+            case NoGrouping():
+                steps = steps_for(len(order), self.budget.samples_per_step)
+                return _Chunk(order, np.arange(steps + 1) * len(order) // steps, np.zeros(0, np.int64), None)
+
+    def _packed(self, order: np.ndarray, pool_steps: int, steps: int = 0) -> _Chunk:
+        """Pack samples into so many steps; 0 = as few as can be."""
+        parts = self.index.parts(order)
+        count, columns = self.batch.microbatches, self.columns
+        packing = pack(parts, np.arange(len(order)), self.budget.room(), count, pool_steps, columns, steps=steps)
+        return _chunk_of(order, parts, packing.step, packing.row, packing.waited)
+
+    def _isf(self, order: np.ndarray, iterations: int, rng: Shuffler) -> _Chunk:
+        parts = self.index.parts(order)
+        grouping = isf_groups(self.index.totals[order], self.budget, iterations, rng)
+        groups, per_step = grouping.groups + grouping.leftover_groups, self.budget.rows[0] * self.batch.microbatches
+        steps = -(-groups // per_step)
+        # What is left over comes among the rest, and the last step is about as full as the others.
+        position = rng.permutation(groups)[grouping.group]
+        first = np.arange(steps + 1) * groups // steps
+        step = np.searchsorted(first, position, side="right") - 1
+        return _chunk_of(order, parts, step, np.repeat(position - first[step], np.diff(parts.sample_start)))
+
+
+def _oversize(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: Budget) -> np.ndarray:
+    """Ids of the samples that fit no budget, int64, sorted. wide: those that fill more than a row of a module."""
+    too_wide = wide
+    if not isinstance(batch.grouping, IsfGrouping):  # whose groups fill one row of each module
+        too_wide = wide[oversize(index.parts(wide), budget.room())]
+    return np.union1d(np.flatnonzero(index.llm_tokens > budget.longest), too_wide)
+
+
+def _columns(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: Budget) -> int:
+    """How many columns the budget's rows make: equal groups of rows, in one of which all parts of a sample lie."""
+    if not isinstance(batch.grouping, PackGrouping):
+        return 1
+    return columns_for(index.parts(wide), budget.room())
+
+
+def _chunk_of(
+    samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray, waited: np.ndarray | None = None
+) -> _Chunk:
+    by_step = np.argsort(step, kind="stable")
+    step_start = np.searchsorted(step[by_step], np.arange(step.max(initial=-1) + 2))
+    part_start = _starts(np.diff(parts.sample_start)[by_step])
+    waited = None if waited is None else waited[by_step]
+    return _Chunk(samples[by_step], step_start, part_start, row[parts.of_samples(by_step)], waited)
+
+
+def _starts(count: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(count, dtype=np.int64)])

@@ -1,0 +1,172 @@
+"""How the rows of a step lie on ranks, and which shapes are compiled for them: found by planning the first steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mmjax.balance.parts import LLM
+from mmjax.balance.phases import Aim
+from mmjax.balance.shapes import choose_shapes
+from mmjax.config import Config, NoGrouping, PostBalance
+from mmjax.data.plan.budget import Lengths
+from mmjax.data.plan.grouping import Group, StepGrouper
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.data.plan.placement import Balance, Placer, Shape, Topology
+from mmjax.planning.flops import frozen_modules, relative_cost
+
+DRY_RUN_STEPS = 512
+DRY_RUN_SAMPLES = 100_000  # about, and at least 16 steps
+OF_OPERATIONS = 0.25  # 1: modules count by their operations; 0: all the same
+WORTH = 0.02  # where grouping fills rows, one more shape must save this share of the cost
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Decided before step 0 for the devices at hand; another one has the same samples in every step."""
+
+    topology: Topology
+    rows: Lengths  # of each module on one rank
+    shapes: tuple[Shape, ...]  # compiled ahead, the cheapest first; the last holds every sample alone
+
+
+def lay_out(
+    grouper: StepGrouper,
+    config: Config,
+    topology: Topology,
+    balances: Sequence[Balance] = (),
+    most: int | None = None,
+) -> RankLayout:
+    """Choose row lengths and exchange widths for these ranks, by how the first steps would be placed.
+
+    balances: to be compared in the same shapes, which serve the steps of them all; default: the config's alone. most:
+    of these steps, for a look; a run needs shapes that later steps fit too.
+    """
+    if isinstance(config.batch.balance, PostBalance) and config.batch.balance.locality == "off":
+        topology = replace(topology, peers=topology.ranks)
+    rows = tuple(_rows_of_rank(count, topology, k == LLM) for k, count in enumerate(grouper.budget.rows))
+    placer = make_placer(grouper, config, RankLayout(topology, rows, ()))
+    placers = [replace(placer, balance=balance) for balance in balances] or [placer]
+    return RankLayout(
+        topology, rows, _with_room_for_all(_shapes(grouper, config, placers, most), grouper, placer, config)
+    )
+
+
+def _rows_of_rank(count: int, topology: Topology, llm: bool) -> int:
+    """As many rows on each rank, and of an encoder on each of its ranks, as hold `count` rows together."""
+    parts = 1 if llm else topology.encoders_per_rank
+    return -(-count // (topology.ranks * parts)) * parts
+
+
+def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Placer:
+    """What places the grouper's microbatches by this layout."""
+    flops = relative_cost(config.model, frozen=frozen_modules(config.model))
+    price = _price(grouper, flops, layout)
+    return Placer(
+        grouper.index,
+        config.batch.balance,
+        layout.topology,
+        layout.rows,
+        flops,
+        price,
+        layout.shapes,
+        grouper.columns,
+    )
+
+
+def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.ndarray:
+    """Of one more position in each module's rows, and of one more token of each encoder's width.
+
+    By operations alone a small encoder's rows would be left half empty, and its own ranks with them: so each module
+    counts between its part of the operations and an equal part.
+    """
+    ranks, index = layout.topology.ranks, grouper.index
+    samples = grouper.budget.samples_per_step / grouper.batch.microbatches
+    rows = ranks * np.array(layout.rows)
+    need = np.maximum(samples * index.totals.mean(0) / rows, 1)
+    price = (rows * flops * need) ** OF_OPERATIONS / need
+    sent = max(samples * float(index.item_tokens.sum()) / len(index), 1.0)
+    width = Aim.exchange * float(price @ need) * ranks * (layout.topology.peers - 1) / sent
+    return np.concatenate([price, np.full(len(rows) - 1, width)])
+
+
+def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], most: int | None) -> tuple[Shape, ...]:
+    """For the microbatches of the first steps, placed by each of these; all of them fit the last one."""
+    budget, placer, fixed = grouper.budget, placers[0], not isinstance(config.batch.grouping, NoGrouping)
+    modules, lengths = len(placer.rows), np.array(budget.lengths)
+    if (fixed and placer.topology.ranks == 1) or placer.in_columns:
+        return (Shape(budget.lengths, (0,) * (modules - 1)),)
+    filled = np.array(placer.rows) * placer.topology.ranks == budget.rows
+    least = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter
+    groups, found = _dry_run(grouper, config, most), []
+    # Rows as long as grouping filled them may take a wide exchange, or leave others half empty: the cheaper is chosen.
+    for limit in (lengths, None) if fixed else (None,):
+        needs = _stack([p.needs(group, limit) for group in groups for p in placers])
+        needs[:, :, :modules] = np.maximum(needs[:, :, :modules], least)
+        worth, alignments = WORTH if fixed else 0.0, _alignments(grouper, config)
+        shapes = choose_shapes(needs, placer.price, config.batch.shapes, alignments, worth, modules - 1)
+        holds = np.all(needs[:, :, None] <= shapes, axis=-1).any(1)
+        found.append((float(np.where(holds, shapes @ placer.price, np.inf).min(1).sum()), shapes.tolist()))
+    return tuple(Shape(tuple(s[:modules]), tuple(s[modules:])) for s in min(found)[1])
+
+
+def _stack(ways: Sequence[np.ndarray]) -> np.ndarray:
+    """What steps need, int64 `[steps, ways, columns]`; a step with fewer ways has its last one several times."""
+    most = max(map(len, ways))
+    return np.stack([np.concatenate([needs, np.repeat(needs[-1:], most - len(needs), axis=0)]) for needs in ways])
+
+
+def _dry_run(grouper: StepGrouper, config: Config, most: int | None) -> Sequence[Group]:
+    """The microbatches of the first steps: not of more than a chunk, where finding the next one takes long."""
+    some = int(np.clip(DRY_RUN_SAMPLES / grouper.budget.samples_per_step, 16, DRY_RUN_STEPS))
+    grouping = config.batch.grouping
+    steps = some if isinstance(grouping, NoGrouping) else min(some, max(16, grouping.chunk_steps // 2))
+    last = grouper.first + min(steps, most or steps)
+    return [group for step in range(grouper.first, last) for group in grouper.step(step)]
+
+
+def _with_room_for_all(
+    shapes: tuple[Shape, ...], grouper: StepGrouper, placer: Placer, config: Config
+) -> tuple[Shape, ...]:
+    """The shapes, the last one so large that it holds each sample that may come, if need be spread over its node."""
+    modules, rows, alignment = len(placer.rows), np.array(placer.rows), _alignments(grouper, config)
+    lengths, spread = np.array(shapes[-1].lengths), False
+    for sample in _wide(grouper, rows, lengths):
+        at_home, over_peers = placer.needs_alone(sample)
+        if np.all(at_home[:modules] <= lengths):
+            continue
+        spread = placer.topology.peers > 1
+        lengths = np.maximum(lengths, -(-over_peers // alignment)[:modules] * alignment[:modules])
+    if not spread:
+        return (*shapes[:-1], Shape(tuple(lengths.tolist()), shapes[-1].widths))
+    # No rank makes more tokens than its rows hold, or takes more than its samples' items have.
+    taken = rows[0] * lengths[0] * _tokens_per_token(grouper.index)
+    most = np.minimum(rows[1:] * lengths[1:] // grouper.index.positions_per_token, taken)
+    widths = -(-most // alignment[modules:]) * alignment[modules:]
+    return (*shapes, Shape(tuple(lengths.tolist()), tuple(widths.tolist())))
+
+
+def _tokens_per_token(index: LengthIndex) -> int:
+    """The most tokens that encoders make for one of the LLM in any sample: above 1 where images are unpadded."""
+    made = np.bincount(np.repeat(np.arange(len(index)), np.diff(index.item_start)), index.item_tokens, len(index))
+    return max(1, math.ceil((made / np.maximum(index.llm_tokens, 1)).max(initial=1)))
+
+
+def _wide(grouper: StepGrouper, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Ids of the samples that may come and might not fit the rows of one rank."""
+    index = grouper.index
+    longest = np.zeros(len(rows), np.int64)
+    np.maximum.at(longest[1:], index.item_encoder, index.item_positions)
+    longest[0] = index.llm_tokens.max(initial=0)
+    # Longest first fills no row more than the mean of them and the longest part.
+    surely = (index.totals <= lengths) | (index.totals / rows + longest <= lengths)
+    return np.setdiff1d(np.flatnonzero(~surely.all(1)), grouper.oversize)
+
+
+def _alignments(grouper: StepGrouper, config: Config) -> np.ndarray:
+    """Of every module's rows, which end where a token of the LLM does, and of every encoder's width."""
+    per_token, least = grouper.index.positions_per_token, config.batch.alignment
+    return np.array([math.lcm(least, *per_token.tolist())] * (1 + len(per_token)) + [least] * len(per_token))

@@ -1,0 +1,192 @@
+"""Order the samples: a shuffled, weighted mixture of sources, cut into chunks, as a pure function of (seed, chunk).
+
+Each source is read in epochs, each in a permutation of its own, and a chunk holds samples of one epoch of each source:
+where an epoch ends a chunk ends. Nothing is kept between chunks and nothing is as long as a source, since a permutation
+is computed for the ranks that are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from mmjax.balance.permutation import Shuffler
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.errors import UserError
+
+_ROUNDS = 8
+_REMAINDER = 1 << 32  # keys the permutation of an epoch that began with other data, apart from those of whole epochs
+
+Due = Sequence[np.ndarray]  # of every source, the ids that are left of an epoch that was begun before, sorted
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The samples of one source that may be used: ids `start` to `stop` - 1 but the `excluded` (sorted ids)."""
+
+    start: int
+    stop: int
+    excluded: np.ndarray
+    due: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids that come before its first whole epoch
+
+    def __len__(self) -> int:
+        return self.stop - self.start - len(self.excluded)
+
+    def draw(self, begin: int, end: int, key: np.uint64) -> np.ndarray:
+        """Return the ids of draws `begin` to `end` - 1, int64: first what is due, then epoch after epoch.
+
+        Every epoch has a permutation of its own, which depends on `key`.
+        """
+        due = np.arange(begin, min(end, len(self.due)))
+        epoch, rank = np.divmod(np.arange(max(begin, len(self.due)), end) - len(self.due), max(1, len(self)))
+        first = self.due[_shuffled(due, len(self.due), key, np.full(len(due), _REMAINDER))]
+        return np.concatenate([first, self.ids(_shuffled(rank, len(self), key, epoch))])
+
+    def ids(self, ranks: np.ndarray) -> np.ndarray:
+        """The ids of the usable samples with these ranks, int64."""
+        skipped = np.searchsorted(self.excluded - self.start - np.arange(len(self.excluded)), ranks, side="right")
+        return self.start + ranks + skipped
+
+
+def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray, due: Due = ()) -> list[Pool]:
+    """The usable samples of every source: not those that are excluded or bad.
+
+    Raises UserError where a source that should be drawn from has none.
+    """
+    excluded, pools = np.union1d(excluded, index.bad), []
+    for s, weight in enumerate(weights):
+        start, stop = map(int, index.source_start[s : s + 2])
+        left = np.setdiff1d(due[s] if due else [], excluded).astype(np.int64)
+        own = excluded[(excluded >= start) & (excluded < stop)]
+        pools.append(Pool(start, stop, own, left))
+        if weight > 0 and not len(pools[-1]):
+            if np.isin(np.arange(start, stop), index.bad).all() and stop > start:
+                reason = index.reason[np.searchsorted(index.bad, start)]
+                raise UserError(
+                    f"data.sources.{index.source_name[s]}: none of its {stop - start} samples can be used; the first: "
+                    f"{reason}"
+                )
+            shortest = f"; the shortest has {index.llm_tokens[start:stop].min()} LLM tokens" if stop > start else ""
+            raise UserError(
+                f"data.sources.{index.source_name[s]}: none of its {stop - start} samples fits the batch{shortest}; "
+                f"raise batch.size, or set data.sources.{index.source_name[s]}.weight=0"
+            )
+    return pools
+
+
+class Draws(NamedTuple):
+    """Draws `begin` to `end` - 1 of a source, all of one epoch, which has the draws `first` to `last` - 1."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Chunks of a weighted mixture of sources, each as long as the epochs allow.
+
+    The source that has the shortest epoch at its weight sets the pace: its epochs are cut into equal chunks of at most
+    `size` samples. Epochs of the others end with the nearest chunk, and have equal shares of their chunks. So every
+    epoch ends where a chunk ends, and weights hold exactly in the mean of all epochs.
+    """
+
+    pools: Sequence[Pool]
+    weights: Sequence[float]
+    size: int
+    seed: int
+    multiple: float = 1  # a lone source's chunks hold a multiple of this many samples, but for the last of an epoch
+
+    def chunk(self, chunk: int) -> np.ndarray:
+        """Return the sample ids of a chunk in random order, int64. Raises UserError where no weight is positive."""
+        ids = [self.pools[s].draw(of.begin, of.end, key_of(self.seed, s)) for s, of in self.draws(chunk).items()]
+        drawn = np.concatenate(ids)
+        return drawn[Shuffler(self.seed, 2, chunk).permutation(len(drawn))]
+
+    def samples_in(self, chunk: int) -> int:
+        """Count the samples of a chunk without drawing them."""
+        return sum(of.end - of.begin for of in self.draws(chunk).values())
+
+    def draws(self, chunk: int) -> dict[int, Draws]:
+        """Return what a chunk has of each source that is drawn from, by the source's number."""
+        return {s: self._draws(s, chunk, mean) for s, mean in self._chunks_per_epoch.items()}
+
+    def _draws(self, source: int, chunk: int, per_epoch: float) -> Draws:
+        pool = self.pools[source]
+        due, size = len(pool.due), len(pool)
+        of_due = math.ceil(per_epoch * due / size)
+        if chunk < of_due:
+            return self._share(0, due, chunk, of_due)
+        chunk -= of_due
+        epoch = int((chunk + 0.5) / per_epoch)  # or, by rounding, a neighbour of this one
+        while (begin := math.floor(epoch * per_epoch + 0.5)) > chunk:
+            epoch -= 1
+        while (end := math.floor((epoch + 1) * per_epoch + 0.5)) <= chunk:
+            begin, epoch = end, epoch + 1
+        return self._share(due + epoch * size, size, chunk - begin, end - begin)
+
+    def _share(self, first: int, size: int, number: int, count: int) -> Draws:
+        """Return the share of chunk `number` of the `count` that an epoch of `size` draws has."""
+        unit = self.multiple if len(self._chunks_per_epoch) == 1 else 1
+        begin, end = (min(round(-(-n * size // (count * unit)) * unit), size) for n in (number, number + 1))
+        return Draws(first + begin, first + end, first, first + size)
+
+    @cached_property
+    def _chunks_per_epoch(self) -> dict[int, float]:
+        """Mean number of chunks in an epoch of each source that is drawn from, at least 1."""
+        drawn = {s: len(self.pools[s]) / share for s, share in enumerate(shares(self.weights)) if share}
+        shortest = min(drawn.values())  # in draws of all sources
+        return {s: draws / shortest * math.ceil(shortest / self.size) for s, draws in drawn.items()}
+
+
+def typical_samples(pools: Sequence[Pool], weights: Sequence[float], size: int, seed: int) -> np.ndarray:
+    """Draw about `size` ids in the proportions of the mixture, int64, wherever epochs end."""
+    ends = np.floor(np.cumsum(shares(weights)) * size + 0.5).astype(np.int64)
+    counts = enumerate(np.diff(ends, prepend=0).tolist())
+    return np.concatenate([pools[s].draw(0, count, key_of(seed, s)) for s, count in counts if count])
+
+
+def shares(weights: Sequence[float]) -> np.ndarray:
+    """Scale weights so that their sum is 1. Raises UserError where they make no mixture."""
+    weight = np.asarray(weights, np.float64)
+    if not (np.all(np.isfinite(weight)) and np.all(weight >= 0) and weight.sum() > 0):
+        raise UserError(f"the weights of data.sources are {weight.tolist()}; give them 0 or more, and one more than 0")
+    return weight / weight.sum()
+
+
+def key_of(seed: int, source: int) -> np.uint64:
+    """Derive the key of a source's permutations from the run's seed."""
+    return np.random.SeedSequence((seed, 1, source)).generate_state(1, np.uint64)[0]
+
+
+def _shuffled(rank: np.ndarray, n: int, key: np.uint64, epoch: np.ndarray) -> np.ndarray:
+    """Permute ranks within 0 .. n - 1, keyed by `key` and epoch, int64.
+
+    A Feistel network permutes the next power of four; what falls outside goes through it again until it falls inside.
+    """
+    half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
+    low = (np.uint64(1) << half) - np.uint64(1)
+    keys = _mixed(epoch.astype(np.uint64) ^ key)
+    value = rank.astype(np.uint64)
+    outside = np.ones(len(value), bool)
+    while outside.any():
+        left, right, own = value[outside] >> half, value[outside] & low, keys[outside]
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mixed(right ^ _mixed(own + np.uint64(turn))) & low)
+        value[outside] = left << half | right
+        outside = value >= np.uint64(n)
+    return value.astype(np.int64)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser: every bit of the input changes half of the output's."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

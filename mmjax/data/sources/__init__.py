@@ -1,0 +1,1 @@
+"""Open data sets: chat files, Parquet, ArrayRecord, manifests, and functions."""

@@ -1,0 +1,322 @@
+"""Conversations of JSON files, with media in folders, in archives or in the records themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmjax.data.conversation import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
+from mmjax.data.sources.json_records import JsonRecords
+from mmjax.data.storage.archives import MediaFolder, unbase64
+from mmjax.data.storage.audio_segment import AudioSegment
+from mmjax.data.storage.files import FileRef, InlineBytes, hash_strings
+
+KEYS: Mapping[Medium, tuple[str, ...]] = {"image": ("images", "image"), "audio": ("audios", "audio")}
+# Roles as data sets name them: OpenAI's, ShareGPT's ("human", "gpt", "observation"), Gemma's ("model").
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "tool": "tool",
+}
+MAX_WEIGHT = 1e6  # of a message
+# By a part's type: its medium, and the keys under which its file may be named.
+_PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {
+    "image": ("image", ("image", "path", "url", "bytes")),
+    "image_url": ("image", ("image_url",)),
+    "input_image": ("image", ("image_url",)),
+    "audio": ("audio", ("audio", "path", "url", "bytes")),
+    "audio_url": ("audio", ("audio_url",)),
+    "input_audio": ("audio", ("input_audio",)),
+}
+
+Reference = Any  # a path, a URL, bytes, {"bytes", "path"}, ... as the record has it; for a manifest an Excerpt
+
+
+@dataclass(frozen=True)
+class ClipSpan:
+    """A stretch of a clip's file in seconds; a duration of None is to its end."""
+
+    path: str
+    offset: float
+    duration: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A conversation and the references to its media, in order."""
+
+    conversation: Conversation
+    references: tuple[Reference, ...]
+
+
+def parse_chat(record: Mapping[str, Any], turns: str) -> Record:
+    """Parse a record whose messages are under the key `turns`: {"from", "value"} or {"role", "content"} each.
+
+    Media are named inside the content, or beside the messages ("image", "images", "audio", "audios") and marked in the
+    text. Raises BadSample.
+    """
+    turn_list = record.get(turns)
+    if not isinstance(turn_list, Sequence) or isinstance(turn_list, str) or not turn_list:
+        raise BadSample(f"has no {turns}")
+    if record.get("videos") or record.get("video"):
+        raise BadSample("has videos, which are not read")
+    if record.get("tools"):
+        raise BadSample("has tools, which are not read")
+    # Files named beside the messages, which places marked in the text take in order.
+    files = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
+    messages = []
+    references = []
+    places = Counter[str]()  # marked in the text
+    if system := _system(record.get("system")):
+        messages.append(Message("system", system))
+    for number, turn in enumerate(turn_list, start=1):
+        role, content, weight = _turn(turn, number)
+        parts: list[str | MediaPlace] = []
+        for part in _parts(content, number):
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            medium, reference = part
+            if reference is None:  # a marker, which takes the next file beside the messages
+                listed = files[medium]
+                reference = listed[places[medium]] if places[medium] < len(listed) else None
+                places[medium] += 1
+            references.append(reference)
+            parts.append(MediaPlace(medium))
+        if any(isinstance(part, MediaPlace) or part.strip() for part in parts):
+            messages.append(Message(role, tuple(parts), weight))
+        elif role != "system":  # many data sets have an empty system message, which changes nothing
+            raise BadSample(f"message {number} ({role}) is empty")
+    for medium, listed in files.items():
+        if places[medium] != len(listed):
+            raise BadSample(f"has {places[medium]} places <{medium}> for {len(listed)} {medium} file(s)")
+    _check_trainable(messages)
+    return Record(Conversation(tuple(messages)), tuple(references))
+
+
+def parse_question(question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]]) -> Record:
+    """Build a record of a question and its answer; unmarked media come before the question. Raises BadSample."""
+    answers: tuple[str, ...] = ()
+    if isinstance(answer, Sequence) and not isinstance(answer, str) and len(answer):
+        # The first of several right answers is trained on. VQA has one of each annotator: {"answer": "red", ...}.
+        candidates = [one.get("answer") if isinstance(one, Mapping) else one for one in answer]
+        answer = candidates[0]
+        answers = tuple(candidate for candidate in candidates if isinstance(candidate, str))
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise BadSample("has no question" if not isinstance(question, str) else "has no answer")
+    # LLaVA's convention for questions without a marker.
+    if not MARKER.search(question):
+        question = "".join(f"<{medium}>" * len(files) for medium, files in media.items()) + question
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    record = parse_chat({"messages": turns} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
+    return replace(record, conversation=replace(record.conversation, answers=answers))
+
+
+def parse_question_record(record: Mapping[str, Any], question: str, answer: str) -> Record:
+    """Parse a question under one key, and its answer, or several right ones, under another. Raises BadSample."""
+    media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
+    answers = _value_of_one(record, (answer, f"{answer}s"))
+    return parse_question(record.get(question), answers, {medium: files for medium, files in media.items() if files})
+
+
+def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
+    """Parse a line of an audio manifest: {"audio_filepath", "text", "offset", "duration", "prompt"}.
+
+    The clip comes before the prompt, for which `prompt` is the default. Raises BadSample.
+    """
+    path = record.get("audio_filepath")
+    if not isinstance(path, str) or not path:
+        raise BadSample("has no audio_filepath")
+    offset, duration = (_seconds(record, key) for key in ("offset", "duration"))
+    if duration == 0:
+        raise BadSample("has duration=0: an empty clip")
+    clip = ClipSpan(path, offset or 0.0, duration)
+    question = record.get("prompt")
+    if question is None:
+        question = prompt
+    elif not isinstance(question, str):
+        raise BadSample(f"has a prompt that is a {type(question).__name__}, not text")
+    return parse_question(question, record.get("text"), {"audio": [clip]})
+
+
+def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
+    """List the files that a record names beside its messages under one of these keys. Raises BadSample for several."""
+    value = _value_of_one(record, keys)
+    if _is_empty(value):
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _value_of_one(record: Mapping[str, Any], keys: Sequence[str], where: str = "") -> Any:
+    """Return the value of the one key that is present and not empty; None where none is.
+
+    where: a prefix for messages. Raises BadSample where several keys have a value, since either may be meant.
+    """
+    present = [key for key in keys if not _is_empty(record.get(key))]
+    if len(present) > 1:
+        raise BadSample(f"{where}has both {present[0]} and {present[1]}; keep the one that is meant")
+    # Return an empty value rather than None, so that an empty message is not reported as missing.
+    return record[present[0]] if present else next((record[key] for key in keys if record.get(key) is not None), None)
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple) and not value)
+
+
+def _system(system: Any) -> tuple[str, ...]:
+    """Return the text of a system message beside the others: a string, or a list of text parts. Raises BadSample."""
+    if system is None or (isinstance(system, str) and not system.strip()):
+        return ()
+    if isinstance(system, str):
+        return (system,)
+    if isinstance(system, Sequence) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in system):
+        texts = [part.get("text") for part in system]
+        if all(isinstance(text, str) for text in texts):
+            return tuple(text for text in texts if text)
+    raise BadSample(f"has a system message that is a {type(system).__name__}; write text, or a list of text parts")
+
+
+def _turn(turn: Any, number: int) -> tuple[str, Any, float]:
+    """Return the role, content and weight of a message."""
+    if not isinstance(turn, Mapping):
+        raise BadSample(f"message {number} is not an object")
+    if turn.get("tool_calls"):
+        raise BadSample(f"message {number} has tool_calls, which are not read")
+    where = f"message {number} "
+    name = _value_of_one(turn, ("role", "from"), where)
+    content = _value_of_one(turn, ("content", "value"), where)
+    if not isinstance(name, str) or name not in ROLES:
+        raise BadSample(f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}")
+    return ROLES[name], content, _weight(turn.get("weight"), ROLES[name], number)
+
+
+def _weight(weight: Any, role: str, number: int) -> float:
+    """Check the weight of a message, by default 1."""
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
+        raise BadSample(f"message {number} has weight={weight!r}; give a number from 0 to {MAX_WEIGHT:g}")
+    if role != "assistant" and weight:
+        raise BadSample(
+            f"message {number} ({role}) has weight={weight!r}, but only what the assistant says is trained on"
+        )
+    return float(weight)
+
+
+def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference | None]]:
+    """Yield texts, and media with their references; None for a reference beside the messages."""
+    # marked_parts cuts LLaVA's "<image>" out of a string; lists of parts have no markers in their texts.
+    if isinstance(content, str):
+        yield from ((part.kind, None) if isinstance(part, MediaPlace) else part for part in split_markers(content))
+        return
+    if not isinstance(content, Sequence):
+        raise BadSample(f"message {number} has no content")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("text", "input_text"):
+            if not isinstance(part.get("text"), str):
+                raise BadSample(f"message {number} has a text part without text")
+            if part["text"]:
+                yield part["text"]
+        elif isinstance(kind, str) and kind in _PART_KEYS:
+            medium, keys = _PART_KEYS[kind]
+            present = [key for key in keys if part.get(key) is not None]
+            # Hugging Face datasets' images have both path and bytes for one file.
+            if len(present) > 1 and set(present) != {"path", "bytes"}:
+                both = f"both {present[0]} and {present[1]}"
+                raise BadSample(f"message {number} has a part {kind} with {both}; keep the one that is meant")
+            yield medium, part[present[0]] if present else None
+        else:
+            known = ", ".join(("text", *_PART_KEYS))
+            raise BadSample(f"message {number} has a part of the unknown type {kind!r}; known: {known}")
+
+
+def _check_trainable(messages: Sequence[Message]) -> None:
+    """Raise BadSample where no answer is trained on, or the text is not Unicode."""
+    answers = [message for message in messages if message.role == "assistant"]
+    if not answers:
+        raise BadSample("has no message of the assistant: there is nothing to learn")
+    if not any(message.weight for message in answers):
+        raise BadSample("has weight=0 in every message of the assistant: there is nothing to learn")
+    # JSON can escape half a pair, which is no text: tokenizers would fail on it.
+    try:
+        "".join(part for message in messages for part in message.parts if isinstance(part, str)).encode()
+    except UnicodeEncodeError:
+        raise BadSample("has half of a surrogate pair in its text") from None
+
+
+def _seconds(record: Mapping[str, Any], key: str) -> float | None:
+    value = record.get(key)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 <= value < 1e9):
+        raise BadSample(f"has {key}={value!r}; it is in seconds, at least 0")
+    return None if value is None else float(value)
+
+
+class ChatFiles:
+    """`StoredConversations` of JSON records, each parsed by `read`."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        cache: Path,
+        folders: Mapping[Medium, MediaFolder],
+        read: Callable[[Mapping[str, Any]], Record],
+        reading: str,
+    ) -> None:
+        """reading: a description, for the fingerprint, of everything that `read` depends on."""
+        self._records = JsonRecords(paths, cache)
+        self._folders = folders
+        self._read = read
+        self._reading = reading
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def fingerprint(self) -> str:
+        places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in self._folders.items()]
+        return hash_strings(self._records.fingerprint(), self._reading, *places)
+
+    def files(self) -> list[tuple[str, int]]:
+        return self._records.files()
+
+    def conversation(self, index: int) -> Conversation:
+        return self._read(self._records[index]).conversation
+
+    def media(self, index: int) -> tuple[FileRef, ...]:
+        record = self._read(self._records[index])
+        media = zip(record.conversation.media(), record.references, strict=True)
+        return tuple(resolve_reference(reference, self._folders[medium.kind]) for medium, reference in media)
+
+
+def resolve_reference(reference: Reference, folder: MediaFolder) -> FileRef:
+    """Resolve a reference: a path, a URL, bytes, base64, or an object with one of them. Raises BadSample."""
+    if isinstance(reference, str):
+        return folder.find(reference)
+    if isinstance(reference, bytes):
+        return InlineBytes(reference)
+    if isinstance(reference, ClipSpan):
+        clip = folder.find(reference.path)
+        return (
+            AudioSegment(clip, reference.offset, reference.duration) if reference.offset or reference.duration else clip
+        )
+    if isinstance(reference, Mapping):
+        # OpenAI's input_audio has base64 under "data"; Hugging Face datasets have "bytes" and "path".
+        if isinstance(encoded := reference.get("data"), str):
+            return InlineBytes(unbase64(encoded))
+        value = next((reference[key] for key in ("bytes", "path", "url") if reference.get(key) is not None), None)
+        if isinstance(value, str | bytes):
+            return resolve_reference(value, folder)
+    raise BadSample(f"refers to a file by {str(reference)[:80]!r}; expected a path, a URL or bytes")

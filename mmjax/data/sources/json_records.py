@@ -1,0 +1,222 @@
+"""Random access to the records of JSON files, in JSON lines or one array, by an index of their positions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+from mmjax.data.conversation import BadSample
+from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
+from mmjax.data.storage.files import hash_strings, local_copy
+from mmjax.errors import UserError
+
+_VERSION = "4"  # of the index
+_NAMES = ("starts", "spans", "content")
+_CHUNK = 1 << 24
+
+
+class JsonRecords:
+    """The records of several files, one file after the other.
+
+    Start and stop of each record are cached under `cache`, by the file's path, size and time of change. Files are
+    opened for each read and closed again: there may be thousands. Raises UserError for one that is neither a JSON array
+    nor JSON lines.
+    """
+
+    def __init__(self, paths: Sequence[str], cache: Path) -> None:
+        self._names = paths
+        self._paths, folders = zip(*(_index_file(path, cache) for path in paths), strict=True)
+        arrays = open_arrays(folders[0] if len(folders) == 1 else _join(folders, cache), _NAMES)
+        self._starts = arrays["starts"]  # int64 [files + 1]: first record of each file
+        self._spans = arrays["spans"]  # int64 [n, 2]: start and stop of each record in its file
+        self._content = str(arrays["content"])  # hash of the files' bytes
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def fingerprint(self) -> str:
+        """Return the hash of all bytes of all files."""
+        return self._content
+
+    def files(self) -> list[tuple[str, int]]:
+        """List the files with the number of records in each."""
+        return list(zip(self._names, np.diff(self._starts).tolist(), strict=True))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Read one record. Raises BadSample where it is no JSON object."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        start, stop = self._spans[index].tolist()
+        try:
+            # side="right": with starts 0, 3, 3, 5, record 3 is in the third file, as the second is empty.
+            with open(self._paths[int(self._starts.searchsorted(index, side="right")) - 1], "rb", 0) as file:
+                record = json.loads(os.pread(file.fileno(), stop - start, start), object_pairs_hook=_unique_keys)
+        except OSError as error:
+            raise BadSample(f"cannot be read: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise BadSample(f"is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise BadSample(f"is a JSON {type(record).__name__}, not an object")
+        return record
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object. Raises BadSample where a key comes twice: either value may be meant."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        keys = [key for key, _ in pairs]
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise BadSample(f"has the key {duplicate!r} twice; keep the value that is meant")
+    return members
+
+
+def _index_file(path: str, cache: Path) -> tuple[Path, Path]:
+    """Index a file unless that was done; return its local copy, and the folder of the index."""
+    try:
+        local = local_copy(path, cache / "copies")
+        status = local.stat()
+        key = hash_strings(str(local.absolute()), str(status.st_size), str(status.st_mtime_ns), _VERSION)
+        folder = cache / f"records-{key}"
+        if open_arrays_if_sound(folder, _NAMES) is None:
+            spans, content = _find_records(path, local)
+            save_arrays(folder, {"starts": np.array([0, len(spans)]), "spans": spans, "content": np.array(content)})
+    except (OSError, BadSample) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    return local, folder
+
+
+def _join(folders: Sequence[Path], cache: Path) -> Path:
+    """Join the indexes of several files into one folder, since each memory-mapped array keeps a file open."""
+    joined = cache / f"records-{hash_strings(*(folder.name for folder in folders))}"
+    if open_arrays_if_sound(joined, _NAMES) is None:
+        indexes = [open_arrays(folder, _NAMES) for folder in folders]
+        spans = [index["spans"] for index in indexes]
+        content = hash_strings(*(str(index["content"]) for index in indexes))
+        starts = np.cumsum([0, *map(len, spans)])  # files of 3, 0 and 2 records: 0, 3, 3, 5
+        save_arrays(joined, {"starts": starts, "spans": np.concatenate(spans), "content": np.array(content)})
+    return joined
+
+
+def _find_records(path: str, local: Path) -> tuple[np.ndarray, str]:
+    """Find where each record starts and stops, int64 `[n, 2]`, and hash the file. Raises UserError."""
+    with local.open("rb") as file:
+        content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    if not local.stat().st_size:
+        return np.empty((0, 2), np.int64), content
+    # Pages of the map are read as the kernels below go through them, so files may exceed memory.
+    data = np.memmap(local, np.uint8, "r")
+    head = bytes(data[:_CHUNK])
+    # The first bytes of gzip, zstd and zip.
+    if head[:2] == b"\x1f\x8b" or head[:4] == b"(\xb5/\xfd" or head[:2] == b"PK":
+        raise UserError(f"{path} is compressed, so no record of it can be found alone; unpack it")
+    bom = 3 if head.startswith(b"\xef\xbb\xbf") else 0  # UTF-8's byte order mark
+    first = head[bom:].lstrip()[:1]
+    if first == b"[":
+        spans, end, empty = _elements(data[bom:])
+        if empty >= 0:
+            raise UserError(
+                f"{path} is no JSON: at byte {bom + empty} its array has a comma with no record beside it; "
+                "mend the file, or write one object to a line"
+            )
+        if end < 0:
+            raise UserError(f"{path} is truncated: its array has {len(spans):,} whole records and no end")
+        if (rest := _first_text(data[bom:], end)) >= 0:
+            raise UserError(
+                f"{path} goes on after its array has ended, at byte {bom + rest}; name several files instead of "
+                "joining them, or write one object to a line"
+            )
+    elif first in (b"{", b""):
+        spans = _lines(data[bom:])
+    else:
+        raise UserError(f"{path} is neither a JSON array nor JSON lines: it starts with {head[bom : bom + 20]!r}")
+    return spans + bom, content
+
+
+@numba.njit(cache=True, nogil=True)
+def _append(spans: np.ndarray, count: int, start: int, stop: int) -> np.ndarray:
+    """Write a span at `count`, in a table of twice the size if it is full, and return the table."""
+    if count == len(spans):
+        spans = np.concatenate((spans, np.empty_like(spans)))
+    spans[count, 0] = start
+    spans[count, 1] = stop
+    return spans
+
+
+@numba.njit(cache=True, nogil=True)
+def _lines(data: np.ndarray) -> np.ndarray:
+    """Find the lines that are not blank, without the white space around their text, int64 `[n, 2]`."""
+    spans = np.empty((1024, 2), np.int64)
+    count = 0
+    start = stop = -1
+    for i in range(len(data) + 1):
+        if i == len(data) or data[i] == 10:  # \n
+            if start >= 0:
+                spans = _append(spans, count, start, stop)
+                count += 1
+            start = -1
+        elif data[i] not in (32, 9, 13):  # space, tab, \r
+            if start < 0:
+                start = i
+            stop = i + 1
+    return spans[:count]
+
+
+@numba.njit(cache=True, nogil=True)
+def _elements(data: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Find the elements of the outermost array, int64 `[n, 2]`.
+
+    Also returns where the array ends, and the comma or bracket before which an element is missing; -1 for none.
+    """
+    spans = np.empty((1024, 2), np.int64)
+    count = depth = 0
+    quoted = escaped = False
+    start = stop = -1
+    for i in range(len(data)):
+        c = data[i]
+        if quoted:
+            if escaped:
+                escaped = False
+            elif c == 92:  # backslash
+                escaped = True
+            elif c == 34:  # "
+                quoted = False
+            stop = i + 1
+            continue
+        if c in (32, 9, 10, 13):  # white space
+            continue
+        if depth == 1 and c in (44, 93):  # , ] of the outermost array: an element ends
+            if start >= 0:
+                spans = _append(spans, count, start, stop)
+                count += 1
+            elif c == 44 or count > 0:
+                return spans[:count], -1, i
+            start = -1
+            if c == 93:
+                return spans[:count], i + 1, -1
+            continue
+        if depth > 0 and start < 0:
+            start = i
+        stop = i + 1
+        if c == 34:
+            quoted = True
+        elif c in (91, 123):  # [ {
+            depth += 1
+        elif c in (93, 125):  # ] }
+            depth -= 1
+    return spans[:count], -1, -1
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_text(data: np.ndarray, start: int) -> int:
+    """Find the first byte from `start` on that is not white space; -1 if there is none."""
+    for i in range(start, len(data)):
+        if data[i] not in (32, 9, 10, 13):
+            return i
+    return -1

@@ -1,0 +1,362 @@
+"""Sizes of a data set's media, read from their headers: heights and widths, frames and sample rates.
+
+A file's size is cached by its name and stamp (size and time of change, or the server's tag), shared by all data sets of
+a cache folder, and written while headers are read: a killed run resumes where it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from mmjax.data.conversation import BadSample, Medium
+from mmjax.data.media.decode import Probe
+from mmjax.data.sources.array_records import FACTS, ArrayRecords
+from mmjax.data.storage.array_store import (
+    SUMS,
+    Damaged,
+    Missing,
+    open_array_files,
+    open_arrays,
+    print_recomputation,
+    remove_path,
+    save_arrays,
+)
+from mmjax.data.storage.audio_segment import AudioSegment
+from mmjax.data.storage.files import Conversations, FileRef, Unreadable, hash_strings, is_url, local_copy
+from mmjax.errors import UserError
+
+KINDS: tuple[Medium, ...] = ("image", "audio")
+# Read (height, width) of an image or (frames, rate) of a clip from its header. I/O errors propagate.
+Progress = Callable[[int], None]  # called with the number of records done
+
+_VERSION = "2"
+_ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
+_THREADS = 96  # files requested at a time where storage is slow
+_SLOW = 0.003  # seconds; storage is slow once 4 records in a row take longer than this,
+_LATENCY_LIMIT = 32  # since each adds 8 to a count that a fast one lowers by 1
+_CHUNK = 2048  # records between two decisions whether to write
+_SECONDS = 5.0  # between two writes: the work that a killed run loses
+_ROWS = 50_000  # new sizes that are written at once whatever the time
+
+
+@dataclass(frozen=True)
+class MediaFacts:
+    """Media sizes and text lengths of all records, media in CSR over records. A bad record has no media here.
+
+    For records with 2, 0 and 1 media `start` is 0, 2, 2, 3, and record 2 has the media `start[2]:start[3]`.
+    """
+
+    start: np.ndarray  # int64 [n + 1]: first medium of each record
+    kind: np.ndarray  # uint8 [m]: number in KINDS
+    size: np.ndarray  # int64 [m, 2]: (height, width) of an image, (frames, rate) of a clip
+    characters: np.ndarray  # int32 [n]: of all text; 0 for a bad record
+    bad: np.ndarray  # int64 [b]: records that cannot be used, in order
+    reason: np.ndarray  # str [b]
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def of(self, kind: Medium) -> np.ndarray:
+        """Return the sizes of all media of a kind, int64 `[k, 2]`."""
+        return self.size[self.kind == KINDS.index(kind)]
+
+    def good(self) -> np.ndarray:
+        """Return the records that are not known to be bad, int64."""
+        return np.setdiff1d(np.arange(len(self)), self.bad, assume_unique=True)
+
+    def take(self, records: np.ndarray) -> MediaFacts:
+        """Select these good records, in this order."""
+        count = self.start[records + 1] - self.start[records]
+        start = np.concatenate([[0], np.cumsum(count, dtype=np.int64)])
+        # Index ranges side by side: of starts 0 2 2 3, records 2 and 0 have counts 1 2 and new starts 0 1 3, so
+        # arange(3) + repeat([2 - 0, 0 - 1], [1, 2]) = 0 1 2 + 2 -1 -1 = 2 0 1.
+        media = np.arange(start[-1]) + np.repeat(self.start[records] - start[:-1], count)
+        return MediaFacts(
+            start=start,
+            kind=self.kind[media],
+            size=self.size[media],
+            characters=self.characters[records],
+            bad=np.empty(0, np.int64),
+            reason=np.empty(0, "U1"),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write one file per array, and their hashes, replacing the folder."""
+        save_arrays(folder, {f.name: getattr(self, f.name) for f in fields(self)})
+
+    @classmethod
+    def open(cls, folder: str, cache: Path) -> MediaFacts:
+        """Memory-map a saved folder; files behind a URL are copied into `cache` first. Raises Damaged."""
+        names = [f.name for f in fields(cls)]
+        if not is_url(folder):
+            return cls(**open_arrays(Path(folder), names))
+        sums = local_copy(os.path.join(folder, SUMS), cache / "copies")
+        copies = {name: local_copy(os.path.join(folder, f"{name}.npy"), cache / "copies") for name in names}
+        return cls(**open_array_files(copies, sums))
+
+
+def open_facts(conversations: Conversations, cache: Path) -> MediaFacts | None:
+    """Open the facts that `read_facts` cached for these records, or that their ArrayRecord folder has; None for none.
+
+    Media are not checked for changes since.
+    """
+    if isinstance(conversations, ArrayRecords):
+        return _shipped_facts(conversations, cache)
+    try:
+        return MediaFacts.open(str(_folder(conversations, cache)), cache)
+    except Damaged as damage:
+        print_recomputation(damage)
+        return None
+
+
+def _shipped_facts(records: ArrayRecords, cache: Path) -> MediaFacts | None:
+    """Open the facts in the records' folder. Raises UserError where they are damaged."""
+    folder = os.path.join(records.folder, FACTS)
+    try:
+        facts = MediaFacts.open(folder, cache)
+        if len(facts) != len(records):
+            raise Damaged(f"{folder} has facts of {len(facts)} records, and there are {len(records)}")
+        return facts
+    except Missing:
+        return None
+    except (Damaged, BadSample) as damage:
+        raise UserError(
+            f"{damage}; remove {folder}, so that headers are read again, or write the records again with mmjax.index"
+        ) from None
+
+
+def read_facts(
+    conversations: Conversations,
+    probes: Mapping[Medium, Probe],
+    cache: Path,
+    progress: Progress = lambda done: None,
+) -> MediaFacts:
+    """Read the facts of all media, headers only of files that are new or changed.
+
+    On fast storage one thread reads thousands of headers per second, and several would contend for Python's lock; once
+    storage is seen to be slow, many files are requested at a time.
+    """
+    if isinstance(conversations, ArrayRecords) and (shipped := open_facts(conversations, cache)) is not None:
+        return shipped
+    known = _KnownFiles(cache / "media")
+    records = range(len(conversations))
+    chunks = []
+    latency = 0
+
+    def read_record(index: int) -> _RecordFacts:
+        return _read_record(conversations, index, probes, known)
+
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        for chunk in (records[k : k + _CHUNK] for k in range(0, len(records), _CHUNK)):
+            facts: list[_RecordFacts] = []
+            while latency < _LATENCY_LIMIT and len(facts) < len(chunk):
+                start = time.perf_counter()
+                facts.append(read_record(chunk[len(facts)]))
+                latency = latency + 8 if time.perf_counter() - start > _SLOW else max(0, latency - 1)
+            # All that is left of the chunk once storage is slow, else nothing.
+            facts += pool.map(read_record, chunk[len(facts) :])
+            chunks.append(_as_arrays(chunk.start, facts))
+            known.write_some()
+            progress(chunk.stop)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        known.write()
+    known.merge()
+    joined = {f.name: np.concatenate([getattr(chunk, f.name) for chunk in chunks]) for f in fields(MediaFacts)[1:]}
+    media = np.concatenate([[0], *(np.diff(chunk.start) for chunk in chunks)])
+    MediaFacts(start=np.cumsum(media, dtype=np.int64), **joined).save(_folder(conversations, cache))
+    return MediaFacts.open(str(_folder(conversations, cache)), cache)
+
+
+def _folder(conversations: Conversations, cache: Path) -> Path:
+    return cache / f"facts-{hash_strings(conversations.fingerprint(), _VERSION)}"
+
+
+@dataclass(frozen=True)
+class _RecordFacts:
+    """The facts of one record."""
+
+    kinds: tuple[int, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
+    characters: int = 0
+    reason: str = ""  # why it is bad
+
+
+def _read_record(
+    conversations: Conversations, index: int, probes: Mapping[Medium, Probe], known: _KnownFiles
+) -> _RecordFacts:
+    try:
+        conversation = conversations.conversation(index)
+        media = tuple(conversation.media())
+        sizes = []
+        for medium, stored in zip(media, conversations.media(index) if media else (), strict=True):
+            first, second = known.size(medium.kind, stored, probes[medium.kind])
+            sizes.append((stored.frames(first, second) if isinstance(stored, AudioSegment) else first, second))
+    except BadSample as error:
+        return _RecordFacts(reason=str(error) or "cannot be used")
+    parts = (part for message in conversation.messages for part in message.parts)
+    characters = sum(len(part) for part in parts if isinstance(part, str))
+    return _RecordFacts(tuple(KINDS.index(medium.kind) for medium in media), tuple(sizes), characters)
+
+
+def _as_arrays(first: int, records: Sequence[_RecordFacts]) -> MediaFacts:
+    """Convert consecutive records, of which `first` is the index of the first, to arrays."""
+    bad = [k for k, record in enumerate(records) if record.reason]
+    return MediaFacts(
+        start=np.concatenate([[0], np.cumsum([len(record.kinds) for record in records], dtype=np.int64)]),
+        kind=np.array([kind for record in records for kind in record.kinds], np.uint8),
+        size=np.array([size for record in records for size in record.sizes], np.int64).reshape(-1, 2),
+        characters=np.array([record.characters for record in records], np.int32),
+        bad=np.array(bad, np.int64) + first,
+        reason=np.array([records[k].reason for k in bad], np.str_),
+    )
+
+
+class _KnownFiles:
+    """A cache of media sizes by file name and stamp: sorted and memory-mapped, and in memory those of this run.
+
+    Its folder has `all.npy`, `found-*.npy` that runs wrote since these were merged, and `bad.jsonl`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last_write = time.monotonic()
+        self._new: dict[tuple[int, int], tuple[int, int]] = {}
+        # Sizes of the last write, as neighbouring records often share files; older ones are only on disk.
+        self._written: dict[tuple[int, int], tuple[int, int]] = {}
+        self._new_bad: list[tuple[int, int, str]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        tables = _rows(folder / "all.npy", "r"), _unique(list(map(_rows, self._shards())))
+        # Keys are copied out: searching a field of the rows would copy the whole field each time.
+        self._tables = [(np.ascontiguousarray(rows["key"]), rows) for rows in tables if len(rows)]
+        self._bad = _read_bad(folder / "bad.jsonl")
+
+    def size(self, kind: Medium, stored: FileRef, probe: Probe) -> tuple[int, int]:
+        """Look a medium's size up, or read it from the header. Raises BadSample."""
+        key = _hash(f"{kind} {stored.name}")
+        stamp = _hash(stored.stamp())
+        if (reason := self._bad.get((key, stamp))) is not None:
+            raise BadSample(reason)
+        if (size := self._new.get((key, stamp)) or self._written.get((key, stamp))) is not None:
+            return size
+        # The stamp in a row is sealed with its size: it differs if the file has changed, and if the row is damaged.
+        for keys, rows in self._tables:
+            row = int(keys.searchsorted(np.uint64(key)))
+            if row < len(keys) and keys[row] == key:
+                size = tuple(rows[row]["size"].tolist())
+                if rows[row]["stamp"] == _seal(stamp, size):
+                    return size
+        try:
+            size = _read_header(stored, kind, probe)
+        except Unreadable:
+            raise
+        except BadSample as error:
+            self._new_bad.append((key, stamp, str(error)))
+            raise
+        self._new[key, stamp] = size
+        return size
+
+    def write_some(self) -> None:
+        """Write new sizes if there are many or the last write is long ago."""
+        if len(self._new) >= _ROWS or time.monotonic() - self._last_write > _SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Write all sizes read since the last write."""
+        if self._new:
+            self._written = self._new
+            self._new = {}
+            rows = [(key, _seal(stamp, size), size) for (key, stamp), size in self._written.items()]
+            name = f"{uuid.uuid4().hex}.npy"
+            np.save(self._folder / f"partial-{name}", np.array(rows, _ROW))
+            (self._folder / f"partial-{name}").rename(self._folder / f"found-{name}")
+        if self._new_bad:
+            with (self._folder / "bad.jsonl").open("a") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in self._new_bad))
+            self._new_bad = []
+        self._last_write = time.monotonic()
+
+    def merge(self) -> None:
+        """Merge all files into one; one process at a time."""
+        with (self._folder / "lock").open("w") as lock:
+            # Released when the file is closed, also by the end of the process.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (shards := self._shards()):
+                return
+            merged = self._folder / "all.npy"
+            partial = self._folder / f"partial-{uuid.uuid4().hex}.npy"
+            np.save(partial, _unique([_rows(merged), *map(_rows, shards)]))
+            if merged.is_dir():
+                remove_path(merged)
+            partial.rename(merged)
+            for shard in shards:
+                remove_path(shard)
+
+    def _shards(self) -> list[Path]:
+        return sorted(self._folder.glob("found-*.npy"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _unique(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Join rows, sort them by key and keep the last of each key."""
+    # Reversed, since np.unique returns the first index of each key.
+    joined = np.concatenate([np.empty(0, _ROW), *rows])[::-1]
+    return joined[np.unique(joined["key"], return_index=True)[1]]
+
+
+def _rows(path: Path, mode: Literal["r"] | None = None) -> np.ndarray:
+    """Load the rows of one file; none where it is missing or damaged, so that those headers are read again."""
+    try:
+        rows = np.load(path, mmap_mode=mode)
+    except Exception:  # NumPy's parser raises nearly anything on a damaged file
+        return np.empty(0, _ROW)
+    return rows if rows.dtype == _ROW and rows.ndim == 1 else np.empty(0, _ROW)
+
+
+def _seal(stamp: int, size: tuple[int, int]) -> int:
+    """Hash the stamp with the size, so that a row whose size storage has changed matches no file."""
+    return _hash(f"{stamp} {size[0]} {size[1]}")
+
+
+def _read_bad(path: Path) -> dict[tuple[int, int], str]:
+    """Read the bad files' reasons; a line that a killed run left unfinished is skipped."""
+    reasons = {}
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError, TypeError, RecursionError):
+            key, stamp, reason = json.loads(line)
+            reasons[key, stamp] = str(reason)
+    return reasons
+
+
+def _hash(text: str) -> int:
+    # 64 bits: a wrong size needs a collision of the name's hash and of the stamp's at once.
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _read_header(stored: FileRef, kind: Medium, probe: Probe) -> tuple[int, int]:
+    with stored.open() as file:
+        try:
+            first, second = probe(file)
+        except Unreadable:
+            raise
+        except Exception as error:  # decoders raise nearly anything on hostile bytes
+            text = " ".join(str(error).split())[:200] or type(error).__name__
+            if isinstance(error, OSError) and error.errno is not None:  # an I/O error; decoders set no errno
+                raise Unreadable(f"{stored.name} cannot be read: {text}") from None
+            raise BadSample(f"{stored.name} is a bad {kind} file: {text}") from None
+    if first <= 0 or second <= 0:
+        raise BadSample(f"{stored.name} is an empty {kind}: {first} x {second}")
+    return int(first), int(second)

@@ -1,0 +1,257 @@
+"""Opens the sources that a config names."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from mmjax.config import (
+    ArrayRecordSource,
+    ChatFormat,
+    Config,
+    DataConfig,
+    EmbeddedSource,
+    FileSource,
+    FunctionSource,
+    LlavaSource,
+    ManifestSource,
+    MessagesSource,
+    ModelConfig,
+    ParquetSource,
+    QuestionsSource,
+)
+from mmjax.config.loading import resolve, resolve_callbacks
+from mmjax.data.conversation import Medium
+from mmjax.data.sample import Files, Source
+from mmjax.data.sources.array_records import INDEX, ArrayRecords
+from mmjax.data.sources.chat_files import ChatFiles, parse_chat, parse_manifest_line, parse_question_record
+from mmjax.data.sources.chat_source import ChatSource
+from mmjax.data.sources.json_records import JsonRecords
+from mmjax.data.sources.parquet import ParquetRecords, column_names
+from mmjax.data.storage.archives import MediaFolder
+from mmjax.data.storage.files import Conversations, is_url, list_files
+from mmjax.data.text.chat import Chat, load_chat
+from mmjax.data.toy.dataset import EmbeddedDataset
+from mmjax.errors import UserError
+from mmjax.hub import JSON, PARQUET, cached_path, dataset_files, is_dataset
+
+KEYS = {  # of a JSON record, by which its file is known
+    "conversations": LlavaSource,
+    "messages": MessagesSource,
+    "audio_filepath": ManifestSource,
+    "question": QuestionsSource,
+}
+COLUMNS = {  # of Parquet, by what they hold
+    "messages": ("messages", "conversations"),
+    "question": ("question", "questions", "query"),
+    "answer": ("answers", "answer", "label", "text"),
+    "images": ("images", "image"),
+    "audio": ("audio", "audios"),
+}
+
+
+def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource:
+    """The source that a file's name or its first record says. folders: `images` and `audio`, where they are given.
+
+    Raises UserError, naming `option`, where neither says what it is.
+    """
+    if os.path.isfile(os.path.join(path, INDEX)):
+        return ArrayRecordSource(path)
+    paths = list_files(path, option)
+    if paths[0].endswith(".parquet"):
+        return _parquet(path, paths[0], option)
+    records = JsonRecords(paths, cache)
+    first: Any = records[0] if len(records) else {}
+    kind = next((kind for key, kind in KEYS.items() if key in first), None)
+    if kind is None:
+        raise UserError(
+            f"{option} {path}: its first record has none of {', '.join(KEYS)}; name what it is in a config's "
+            "data.sources and score that"
+        )
+    given = {name: folder for name, folder in folders.items() if folder and name in kind.__dataclass_fields__}
+    return kind(path, **given)
+
+
+def _parquet(path: str, first: str, option: str) -> ParquetSource:
+    names = column_names(first)
+    found = {what: _first(known, names) for what, known in COLUMNS.items()}
+    if found["messages"]:
+        found |= {"question": "", "answer": ""}
+    elif not (found["question"] and found["answer"]):
+        raise UserError(
+            f"{option} {path}: has the columns {', '.join(names)}; expected messages, or question and answer"
+        )
+    return ParquetSource(path, **found)
+
+
+def _first(known: Sequence[str], names: Sequence[str]) -> str:
+    return next((name for name in known if name in names), "")
+
+
+Split = Literal["train", "validation", "test"]
+
+TURNS = {"llava": "conversations", "sharegpt": "conversations", "messages": "messages"}  # where a record has them
+FOLDERS: Mapping[Medium, str] = {"image": "images", "audio": "audio"}  # where a source says that media are
+
+
+def cache_folder(data: DataConfig) -> Path:
+    """Where what is learned of files is kept."""
+    own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "data"
+    return Path(data.cache).expanduser() if data.cache else own
+
+
+def path_of(source: FileSource, split: Split) -> str:
+    """The files of a split; empty where the source has none for it."""
+    return source.path if split == "train" else str(getattr(source, split))
+
+
+def open_conversations(source: FileSource, split: Split, cache: Path, key: str) -> Conversations:
+    """The records of a source's split. No media is read.
+
+    key: of the source in the config, for messages. Raises UserError where files or folders are missing or broken, or
+    hold no records.
+    """
+    where = f"{key}.{'path' if split == 'train' else split}"
+    if not (path := path_of(source, split)):
+        raise UserError(f"{where} is empty: the source has no {split} files; name some")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.cache={cache}: {error.strerror}; name a folder that you may write") from None
+    opened = _open_conversations(source, cached_path(os.path.expanduser(path)), split, cache, key)
+    if not len(opened):
+        raise UserError(f"{where}={path}: holds no records")
+    return opened
+
+
+def _open_conversations(source: FileSource, path: str, split: Split, cache: Path, key: str) -> Conversations:
+    where = f"{key}.{'path' if split == 'train' else split}"
+    if isinstance(source, ArrayRecordSource):
+        return ArrayRecords(path, cache)
+    if is_dataset(path):
+        paths = dataset_files(path, split, PARQUET if isinstance(source, ParquetSource) else JSON, where)
+        path = paths[0]
+    else:
+        paths = list_files(path, where)
+    if isinstance(source, ParquetSource):
+        return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key)
+    folders: dict[Medium, MediaFolder] = {}
+    for medium, name in FOLDERS.items():
+        root = os.path.expanduser(getattr(source, name, ""))
+        if root and not is_url(root) and not os.path.exists(root):
+            raise UserError(f"{key}.{name}={root}: there is no such folder or archive")
+        folders[medium] = MediaFolder(root or _parent(path), source.outside, cache)
+    if isinstance(source, ManifestSource):
+        return ChatFiles(
+            paths, cache, folders, partial(parse_manifest_line, prompt=source.prompt), f"clips {source.prompt}"
+        )
+    if isinstance(source, QuestionsSource):
+        keys = {"question": source.question, "answer": source.answer}
+        return ChatFiles(paths, cache, folders, partial(parse_question_record, **keys), f"questions {keys}")
+    turns = TURNS[source.kind]
+    return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns)
+
+
+def _parent(path: str) -> str:
+    """The folder of a file, or of the first pattern in its path."""
+    plain = min((path.find(mark) for mark in "*?[" if mark in path), default=len(path))
+    folder = path[:plain].rpartition("/")[0]
+    return folder or ("/" if path.startswith("/") else ".")
+
+
+REQUIRED = ("__len__", "fingerprint", "facts", "sample", "item")  # of a Source
+
+
+def open_sources(config: Config, split: Split, config_folder: Path) -> dict[str, Source]:
+    """The sources of one split, by name, in the config's order.
+
+    A function source is called with its arguments and the split, and must return a `Source`. Raises UserError where it
+    can't be called so, or returns something else, and where there are no sources. A source of files that has none for
+    the split is left out.
+    """
+    if not config.data.sources:
+        raise UserError("data.sources is empty; name at least one, such as data.sources.digits=embedded")
+    there = {
+        name: source
+        for name, source in config.data.sources.items()
+        if not isinstance(source, FileSource) or path_of(source, split)
+    }
+    chat = _chat(config, there)
+    return {name: _open(name, source, split, config, config_folder, chat) for name, source in there.items()}
+
+
+def look_again(sources: Mapping[str, Source]) -> None:
+    """See what has changed in the sources' files since they were read last."""
+    for source in sources.values():
+        if isinstance(source, ChatSource):
+            source.read_headers()
+            source.count_tokens()
+
+
+def files_of(source: Source) -> Files:
+    """The files that a source's samples are in, where it can tell by `files()`; else one without a name."""
+    return source.files() if hasattr(source, "files") else [("", len(source))]
+
+
+def notes_of(sources: Mapping[str, Source]) -> list[str]:
+    """Return notes for the user on how conversations become tokens."""
+    return list(dict.fromkeys(note for s in sources.values() if isinstance(s, ChatSource) for note in s.chat.notes))
+
+
+def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:
+    """The tokenizer and template, if there are conversations."""
+    of_files = [name for name, source in sources.items() if isinstance(source, FileSource)]
+    if not of_files:
+        return None
+    if config.data.chat is None:
+        raise UserError(
+            f"data.sources.{of_files[0]} has conversations, but data.chat does not say how they become tokens; name "
+            "the folder of the checkpoint whose tokenizer and chat template to use: data.chat.folder=FOLDER"
+        )
+    return chat_for(config.data.chat, config.model)
+
+
+def chat_for(form: ChatFormat, model: ModelConfig, load: Callable[[ChatFormat], Chat] = load_chat) -> Chat:
+    """The tokenizer and template of this model's conversations. Raises UserError where it has not so many tokens.
+
+    load: `load_prompt_chat` where nothing is trained.
+    """
+    chat = load(form)
+    if (tokens := len(chat.tokenizer)) > (vocab := model.llm.vocab):
+        raise UserError(
+            f"data.chat.folder={form.folder}: its tokenizer has {tokens} tokens, model.llm.vocab={vocab}; "
+            "use the model's own tokenizer"
+        )
+    return chat
+
+
+def _open(
+    name: str,
+    source: EmbeddedSource | FunctionSource | FileSource,
+    split: Split,
+    config: Config,
+    config_folder: Path,
+    chat: Chat | None,
+) -> Source:
+    if isinstance(source, EmbeddedSource):
+        return EmbeddedDataset(source, split, config.seed)
+    if isinstance(source, FileSource):
+        cache = cache_folder(config.data)
+        reopen = partial(open_conversations, source, split, cache, f"data.sources.{name}")
+        functions = resolve_callbacks(config.model, config_folder)
+        return ChatSource(reopen, chat, config.model.encoders, cache, functions)
+    make, arguments = resolve(source.function, config_folder), {"split": split, **source.arguments}
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        given = ", ".join(arguments)
+        raise UserError(f"data.sources.{name}: {source.function} cannot be called with {given}: {error}") from None
+    opened = make(**arguments)
+    if missing := [method for method in REQUIRED if not hasattr(opened, method)]:
+        made = type(opened).__name__
+        raise UserError(f"data.sources.{name}: {source.function} returned {made}, which has no {missing[0]}()")
+    return opened

@@ -1,0 +1,188 @@
+"""Conversations of Parquet files, read by row groups; media columns are only read when a medium is."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from mmjax.config import ParquetSource
+from mmjax.config.codec import did_you_mean
+from mmjax.data.conversation import BadSample, Conversation, Medium
+from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference
+from mmjax.data.storage.archives import MediaFolder
+from mmjax.data.storage.files import FileRef, file_at, filesystem, hash_strings, is_url, one_line
+from mmjax.errors import UserError
+
+_CACHED_GROUPS = 4  # row groups of each column that stay in memory
+
+
+class ParquetRecords:
+    """`StoredConversations` of the rows of several files, one file after the other.
+
+    Reading one medium reads its column of its row group, so small row groups are quick; ArrayRecord is quicker. Raises
+    UserError, naming the config's key, where a file or a column is missing.
+    """
+
+    def __init__(self, paths: Sequence[str], source: ParquetSource, folder: MediaFolder, key: str) -> None:
+        self._source = source
+        self._folder = folder
+        self._paths = paths
+        cache = _GroupCache()
+        self._files = [_File(path, cache) for path in paths]
+        columns = {name: getattr(source, name) for name in ("messages", "question", "answer", "images", "audio")}
+        for file in self._files:
+            for name, column in columns.items():
+                if column and column not in file.columns:
+                    raise UserError(f"{key}.{name}={column}: {file.path} has none{did_you_mean(column, file.columns)}")
+                if "." in column:  # Parquet's separator between a struct and its field
+                    raise UserError(
+                        f"{key}.{name}={column}: a name with a point in it cannot be read; rename the column"
+                    )
+        self._texts = tuple(columns[name] for name in ("messages", "question", "answer") if columns[name])
+        media: dict[Medium, str] = {"image": source.images, "audio": source.audio}
+        self._media = {medium: column for medium, column in media.items() if column}
+        self._starts = np.cumsum([0, *(file.starts[-1] for file in self._files)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def fingerprint(self) -> str:
+        """Hash the files' names and stamps, and the columns that are read."""
+        files = [f"{os.path.basename(file.path)} {file.stamp}" for file in self._files]
+        return hash_strings(repr((self._texts, self._media)), self._folder.outside, *files)
+
+    def files(self) -> list[tuple[str, int]]:
+        return [(path, int(file.starts[-1])) for path, file in zip(self._paths, self._files, strict=True)]
+
+    def conversation(self, index: int) -> Conversation:
+        return self._record(index).conversation
+
+    def media(self, index: int) -> tuple[FileRef, ...]:
+        return self._record(index).references
+
+    def _record(self, index: int) -> Record:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        # With files of 3 and 2 rows the starts are 0, 3, 5, and row 3 is row 0 of file 1.
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        file = self._files[number]
+        row = index - int(self._starts[number])
+        texts = file.values(row, self._texts)
+        media = {medium: self._cells(file, row, column) for medium, column in self._media.items()}
+        if self._source.messages:
+            cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
+            record = parse_chat({"messages": texts[self._source.messages]} | cells_by_key, "messages")
+        else:
+            record = parse_question(texts[self._source.question], texts[self._source.answer], media)
+        # References inside messages are paths or bytes; those of media columns are cells.
+        files = tuple(
+            ref if isinstance(ref, Cell) else resolve_reference(ref, self._folder) for ref in record.references
+        )
+        return Record(record.conversation, files)
+
+    def _cells(self, file: _File, row: int, column: str) -> list[Cell]:
+        value = file.values(row, (file.shallow(column),))[column]
+        count = 0 if value is None else len(value) if isinstance(value, list) else 1
+        return [Cell(file, column, row, number, self._folder) for number in range(count)]
+
+
+def column_names(path: str) -> list[str]:
+    """List the columns of one file. Raises UserError where it is no Parquet file."""
+    return list(_File(path, _GroupCache()).columns)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An encoded file in a row's media column, or one of the list there; stamped with its Parquet file's stamp."""
+
+    file: _File
+    column: str
+    row: int
+    number: int
+    folder: MediaFolder
+
+    @property
+    def name(self) -> str:
+        return f"{self.file.path}::{self.column}[{self.row}][{self.number}]"
+
+    def stamp(self) -> str:
+        return self.file.stamp
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self.read())
+
+    def read(self) -> bytes:
+        """Read its bytes, or the file that its path names. Raises BadSample."""
+        value = self.file.values(self.row, (self.column,))[self.column]
+        if isinstance(value, list):
+            value = value[self.number]
+        if value is None or (isinstance(value, Mapping) and value.get("bytes") is None and not value.get("path")):
+            raise BadSample(f"{self.name} holds neither bytes nor a path")
+        return resolve_reference(value, self.folder).read()
+
+
+class _GroupCache(dict[str, Callable[["_File", int], pyarrow.ChunkedArray]]):
+    """Read row groups, by leaf, through one cache per leaf that all files share."""
+
+    def __missing__(self, leaf: str) -> Callable[[_File, int], pyarrow.ChunkedArray]:
+        read = lru_cache(_CACHED_GROUPS)(lambda file, group: file.read_group(group, leaf))
+        return self.setdefault(leaf, read)
+
+
+class _File:
+    """One Parquet file. It is opened for each read and closed again: there may be thousands."""
+
+    def __init__(self, path: str, cache: _GroupCache) -> None:
+        self.path = path
+        self._cache = cache
+        self._metadata: pyarrow.parquet.FileMetaData | None = None  # so that it is read once
+        self._lock = threading.Lock()
+        try:
+            self.stamp = file_at(path).stamp()
+            with self._open() as file:
+                self._metadata = file.metadata
+                self.columns = file.schema_arrow.names
+                self._leaves = [file.schema.column(k).path for k in range(len(file.schema))]
+        except (BadSample, OSError, pyarrow.ArrowException) as error:
+            raise UserError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
+        groups = range(self._metadata.num_row_groups)
+        self.starts = np.cumsum([0, *(self._metadata.row_group(group).num_rows for group in groups)])
+
+    def shallow(self, column: str) -> str:
+        """Return the leaf that is cheapest to read to count a row's media: the paths if there are any, else all."""
+        paths = (leaf for leaf in self._leaves if leaf.startswith(f"{column}.") and leaf.endswith(".path"))
+        return next(paths, column)
+
+    def values(self, row: int, leaves: tuple[str, ...]) -> dict[str, Any]:
+        """Read a row's values by column, and of each column only the given leaf. Raises BadSample."""
+        group = int(np.searchsorted(self.starts, row, side="right")) - 1
+        row_in_group = row - int(self.starts[group])
+        # The lock makes threads that need the same row group read it once.
+        with self._lock:
+            return {leaf.partition(".")[0]: self._cache[leaf](self, group)[row_in_group].as_py() for leaf in leaves}
+
+    def read_group(self, group: int, leaf: str) -> pyarrow.ChunkedArray:
+        """Read one leaf of a row group. Raises BadSample."""
+        try:
+            with self._open() as file:
+                return file.read_row_group(group, [leaf], use_threads=False).column(0)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise BadSample(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
+
+    @contextmanager
+    def _open(self) -> Iterator[pyarrow.parquet.ParquetFile]:
+        # pre_buffer joins the many small reads of a row group, each of which would be a request to the server.
+        remote = is_url(self.path)
+        with ExitStack() as stack:
+            file = stack.enter_context(filesystem(self.path).open(self.path)) if remote else self.path
+            yield stack.enter_context(pyarrow.parquet.ParquetFile(file, metadata=self._metadata, pre_buffer=remote))

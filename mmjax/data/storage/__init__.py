@@ -1,0 +1,1 @@
+"""Read files, archives and cached arrays, local or remote."""

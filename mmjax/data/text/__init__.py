@@ -1,0 +1,1 @@
+"""Tokenize conversations by a checkpoint's tokenizer and chat template."""

@@ -1,0 +1,360 @@
+"""Convert conversations to token sequences with a checkpoint's own tokenizer and chat template.
+
+A conversation's text is tokenized as a whole, so that ids are those that the checkpoint was trained with; the answers'
+tokens are then found by their characters. A medium is one token of the text, in whose place its items go: they take as
+many positions as their encoder makes tokens of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmjax.config import ChatFormat, Placeholder
+from mmjax.data.conversation import BadSample, Conversation, Message
+from mmjax.data.sample import Item, Sample, Text
+from mmjax.data.text.chat_template import ASSISTANT, BEGIN, END, RenderedChat, Template, load_template
+from mmjax.data.text.placeholders import TokenizerInput, check_places, compile_any_of, folder_placeholders, write_media
+from mmjax.data.text.tokenizer import Encoded, Tokenizer, load_tokenizer
+from mmjax.errors import UserError
+from mmjax.hub import checkpoint_folder
+
+BATCH = 1024  # conversations that are tokenized at once
+PROMPT_END = 32  # tokens at the end of a prompt that are compared first
+PROMPT_ENDS = 1024  # cached tokenizations of such ends
+# Not allowed in a text: halves of UTF-16 surrogate pairs, and the marks around generated text.
+_NO_TEXT = re.compile(f"[\ud800-\udfff{BEGIN}{END}]")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A conversation's tokens, one for each medium."""
+
+    ids: np.ndarray  # int32 [n]
+    weights: np.ndarray  # float32 [n]: above 0 where a token is trained on
+    media: np.ndarray  # int64 [m]: indices of the tokens that stand for media
+    kinds: tuple[str, ...]  # of these media
+    around: tuple[tuple[int, ...], tuple[int, ...]]  # not in `ids`: tokens that the tokenizer adds before and after
+
+    def text_tokens(self) -> int:
+        """Count all tokens but those that stand for media."""
+        return len(self.ids) - len(self.media) + sum(map(len, self.around))
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A checkpoint's tokenizer and chat template, with the text that stands for media."""
+
+    form: ChatFormat
+    tokenizer: Tokenizer
+    template: Template
+    placeholders: dict[str, Placeholder]  # by medium
+    token: dict[str, int]  # token that stands for a medium, by medium
+    written: re.Pattern[str]  # finds what the template writes for any medium
+    control: re.Pattern[str]  # finds tokens that only the template may write
+    processor: bool  # whether the folder has a media processor, which keeps the tokens that the tokenizer adds
+    notes: tuple[str, ...] = ()  # for the user
+    _prompt_ends: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)  # text -> ids
+
+    def sample(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
+        """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
+
+        `encoders` names, for each medium in order, the encoder of each of its items. Raises BadSample where the
+        conversation can't be trained on.
+        """
+        line = self._line(conversation)
+        tokens = self._tokens(line, self.tokenizer.encode(line.text))
+        count = np.count_nonzero(tokens.weights)
+        # With "sample" every sample counts alike, whatever its length; "square" lies between, as in InternVL.
+        share = {"token": 1.0, "sample": 1 / count, "square": count**-0.5}[self.form.loss_reduction]
+        return _sample(tokens, tokens.weights * np.float32(share), _numbered(conversation, encoders))
+
+    def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
+        """Tokenize a conversation that ends with a question, up to where the answer begins. All weights are 0.
+
+        Raises BadSample where it ends with an answer, or can't be used.
+        """
+        if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
+            raise BadSample("it does not end with a question, so there is nothing to answer")
+        text, _ = self.template.render(self._messages(conversation), True)
+        line = self._with_media(RenderedChat(text, ()), conversation)
+        tokens = self._tokens(line, self.tokenizer.encode(line.text))
+        return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.tokenizer.ends
+
+    def said(self, tokens: Sequence[int]) -> str:
+        """Decode generated tokens up to the end of the answer."""
+        stop = next((k for k, token in enumerate(tokens) if token in self.tokenizer.ends), len(tokens))
+        return self.tokenizer.decode(tokens[:stop], skip_special=True).strip()
+
+    def text_tokens(self, conversations: Sequence[Conversation]) -> list[int | BadSample]:
+        """Count the text tokens of each conversation without its media, or return why `sample` refuses it."""
+        counts: list[int | BadSample] = []
+        for first in range(0, len(conversations), BATCH):
+            lines = [_or_bad(self._line, conversation) for conversation in conversations[first : first + BATCH]]
+            encoded = iter(self.tokenizer.encode_all([line.text for line in lines if isinstance(line, TokenizerInput)]))
+            tokens = [_or_bad(self._tokens, x, next(encoded)) if isinstance(x, TokenizerInput) else x for x in lines]
+            counts += [x.text_tokens() if isinstance(x, Tokens) else x for x in tokens]
+        return counts
+
+    def fingerprint(self) -> str:
+        """Hash everything that a conversation's tokens and weights depend on."""
+        media = {kind: asdict(p) for kind, p in self.placeholders.items()}
+        parts = (self.tokenizer.fingerprint(), self.template.source, repr(self.form), repr(media))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+    # ----------------------------------------------------------------------------------------------------- text
+
+    def _line(self, conversation: Conversation) -> TokenizerInput:
+        """Render the text to tokenize, with the characters of the answers that are trained on."""
+        answer_weights = [message.weight for message in conversation.messages if message.role == ASSISTANT]
+        if not answer_weights:
+            raise BadSample("the assistant says nothing in it")
+        weights = [message.weight for message in conversation.messages]
+        last_only = self.form.train_on == "last_assistant"
+        if not any(answer_weights[-1:] if last_only else answer_weights):
+            raise BadSample(f"its {'last ' if last_only else ''}answer has weight=0: there is nothing to learn")
+        rendered = self.template.rendered(self._messages(conversation), last_only, weights)
+        if not rendered.answers:
+            raise BadSample("the chat template writes nothing that the assistant says")
+        return self._with_media(rendered, conversation)
+
+    def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Convert to the template's messages. Raises BadSample where their text would be taken for control tokens."""
+        for k, message in enumerate(conversation.messages):
+            text = "".join(part for part in message.parts if isinstance(part, str))
+            media = any(not isinstance(part, str) for part in message.parts) and message.role != ASSISTANT
+            if not (text.strip() or media or message.role == "system"):
+                raise BadSample(f"message {k} ({message.role}) is empty")
+            # A user's "<|im_end|>" would end the turn, and its "<image>" would stand for a medium.
+            if match := self.control.search(text):
+                raise BadSample(
+                    f"message {k} ({message.role}) says {match[0]!r}, which only the chat template may write"
+                )
+            if _NO_TEXT.search(text):
+                raise BadSample(f"message {k} ({message.role}) is not Unicode text")
+        for medium in conversation.media():
+            if medium.kind not in self.placeholders:
+                raise UserError(
+                    f"the data has media of the kind {medium.kind}, but it is not known how {self.form.folder} writes "
+                    f"them (known: {', '.join(self.placeholders) or 'none'}); say it: chat.placeholders.{medium.kind}"
+                )
+        return self.template.messages(conversation, {kind: p.written for kind, p in self.placeholders.items()})
+
+    def _with_media(self, rendered: RenderedChat, conversation: Conversation) -> TokenizerInput:
+        # The template's placeholders become tokens, and must be as many as the conversation's media.
+        line = write_media(rendered, self.placeholders, self.written)
+        check_places(line.kinds, [medium.kind for medium in conversation.media()])
+        return line
+
+    # --------------------------------------------------------------------------------------------------- tokens
+
+    def _tokens(self, line: TokenizerInput, encoded: Encoded) -> Tokens:
+        """Set loss weights on the tokens of answers, except media and the text around them.
+
+        A token that straddles the boundary of an answer is trained on if any of its characters inside the answer is not
+        white space.
+        """
+        media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values()))) if self.token else np.empty(0, np.int64)
+        if len(media) != len(line.media):
+            raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
+        # Multimodal processors tokenize with special tokens, except where the template has written <s> already.
+        has_bos = line.text.startswith(self.tokenizer.named.get("bos_token") or "\0")
+        around = self.tokenizer.around if self.processor and not has_bos else ((), ())
+        for prompt_end in line.prompts:
+            self._check_prompt(line.text, encoded, prompt_end)
+        weights = np.zeros(len(encoded.ids), np.float32)
+        for (begin, end), weight in zip(line.answers, line.weights, strict=True):
+            tokens = encoded.touching(begin, end)
+            weights[tokens] = weight
+            # Only the first and the last token can straddle: " cat" where the answer is "cat", or "cat\n".
+            for edge in (tokens.start, tokens.stop - 1) if tokens.start < tokens.stop else ():
+                token_begin = int(encoded.begin[edge])
+                token_end = int(encoded.end[edge])
+                if token_begin < begin or token_end > end:
+                    inside = line.text[max(token_begin, begin) : min(token_end, end)]
+                    weights[edge] = weight if inside.strip() else 0
+        for span in line.media:
+            weights[encoded.touching(*span)] = 0
+        if not around[0]:
+            weights[:1] = 0  # no token before it predicts it
+        if line.answers and not weights.any():
+            raise BadSample("no token of what the assistant says can be predicted from one before it")
+        return Tokens(encoded.ids, weights, media, line.kinds, around)
+
+    def _check_prompt(self, text: str, encoded: Encoded, end: int) -> None:
+        """Raise BadSample where a prompt, `text[:end]`, has other tokens than at inference, without the answer."""
+        count = int(np.searchsorted(encoded.end, end, side="right"))
+        if count < len(encoded.ids) and encoded.begin[count] < end:
+            raise BadSample(f"an answer's first characters and its prompt's last are one token; {_remedy(text, end)}")
+        # Tokenizing all of every prompt would double the work. No tokenizer looks far ahead, and none beyond a special
+        # token, so tokenize the prompt's end and compare its second half, which no longer depends on where it was cut.
+        tail = encoded.ids[max(0, count - PROMPT_END) : count]
+        special = np.flatnonzero(np.isin(tail, self._special))
+        tail = tail[special[-1] + 1 :] if len(special) else tail
+        if not len(tail):
+            return
+        tail_text = text[int(encoded.begin[count - len(tail)]) : end]
+        tail_alone = self._prompt_ends.get(tail_text)
+        if tail_alone is None:
+            tail_alone = self.tokenizer.encode(tail_text).ids.tolist()
+            # Behind a special token prompts mostly end alike.
+            if len(special) and len(self._prompt_ends) < PROMPT_ENDS:
+                self._prompt_ends[tail_text] = tail_alone
+        compared = max(1, len(tail) // 2)
+        if tail_alone[-compared:] != tail[-compared:].tolist():
+            prompt_alone = self.tokenizer.encode(text[:end]).ids
+            if not np.array_equal(prompt_alone, encoded.ids[:count]):
+                raise BadSample(f"its prompt has other tokens with the answer behind it; {_remedy(text, end)}")
+
+    @cached_property
+    def _special(self) -> np.ndarray:
+        return np.array([self.tokenizer.id(token) for token in self.tokenizer.special], np.int32)
+
+
+def _remedy(text: str, end: int) -> str:
+    """Return advice for a prompt that ends there and has other tokens when its answer follows."""
+    if text[end : end + 1].isspace():
+        return "strip the answer"
+    if text[end - 1 : end].isspace():
+        return "drop the white space at the end of the template's generation prompt"
+    return "end the template's generation prompt where a token ends"
+
+
+def _or_bad(function: Any, *arguments: Any) -> Any:
+    """Call the function and return its result, or the BadSample that it raises."""
+    try:
+        return function(*arguments)
+    except BadSample as bad:
+        return bad
+
+
+def _sample(tokens: Tokens, weights: np.ndarray, items: dict[str, Iterator[list[Item]]]) -> Sample:
+    """Put text and items in order; `items` iterates over the items of each medium, by kind."""
+    prefix, suffix = tokens.around
+    ids = np.concatenate([np.array(prefix, np.int32), tokens.ids, np.array(suffix, np.int32)])
+    weights = np.pad(weights, (len(prefix), len(suffix)))
+    segments: list[Text | Item] = []
+    begin = 0
+    for end, kind in zip([*(tokens.media + len(prefix)), len(ids)], [*tokens.kinds, None], strict=True):
+        if begin < end:
+            segments.append(Text(ids[begin:end], weights[begin:end]))
+        if kind is not None:
+            segments += next(items[kind])
+        begin = end + 1  # behind the medium's one token
+    return Sample(tuple(segments))
+
+
+def _numbered(conversation: Conversation, encoders: Sequence[Sequence[str]]) -> dict[str, Iterator[list[Item]]]:
+    """Iterate by kind over the items of each medium, numbered in the conversation's order (a template's may differ)."""
+    media = list(conversation.media())
+    if len(media) != len(encoders):
+        raise BadSample(f"it has {len(media)} places for media, and {len(encoders)} media")
+    items: dict[str, list[list[Item]]] = {medium.kind: [] for medium in media}
+    number = 0
+    for medium, names in zip(media, encoders, strict=True):
+        if not names:
+            raise BadSample(f"its medium {len(items[medium.kind])} of the kind {medium.kind} has no items")
+        items[medium.kind].append([Item(name, number + i) for i, name in enumerate(names)])
+        number += len(names)
+    return {kind: iter(items_of_kind) for kind, items_of_kind in items.items()}
+
+
+# -------------------------------------------------------------------------------------------------------- loading
+
+
+def load_chat(form: ChatFormat) -> Chat:
+    """Load the tokenizer and chat template of a folder and try them out on a conversation.
+
+    Raises UserError as `load_prompt_chat`, and where the loss mask can't be determined.
+    """
+    chat = load_prompt_chat(form)
+    return replace(chat, notes=_try_out(chat))
+
+
+def load_prompt_chat(form: ChatFormat) -> Chat:
+    """Load the tokenizer and chat template of a folder for prompts alone; it may be one that can't be trained with.
+
+    Raises UserError where a file is missing or wrong, or a placeholder is no token.
+    """
+    folder = form.folder if Path(form.folder).is_dir() else str(checkpoint_folder(form.folder))
+    tokenizer = load_tokenizer(folder)
+    template = load_template(replace(form, folder=folder), tokenizer)
+    folder_defaults = folder_placeholders(folder, tokenizer.named)
+    placeholders = {**folder_defaults, **form.placeholders}
+    for kind in placeholders:
+        if kind not in ("image", "audio"):
+            raise UserError(f"chat.placeholders.{kind}: a medium is image or audio")
+    if len({p.written for p in placeholders.values()}) < len(placeholders):
+        raise UserError(
+            "chat.placeholders: images and clips are written alike; write them so that they can be told apart"
+        )
+    return Chat(
+        form=form,
+        tokenizer=tokenizer,
+        template=template,
+        placeholders=placeholders,
+        token={kind: _token_of(tokenizer, kind, p) for kind, p in placeholders.items()},
+        written=compile_any_of(p.written for p in placeholders.values()),
+        control=compile_any_of(_control_tokens(tokenizer, template, placeholders)),
+        processor=bool(folder_defaults),
+    )
+
+
+def _token_of(tokenizer: Tokenizer, kind: str, place: Placeholder) -> int:
+    token = place.token or place.written
+    token_id = tokenizer.id(token)
+    if token_id is None or tokenizer.encode(token).ids.tolist() != [token_id]:
+        raise UserError(
+            f"{Path(tokenizer.folder) / 'tokenizer.json'} has no special token {token!r}, which is to stand for media "
+            f"of the kind {kind}; add it with transformers, or name another one as chat.placeholders.{kind}.token"
+        )
+    return token_id
+
+
+def _control_tokens(tokenizer: Tokenizer, template: Template, placeholders: dict[str, Placeholder]) -> set[str]:
+    """List the tokens that delimit turns and texts or stand for media; others, such as boxes, may occur in a text."""
+    # Templates may compose tokens from parts, such as "<|" + role + "|>", which only their output shows.
+    example = "".join(_example(template, roles) for roles in (("system", "user", ASSISTANT), ("user", ASSISTANT)))
+    named = {tokenizer.named.get(f"{name}_token", "") for name in ("bos", "eos", "pad")}
+    written = {t for t in tokenizer.special if t.strip() and (t in template.source or t in example)}
+    media = {text for p in placeholders.values() for text in (p.written, p.token, p.before, p.after)}
+    return named | written | media
+
+
+def _example(template: Template, roles: Sequence[str]) -> str:
+    """Render a dummy conversation and its prompt; empty where the template refuses it."""
+    try:
+        messages = template.messages(Conversation(tuple(Message(role, ("a",)) for role in roles)), {})
+        return template.render(messages, False)[0] + template.render(messages[:-1], True)[0]
+    except BadSample:
+        return ""
+
+
+def _try_out(chat: Chat) -> tuple[str, ...]:
+    """Try the template on one question and answer. Raises UserError where their loss mask cannot be determined."""
+    where = chat.template.where
+    try:
+        line = chat._line(Conversation((Message("user", ("What?",)), Message(ASSISTANT, ("This.",)))))
+        chat._tokens(line, chat.tokenizer.encode(line.text))
+    except BadSample as bad:
+        raise UserError(
+            f"the chat template {where} can't be trained with, not even on a question and its answer: {bad}; change a "
+            "copy of it, and give that as chat.template"
+        ) from None
+    if line.text[slice(*line.answers[-1])].rstrip().endswith(chat.template.special):
+        return ()
+    return (
+        f"the chat template {where} ends no answer with a token of its own, so nothing teaches the model "
+        "to stop; write {{ eos_token }} behind the answer in a copy of it, and give the copy as chat.template",
+    )

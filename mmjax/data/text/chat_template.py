@@ -1,0 +1,416 @@
+"""Render conversations with a checkpoint's chat template, and locate the answers in the text.
+
+Templates are foreign code: they run in Jinja's sandbox, see nothing but strings, lists and dictionaries, and change
+nothing. They get the functions and variables that `transformers` gives them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mmjax.config import ChatFormat
+from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Message
+from mmjax.data.text.tokenizer import Tokenizer, read_json, tokenizer_config
+from mmjax.errors import UserError
+
+Span = tuple[int, int]  # characters of a text: [begin, end)
+
+ASSISTANT = "assistant"
+ROLES = ("system", "user", ASSISTANT)
+# Marks around what a template declares as generated. Unicode reserves these two for internal use: no text has them.
+BEGIN = "\ufdd0"
+END = "\ufdd1"
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "7f3a"  # a text that no template contains
+MAX_WORK = 2_000_000  # loop iterations in one rendering: some seconds
+CALL_WORK = 10  # loop iterations that take as long as a call
+MAX_CHARACTERS = 64_000_000  # characters
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation's text with the spans of the answers, each including the end of its turn."""
+
+    text: str
+    answers: tuple[Span, ...]
+    weights: tuple[float, ...] = ()  # of these answers
+    prompts: tuple[int, ...] = ()  # ends of these answers' prompts
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template, and the form of messages that it takes."""
+
+    where: str  # its file, for error messages
+    source: str
+    variables: dict[str, Any]  # including the tokenizer's special tokens
+    marked: bool  # whether it marks answers with {% generation %}
+    lists: frozenset[str]  # roles whose message is a list of texts and media; others are one string
+    special: tuple[str, ...]  # tokens, one of which may end a turn
+
+    def messages(self, conversation: Conversation, written: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Convert a conversation to the template's messages; where one must be a string, media are as `written`."""
+        return [self._message(message, written) for message in conversation.messages]
+
+    def _message(self, message: Message, written: Mapping[str, str]) -> dict[str, Any]:
+        if (message.role if message.role in ROLES else "user") not in self.lists:
+            return {"role": message.role, "content": _as_string(message.parts, written)}
+        # Templates test a medium's type or whether its key exists; none reads the value.
+        parts = [
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind, p.kind: p.kind}
+            for p in message.parts
+        ]
+        return {"role": message.role, "content": parts}
+
+    def render(self, messages: Sequence[dict[str, Any]], prompt: bool) -> tuple[str, tuple[Span, ...]]:
+        """Render the text, with a generation prompt at its end if `prompt`, and return it with the marked spans.
+
+        Raises BadSample where the template refuses the messages, fails on them or exceeds the limits.
+        """
+        try:
+            text = _rendered(
+                self.source,
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self.variables,
+            )
+        except _Refusal as error:
+            raise BadSample(f"the chat template refuses it: {error}") from None
+        except Exception as error:  # a template runs code of its own, which may raise anything
+            raise BadSample(f"the chat template {self.where} fails: {_reason(error)}") from None
+        return _without_marks(text) if self.marked else (text, ())
+
+    def rendered(
+        self, messages: Sequence[dict[str, Any]], last_only: bool = False, weights: Sequence[float] | None = None
+    ) -> RenderedChat:
+        """Render a whole conversation and locate its answers, or only the last of them.
+
+        Answers are what the template marks; without marks, what their message adds to the prompt before it, up to the
+        token that ends the turn. weights: of the messages, default 1; answers of weight 0 are left out. Raises
+        UserError where a prompt is no prefix of the text, BadSample where a mark belongs to no message.
+        """
+        weights = [1.0] * len(messages) if weights is None else weights
+        text, marks = self.render(messages, False)
+        answered = [k for k, message in enumerate(messages) if message["role"] == ASSISTANT]
+        answered = answered[-1:] if last_only else answered
+        trained = [k for k in answered if weights[k]]
+        if not self.marked:
+            answers = tuple(self._added(messages, k, text) for k in trained)
+            return RenderedChat(text, answers, tuple(weights[k] for k in trained), tuple(begin for begin, _ in answers))
+        if not trained:
+            return RenderedChat(text, ())
+        prompts = tuple(self._prompts(messages, trained, text))
+        if len({weights[k] for k in answered}) > 1:
+            spans = [(k, mark) for k in trained for mark in self._marks_of(messages, k, marks)]
+            return RenderedChat(text, tuple(mark for _, mark in spans), tuple(weights[k] for k, _ in spans), prompts)
+        # All answers have one weight, so that it does not matter which mark belongs to which message.
+        if last_only and answered[0]:
+            marks = marks[len(self.render(messages[: answered[0]], False)[1]) :]
+        return RenderedChat(text, marks, (weights[answered[0]],) * len(marks), prompts)
+
+    def _prompts(self, messages: Sequence[dict[str, Any]], trained: Sequence[int], text: str) -> Iterator[int]:
+        """Yield the ends of the answers' prompts in the text; a template may rewrite earlier answers once more follows.
+
+        Raises BadSample where the text of the last answer does not begin with its prompt.
+        """
+        for k in trained:
+            if not k:
+                continue
+            # The prompt as generation renders it: the messages before the answer, then the template's opening of one.
+            prompt, _ = self.render(messages[:k], True)
+            if text.startswith(prompt):
+                yield len(prompt)
+            elif k == trained[-1] == len(messages) - 1:
+                raise BadSample(
+                    f"the chat template asks for its answer with a prompt that ends in {prompt[-20:]!r}, and writes "
+                    "something else before the answer where it is trained on; make both the same in a copy of it, and "
+                    "give the copy as chat.template"
+                )
+
+    def _marks_of(self, messages: Sequence[dict[str, Any]], k: int, marks: tuple[Span, ...]) -> tuple[Span, ...]:
+        """Return the marks of message `k`: those that the text with it has and the text before it has not."""
+        first = len(self.render(messages[:k], False)[1]) if k else 0
+        stop = len(self.render(messages[: k + 1], False)[1])
+        if not 0 <= first < stop <= len(marks):
+            raise BadSample(
+                f"message {k} has a weight of its own, but the chat template marks no answer that is its alone"
+            )
+        return marks[first:stop]
+
+    def _added(self, messages: Sequence[dict[str, Any]], k: int, text: str) -> Span:
+        """Return the span that message `k` adds to its prompt, without white space behind its end-of-turn token."""
+        if not k:
+            raise BadSample("it begins with the assistant, and the chat template marks no answers; begin with the user")
+        prompt, _ = self.render(messages[:k], True)
+        until = self.render(messages[: k + 1], False)[0] if k + 1 < len(messages) else text
+        if not (text.startswith(prompt) and text.startswith(until) and len(prompt) <= len(until)):
+            raise UserError(
+                f"the chat template {self.where} writes an answer otherwise once more follows it than as its prompt "
+                "begins or ends it, so what the assistant says can't be told apart; put {% generation %} and "
+                "{% endgeneration %} around that in a copy of it, and give the copy as chat.template"
+            )
+        begin = len(prompt)
+        end = len(until)
+        # Templates often write a line break behind the end-of-turn token, which a model need not generate.
+        answer = text[begin:end].rstrip()
+        return begin, begin + len(answer) if answer.endswith(self.special) else end
+
+
+def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
+    """Load the chat template of a folder with this tokenizer. Raises UserError where there is none that compiles."""
+    source, where = template_source(form)
+    try:
+        _compiled(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"the chat template {where}, line {error.lineno}: {error.message}; mend it") from error
+    except Exception as error:  # Python's own compiler refuses what is nested too deeply, and other things
+        raise UserError(f"the chat template {where} cannot be compiled: {_reason(error)}; mend it") from error
+    try:
+        today = datetime.fromisoformat(form.date)
+    except ValueError as error:
+        raise UserError(f"chat.date={form.date!r}: {error}; write it as 2025-01-31") from error
+    # A fixed date, where transformers has today's: tokens must not depend on the day of the run.
+    variables = {**tokenizer.named, "strftime_now": today.strftime, **form.variables}
+    template = Template(
+        where=where,
+        source=source,
+        variables=variables,
+        marked=bool(_MARK.search(source)),
+        lists=frozenset(),
+        special=tuple(tokenizer.special),
+    )
+    return _with_lists(template)
+
+
+def template_source(form: ChatFormat) -> tuple[str, str]:
+    """Return a template and its file: what the config names, else where transformers looks, in its order."""
+    folder = Path(form.folder)
+    if form.template:
+        path = Path(form.template)
+        if not path.is_file():
+            raise UserError(f"chat.template={form.template!r} is no file; name a Jinja template")
+        return path.read_text(encoding="utf-8"), str(path)
+    for name in ("processor_config.json", "chat_template.json"):
+        if templates := read_json(folder / name).get("chat_template"):
+            return _default(templates, folder / name)
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8"), str(path)
+    if templates := tokenizer_config(form.folder).get("chat_template"):
+        return _default(templates, folder / "tokenizer_config.json")
+    raise UserError(
+        f"{folder} has no chat template (chat_template.jinja); give a Jinja file as chat.template, "
+        "such as that of the model's chat version"
+    )
+
+
+def _default(templates: Any, path: Path) -> tuple[str, str]:
+    """Return the template itself, or the default of several named ones."""
+    if isinstance(templates, list):
+        templates = {entry["name"]: entry["template"] for entry in templates}
+    if isinstance(templates, dict):
+        if "default" not in templates:
+            raise UserError(
+                f"{path} has the chat templates {', '.join(templates)} and no default; name one: chat.template"
+            )
+        templates = templates["default"]
+    return templates, str(path)
+
+
+def _as_string(parts: Sequence[str | MediaPlace], written: Mapping[str, str]) -> str:
+    """Join a message to one string, with media as `written`: on lines of their own unless beside white space."""
+    pieces: list[str] = []
+    for k, part in enumerate(parts):
+        piece = part if isinstance(part, str) else written[part.kind]
+        beside_medium = k > 0 and not (isinstance(part, str) and isinstance(parts[k - 1], str))
+        if beside_medium and not (pieces[-1][-1:].isspace() or piece[:1].isspace()):
+            pieces.append("\n")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _with_lists(template: Template) -> Template:
+    """Find the roles whose messages the template accepts as lists of parts, by rendering one for each."""
+    lists: set[str] = set()
+    # Users come first, since the probes of the other roles need a user's message before or after them.
+    for role in ("user", ASSISTANT, "system"):
+        probe = {"role": role, "content": [{"type": "text", "text": _PROBE}]}
+        user = {"role": "user", "content": [{"type": "text", "text": "a"}] if "user" in lists else "a"}
+        try:
+            text, _ = template.render({"user": [probe], ASSISTANT: [user, probe], "system": [probe, user]}[role], False)
+        except (BadSample, UserError):
+            continue
+        # A template that expects a string prints the list as Python or JSON: {'type': 'text', 'text': '7f3a'}.
+        if _PROBE in text and not re.search(rf"""['"]text['"]: ?['"]{_PROBE}""", text):
+            lists.add(role)
+    return replace(template, lists=frozenset(lists))
+
+
+# ---------------------------------------------------------------------------------------------------------- Jinja
+
+
+class _Refusal(Exception):
+    """An error that a template raises with raise_exception."""
+
+
+class _TooMuch(Exception):
+    """A template exceeds the limits on loops, calls or text."""
+
+
+class _Generation(Extension):
+    """Parse `{% generation %} ... {% endgeneration %}`, the block around an answer."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Write marks before and behind the block's text."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+def _without_marks(text: str) -> tuple[str, tuple[Span, ...]]:
+    """Remove the marks; return the text and the non-empty spans between marks."""
+    texts = []
+    spans = []
+    length = begin = 0
+    for piece in re.split(f"([{BEGIN}{END}])", text):
+        if piece == BEGIN:
+            begin = length
+        elif piece == END:
+            spans.append((begin, length))
+        else:
+            texts.append(piece)
+            length += len(piece)
+    return "".join(texts), tuple(span for span in spans if span[0] < span[1])
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refusal(message)
+
+
+class _CountedCode(CodeGenerator):
+    """Compile loops and joined strings to calls of the environment, which counts them.
+
+    Jinja's sandbox limits what a template may touch, not how long it runs; this goes when it has such a limit.
+    """
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        node.iter = self._through("count_loop", [node.iter], node.lineno)
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.visit(self._through("join_strings", node.nodes, node.lineno), frame)
+
+    def _through(self, method: str, values: list[nodes.Expr], lineno: int) -> nodes.Call:
+        call = nodes.Call(nodes.EnvironmentAttribute(method), values, [], None, None)
+        return call.set_lineno(lineno, override=True).set_environment(self.environment)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox that stops a template after the same amount of work on every machine."""
+
+    code_generator_class = _CountedCode
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        __self.count(CALL_WORK)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def count(self, work: int = 1) -> None:
+        """Subtract from the rendering's budget of work."""
+        _work.budget -= work
+        # Thread-local, since one environment renders in many threads.
+        if _work.budget < 0:
+            raise _TooMuch(f"it takes more than {MAX_WORK:,} loops and calls")
+
+    def count_loop(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over values, counting each."""
+        for value in values:
+            self.count()
+            yield value
+
+    def join_strings(self, *values: Any) -> str:
+        """Join values as `~` does."""
+        texts = list(map(str, values))
+        self._check_length(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call_binop(self, context: Context, operator: str, x: Any, y: Any) -> Any:
+        """Compute a sum, product, power or format unless its result is huge."""
+        if operator == "+" and hasattr(x, "__len__") and hasattr(y, "__len__"):
+            self._check_length(len(x) + len(y))
+        elif operator == "*":
+            for value, times in ((x, y), (y, x)):
+                if hasattr(value, "__len__") and isinstance(times, int):
+                    self._check_length(len(value) * times)
+        elif operator == "**" and isinstance(x, int) and isinstance(y, int):
+            self._check_length(x.bit_length() * y)
+        elif operator == "%" and isinstance(x, str):
+            self._check_length(sum(map(int, re.findall(r"\d{1,18}", x))))  # field widths, as in "%99999d"
+        return super().call_binop(context, operator, x, y)
+
+    def _check_length(self, length: int) -> None:
+        if length > MAX_CHARACTERS:
+            raise _TooMuch(f"it makes something longer than {MAX_CHARACTERS:,} characters")
+
+
+_work = threading.local()
+
+
+def _rendered(source: str, **variables: Any) -> str:
+    """Render a template. Raises what its code raises, and _TooMuch."""
+    _work.budget = MAX_WORK
+    pieces = []
+    length = 0
+    for piece in _compiled(source).generate(**variables):
+        pieces.append(piece)
+        length += len(piece)
+        if length > MAX_CHARACTERS:
+            raise _TooMuch(f"it writes more than {MAX_CHARACTERS:,} characters")
+    return "".join(pieces)
+
+
+def _reason(error: Exception) -> str:
+    """Describe an error in one line."""
+    text = " ".join(str(error).split())[:200]
+    return text if isinstance(error, jinja2.TemplateError | _TooMuch) and text else f"{type(error).__name__}: {text}"
+
+
+@functools.cache
+def _environment() -> _Environment:
+    # trim_blocks and lstrip_blocks are what transformers sets, and decide where line breaks stay.
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    # Jinja's own filter escapes for HTML.
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)

@@ -1,0 +1,1 @@
+"""Coordinate processes and notice those that hang."""

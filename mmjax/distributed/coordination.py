@@ -1,0 +1,203 @@
+"""Several processes as one run: start and end together, and exchange small values beside the collectives.
+
+Everything goes through JAX's coordination service on process 0; with one process there is none and nothing waits. The
+environment names the processes, as `launch/` sets it: MMJAX_COORDINATOR (host:port), MMJAX_PROCESSES, MMJAX_PROCESS.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import jax
+from jax._src import distributed  # the service's client has no public name
+
+from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor
+from mmjax.errors import UserError
+
+_START_SECONDS = 300  # until all processes have connected
+_EXIT_SECONDS = 1.0  # for the others to exit after their last message
+_WAIT_SECONDS = 3600  # the longest that the others wait for work of process 0: indexing a large dataset
+
+_lookout: PeerMonitor | None = None
+_broadcasts = 0  # of `run_on_leader` so far; in step on all processes, which makes the keys unique
+
+
+def index() -> int:
+    """Return the index of this process."""
+    return int(os.environ.get("MMJAX_PROCESS", 0))
+
+
+def count() -> int:
+    """Return the number of processes of the run."""
+    return int(os.environ.get("MMJAX_PROCESSES", 1))
+
+
+def is_leader() -> bool:
+    """Return whether this process is the leader, which writes the run's files and prints for all."""
+    return index() == 0
+
+
+def lookout() -> PeerMonitor | None:
+    """Return the monitor of the other processes; None when this process is alone."""
+    return _lookout
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Run the body as one process of the group that the environment names; all exit together.
+
+    Where one ends early, by an error or a signal, the others end too, within a minute, and print which one it was: exit
+    code 2 for a user's mistake, 1 otherwise. With one process the body just runs.
+    """
+    if count() == 1:
+        yield
+        return
+    global _lookout
+    _connect()
+    _lookout = PeerMonitor(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
+    _lookout.start()
+    try:
+        yield
+        wait_for_all("end")
+    except UserError as error:
+        if is_leader() or not error.everywhere:
+            print(f"error: process {index()}: {error}", file=sys.stderr, flush=True)
+        if error.everywhere:
+            _lookout.await_leavers(range(count()))
+        _leave(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        _leave(130)
+    except BaseException:
+        # A failed collective mostly means that another process died: the lookout prints which and ends this one, within
+        # JAX's heartbeat timeout. Only where it has not is the traceback worth printing.
+        time.sleep(HEARTBEAT_SECONDS + 6)
+        print(f"process {index()} of {count()}:", file=sys.stderr)
+        traceback.print_exc()
+        _leave(1)
+    _lookout.finish()
+    _disconnect()
+
+
+def run_on_leader(work: Callable[[], Any]) -> Any:
+    """Run `work` on process 0 alone and return its result, which JSON can hold, on all; likewise raise its UserError.
+
+    All processes must call this in the same order.
+    """
+    global _broadcasts
+    if count() == 1:
+        return work()
+    key = f"mmjax/told/{_broadcasts}"
+    _broadcasts += 1
+    client = distributed.global_state.client
+    if not is_leader():
+        message = json.loads(client.blocking_key_value_get(key, _WAIT_SECONDS * 1000))
+        if "error" in message:
+            raise UserError(message["error"], everywhere=True)
+        return message["result"]
+    try:
+        # The others wait for an answer: they must get it in the case of an error, too.
+        result = work()
+    except UserError as error:
+        client.key_value_set(key, json.dumps({"error": str(error)}))
+        raise UserError(str(error), everywhere=True) from error
+    client.key_value_set(key, json.dumps({"result": result}))
+    return result
+
+
+def gather(key: str, text: str) -> list[str]:
+    """Gather a text of every process on all of them, in process order. A key serves once; any thread may call this."""
+    if count() == 1:
+        return [text]
+    client = distributed.global_state.client
+    milliseconds = _WAIT_SECONDS * 1000
+    client.key_value_set(f"mmjax/gather/{key}/{index()}", text)
+    if is_leader():
+        # Process 0 collects and publishes all texts under one key: 2 n requests for n processes instead of n^2.
+        texts = [client.blocking_key_value_get(f"mmjax/gather/{key}/{p}", milliseconds) for p in range(count())]
+        client.key_value_delete(f"mmjax/gather/{key}/")
+        client.key_value_set(f"mmjax/gathered/{key}", json.dumps(texts))
+        return texts
+    return json.loads(client.blocking_key_value_get(f"mmjax/gathered/{key}", milliseconds))
+
+
+def kv_put(key: str, text: str) -> None:
+    """Store a text that any process may read with `kv_get`; does not wait."""
+    if count() > 1:
+        distributed.global_state.client.key_value_set(f"mmjax/{key}", text, allow_overwrite=True)
+
+
+def kv_get(key: str) -> str:
+    """Read the text that some process has stored with `kv_put`, waiting for it."""
+    return distributed.global_state.client.blocking_key_value_get(f"mmjax/{key}", HEARTBEAT_SECONDS * 1000)
+
+
+def wait_for_all(where: str) -> None:
+    """Wait until every process has reached this barrier."""
+    if count() > 1:
+        distributed.global_state.client.wait_at_barrier(f"mmjax/{where}", _WAIT_SECONDS * 1000)
+
+
+@cache
+def hosts() -> list[str]:
+    """Return the host name of each process."""
+    return gather("hosts", socket.gethostname())
+
+
+def per_host() -> int:
+    """Count the consecutive processes that share a host, where that is the same everywhere; else 1."""
+    counts = [len(list(group)) for _, group in itertools.groupby(hosts())]
+    return counts[0] if len(set(counts)) == 1 else 1
+
+
+def _connect() -> None:
+    """Join the coordination service."""
+    try:
+        coordinator = os.environ["MMJAX_COORDINATOR"]
+    except KeyError:
+        raise UserError(
+            "MMJAX_PROCESSES is set and MMJAX_COORDINATOR is not; start with launch/local.sh or launch/slurm.sbatch"
+        ) from None
+    jax.config.update("jax_enable_recoverability", True)  # else JAX aborts before we can print who died
+    jax.config.update("jax_enable_preemption_service", False)  # else JAX handles SIGTERM itself
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            count(),
+            index(),
+            cluster_detection_method="deactivate",  # it would give each process one GPU
+            initialization_timeout=_START_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except Exception as error:
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"process {index()} of {count()} cannot reach the others at {coordinator}: {reason}") from error
+
+
+def _disconnect() -> None:
+    """Exit in order: process 0 last, because the others need its service even to announce that they exit."""
+    client = distributed.global_state.client
+    if not is_leader():
+        client.key_value_set(f"mmjax/left/{index()}", "")
+        _leave(0)
+    for process in range(1, count()):
+        client.blocking_key_value_get(f"mmjax/left/{process}", _WAIT_SECONDS * 1000)
+    time.sleep(_EXIT_SECONDS)
+    jax.distributed.shutdown()
+
+
+def _leave(code: int) -> None:
+    """Exit at once: an orderly exit would wait for processes that are dead."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

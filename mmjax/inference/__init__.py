@@ -1,0 +1,1 @@
+"""Load a trained model, generate answers and evaluate."""

@@ -1,0 +1,328 @@
+"""Evaluate a model on data sets: generated answers to their questions, scored, and the loss of their samples.
+
+One engine for `mmjax.evaluate` and for evaluation while training. Prompts lie one in a row, keys and values are cached
+(`generation`); while training all batches have one shape, so that its programs are compiled before the first step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mmjax.batch import Microbatch
+from mmjax.config import Config
+from mmjax.data.sample import Question, Sample, Source, Text
+from mmjax.data.sources.opening import open_sources
+from mmjax.errors import UserError
+from mmjax.inference.generator import Answer, Generator
+from mmjax.inference.prompt_rows import BatchLimits, PromptRows
+from mmjax.inference.prompts import (
+    QuestionPrompts,
+    QuestionSource,
+    Selection,
+    answer_tokens,
+    decode_answer,
+    ends_of,
+    select_usable,
+)
+from mmjax.inference.scores import MEASURES, Scored
+from mmjax.models.model import Model
+from mmjax.parallel.mesh import replicated
+from mmjax.parallel.sharding import ShardingRules, activations_on
+from mmjax.runtime.losses import losses_in_chunks
+from mmjax.runtime.step import put_rows
+from mmjax.startup import activity
+
+Params = dict[str, Any]
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One question of a data set and what the model answered."""
+
+    sample: int
+    family: str
+    task: str
+    question: str
+    answer: str
+    prediction: str
+    needs: tuple[str, ...]  # encoders of the items that the answer depends on
+    references: tuple[str, ...]  # all answers that count as right
+    ended: bool  # by an end token, and not because there was room for no more
+
+    @property
+    def scored(self) -> Scored:
+        """Return the prediction and its references for `MEASURES`."""
+        return Scored(self.prediction, self.references)
+
+    def __str__(self) -> str:
+        right = self.prediction == self.answer
+        return f"{self.question}  ->  {self.prediction!r}" + ("" if right else f"  (it is {self.answer!r})")
+
+
+@dataclass(frozen=True)
+class Replies:
+    """The answers to one source's questions, and why the others could not be asked, by sample."""
+
+    answered: tuple[Answered, ...]
+    left_out: dict[int, str]
+
+    def scores(self, measures: Sequence[str]) -> Scores:
+        """Score by measure, as `MEASURES` names them; nothing where nothing was asked."""
+        answers = [a.scored for a in self.answered]
+        return {name: MEASURES[name](answers) for name in measures} if answers else {}
+
+    def json_lines(self, source: str) -> Iterator[Mapping[str, object]]:
+        """Yield one JSON object for every question, asked or not."""
+        for a in self.answered:
+            line = {"sample": f"{source}[{a.sample}]", "said": a.prediction, "right": list(a.references)}
+            yield line if a.ended else line | {"ended": False}
+        for sample, reason in self.left_out.items():
+            yield {"sample": f"{source}[{sample}]", "left_out": reason}
+
+
+class Evaluator:
+    """Answer questions and compute losses of fixed sets of samples.
+
+    Sources are named `<split>/<source>`. Those with a `question` method are asked; losses are of all.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        rules: ShardingRules,
+        sources: Mapping[str, Source],
+        config: Config,
+        limits: Mapping[str, int | None] | None = None,
+        samples: Mapping[str, Sequence[int]] | None = None,
+        max_tokens: int | None = None,
+        at_once: BatchLimits | None = None,
+        one_shape: bool = False,
+        loss_chunks: int | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """limits: by split, the most samples to use of each source. samples: by source, those to choose from.
+
+        max_tokens: of an answer, by default of the longest right one. at_once: what a rank computes together.
+        one_shape: give all batches one shape, for `compile`. loss_chunks: as in the training config; None: no losses.
+        progress: called with the number of samples that are done, after every batch. Raises UserError for a sample that
+        cannot be used where the config says that is fatal.
+        """
+        self.sources = dict(sources)
+        self._unusable = defaultdict[str, dict[int, str]](dict)
+        self._groups = defaultdict[str, set[str]](set)  # families and tasks of each split's questions
+        self._fatal = config.data.on_bad_sample == "raise"
+        self._mesh, self._rules, self._progress, self._done = mesh, rules, progress, 0
+        asked, lengths, ends = list[tuple[str, int]](), [1], set[tuple[int, ...]]()
+        measured = list[tuple[str, int]]()
+        for name, source in sources.items():
+            limit = (limits or {}).get(name.split("/")[0])
+            candidates = range(len(source)) if samples is None else samples[name]
+            if hasattr(source, "question"):
+                groups = self._groups[name.partition("/")[0]]
+                check = partial(_check_question, source, lengths if max_tokens is None else None, groups)
+                asked += [(name, index) for index in self._usable(name, candidates, check, limit)]
+                ends.add(ends_of(source))
+            if loss_chunks is not None:
+                measured += [(name, index) for index in self._usable(name, candidates, source.facts, limit)]
+        self._asked, self._measured = asked, measured
+        decode: Callable[[Sequence[int]], str] = lambda tokens: ""  # noqa: E731 - each source decodes its own answers
+        common_ends = ends.pop() if len(ends) == 1 else ()
+        self._generator = Generator(
+            model, mesh, rules, common_ends, decode, most=max_tokens or max(lengths), at_once=at_once
+        )
+        prompts = {name: QuestionPrompts(source) for name, source in sources.items()}
+        self._questions = self._generator.rows(
+            Selection([(prompts[name], index) for name, index in asked]), _by_split(asked) if one_shape else ()
+        )
+        self._samples = PromptRows(
+            Selection([(sources[name], index) for name, index in measured]),
+            model.config,
+            self._generator.topology,
+            room=0,
+            at_once=at_once,
+            groups=_by_split(measured) if one_shape else (),
+        )
+
+        def losses(params: Params, batch: Microbatch) -> tuple[jax.Array, jax.Array]:
+            with activations_on(mesh, rules):
+                hidden, table = model.hidden_and_table(params, batch)
+                cap = model.config.llm.logit_cap
+                per_token = losses_in_chunks(hidden, table, batch.text, loss_chunks or 1, cap)
+            return per_token.sum(1), batch.text.weight.sum(1)
+
+        self._losses = jax.jit(losses, out_shardings=replicated(mesh))
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Name the samples that cannot be used, as far as is known, with the reason."""
+        return {f"{name}[{n}]": why for name, unusable in self._unusable.items() for n, why in unusable.items()}
+
+    def compile(self, params: Params) -> None:
+        """Compile the programs by running each on its first batch."""
+        if self._asked:
+            for _ in self._generator.answer_rows(params, self._questions, [0], spoiled={}):
+                pass
+        if self._measured:
+            for _, batch in self._samples.batches([0], {}):
+                jax.block_until_ready(self._losses(params, put_rows(batch, self._mesh, self._rules)))
+
+    def metrics(self, split: str) -> tuple[str, ...]:
+        """Name the scores that evaluating a split gives, but for the number of samples; none without samples."""
+        measured = {name for name, _ in self._measured if name.startswith(f"{split}/")}
+        by_source = [f"loss/{name.partition('/')[2]}" for name in sorted(measured)] if len(measured) > 1 else []
+        matches = [f"exact_match_{name}" for name in sorted(self._groups.get(split, ()))]
+        return tuple(f"{split}/{name}" for name in [*matches, *(["loss"] if measured else []), *by_source])
+
+    def questions(self, split: str = "") -> int:
+        """Return the number of questions of a split, or of all."""
+        return sum(name.startswith(split) for name, _ in self._asked)
+
+    def answer(self, params: Params, split: str = "") -> dict[str, Replies]:
+        """Answer the questions of a split, or all, greedily; the answers by source, in the order of its samples."""
+        numbers = [n for n, (name, _) in enumerate(self._asked) if name.startswith(split)]
+        spoiled, answers = dict[int, str](), dict[int, Answer]()
+        with activity(f"answering {split} questions".replace("  ", " "), len(numbers)) as under_way:
+            for number, answer in self._generator.answer_rows(params, self._questions, numbers, spoiled=spoiled):
+                answers[number] = answer
+                under_way.done = len(answers)
+                self._advance(1)
+        self._note(self._asked, spoiled)
+        answered: dict[str, list[Answered]] = {
+            name: [] for name, source in self.sources.items() if name.startswith(split) and hasattr(source, "question")
+        }
+        for number in numbers:
+            name, sample = self._asked[number]
+            if number in answers:
+                answered[name].append(self._answered(name, sample, answers[number]))
+        return {name: Replies(tuple(a), dict(self._unusable[name])) for name, a in answered.items()}
+
+    def loss(self, params: Params, split: str = "") -> Scores:
+        """Compute the mean loss per token over the samples of a split, or all.
+
+        Returns `loss`, and `loss/<source>` where there are several; nothing without samples.
+        """
+        numbers = [n for n, (name, _) in enumerate(self._measured) if name.startswith(split)]
+        spoiled, sums = dict[int, str](), defaultdict[str, np.ndarray](lambda: np.zeros(2))
+        with activity(f"computing the {split or 'mean'} loss", len(numbers)) as under_way:
+            for number, batch in self._samples.batches(numbers, spoiled):
+                values = jax.device_get(self._losses(params, put_rows(batch, self._mesh, self._rules)))
+                for row in np.flatnonzero(number >= 0):
+                    sums[self._measured[number[row]][0]] += values[0][row], values[1][row]
+                under_way.done += int((number >= 0).sum())
+                self._advance(int((number >= 0).sum()))
+        self._note(self._measured, spoiled)
+        means = {name.split("/", 1)[1]: float(s[0] / s[1]) for name, s in sums.items() if s[1] > 0}
+        if not means:
+            return {}
+        loss, weight = sum(sums.values())
+        by_source = {f"loss/{name}": mean for name, mean in means.items()} if len(means) > 1 else {}
+        return {"loss": float(loss / weight), **by_source}
+
+    def _usable(
+        self, name: str, candidates: Sequence[int], check: Callable[[int], object], limit: int | None
+    ) -> list[int]:
+        """Return the samples of a source that pass the check, and note the others."""
+        usable, unusable = select_usable(candidates, check, limit)
+        for sample, reason in unusable.items():
+            self._leave_out(name, sample, reason)
+        return usable
+
+    def _note(self, samples: Sequence[tuple[str, int]], spoiled: Mapping[int, str]) -> None:
+        """Note the samples that turned out unreadable."""
+        for number, reason in spoiled.items():
+            self._leave_out(*samples[number], reason)
+
+    def _leave_out(self, source: str, sample: int, reason: str) -> None:
+        if self._fatal:
+            raise UserError(
+                f"{source}[{sample}] cannot be asked: {reason}; mend it, or skip it with data.on_bad_sample=skip"
+            )
+        self._unusable[source][sample] = reason
+
+    def _advance(self, samples: int) -> None:
+        self._done += samples
+        self._progress(self._done)
+
+    def _answered(self, name: str, sample: int, answer: Answer) -> Answered:
+        source: Any = self.sources[name]
+        question: Question = source.question(sample)
+        return Answered(
+            sample=sample,
+            family=question.family,
+            task=question.task,
+            question=readable(question.prompt, source),
+            answer=question.answer,
+            prediction=decode_answer(source, answer.tokens),
+            needs=question.needs,
+            references=question.answers or (question.answer,),
+            ended=answer.ended,
+        )
+
+
+def _check_question(source: QuestionSource, lengths: list[int] | None, groups: set[str], index: int) -> None:
+    """Raise BadSample where a question cannot be asked; take in the length of its answer, its family and its task."""
+    source.facts(index)
+    question = source.question(index)
+    if not isinstance(question.prompt.segments[-1], Text):
+        raise UserError(f"the prompt of sample {index} ends with an item; it must end with the question's text")
+    groups |= {question.family, question.task}
+    if lengths is not None:
+        lengths.append(answer_tokens(source, index))
+
+
+def _by_split(samples: Sequence[tuple[str, int]]) -> list[list[int]]:
+    """Group the numbers of samples by the split of their sources."""
+    groups = defaultdict[str, list[int]](list)
+    for number, (name, _) in enumerate(samples):
+        groups[name.split("/")[0]].append(number)
+    return list(groups.values())
+
+
+def evaluation_sources(config: Config, splits: Sequence[str], folder: Path) -> dict[str, Source]:
+    """Open the sources of these splits that have samples, by `<split>/<source>`."""
+    return {
+        f"{split}/{name}": source
+        for split in splits
+        for name, source in open_sources(config, split, folder).items()
+        if len(source)
+    }
+
+
+def readable(prompt: Sample, source: QuestionSource) -> str:
+    """Render a prompt as text, its items as <encoder>."""
+    return " ".join(
+        decode_answer(source, s.tokens.tolist()) if isinstance(s, Text) else f"<{s.encoder}>" for s in prompt.segments
+    )
+
+
+def exact_match(answered: Sequence[Answered]) -> Scores:
+    """Return `exact_match_<family>`, then `exact_match_<family>.<task>`, and `samples`; nothing without answers."""
+    groups = defaultdict[str, list[Scored]](list)
+    for a in answered:
+        groups[a.family].append(a.scored)
+        groups[a.task].append(a.scored)
+    names = sorted(groups, key=lambda name: ("." in name, name))
+    scores = {f"exact_match_{name}": MEASURES["exact_match"](groups[name]) for name in names}
+    return scores | {"samples": len(answered)} if scores else {}
+
+
+def chance(answered: Sequence[Answered]) -> Scores:
+    """Return `chance_<family>`: the exact match of each task's most frequent answer."""
+    answers: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for a in answered:
+        answers[a.family][a.task][a.answer] += 1
+    return {
+        f"chance_{family}": sum(max(c.values()) for c in tasks.values()) / sum(c.total() for c in tasks.values())
+        for family, tasks in sorted(answers.items())
+    }

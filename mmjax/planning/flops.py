@@ -1,0 +1,430 @@
+"""Multiply-adds of low-rank adapters, and those that frozen weights beside them save in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import NamedTuple
+
+import numpy as np
+
+from mmjax.batch import ItemBatch, TextBatch
+from mmjax.config import (
+    AudioConfig,
+    DecoderConfig,
+    LearnedGrid,
+    ModelConfig,
+    Remat,
+    StoredTable,
+    StretchedGrid,
+    VisionConfig,
+)
+from mmjax.config.lora_targets import (
+    Sizes,
+    adapted_modules,
+    adapter_parameters,
+    adapters_by_layer,
+    frozen_by_adapters,
+    layer_count,
+    linear_layers,
+    module_of_layer,
+)
+from mmjax.planning.work import (
+    CONV_STRIDE,
+    CONV_TAPS,
+    Encoder,
+    Work,
+    connector_mlps,
+    connector_weights,
+    layer_positions,
+    layer_sizes,
+    merged_positions,
+    norm_parameters,
+    row_work,
+    useful_work,
+)
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one microbatch; a multiply-add is two."""
+
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+class Products(NamedTuple):
+    """Multiply-adds of one module's forward pass, by what gradients they have."""
+
+    data: int  # weights times data, which needs no gradient
+    weights: int  # weights times activations
+    attention: int  # activations times activations
+
+
+def parameters(model: ModelConfig) -> dict[str, int]:
+    """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
+    llm = model.llm
+    # Layers, final norm, and a table of embeddings that a tied output table shares.
+    counts = {"llm": llm.layers * layer_sizes(llm).parameters + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
+    for name, encoder in model.encoders.items():
+        c = encoder.connector
+        width = encoder.width
+        vision = isinstance(encoder, VisionConfig)
+        head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
+        counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_sizes(encoder).parameters + head
+        merged = merged_positions(encoder) * width
+        # A norm has a scale, and with "layer" a bias too; each further MLP of a deepstack norms what it merges.
+        norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
+        biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
+        mlp = connector_weights(encoder, llm.width) + biases
+        deeper = (connector_mlps(encoder) - 1) * (2 * merged + mlp)
+        tables = (2 if vision else 1) * c.position_grid + c.newline
+        counts[f"{name}.connector"] = norm + mlp + deeper + tables * llm.width
+    return counts | adapter_parameters(model)
+
+
+def _embedding_parameters(c: Encoder) -> int:
+    """Count an encoder's parameters before its first layer."""
+    if isinstance(c, AudioConfig):
+        # Two convolutions with a bias each, and the table of positions where it is stored.
+        table = c.positions.positions if isinstance(c.positions, StoredTable) else 0
+        return (CONV_TAPS * (c.mels + c.width) + 2 + table) * c.width
+    learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
+    learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid) else 0
+    vectors = c.embed_bias + c.class_token + learned
+    return (c.frames * c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
+
+
+# ------------------------------------------------------------------------------------------------------------ needed
+
+
+def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Flops]:
+    """Count the model FLOPs of one microbatch by module.
+
+    Matrix products only, as is usual for MFU: logits of every useful position, with or without a loss; a convolution as
+    a product with all its taps; scores and weighted sums of allowed pairs. In backward, a product of weights and
+    activations has two gradients of its size: the weights', if trainable, and the activations', if anything before them
+    is. `frozen` names modules; their adapters are trainable and count as theirs. Towers not in `work` do not run.
+    """
+    flops = {}
+    for module, p in _products(model, work, frozen).items():
+        trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
+        lora = adapter_work(module, model, work, reached=trainable or upstream, spares=True)
+        backward = trainable * (p.data + p.weights) + lora.backward
+        if trainable or upstream or has_adapters:
+            # With any trainable parameter here or before, gradients flow through the activations.
+            backward += p.weights - lora.spared_weights + 2 * p.attention - lora.spared_attention
+        flops[module] = Flops(2 * (p.data + p.weights + p.attention + lora.forward), 2 * backward)
+    return flops
+
+
+def step_needed(
+    model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str], share: float = 1.0
+) -> float:
+    """Count the needed FLOPs of a microbatch, forward and backward over all modules, from its (NumPy) arrays.
+
+    share: fraction of the text's items that `items` hold; the others are assumed to cost as much per item.
+    """
+    flops = model_flops(model, useful_work(model, text, items), frozen)
+    return float(sum(f.total / (1 if module == "llm" else share) for module, f in flops.items()))
+
+
+def frozen_modules(model: ModelConfig) -> frozenset[str]:
+    """Name the modules that the config freezes; their adapters are trained all the same."""
+    parts = {"llm": model.llm.frozen}
+    for name, encoder in model.encoders.items():
+        parts |= {name: encoder.frozen, f"{name}.connector": encoder.connector.frozen}
+    return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
+
+
+def needed_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
+    """Return the gradients that a tower's layers compute in a backward pass: of "weights", "adapters" and "inputs"."""
+    trainable, upstream, has_adapters = _gradients(tower, model, frozenset(model.encoders), frozen)
+    gradients = {"weights": trainable, "adapters": has_adapters, "inputs": trainable or upstream or has_adapters}
+    return frozenset(part for part, needs_it in gradients.items() if needs_it)
+
+
+def _running(work: Mapping[str, Work]) -> Set[str]:
+    """Return the encoders that have items."""
+    return {name for name, w in work.items() if name != "llm" and w.inputs}
+
+
+def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[str]) -> tuple[bool, bool, bool]:
+    """Return whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
+    adapters = set(adapted_modules(model))
+    tower = module.removesuffix(".connector")
+    feeding = set() if module == tower else {tower}
+    if module == "llm":
+        encoders = [name for name in model.encoders if name in running]
+        feeding = {*encoders, *(f"{name}.connector" for name in encoders)}
+    return module not in frozen, bool(feeding - (frozen - adapters)), module in adapters
+
+
+def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Products]:
+    """Count the multiply-adds of every module's forward pass."""
+    products = {}
+    for name, w in work.items():
+        config = model.llm if name == "llm" else model.encoders[name]
+        layer = layer_sizes(config)
+        weights = config.layers * layer.weights * w.positions
+        attention = config.layers * 2 * layer.queries * w.pairs  # scores, and the weighted sum of values
+        if isinstance(config, DecoderConfig):
+            products[name] = Products(0, weights + config.vocab * config.width * w.positions, attention)
+            continue
+        if isinstance(config, VisionConfig):
+            data = config.frames * config.patch**2 * config.channels * config.width * w.inputs
+        else:
+            data = CONV_TAPS * config.mels * config.width * w.inputs
+            weights += CONV_TAPS * config.width**2 * w.positions
+        products[name] = Products(data, weights, attention)
+        # Behind a frozen encoder, and without a norm, a connector's first matrix is the first trainable thing: its
+        # input is data.
+        matrices = connector_weights(config, model.llm.width)
+        second = config.connector.mlp_width * model.llm.width
+        first = (matrices - second) * (config.connector.norm == "none" and name in frozen)
+        products[f"{name}.connector"] = Products(
+            first * w.tokens, (connector_mlps(config) * matrices - first) * w.tokens, 0
+        )
+    return products
+
+
+# ---------------------------------------------------------------------------------------------------------- executed
+
+
+def executed(
+    model: ModelConfig, shape: Mapping[str, tuple[int, int]], frozen: Set[str], loss_chunks: int = 1
+) -> dict[str, Flops]:
+    """Count the FLOPs that the backend runs for one microbatch of this shape, by module; `shape` as in `row_work`.
+
+    With dense attention in float32, forward plus backward agrees with `cost_analysis()` of the compiled gradient to 2%
+    from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%. Of a loss in
+    chunks, which recomputes its logits in backward, `cost_analysis()` counts one chunk.
+    """
+    work = row_work(model, shape)
+    flops = {}
+    for module, p in _products(model, work, frozen).items():
+        trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
+        has_backward = trainable or upstream or has_adapters
+        tower = module.removesuffix(".connector")
+        config = model.llm if module == "llm" else model.encoders[tower]
+        # Two products forward, four backward; blockwise attention saves no scores and recomputes them with a fifth.
+        attention = 5 * p.attention // 2 if config.attention == "blockwise" else 2 * p.attention
+        policies = layer_policies(config)
+        unscanned = module != tower or len(policies) < 2 or policies[0] != policies[1]  # the first layer
+        lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
+        attention -= lora.spared_attention if config.attention == "dense" else 0
+        backward = trainable * (p.data + p.weights) + lora.backward
+        backward += has_backward * (p.weights - lora.spared_weights + attention)
+        recompute = 0
+        if module == tower:
+            forward_ops, backward_ops = tower_elementwise(config, work[tower])
+            recompute = sum(recompute_flops(config, work[tower], policy) for policy in policies)
+            if module == "llm" and loss_chunks > 1:
+                recompute += executed_logits(model, work["llm"])
+        else:
+            forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
+        backward = 2 * backward + has_backward * (backward_ops + recompute)
+        flops[module] = Flops(2 * (p.data + p.weights + p.attention + lora.forward) + forward_ops, backward)
+    return flops
+
+
+def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset()) -> np.ndarray:
+    """Count executed FLOPs per additional row position of the LLM and each encoder with its connector, `[modules]`.
+
+    float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
+    """
+    steps = {name: CONV_STRIDE * layer_positions(encoder) for name, encoder in model.encoders.items()}
+    short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
+    costs = []
+    for name, (_, step) in short.items():
+        half = max(1, length // (2 * step)) * step
+        # The derivative of a quadratic f at 2h is (f(3h) - f(h)) / 2h, exactly. The other modules run as well, because
+        # they decide what needs a gradient, and cancel.
+        low, high = (
+            sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen).values()) for n in (half, 3 * half)
+        )
+        costs.append((high - low) / (2 * half))
+    return np.array(costs)
+
+
+def executed_logits(model: ModelConfig, work: Work) -> int:
+    """Count the forward FLOPs of all logits, which a loss in chunks recomputes in backward."""
+    return (2 * model.llm.width + LOGITS[0]) * model.llm.vocab * work.positions
+
+
+def recompute_flops(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> int:
+    """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy.
+
+    The last product of a layer is never recomputed: no gradient needs its value. Blockwise attention is not recomputed
+    where its output is saved. Dense attention recomputes both of its products, the second because the gradient of the
+    softmax's sum needs the output before division; blockwise saves that sum.
+    """
+    if policy == "none":
+        return 0
+    layer = layer_sizes(config)
+    saved_weights = {  # matrices whose outputs are saved or not needed
+        "products": layer.weights,
+        "offload": layer.weights,
+        "attention_mlp": layer.width * (layer.queries + layer.mlp),
+        "attention": layer.width * layer.mlp,
+        "full": layer.width * layer.mlp,
+    }[policy]
+    attention_saved = config.attention == "blockwise" and policy != "full"
+    attention = 0 if attention_saved else 2 * 2 * layer.queries * work.pairs
+    return 2 * (layer.weights - saved_weights) * work.positions + attention + layer_elementwise(config, work)[0]
+
+
+def layer_policies(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:
+    """Return the remat policy of each layer; "none" for an `auto` that is not resolved yet."""
+    if isinstance(config.remat, tuple):
+        return config.remat
+    return ("none" if config.remat == "auto" else config.remat,) * config.layers
+
+
+class Elementwise(NamedTuple):
+    """Operations per element beside matrix products, (forward, backward).
+
+    As XLA's cost analysis counts them in a program compiled for CPU: one each for an addition, product, comparison or
+    selection, none for exp, rsqrt or tanh. Fusions recompute cheap values and count them each time, so backward has
+    more than the derivatives have; the numbers are least-squares fits over widths, lengths and heads, which leave less
+    than 0.3% of a layer unexplained. At width 128 all of this is 2-4% of a layer.
+    """
+
+    width: tuple[int, int]  # of activations: norms, residuals, biases
+    mlp: tuple[int, int]  # of the hidden activations of the MLP
+    scores: tuple[int, int] = (7, 8)  # of every head: scale, mask, maximum, difference, sum
+    pairs: tuple[int, int] = (14, 14)  # the mask itself, once for all heads
+
+
+DECODER = Elementwise(width=(10, 33), mlp=(5, 16), pairs=(20, 21))  # RMSNorm, SwiGLU; the mask evaluates kinds too
+ENCODER = Elementwise(width=(23, 83), mlp=(9, 19))  # LayerNorm, GELU by tanh, biases
+ROTARY_QUERIES = (4, 13)  # per element of the rotated queries
+ROTARY_KEYS = (3, 6)
+LOGITS = (4, 4)  # per logit: log-sum-exp, its gradient, and the gradient of picking one
+
+
+def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:
+    """Count the elementwise operations of one layer, (forward, backward)."""
+    layer = layer_sizes(config)
+    rates = _rates(config)
+    rotary = isinstance(config, DecoderConfig) or (
+        isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid)
+    )
+    return _sum(
+        (rates.width, layer.width * work.positions),
+        (rates.mlp, layer.mlp * work.positions),
+        (ROTARY_QUERIES, rotary * layer.queries * work.positions),
+        (ROTARY_KEYS, rotary * layer.keys * work.positions),
+        (rates.scores, layer.heads * work.pairs),
+        (rates.pairs, work.pairs),
+    )
+
+
+def _rates(config: DecoderConfig | Encoder) -> Elementwise:
+    """Choose the operations per element by the kinds of a tower's norms and MLP."""
+    if isinstance(config, DecoderConfig):
+        return DECODER
+    norm = DECODER if isinstance(config, VisionConfig) and config.norm == "rms" else ENCODER
+    mlp = DECODER if layer_sizes(config).gated else ENCODER
+    return ENCODER._replace(width=norm.width, mlp=mlp.mlp)
+
+
+def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:
+    """Count the elementwise operations of a tower: its layers, final norm, and logits or convolutions."""
+    forward, backward = layer_elementwise(config, work)
+    pool = config.pool if isinstance(config, AudioConfig) else 1
+    outside = [(_one_norm(_rates(config)), config.width * work.positions // pool)]
+    if isinstance(config, DecoderConfig):
+        outside.append((LOGITS, config.vocab * work.positions))
+    elif isinstance(config, AudioConfig):
+        # The GELUs of both convolutions.
+        outside.append((ENCODER.mlp, config.width * (work.inputs + work.positions)))
+    once = _sum(*outside)
+    return config.layers * forward + once[0], config.layers * backward + once[1]
+
+
+def connector_elementwise(encoder: Encoder, llm_width: int, work: Work) -> tuple[int, int]:
+    """Count the elementwise operations of a connector: norm, GELU, and placing its tokens in the text."""
+    mlps = connector_mlps(encoder)
+    return _sum(
+        (_one_norm(ENCODER), mlps * encoder.width * work.positions),
+        (ENCODER.mlp, mlps * encoder.connector.mlp_width * work.tokens),
+        (_one_norm(ENCODER), mlps * llm_width * work.tokens),
+    )
+
+
+def _one_norm(rates: Elementwise) -> tuple[int, int]:
+    """Estimate one norm as half of a layer's two norms and residuals."""
+    return rates.width[0] // 2, rates.width[1] // 2
+
+
+def _sum(*terms: tuple[tuple[int, int], int]) -> tuple[int, int]:
+    """Add up the operations of terms ((forward, backward) per element, elements)."""
+    return sum(rate[0] * n for rate, n in terms), sum(rate[1] * n for rate, n in terms)
+
+
+class AdapterWork(NamedTuple):
+    """Multiply-adds of a module with adapters, relative to the module without them."""
+
+    forward: int = 0  # of the adapters
+    backward: int = 0  # of the adapters: gradients of a, b and of their inputs
+    spared_weights: int = 0  # saved: activation gradients through frozen weights with nothing trainable before them
+    spared_attention: float = 0  # saved: gradients inside attention
+
+
+def adapter_work(
+    module: str, model: ModelConfig, works: Mapping[str, Work], reached: bool, spares: bool
+) -> AdapterWork:
+    """Count the multiply-adds that a module's adapters add and save.
+
+    reached: whether its input needs a gradient, or all its weights do. Otherwise the gradient ends at the first adapter
+    of its first layer. spares: whether that layer is compiled by itself; in a scan it computes what the others do.
+    """
+    adapters = {name: lora for name, lora in adapters_by_layer(model).items() if module_of_layer(name) == module}
+    if not adapters:
+        return AdapterWork()
+    connector = module.endswith(".connector")
+    tower = module.removesuffix(".connector")
+    work = works[tower]
+    sizes = {name: size for name, size in linear_layers(model).items() if module_of_layer(name) == module}
+    positions = work.tokens if connector else work.positions
+    # An adapter of an [in, out] matrix has rank * (in + out) elements.
+    forward = (
+        sum(lora.rank * sum(sizes[name]) * layer_count(model, name) for name, lora in adapters.items()) * positions
+    )
+    config = model.llm if tower == "llm" else model.encoders[tower]
+    # The second convolution of an audio encoder needs no gradient of its input: the first one stands before it.
+    stem = CONV_TAPS * config.width**2 * work.positions if isinstance(config, AudioConfig) and not connector else 0
+    if reached:
+        return AdapterWork(forward, 2 * forward)
+    if not spares or not forward:
+        return AdapterWork(forward, 2 * forward, stem)
+    live, attention = _live(set(adapters), connector, sizes)
+    # With nothing trainable before it, an adapter's input needs no gradient: rank * in multiply-adds less.
+    unread = sum(lora.rank * sizes[name][0] for name, lora in adapters.items() if name not in live) * positions
+    dead = sum(sizes[name][0] * sizes[name][1] for name in sizes if name not in live) * positions
+    unneeded = 0 if connector else (4 - attention) * layer_sizes(config).queries * work.pairs
+    return AdapterWork(forward, 2 * forward - unread, dead + stem, unneeded)
+
+
+def _live(adapters: Set[str], connector: bool, sizes: Sizes) -> tuple[set[str], int]:
+    """Find the first layer's linear layers whose input needs a gradient, and count attention's backward products."""
+    if connector:
+        first, *later = sizes
+        return (set(later) if first in adapters else set()), 0
+    names = {name.rsplit(".", 1)[1]: name for name in sizes}
+    query, key, value, output, up, gate = (
+        names.get(part) in adapters for part in ("query", "key", "value", "output", "up", "gate")
+    )
+    # Four products without any frozen weights: the gradients of the attention weights, queries, keys and values. The
+    # first is needed for queries and keys.
+    attention = (query or key) * (1 + query + key) + value
+    in_attention = query or key or value
+    live = {names["output"]} if in_attention else set()
+    if in_attention or output:
+        live |= {names[part] for part in ("gate", "up") if part in names}
+    if in_attention or output or up or gate:
+        live.add(names["down"])
+    return live, attention

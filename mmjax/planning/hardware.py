@@ -1,0 +1,120 @@
+"""Named devices and clusters: data-sheet rates, and the fraction of them that training is assumed to reach.
+
+`h100x8x8` is 8 nodes of 8 H100, `h100x8` one node of 8, `h100` a single one. Planning for them needs no such device.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mmjax.config.codec import did_you_mean
+from mmjax.errors import UserError
+
+GIB = 2**30
+
+
+class Rates(NamedTuple):
+    """Rates that a device sustains."""
+
+    flops: float  # FLOP/s of matrix products
+    memory: float  # bytes per second
+    host: float  # bytes per second, each way
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. FLOP/s of dense products; bytes; bytes/s, of links in one direction.
+
+    float32 is what JAX runs by default: TF32 on these GPUs, one bfloat16 pass on TPUs.
+    """
+
+    name: str
+    kind: str  # pattern of JAX's `device_kind`
+    bfloat16: float
+    float32: float
+    memory: float
+    bandwidth: float  # of the memory
+    link: float  # to devices of its node
+    network: float  # to other nodes: its share of the node's adapters
+    host: float  # to the memory of its host
+
+    def peak(self, precision: Literal["bfloat16", "float32"]) -> float:
+        """Return the data sheet's FLOP/s."""
+        return self.float32 if precision == "float32" else self.bfloat16
+
+    def rates(self, precision: Literal["bfloat16", "float32"]) -> Rates:
+        """Return the rates that a training step is assumed to sustain."""
+        return Rates(
+            COMPUTE_EFFICIENCY * self.peak(precision),
+            BANDWIDTH_EFFICIENCY * self.bandwidth,
+            BANDWIDTH_EFFICIENCY * self.host,
+        )
+
+
+# Data sheets, halved where they give only the rate with 2:4 sparsity or the sum of both directions: NVIDIA's A40, A100,
+# A800, H100 and H200 (nvidia.com/data-center); cloud.google.com/tpu/docs/v5e and /v5p. Networks are those of NVIDIA's
+# own systems (DGX A100: 200 Gbit/s per GPU; DGX H100 and H200: 400), for A40s one adapter of 200 Gbit/s per 8. All
+# chips of a TPU slice share the same links, whichever host they are attached to.
+_COLUMNS = ("name", "kind", "bfloat16", "float32", "memory", "bandwidth", "link", "network", "host")
+_ROWS = (
+    ("a40", r"\bA40\b", 149.7e12, 74.8e12, 48e9, 696e9, 32e9, 3.1e9, 32e9),
+    ("a100", r"\bA100\b", 312e12, 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
+    ("a800", r"\bA800\b", 312e12, 156e12, 80e9, 2039e9, 200e9, 25e9, 32e9),
+    ("h100-pcie", r"\bH100 PCIe\b", 756.5e12, 378e12, 80e9, 2000e9, 64e9, 50e9, 64e9),
+    ("h100-nvl", r"\bH100 NVL\b", 835.5e12, 417.5e12, 94e9, 3900e9, 300e9, 50e9, 64e9),
+    ("h200-nvl", r"\bH200 NVL\b", 835.5e12, 417.5e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
+    ("h100", r"\bH100\b", 989.4e12, 494.7e12, 80e9, 3350e9, 450e9, 50e9, 64e9),
+    ("h200", r"\bH200\b", 989.4e12, 494.7e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
+    ("v5e", r"\bTPU v5( lite|e)", 197e12, 197e12, 16 * GIB, 819e9, 200e9, 200e9, 16e9),
+    ("v5p", r"\bTPU v5(p|$)", 459e12, 459e12, 95 * GIB, 2765e9, 600e9, 600e9, 32e9),
+)
+DEVICES = tuple(Device(**dict(zip(_COLUMNS, row, strict=True))) for row in _ROWS)
+SLICE_OF_GPU = r"\bMIG\b"
+
+# Fractions of the data sheet that a training step is assumed to reach where the device was not profiled.
+COMPUTE_EFFICIENCY = 0.65  # of FLOP/s
+BANDWIDTH_EFFICIENCY = 0.8  # of the bandwidth of memory and links
+USABLE = 0.92  # of the memory: the rest goes to the driver, the collectives and fragmentation
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with the same number of identical devices."""
+
+    device: Device
+    nodes: int = 1
+    per_node: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Count the devices of all nodes."""
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.device.name}x{self.nodes}x{self.per_node}"
+
+
+def find_device(kind: str) -> Device | None:
+    """Look up the device of JAX's `device_kind`; None where we know no data sheet."""
+    if re.search(SLICE_OF_GPU, kind):  # a fraction of a GPU has other rates than its name says
+        return None
+    return next((device for device in DEVICES if re.search(device.kind, kind)), None)
+
+
+def parse_cluster(name: str) -> Cluster:
+    """Parse a cluster's name: DEVICE, DEVICExCOUNT or DEVICExNODESxCOUNT. Raises UserError for any other."""
+    match = re.fullmatch(r"(?P<device>.+?)(x(?P<first>\d+))?(x(?P<second>\d+))?", name.lower())
+    known = {device.name: device for device in DEVICES}
+    device = name if match is None else match["device"]
+    if match is None or device not in known:
+        raise UserError(
+            f"cluster={name}: write DEVICExNODESxCOUNT, as in h100x8x8 (8 nodes of 8); there is no device "
+            f"{device!r}{did_you_mean(device, known)}"
+        )
+    counts = [int(n) for n in (match["first"], match["second"]) if n is not None]
+    if not all(counts):
+        raise UserError(f"cluster={name}: there must be at least one node and one device in it")
+    nodes, per_node = [1, 1, *counts][-2:]  # "h100x8" has one count, of one node
+    return Cluster(known[device], nodes, per_node)

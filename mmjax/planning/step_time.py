@@ -1,0 +1,207 @@
+"""Speed of a device: layer times measured over a grid of row lengths where it was profiled, else assumed rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon
+from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
+from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, Rates
+from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moments
+from mmjax.planning.work import Encoder, row_work
+
+PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on every device, by cause."""
+
+    compute: float  # forward and backward
+    recompute: float  # additional time of the remat policies
+    shards: float  # all-gather of parameters and reduce-scatter of gradients, overlapped with computing
+    tensor: float  # all-reduces of tensor parallelism
+    exchange: float  # of encoder tokens
+    update: float
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of the step: the longer of computing and sharding, plus what is not overlapped."""
+        return max(self.compute + self.recompute, self.shards) + self.tensor + self.exchange + self.update
+
+    def over(self, steps: int) -> StepTime:
+        """Return the mean per step of a sum over `steps`; `update` is already per step."""
+        means = {f.name: getattr(self, f.name) / steps for f in fields(self)}
+        return StepTime(**means | {"update": self.update})
+
+
+@dataclass(frozen=True)
+class ClusterRun:
+    """A cluster, the mesh on it, and its speed. activation: bytes of an activation."""
+
+    cluster: Cluster
+    mesh: Mapping[str, int]
+    spread: ModelSharding
+    speed: Speed
+    activation: int
+    loss_chunks: int = 1
+
+
+def step_time(
+    model: ModelConfig,
+    microbatches: Sequence[DeviceBatch],
+    unsaved: Mapping[str, float],
+    machine: ClusterRun,
+    optimizer: AdamW | Muon,
+) -> StepTime:
+    """Estimate the time of these microbatches and one optimizer update.
+
+    unsaved: bytes that one position of one layer of each tower would save without remat. `recompute` is relative to
+    saving everything; measured, it may be below 0.
+    """
+    times = [_microbatch(model, batch, unsaved, machine) for batch in microbatches]
+    summed = {f.name: sum(getattr(t, f.name) for t in times) for f in fields(StepTime)}
+    counts = parameters(model)
+    optimizer_numbers = moments(model, frozen_modules(model), optimizer)
+    # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared.
+    numbers = sum((2 * counts[module] + n) * machine.spread.part_of(module) for module, n in optimizer_numbers.items())
+    return StepTime(**summed | {"update": 2 * MASTER * numbers / machine.speed.rates.memory})
+
+
+def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, float], machine: ClusterRun) -> StepTime:
+    """Estimate the time of one microbatch, without the update."""
+    device = machine.cluster.device
+    rates = machine.speed.rates
+    frozen = frozen_modules(model)
+    towers = {"llm": model.llm, **model.encoders}
+    profiled = {name: times for name in towers if (times := machine.speed.layer(name, batch.shape[name])) is not None}
+    # Layers of profiled towers are taken out of the FLOPs, and their measured times added below.
+    rest = _with_changes(model, {name: {"layers": 0, "remat": "none"} for name in profiled})
+    rest_without_remat = _with_changes(rest, {name: {"remat": "none"} for name in towers})
+    compute = _flops(rest_without_remat, batch, frozen, machine, 1) / rates.flops
+    recompute = _flops(rest, batch, frozen, machine, machine.loss_chunks) / rates.flops - compute
+    for name, times in profiled.items():
+        policies = layer_policies(towers[name])
+        parts = machine.spread.parts(name)
+        compute += len(policies) * times["none"] / parts
+        recompute += sum(times[policy] - times["none"] for policy in policies) / parts
+    work = row_work(model, batch.shape)
+    activations = sum(
+        c.layers * work[name].positions * unsaved[name] / machine.spread.parts(name)
+        for name, c in towers.items()
+        if name not in profiled
+    )
+    # Bytes that one rank sends, in forward; the gradients return in backward.
+    sent = sum(batch.peers * n for n in batch.widths.values()) * model.llm.width * machine.activation
+    # Ranks that exchange tokens are `tensor` devices apart.
+    in_node = batch.peers * machine.mesh["tensor"] <= machine.cluster.per_node
+    return StepTime(
+        compute=compute + PASSES * activations / rates.memory,
+        recompute=recompute,
+        shards=_shards(model, machine, frozen),
+        tensor=sum(_tensor(c, work[name].positions, machine.spread.parts(name), machine) for name, c in towers.items()),
+        exchange=2 * sent / (BANDWIDTH_EFFICIENCY * (device.link if in_node else device.network)),
+        update=0.0,
+    )
+
+
+def _with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
+    """Return the model with these changes to its towers' configs."""
+    encoders = {name: replace(e, **towers.get(name, {})) for name, e in model.encoders.items()}
+    return replace(model, llm=replace(model.llm, **towers.get("llm", {})), encoders=encoders)
+
+
+def _flops(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: ClusterRun, loss_chunks: int) -> float:
+    """Count the executed FLOPs per device."""
+    flops = executed(model, batch.shape, frozen, loss_chunks)
+    return sum(f.total / machine.spread.parts(module.removesuffix(".connector")) for module, f in flops.items())
+
+
+def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
+    """Estimate the seconds to gather parameters in both passes, scatter gradients, and sum them over `data`."""
+    counts = parameters(model)
+    mesh = machine.mesh
+    trainable = sum(n for module, n in counts.items() if module not in frozen)
+    parts = mesh["tensor"]
+    gather_bytes = 2 * machine.activation * sum(counts.values()) / parts
+    gathered = _collective(gather_bytes, mesh["fsdp"], parts, machine.cluster)
+    scattered = _collective(MASTER * trainable / parts, mesh["fsdp"], parts, machine.cluster)
+    # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
+    reduce_bytes = 2 * MASTER * trainable / (parts * mesh["fsdp"])
+    return gathered + scattered + _collective(reduce_bytes, mesh["data"], parts * mesh["fsdp"], machine.cluster)
+
+
+def _collective(size: float, group: int, stride: int, cluster: Cluster) -> float:
+    """Estimate the seconds to gather or scatter `size` bytes among `group` devices that are `stride` apart.
+
+    Inside a node, over its links. Between nodes, all groups of a node share its adapters. With stride 2 on nodes of 8,
+    a group of 16 has 4 devices on each of 4 nodes, and each node has 2 such groups.
+    """
+    if group == 1:
+        return 0.0
+    device = cluster.device
+    nodes = -(-group // max(1, min(group, cluster.per_node // stride)))
+    inside = size * (group - 1) / group / device.link
+    groups = min(stride, cluster.per_node)
+    outside = size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network) if nodes > 1 else 0.0
+    return max(inside, outside) / BANDWIDTH_EFFICIENCY
+
+
+def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun) -> float:
+    """Estimate the all-reduces of activations: per layer two forward, two backward, and two if recomputed."""
+    if parts == 1:
+        return 0.0
+    recomputed = sum(policy in ("attention_mlp", "attention", "full") for policy in layer_policies(config))
+    # A ring all-reduce of n bytes among p devices sends 2 (p - 1) / p * n bytes from each.
+    size = 2 * (parts - 1) / parts * positions * config.width * machine.activation
+    return (4 * config.layers + 2 * recomputed) * size / (BANDWIDTH_EFFICIENCY * machine.cluster.device.link)
+
+
+FORWARD = "forward"  # key beside the remat policies, whose seconds are of both passes
+APART = 1.25  # least ratio of neighbouring grid points
+
+
+class LayerTimes(NamedTuple):
+    """Measured seconds of one layer of a tower on `rows` rows, by row length: forward, and both passes by policy."""
+
+    rows: int
+    seconds: Mapping[int, Mapping[str, float]]
+
+    def at(self, length: int) -> dict[str, float]:
+        """Interpolate the seconds at a row length.
+
+        Seconds per position are linear between grid points, which is exact for a time of a*n + b*n^2, as layers with
+        quadratic attention have; outside the grid they are those of its end.
+        """
+        grid = sorted(self.seconds)
+        return {
+            name: length * float(np.interp(length, grid, [self.seconds[n][name] / n for n in grid]))
+            for name in self.seconds[grid[0]]
+        }
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A device's rates, and measured layer times of the towers that were profiled."""
+
+    rates: Rates
+    measured: Mapping[str, LayerTimes] = field(default_factory=dict)
+
+    def layer(self, tower: str, shape: tuple[int, int]) -> dict[str, float] | None:
+        """Return measured seconds of one layer on (rows, row length), by policy; None where it was not profiled."""
+        if (times := self.measured.get(tower)) is None:
+            return None
+        rows, length = shape
+        return {name: seconds * rows / times.rows for name, seconds in times.at(length).items()}
+
+
+def profile_lengths(lengths: Sequence[int]) -> list[int]:
+    """Choose row lengths to profile for rows of these lengths: shortest, longest, and powers of two between."""
+    low = min(lengths)
+    high = max(lengths)
+    powers = (2**k for k in range(high.bit_length()))
+    return sorted({low, high} | {n for n in powers if APART * low <= n <= high / APART})

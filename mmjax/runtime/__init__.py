@@ -1,0 +1,1 @@
+"""Run compiled programs on devices: step, state, optimizer, checkpoints, run folders."""

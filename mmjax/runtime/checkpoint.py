@@ -1,0 +1,414 @@
+"""Checkpoints: parameters, optimizer state, config and data position in one atomic, asynchronous save.
+
+The only file that uses Orbax. Layers are stored one by one, not stacked, so a checkpoint restores into any division of
+the layers into stacks; arrays are read straight into the requested shardings, so it restores onto any mesh. Every array
+is saved with a checksum: storage may return a missing or damaged chunk as zeros or noise without an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.distributed import coordination
+from mmjax.errors import UserError
+from mmjax.models.layer_stacks import stack_layers, unstack_layers
+from mmjax.models.model import Model
+from mmjax.runtime.checkpoint_commit import (
+    Commit,
+    Retention,
+    begin_partial,
+    partial_folder,
+    remove_leftovers,
+    root_cause_line,
+    run_and_describe_failure,
+    saved_steps,
+)
+from mmjax.runtime.optimizer import key_names
+from mmjax.runtime.state import TrainState, all_parameters
+from mmjax.runtime.step import Executor
+
+# TensorStore's errors begin with a status code: "OUT_OF_RANGE: Error writing ..".
+_STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
+
+
+@cache
+def silence_late_io_errors() -> None:
+    """Install the filters, once per process.
+
+    When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others finish later
+    in threads of TensorStore, some after the run has printed its own error; each would print a traceback.
+    """
+    previous_hook = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
+        # Writes that finish after Orbax has closed its event loop.
+        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not (closed or (isinstance(error, Exception) and _from_storage(error))):
+            previous_hook(unraisable)
+
+    def keep(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return error is None or "was never retrieved" not in record.getMessage() or not _from_storage(error)
+
+    sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(keep)
+
+
+def _from_storage(error: BaseException) -> bool:
+    """Return whether an error was raised by Orbax, or by TensorStore, whose errors have no traceback."""
+    if error.__traceback__ is None:
+        return bool(_STATUS.match(str(error)))
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.startswith("orbax.") for name in modules)
+
+
+FORMAT = "mmjax-1"
+# In a checkpoint's folder: the arrays, and a JSON object with format, config, data position and checksums.
+STATE = "state"
+META = "meta/metadata"
+Params = dict[str, Any]
+Sums = dict[str, int]  # checksum of every array by its name, see `_bit_sums`
+
+# Orbax and its storage report every save as a warning or an info line; we print one line of our own instead.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+@dataclass(frozen=True)
+class DataState:
+    """Position in the data. The step number alone determines it; the rest proves that the data is still the same."""
+
+    step: int  # the next to run
+    index: str  # fingerprint of the length index
+    budget: dict[str, Any]
+    planner: int = 1  # version of the planning algorithm; checkpoints without one are of the first
+    segment: int = 0  # the step from which on this data, mixture and batch are used
+
+
+@dataclass(frozen=True)
+class CheckpointMetadata:
+    """Metadata of a checkpoint."""
+
+    step: int
+    config: str  # JSON
+    data: DataState
+    sums: Sums
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is incomplete or damaged. Raised on all processes together."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in the structure and shardings of its executor."""
+
+    def __init__(self, folder: Path, executor: Executor, retention: Retention) -> None:
+        self._folder = folder
+        self._model = executor.model
+        self._shardings = executor.shardings
+        self.retention = retention
+        self._saves = 0
+        self._commit: Commit | None = None
+        self._abstract = _with_sharding(executor.abstract, executor.shardings)
+        self._target = unstack_layers(self._abstract, _layer_of_struct)
+        shardings = jax.tree.map(lambda x: x.sharding, self._target)
+        self._unstack: Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]
+        self._unstack = jax.jit(_unstack_with_sums, out_shardings=(shardings, executor.shardings.step))
+        self._handler = _state_handler()
+
+        def open_folder() -> None:
+            with _user_error(f"cannot open {folder}"):
+                folder.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(folder)
+
+        coordination.run_on_leader(open_folder)
+
+    def prepare(self) -> None:
+        """Compile what saving needs, so that nothing is compiled in mid-run."""
+        self._unstack = self._unstack.lower(self._abstract).compile()
+
+    def save(self, state: TrainState, config: str, data: DataState) -> None:
+        """Copy the state to the host and write it in the background; it appears whole or not at all."""
+        self.wait()
+        unstacked, sums = self._unstack(state)
+        meta = {"format": FORMAT, "config": config, "data": asdict(data), "sums": _as_ints(sums)}
+        partial = partial_folder(self._folder, data.step)
+        futures: list[Any] = []
+
+        def begin() -> None:
+            # Returns when the state is in the host's memory: from then on training may donate its buffers.
+            saving = self._handler.async_save(partial / STATE, args=ocp.args.PyTreeSave(unstacked))
+            futures.extend(asyncio.run_coroutine_threadsafe(saving, _loop()).result())
+
+        def finish(partial: Path) -> None:
+            self._handler.finalize(partial / STATE)
+            (partial / META).parent.mkdir()
+            (partial / META).write_text(json.dumps(with_checksum(meta)))
+
+        # Errors travel as text to `write`, so that every process starts the same save and all learn why it failed.
+        refused = coordination.run_on_leader(
+            lambda: run_and_describe_failure(lambda: begin_partial(self._folder, data.step))
+        )
+        refused = refused or run_and_describe_failure(begin)
+
+        def write() -> None:
+            # Every future is awaited, also after one has failed: none may write any more when the folder is removed.
+            failed = [refused, *(run_and_describe_failure(future.result) for future in futures)]
+            if error := next(filter(None, failed), ""):
+                raise OSError(error)
+
+        self._saves += 1
+        self._commit = Commit(self._folder, data.step, self._saves, write, finish, retention=self.retention)
+
+    def wait(self) -> str:
+        """Wait for the last save, and return why it failed, the same on every process; empty where it did not."""
+        return self._commit.wait() if self._commit else ""
+
+    @property
+    def ended(self) -> Commit | None:
+        """Return the last save if it has ended, successfully or not."""
+        return self._commit if self._commit and self._commit.ended else None
+
+    def restore(self, step: int) -> tuple[TrainState, CheckpointMetadata]:
+        """Restore step `step` into this run's shardings.
+
+        Raises TornCheckpoint on all processes where one of them cannot read it.
+        """
+        parts: list[Any] = []  # metadata and state
+
+        def read() -> None:
+            # By the handler itself: Orbax's checkpointers have processes wait for each other, also for a failed one.
+            parts.append(read_metadata(self._folder, step))
+            parts.append(self._handler.restore(self._folder / str(step) / STATE, args=_restore_as(self._target)))
+
+        error = next(filter(None, coordination.gather(f"restored/{step}", run_and_describe_failure(read))), "")
+        if not error and (wrong := _not_as_saved(parts[1], parts[0].sums)) is not None:
+            error = f"{wrong} is not what was saved"
+        if error:
+            raise DamagedCheckpoint(f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True)
+        saved, unstacked = parts
+        return jax.device_put(stack_layers(unstacked, self._model.runs), self._shardings), saved
+
+    def close(self) -> None:
+        """Wait for the last save."""
+        self.wait()
+
+
+def checkpoint_step(folder: Path, step: int | None = None) -> int:
+    """Return a checkpoint's step, by default the newest's. Raises UserError where there is no such checkpoint."""
+    if not (steps := saved_steps(folder)):
+        raise UserError(f"{folder} holds no checkpoint yet; train further, or start afresh with --overwrite")
+    if step is not None and step not in steps:
+        raise UserError(f"--step {step}: {folder.parent} has checkpoints of {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
+
+
+def read_metadata(folder: Path, step: int) -> CheckpointMetadata:
+    """Read the metadata of checkpoint `step`. Raises UserError where it is not one of mmjax's, or is damaged."""
+    with _reading(folder, step):
+        meta = json.loads((folder / str(step) / META).read_text())
+        if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+            raise UserError(f"it is not one of mmjax's ({FORMAT})")
+        if "sum" in meta:  # older checkpoints have none
+            meta = verify_checksum(meta)
+        return CheckpointMetadata(step, meta["config"], DataState(**meta["data"]), meta["sums"])
+
+
+def restore_parameters(folder: Path, step: int, model: Model, shardings: Params) -> Params:
+    """Restore only the parameters of checkpoint `step`, into these shardings.
+
+    What was frozen may be trainable now, and the reverse. Raises UserError where the checkpoint is damaged, or a
+    parameter is missing, unexpected or of another shape.
+    """
+    saved = read_metadata(folder, step)
+    path = folder / str(step) / STATE
+    handler = _state_handler()
+    target = unstack_layers(_with_sharding(model.abstract, shardings), _layer_of_struct)
+    with _reading(folder, step):
+        parts = _parameter_tree(handler, path, target)
+        stored = {part: _as_stored(tree, target) for part, tree in parts.items()}
+        single = handler.restore(path, args=_restore_as(stored, partial=True))
+        if (wrong := _not_as_saved(_state_of(single), saved.sums)) is not None:
+            raise UserError(f"{wrong} is not what was saved")
+    # Checksums are of the stored precision, so the cast comes after them.
+    params = jax.tree.map(lambda x, w: x.astype(w.dtype), all_parameters(_state_of(single)), target)
+    return jax.device_put(stack_layers(params, model.runs), shardings)
+
+
+class SavedParameters:
+    """The parameters of checkpoint `step`, read a few at a time into the host's memory.
+
+    They are named by their path in nested dicts, layers by number. Raises UserError where the checkpoint is damaged, or
+    not of this model.
+    """
+
+    def __init__(self, folder: Path, step: int, model: Model) -> None:
+        self._folder = folder
+        self._step = step
+        self._path = folder / str(step) / STATE
+        self._sums = read_metadata(folder, step).sums
+        mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("host",))
+        host = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), model.abstract)
+        self._target = unstack_layers(_with_sharding(model.abstract, host), _layer_of_struct)
+        with _reading(folder, step):
+            self._parts = _parameter_tree(_state_handler(), self._path, self._target)
+
+    @property
+    def shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Return the shape of every parameter by its name."""
+        return {key_names(path): x.shape for path, x in jax.tree.leaves_with_path(self._target)}
+
+    def read(self, names: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], np.ndarray]:
+        """Read these parameters as they were saved: frozen ones may be in the precision of the computation."""
+        selected = {part: _select(tree, set(names)) for part, tree in self._parts.items()}
+        stored = {part: _as_stored(tree, self._target) for part, tree in selected.items() if tree}
+        if not stored:
+            return {}
+        with _reading(self._folder, self._step):
+            restored = _state_handler().restore(self._path, args=_restore_as(stored, partial=True))
+            host = {part: jax.tree.map(np.asarray, restored[part]) for part in stored}
+            for name, x in _named(_state_of({"trainable": {}, "frozen": {}} | host)).items():
+                # On the host, what `_bit_sums` computes on devices.
+                bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
+                if self._sums.get(name) != int(bits.sum(dtype=np.uint64)) % 2**32:
+                    raise UserError(f"{name} is not what was saved")
+        return {key_names(path): x for part in host.values() for path, x in jax.tree.leaves_with_path(part)}
+
+
+def _select(tree: Any, names: set[tuple[str, ...]], path: tuple[str, ...] = ()) -> Any:
+    """Keep the branches of nested dicts that lead to these names."""
+    if not isinstance(tree, dict):
+        return tree
+    inner = {k: _select(v, names, (*path, k)) for k, v in tree.items() if isinstance(v, dict) or (*path, k) in names}
+    return {k: v for k, v in inner.items() if v != {}}
+
+
+def _parameter_tree(handler: ocp.PyTreeCheckpointHandler, path: Path, target: Params) -> dict[str, Params]:
+    """Read the stored structure of trainable and frozen parameters. Raises UserError where it is of another model."""
+    tree = handler.metadata(path).tree
+    parts = {part: tree.get(part) or {} for part in ("trainable", "frozen")}
+    stored = _named(all_parameters(_state_of(parts)))
+    expected = _named(target)
+    for name, x in expected.items():
+        if name not in stored:
+            raise UserError(f"it is of another model: it has no parameter {name}, which this model needs")
+        if tuple(stored[name].shape) != tuple(x.shape):
+            shapes = f"{name} has shape {tuple(stored[name].shape)}, this model needs {tuple(x.shape)}"
+            raise UserError(f"it is of another model: {shapes}")
+    if extra := sorted(set(stored) - set(expected)):
+        raise UserError(f"it is of another model: it has parameter {extra[0]}, which this model lacks")
+    return parts
+
+
+def _state_of(parts: dict[str, Params]) -> TrainState:
+    return TrainState(None, parts["trainable"], parts["frozen"], None)
+
+
+def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    silence_late_io_errors()
+    # By default Orbax slices replicated arrays on the devices, to divide the writing among replicas: a hundred small
+    # programs, compiled in mid-run.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _restore_as(structs: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
+    return ocp.args.PyTreeRestore(
+        item=structs, restore_args=ocp.checkpoint_utils.construct_restore_args(structs), partial_restore=partial
+    )
+
+
+def _as_stored(stored: Any, target: Any) -> Any:
+    """Reduce `target` to the paths of `stored`, in the stored precision."""
+    if not isinstance(stored, dict):
+        return jax.ShapeDtypeStruct(target.shape, stored.dtype, sharding=target.sharding)
+    return {key: _as_stored(value, target[key]) for key, value in stored.items()}
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in jax.tree.leaves_with_path(tree)}
+
+
+def _bit_sums(tree: Any) -> dict[str, jax.Array]:
+    """Sum every array's elements, as unsigned integers modulo 2^32, by name: exact, so the same in any sharding."""
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    bits = lambda x: jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize])  # noqa: E731
+    return {name: jnp.sum(bits(x), dtype=jnp.uint32) for name, x in _named(tree).items()}
+
+
+def _unstack_with_sums(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+    unstacked = unstack_layers(state)
+    return unstacked, _bit_sums(unstacked)
+
+
+def _as_ints(sums: dict[str, jax.Array]) -> Sums:
+    return {name: int(x) for name, x in jax.device_get(sums).items()}
+
+
+def _not_as_saved(tree: Any, saved: Sums) -> str | None:
+    """Return the name of the first array that is not what was saved."""
+    sums = _as_ints(jax.jit(_bit_sums)(tree))
+    return next((name for name, value in sums.items() if saved.get(name) != value), None)
+
+
+def _with_sharding(abstract: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+
+
+def _layer_of_struct(leaf: jax.ShapeDtypeStruct, layer: int) -> jax.ShapeDtypeStruct:
+    del layer  # all layers of a stack are sharded alike
+    layout = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=layout)
+
+
+@contextmanager
+def _user_error(message: str) -> Iterator[None]:
+    """Turn any error of the body into one line."""
+    try:
+        yield
+    except Exception as error:  # Orbax and its storage raise dozens of kinds for one broken file
+        raise UserError(f"{message}: {root_cause_line(error)}") from error
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Start an event loop for saves, in a thread of its own: a notebook's main thread already runs one.
+
+    It is never closed: when one write of many fails, the others still report to it.
+    """
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+@contextmanager
+def _reading(folder: Path, step: int) -> Iterator[None]:
+    """Turn any error of reading a checkpoint into one line with the remedy."""
+    try:
+        with _user_error(f"checkpoint {folder / str(step)} cannot be used"):
+            yield
+    except UserError as error:
+        older = [s for s in saved_steps(folder) if s < step]
+        remedy = f"to use step {older[-1]} instead, remove it" if older else "there is no older one here"
+        raise UserError(f"{error}; {remedy}") from error.__cause__

@@ -1,0 +1,178 @@
+"""Choose a run's devices, find out which are on one host, and refuse to leave a GPU idle for a missing package."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mmjax.config import MeshConfig
+from mmjax.data.plan.placement import Topology
+from mmjax.distributed import coordination
+from mmjax.errors import UserError
+from mmjax.parallel.mesh import local_ranks, row_ranks
+from mmjax.planning.hardware import USABLE, Cluster, Device, find_device
+
+
+def device_description(device: jax.Device) -> Device:
+    """Return a device's peak rates and memory from its data sheet; a CPU, or an unknown device, is measured.
+
+    The devices of one CPU share its cores, its memory and the memory's bandwidth.
+    """
+    known = find_device(device.device_kind)
+    if known is not None:
+        return known
+    sharing = jax.local_device_count() * coordination.per_host() if device.platform == "cpu" else 1
+    peak = measured_peak(device) / sharing
+    bandwidth = measured_bandwidth(device) / sharing
+    return Device(
+        name=device.platform,
+        kind=device.device_kind,
+        bfloat16=peak,
+        float32=peak,
+        memory=(device.memory_stats() or {}).get("bytes_limit", host_ram() / sharing),
+        bandwidth=bandwidth,
+        link=bandwidth,
+        network=bandwidth,
+        host=bandwidth,
+    )
+
+
+# Of cgroup versions 2 and 1.
+CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+
+
+def host_ram() -> float:
+    """Return the bytes of RAM of this machine, or of this process's container where that may use less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    # A container sees the machine's RAM; its own limit stands in its cgroup.
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # the file is missing, or says "max"
+            limits.append(int(Path(path).read_text()))
+    return float(min(limits))
+
+
+def ram_per_device(device: jax.Device) -> float | None:
+    """Return the bytes of RAM for each of the devices that a CPU is divided into; None for other devices."""
+    return host_ram() / (jax.local_device_count() * coordination.per_host()) if device.platform == "cpu" else None
+
+
+def local_cluster() -> Cluster:
+    """Describe the devices that JAX finds on this machine."""
+    devices = jax.devices()
+    return Cluster(device_description(devices[0]), 1, len(devices))
+
+
+def peak_flops(devices: Sequence[jax.Device], precision: Literal["bfloat16", "float32"]) -> float:
+    """Return the peak FLOP/s of all `devices` together."""
+    local = next(d for d in devices if d.process_index == jax.process_index())  # others cannot be measured from here
+    return device_description(local).peak(precision) * len(devices)
+
+
+def peak_memory_used(mesh: Mesh) -> int | None:
+    """Return the peak bytes in use so far on this process's fullest device; None where the backend does not count."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def resident_memory() -> int:
+    """Return this process's resident bytes of host memory; 0 where the system does not tell."""
+    try:
+        # The second field: resident pages.
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def open_files() -> int:
+    """Count this process's open files; 0 where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
+
+
+@cache
+def measured_bandwidth(device: jax.Device, size: int = 2**25, repeats: int = 3) -> float:
+    """Measure the bytes per second, read and written, of the fastest of a few passes over `size` bytes."""
+    x = jax.device_put(jnp.ones(size // 4, jnp.float32), device)
+    return 2 * size / _best_seconds(jax.jit(lambda x: x + 1), x, repeats)
+
+
+@cache
+def measured_peak(device: jax.Device, size: int = 1024, repeats: int = 5) -> float:
+    """Measure FLOP/s by the fastest of a few float32 products of square matrices: the peak of an unknown device."""
+    a = jax.device_put(jnp.ones((size, size), jnp.float32), device)
+    return 2 * size**3 / _best_seconds(jax.jit(lambda a: a @ a), a, repeats)
+
+
+def _best_seconds(program: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
+    """Time the fastest of a few calls, after one that compiles."""
+    program(x).block_until_ready()
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        program(x).block_until_ready()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+INSTALL_CUDA = 'pip install -e ".[cuda13]"'
+
+
+def set_gpu_memory_fraction() -> None:
+    """Let JAX's allocator use as much of a GPU as plans assume, unless the user says otherwise; before JAX starts."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(USABLE))
+
+
+def choose_devices(
+    device: Literal["auto", "cpu", "gpu", "tpu"], nvidia: Path = Path("/proc/driver/nvidia/version")
+) -> list[jax.Device]:
+    """Return the devices to train on.
+
+    nvidia: a file that exists where the NVIDIA driver is loaded. Raises UserError where the machine has an NVIDIA GPU
+    that JAX cannot use (unless device=cpu or JAX_PLATFORMS=cpu), or no device of the requested kind.
+    """
+    if device != "auto":
+        try:
+            return jax.devices(device)
+        except RuntimeError as error:
+            remedy = f"; for NVIDIA GPUs install {INSTALL_CUDA}" if device == "gpu" else ""
+            raise UserError(f"device={device}: JAX finds no {device} here{remedy}, or use device=auto") from error
+    devices = jax.devices()
+    if devices[0].platform == "cpu" and nvidia.exists() and jax.config.jax_platforms != "cpu":
+        raise UserError(
+            f"this machine has an NVIDIA GPU that JAX cannot use; install it with: {INSTALL_CUDA}  (device=cpu to "
+            "train on the CPU all the same)"
+        )
+    return devices
+
+
+def mesh_topology(mesh: Mesh, config: MeshConfig) -> Topology:
+    """Return the ranks of a mesh and how many of them are on one host; encoder outputs are exchanged among these.
+
+    Raises UserError where `mesh.ranks_per_node` does not divide the ranks.
+    """
+    return make_topology(
+        config, row_ranks(mesh), len(local_ranks(mesh)) * coordination.per_host(), mesh.shape["tensor"]
+    )
+
+
+def make_topology(config: MeshConfig, ranks: int, ranks_on_host: int, tensor: int) -> Topology:
+    """Return the topology of so many ranks. Raises UserError where `mesh.ranks_per_node` does not divide them."""
+    peers = config.ranks_per_node
+    if peers < 0 or (peers and ranks % peers):
+        raise UserError(f"mesh.ranks_per_node={peers}: choose a divisor of the {ranks} ranks, or 0 for those of a host")
+    # The gcd, since groups of ranks must be equal even where the ranks of a host do not divide all of them.
+    per_node = math.gcd(ranks, ranks_on_host)
+    encoders_per_rank = tensor if config.encoders == "data" else 1
+    return Topology(ranks, peers or per_node, per_node, encoders_per_rank)

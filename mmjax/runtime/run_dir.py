@@ -1,0 +1,337 @@
+"""The folder of one run: the paths in it, and claiming it for a new or a resumed run without losing anything."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mmjax.config import Config
+from mmjax.config.codec import did_you_mean
+from mmjax.config.loading import copy_config, differences, from_json, keys_of, to_json
+from mmjax.console import print_lines
+from mmjax.errors import UserError
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the object of every line; a missing file has none, and incomplete lines are skipped."""
+    if not path.is_file():
+        return
+    with path.open(errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+@contextmanager
+def run_lock_held(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder; the system releases it however the process ends.
+
+    The lock is a file beside the folder, since the folder may be moved or deleted meanwhile. Raises UserError where
+    another process holds it.
+    """
+    folder = folder.resolve()
+    path = folder.with_name(f".{folder.name}.lock")
+    try:
+        lock = _hold(path)
+    except BlockingIOError:
+        raise UserError(
+            f"{folder} is in use by {_holder(path)}: two trainings cannot write in one run; wait until it has ended, "
+            "stop it, or choose another folder with run=FOLDER"
+        ) from None
+    except OSError:
+        # The file system has no locks; or nothing can be written beside the folder; if not in it either, `claim` fails.
+        yield
+        return
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _hold(path: Path) -> int:
+    """Open and lock the file, and write into it who holds it. Raises BlockingIOError where another process does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # closed in programs that this process executes
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(file, path):
+                os.ftruncate(file, 0)
+                os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # its last holder deleted it between our open and our lock: try again with a new file
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text() or "another process"
+    except OSError:
+        return "another process"
+
+
+Mode = Literal["new", "resume", "auto", "overwrite"]
+
+
+@dataclass(frozen=True)
+class AllowedChanges:
+    """Differences that are allowed from the run that is resumed. keys: config keys, or prefixes of them."""
+
+    new_data: bool = False
+    keys: tuple[str, ...] = ()
+
+    def allows(self, key: str) -> bool:
+        """Return whether this key of the config may have another value."""
+        listed = any(key == prefix or key.startswith((f"{prefix}.", f"{prefix}[")) for prefix in self.keys)
+        return listed or (self.new_data and key.startswith("data.sources"))
+
+    def allows_other_samples(self) -> bool:
+        """Return whether the samples, or their grouping into steps, may change."""
+        parts = ("data", "batch", "seed", "model")
+        return self.new_data or any(key.split(".")[0] in parts for key in self.keys)
+
+
+NOTHING = AllowedChanges()
+FEW = 5  # differences between configs that are listed
+
+
+def _inside(name: str) -> property:
+    return property(lambda folder: folder.path / name)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Absolute paths of a run: Orbax accepts no relative ones."""
+
+    path: Path
+
+    config = _inside("config.json")  # the resolved config; a folder is a run once it has this file
+    source = _inside("config.py")  # copy of the config file, for functions that the config names
+    checkpoints = _inside("checkpoints")  # a folder per saved step
+    metrics = _inside("metrics.jsonl")  # a JSON object per step and per evaluation
+    index = _inside("index")  # length indices, by fingerprint
+    history = _inside("history.jsonl")  # config, data and devices of every start of the run, a JSON object each
+    due = _inside("due")  # samples that epochs still owed when the data changed
+    traces = _inside("traces")  # profiler traces of a few steps
+    fit = _inside("fit.json")  # the run's remat policies and loss chunks
+    oversize = _inside("oversize.jsonl")  # samples that fit no budget, a JSON object each
+    quarantine = _inside("quarantine.jsonl")  # unusable samples and why, a JSON object each
+    scores = _inside("test.json")  # the test split's scores, once the run has ended
+    stacks = _inside("stacks")  # the stack of each process when the run was found stuck
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.path.absolute())
+
+    @property
+    def programs(self) -> Path:
+        """Return the cache of compiled programs, shared by the runs beside this one."""
+        return self.path.parent / ".programs"
+
+    def list_oversize(self, samples: Iterable[str], action: Literal["skip", "raise"]) -> None:
+        """List the samples that fit no budget in `oversize.jsonl`. Raises UserError where `action` is "raise"."""
+        names = list(samples)
+        self.oversize.write_text(
+            "".join(json.dumps({"sample": name, "reason": "fits no budget"}) + "\n" for name in names)
+        )
+        if names and action == "raise":
+            raise UserError(
+                f"{len(names)} samples fit no budget (data.on_oversize=raise), the first is {names[0]}; all are listed "
+                f"in {self.oversize}. Raise batch.size, lower batch.rows, or skip them with data.on_oversize=skip"
+            )
+
+    def scored_step(self) -> int | None:
+        """Return the number of updates after which the test split was scored, if it was."""
+        try:
+            return int(json.loads(self.scores.read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):  # missing or incomplete
+            return None
+
+    @property
+    def replaced(self) -> Path:
+        """Return the folder to which a run is moved until the one that replaces it has started."""
+        return self.path.with_name(f".{self.path.name}.replaced")
+
+    def read_config(self) -> Config:
+        """Read the config of this run. Raises UserError where there is no run."""
+        if not self.config.is_file():
+            raise UserError(f"{self.path} holds no run (no config.json); give the folder that mmjax.train printed")
+        try:
+            return from_json(self.config.read_text())
+        except (UserError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{self.config}: {error}; restore it, every checkpoint has a copy in "
+                f"{self.checkpoints}/<step>/meta/metadata"
+            ) from None
+
+    def write_config(self, config: Config) -> None:
+        """Write the resolved config, atomically: a folder with a config.json is a run."""
+        partial = self.config.with_suffix(".partial")
+        partial.write_text(to_json(config))
+        partial.rename(self.config)
+
+
+@contextmanager
+def claim(
+    config: Config, source: Path, mode: Mode, permitted: AllowedChanges = NOTHING
+) -> Iterator[tuple[RunFolder, bool]]:
+    """Claim the run's folder, and return it with whether its run is resumed. The start belongs inside `with`.
+
+    Where the body raises, everything is undone: a new folder is removed, and the run that was to be resumed or
+    overwritten is untouched. Raises UserError where there is a run, but neither resume nor overwrite is requested;
+    where there is no run to resume, or its config differs in more than is permitted; and where the folder cannot be
+    written.
+    """
+    check_keys(permitted, config)
+    folder = run_folder_of(config)
+    exists = _check_claim(folder, config, mode)
+    if exists and mode in ("resume", "auto"):
+        changes = changes_of(folder, config, permitted)
+        for line in first_few([f"changed {line}" for line in changes if not line.startswith(WHERE)]):
+            print_lines(line)
+        with _writing(folder):
+            _check_writable(folder)
+        yield folder, True
+        with _writing(folder):
+            folder.write_config(config)
+        return
+    was_folder = folder.path.is_dir()
+    if exists:
+        with _writing(folder):
+            if folder.replaced.exists():
+                # An overwriting start was killed: its folder is removed, and the run it was to replace stays set aside.
+                shutil.rmtree(folder.path)
+            else:
+                folder.path.rename(folder.replaced)
+    try:
+        with _writing(folder):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            _check_writable(folder)
+            copy_config(source, folder.path)
+            folder.write_config(config)
+        yield folder, False
+    except BaseException:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        if exists:
+            folder.replaced.rename(folder.path)
+        elif was_folder:
+            folder.path.mkdir(exist_ok=True)
+        raise
+    if exists:
+        shutil.rmtree(folder.replaced, ignore_errors=True)
+
+
+def run_folder_of(config: Config) -> RunFolder:
+    """Return the folder of a run of this config."""
+    return RunFolder(Path(config.run or f"runs/{config.name}").resolve())
+
+
+def _check_claim(folder: RunFolder, config: Config, mode: Mode) -> bool:
+    """Return whether the folder has a run. Raises UserError where `mode` does not go with that."""
+    exists = folder.config.is_file()
+    if exists and mode == "new":
+        raise UserError(
+            f"{folder.path} already holds a run; continue it with --resume, replace it with --overwrite, "
+            "or choose another folder with run=FOLDER"
+        )
+    if mode == "resume" and not exists:
+        raise UserError(f"{folder.path} holds no run to resume; leave --resume away, or use --resume=auto for either")
+    if not exists and folder.path.is_dir() and any(folder.path.iterdir()):
+        raise UserError(f"{folder.path} is not empty and not a run; choose another folder with run=FOLDER")
+    # A new run in the folder that it starts from would set its own checkpoints aside.
+    starts_from = config.init_from and Path(config.init_from).resolve()
+    if starts_from == folder.path and not (exists and mode in ("resume", "auto")):
+        raise UserError(f"init_from={config.init_from} is this run's own folder; choose another one with run=FOLDER")
+    return exists
+
+
+def _check_writable(folder: RunFolder) -> None:
+    if not os.access(folder.path, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "no write permission")
+
+
+@contextmanager
+def _writing(folder: RunFolder) -> Iterator[None]:
+    """Turn an OSError of the body into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"cannot write the run folder {folder.path}: {reason}; choose another with run=FOLDER"
+        ) from error
+
+
+WHERE = ("name:", "run:")
+# Keys that may change freely when a run is resumed: where, how fast and how long it runs, how often it evaluates and
+# saves.
+MAY_CHANGE = (
+    "name", "run", "device", "mesh.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch", "data.cache",
+    "data.on_bad_sample", "data.max_bad_share",
+    "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
+    "training.keep", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
+    "model.llm.remat", "model.llm.attention",
+)  # fmt: skip
+
+
+def changes_of(folder: RunFolder, config: Config, permitted: AllowedChanges = NOTHING) -> Sequence[str]:
+    """List the differences from the config of the run in the folder. Raises UserError for those not permitted."""
+    lines = differences(folder.read_config(), config)
+    by_key = {line.partition(":")[0]: line for line in lines}
+    if fixed := [key for key in by_key if not (_may_change(key) or permitted.allows(key))]:
+        data = [key for key in fixed if key.startswith("data.sources")]
+        keys = [key for key in fixed if key not in data]
+        if len(keys) > FEW:
+            # Many differences are named by their top-level keys, which --change accepts as prefixes.
+            keys = list(dict.fromkeys(key.partition(".")[0] for key in keys))
+        options = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in keys])
+        raise UserError(
+            f"{folder.path} is a run of another config: {'; '.join(first_few([by_key[key] for key in fixed]))}. Say "
+            f"these values as they were, or leave the config away: --resume {folder.path} goes on with its own; or say "
+            f"that they shall change: {options}; or start another run from its parameters: run=FOLDER "
+            f"init_from={folder.path}"
+        )
+    return lines
+
+
+def first_few(lines: Sequence[str]) -> list[str]:
+    """Cut lines to at most `FEW`, the last of which counts the rest."""
+    return list(lines) if len(lines) <= FEW else [*lines[: FEW - 1], f"and {len(lines) - FEW + 1} more"]
+
+
+def check_keys(permitted: AllowedChanges, config: Config) -> None:
+    """Raise UserError where a permitted key is no key of the config, nor a prefix of one."""
+    keys = [key.split(".") for key in keys_of(config)]
+    prefixes = dict.fromkeys(".".join(parts[:n]) for parts in keys for n in range(1, len(parts) + 1))
+    for key in permitted.keys:
+        if not any(AllowedChanges(keys=(key,)).allows(prefix) for prefix in prefixes):
+            raise UserError(f"--change {key}: a config has no such key{did_you_mean(key, prefixes)}")
+
+
+def _may_change(key: str) -> bool:
+    parts = key.split(".")  # model.encoders.NAME.remat
+    return key.startswith(MAY_CHANGE) or (
+        parts[:2] == ["model", "encoders"] and parts[3:] in (["remat"], ["attention"])
+    )

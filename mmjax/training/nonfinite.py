@@ -1,0 +1,171 @@
+"""Report losses and gradients that are not finite, or far above the usual, with the samples that cause them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mmjax.batch import PADDING, Microbatch
+from mmjax.config import TrainingConfig
+from mmjax.console import print_lines
+from mmjax.errors import UserError
+from mmjax.parallel.mesh import replicated
+from mmjax.runtime.losses import MOST_NAMED, Worst
+from mmjax.runtime.state import TrainState
+from mmjax.runtime.step import Executor, StepReport
+
+MAX_TRIALS = 64
+
+
+def samples_with_bad_gradients(
+    executor: Executor,
+    state: TrainState,
+    batches: Sequence[Microbatch],
+    noise: np.ndarray | None,
+    unreadable: Sequence[int],
+) -> list[int]:
+    """Return the ids of the samples in rows whose gradient is not finite; empty where no rows have such by themselves.
+
+    unreadable: samples that this process could not read, whose weight is zero.
+    """
+    weight, batches, _ = executor.weighed(batches, unreadable)
+    everywhere = replicated(executor.mesh)
+    finite = jax.jit(lambda gradients: jnp.isfinite(optax.tree.norm(gradients)), out_shardings=everywhere)
+    replicate = jax.jit(lambda x: x, out_shardings=everywhere)
+    isolate = jax.jit(_isolate)
+    samples: list[int] = []
+    for batch in batches:
+
+        def bad(rows: list[int], batch: Microbatch = batch) -> bool:
+            selected = np.isin(np.arange(batch.text.weight.shape[0]), rows)
+            drops = noise if executor.model.drops else None
+            part = isolate(batch, selected)
+            sums = executor.accumulate(state.trainable, state.frozen, executor.zeros(), part, weight, drops)
+            return not bool(finite(sums.gradients))
+
+        owner = np.asarray(replicate(batch.text.owner))
+        rows = bisect_bad(list(range(len(owner))), bad, MAX_TRIALS)
+        samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
+    return samples
+
+
+def _isolate(batch: Microbatch, rows: jax.Array) -> Microbatch:
+    """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely.
+
+    A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
+    """
+
+    def keep(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
+        mask = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
+        return jnp.where(mask, x, jnp.array(empty, x.dtype))
+
+    text = batch.text
+    # Owners of removed rows become PADDING - 1, which is the owner of no item, not even of padding.
+    owners = keep(text.owner, rows, PADDING - 1)
+    plain = {f: keep(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
+    slots = {e: jax.tree.map(lambda x: keep(x, rows, PADDING), slot) for e, slot in text.slots.items()}
+    items = {}
+    for encoder, item in batch.items.items():
+        mask = jnp.isin(item.owner, owners)
+        items[encoder] = item._replace(values=keep(item.values, mask, 0), item=keep(item.item, mask, PADDING))
+    return Microbatch(text._replace(**plain, sample=keep(text.sample, rows, PADDING), slots=slots), items)
+
+
+def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials: int) -> list[int]:
+    """Return the members that are bad by themselves, found by bisection.
+
+    After `max_trials` trials, all members of the parts that are not decided yet are returned, too.
+    """
+    culprits: list[int] = []
+    parts = [members]
+    for _ in range(max_trials):
+        if not parts:
+            return sorted(culprits)
+        part = parts.pop()
+        if not bad(part):
+            continue
+        if len(part) == 1:
+            culprits += part
+        else:
+            middle = len(part) // 2
+            parts += [half for half in (part[:middle], part[middle:]) if half]
+    return sorted(culprits + [member for part in parts for member in part])
+
+
+WORST = 8  # samples of a step that are logged
+USUAL = 100  # recent steps whose median gradient norm is the usual one
+ENOUGH = 20  # steps before there is a usual norm
+SKIPPED = 10  # steps in a row without finite numbers that end the run
+
+
+class NonFiniteWatch:
+    """Watches the losses and gradients of a run. name: maps an id of the length index to a sample's name."""
+
+    def __init__(self, training: TrainingConfig, name: Callable[[int], str]) -> None:
+        self._training = training
+        self._name = name
+        self._norms: deque[float] = deque(maxlen=USUAL)
+        self._skipped = 0  # steps in a row
+
+    def worst(self, worst: Worst) -> dict[str, float]:
+        """Return the losses of the worst samples of a step, by name."""
+        pairs = zip(worst.sample[:WORST].tolist(), worst.loss[:WORST].tolist(), strict=True)
+        return {self._name(sample): loss for sample, loss in pairs if loss > 0}
+
+    def settle(
+        self, step: int, report: StepReport, find_samples: Callable[[], Sequence[int]], samples: Sequence[int]
+    ) -> None:
+        """Report what is wrong with the numbers of a step. Raises UserError where the run has to stop.
+
+        find_samples: finds the samples in rows whose gradient is not finite. samples: all of the step.
+        """
+        if report.finite:
+            self._skipped = 0
+            self._report_spike(step, float(report.gradient_norm), report.worst)
+            return
+        self._skipped += 1
+        message = (
+            f"the loss or gradient of step {step + 1} is not a finite number, and nothing was updated. "
+            f"{self._culprits(report.worst, find_samples, samples)}"
+        )
+        if self._training.bad_numbers == "skip" and self._skipped < SKIPPED:
+            print_lines(message)
+            return
+        many = f" {SKIPPED} steps in a row were skipped." if self._skipped == SKIPPED else ""
+        raise UserError(
+            f"{message}.{many} Look at them with python -m mmjax.inspect RUN --step {step + 1}; go on with --resume "
+            "and a lower optimizer.learning_rate or training.clip, or skip such steps with training.bad_numbers=skip",
+            everywhere=True,
+        )
+
+    def _culprits(self, worst: Worst, find_samples: Callable[[], Sequence[int]], samples: Sequence[int]) -> str:
+        if count := int(worst.not_finite):
+            names = self._names(worst.sample[: min(count, MOST_NAMED)].tolist(), count)
+            return f"The losses of {count} samples are not finite: {names}"
+        try:
+            culprits = find_samples()
+        except jax.errors.JaxRuntimeError:  # out of memory: the search needs a second array of gradients
+            culprits = []
+        if culprits:
+            names = self._names(culprits, len(culprits))
+            return f"Every loss is finite, the gradients of the rows of {len(culprits)} samples are not: {names}"
+        return f"Every loss is finite, and no rows alone give it; its samples are {self._names(samples, len(samples))}"
+
+    def _report_spike(self, step: int, norm: float, worst: Worst) -> None:
+        # The median before this step's norm joins: a spike is not compared with itself.
+        usual = float(np.median(self._norms)) if len(self._norms) >= ENOUGH else np.inf
+        self._norms.append(norm)
+        if (limit := self._training.spike) and norm > limit * usual:
+            losses = ", ".join(f"{name} {loss:.3g}" for name, loss in self.worst(worst).items())
+            print_lines(
+                f"step {step + 1}: the gradient norm is {norm:.3g}, usually {usual:.3g}; worst losses: {losses}"
+            )
+
+    def _names(self, samples: Sequence[int], count: int) -> str:
+        names = [self._name(sample) for sample in samples[:MOST_NAMED]]
+        return ", ".join(names) + (f" and {count - len(names)} more" if count > len(names) else "")
