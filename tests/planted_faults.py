@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "an order that depends on the process",
         "data/plan/sampler.py",
-        "return np.random.default_rng((self.seed, 2, chunk)).permutation(np.concatenate(ids))",
-        "return np.random.default_rng().permutation(np.concatenate(ids))",
+        "return drawn[Shuffler(self.seed, 2, chunk).permutation(len(drawn))]",
+        "return np.random.default_rng().permutation(drawn)",
         ("data/test_plan.py::test_a_step_is_planned_the_same_in_any_order_and_by_anybody",),
     ),
     Fault(
