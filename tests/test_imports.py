@@ -31,6 +31,7 @@ class May:
     others: frozenset[str] | None
 
 
+BASE_MODULES = ("batch", "console", "errors", "hub", "outputs", "startup")
 NUMERIC = frozenset({"numpy", "scipy", "numba"})
 BASE = ("mmjax.config", "mmjax.errors", "mmjax.startup", "mmjax.console")
 DATA = tuple(f"mmjax.data.{part}" for part in ("sample", "conversation"))
@@ -222,6 +223,35 @@ def test_every_part_imports_only_what_it_may() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert cycle(ROOT / "mmjax") == []
+
+
+def map_in_docs() -> list[str]:
+    """The packages of docs/architecture.md's map, from the top down."""
+    text = (ROOT / "docs/architecture.md").read_text().split("<!-- packages, from the top down -->")[1]
+    return [line.split()[0] for line in text.split("```")[1].strip().splitlines()]
+
+
+def floor_of(module: str, floors: list[str]) -> int:
+    """The line of the map that a module belongs to, counted from the bottom."""
+    words = module.split(".")[1:]
+    name = next((key for k in (2, 1) if (key := ".".join(words[:k])) in floors), "")
+    if not name:
+        name = "base" if words[:1] and words[0] in BASE_MODULES else "commands"
+    return len(floors) - floors.index(name)
+
+
+def test_the_map_in_the_docs_names_every_package_and_its_arrows_run_downwards() -> None:
+    floors, modules = map_in_docs(), modules_of(ROOT / "mmjax")
+    packages = {p.parent.name for p in (ROOT / "mmjax").glob("*/__init__.py")}
+    packages |= {f"data.{p.parent.name}" for p in (ROOT / "mmjax/data").glob("*/__init__.py")}
+    assert packages <= set(floors)
+    upwards = [
+        f"{name} imports {imported}"
+        for name, path in modules.items()
+        for imported in imports_of(name, path, modules) & set(modules)
+        if imported != "mmjax" and floor_of(imported, floors) > floor_of(name, floors)
+    ]
+    assert upwards == []
 
 
 def test_every_package_has_its_rules() -> None:

@@ -64,8 +64,8 @@ class RunForecast:
     epoch: int  # samples
     samples: float  # per step
     tokens: float  # of the LLM, per step
-    model_flops: float  # FLOPs per step, over all devices
-    suggest_settings: str = ""  # where it does not fit: the smallest change of settings that would
+    needed: float  # FLOPs per step, over all devices
+    nearest: str = ""  # where it does not fit: the smallest change of settings that would
     longest: str = ""  # the sample that is much longer than the others
 
     @property

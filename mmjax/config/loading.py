@@ -166,7 +166,7 @@ def copy_config(path_or_name: str | Path, folder: Path) -> None:
 
 
 def _shipped_folder() -> Path:
-    package = Path(__file__).absolute().parent
+    package = Path(__file__).absolute().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 

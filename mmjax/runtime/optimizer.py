@@ -36,7 +36,7 @@ class Optimizer:
     """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays."""
 
     direction: optax.GradientTransformation
-    parameter_group: Callable[[Path], str]
+    group_of: Callable[[Path], str]
     matrices: frozenset[Path]
 
     def init(self, params: Params) -> optax.OptState:
