@@ -50,7 +50,7 @@ def test_an_unknown_command_is_one_line_with_the_nearest(capsys):
 
 def test_a_command_gets_the_words_behind_its_name_and_its_stdout_is_its_own(capsys, monkeypatch):
     started = []
-    monkeypatch.setattr(cli, "begin", started.append)
+    monkeypatch.setattr(cli, "start_clock", started.append)
     ended = run(capsys, cli.main, "train", "--show", "training.steps=70")
     assert (ended.code, ended.err, started) == (0, "", ["train"])
     assert ended.out == describe_with_meanings(load(default_config(), ["training.steps=70"])) + "\n"

@@ -39,7 +39,7 @@ def small() -> dict:
     """The default data on 8 absent A100s."""
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr(plan, "say", lambda *lines: said.extend(lines))
+        patch.setattr(plan, "print_lines", lambda *lines: said.extend(lines))
         plan.main([*SMALL, "price=2", "--json"])
     return json.loads(said[0])
 
