@@ -50,7 +50,7 @@ def export(
     config = folder.read_config()
     model = _with_sources(config.model, sources)
     step = checkpoint_step(folder.checkpoints, step)
-    opened = {path: (_opened(path, names), names) for path, names in modules_by_folder(model).items()}
+    opened = {path: (_open_source(path, names), names) for path, names in modules_by_folder(model).items()}
     _check_out(out, [folder.path, *opened], again)
     # Cut after every layer, so that parameters are read a layer at a time and never all at once.
     cuts = {name: tuple(range(1, c.layers)) for name, c in {"llm": model.llm, **model.encoders}.items()}

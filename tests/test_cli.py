@@ -31,7 +31,7 @@ def entry_point() -> tuple[str, str]:
 
 
 def test_every_command_is_listed_with_what_it_does(capsys):
-    ending = '__name__ == "__main__":\n    leave(run_command(main))\n'
+    ending = '__name__ == "__main__":\n    exit_process(run_command(main))\n'
     modules = {p.stem for p in (ROOT / "mmjax").glob("*.py") if p.read_text().endswith(ending)}
     assert set(cli.COMMANDS) == modules
     ended = run(capsys, cli.main, "--help")

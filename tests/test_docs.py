@@ -40,7 +40,7 @@ def test_the_variant_in_configs_md_loads_with_its_overrides(tmp_path: Path) -> N
 
 def test_the_adapters_in_models_md_load_with_their_overrides(tmp_path: Path) -> None:
     write_examples("docs/models.md", tmp_path)
-    config = load(tmp_path / "config/lora_targets.py", ["model.lora.llm.rank=4", "model.lora.ears.layers=audio.*"])
+    config = load(tmp_path / "adapters.py", ["model.lora.llm.rank=4", "model.lora.ears.layers=audio.*"])
     assert adapted_modules(config.model) == ["llm", "vision", "audio", "audio.connector"]
     assert config.model.lora["llm"].rank == 4
 

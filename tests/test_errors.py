@@ -107,11 +107,11 @@ def test_an_exit_that_a_command_asks_for_is_left_alone() -> None:
 def test_leaving_waits_for_threads_runs_what_is_to_run_at_the_end_and_says_all() -> None:
     program = (
         "import atexit, threading, time\n"
-        "from mmjax.errors import leave\n"
+        "from mmjax.errors import exit_process\n"
         "atexit.register(lambda: print('at the end', end=''))\n"
         "threading.Thread(target=lambda: (time.sleep(0.5), print('a thread'))).start()\n"
         "threading.Thread(target=lambda: time.sleep(100), daemon=True).start()\n"
-        "leave(130)"
+        "exit_process(130)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=480)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "a thread\nat the end", "")

@@ -236,7 +236,8 @@ def floor_of(module: str, floors: list[str]) -> int:
     words = module.split(".")[1:]
     name = next((key for k in (2, 1) if (key := ".".join(words[:k])) in floors), "")
     if not name:
-        name = "base" if words[:1] and words[0] in BASE_MODULES else "commands"
+        places = {"bench": "benchmarks"} | dict.fromkeys(BASE_MODULES, "base")
+        name = places.get("".join(words[:1]), "commands")
     return len(floors) - floors.index(name)
 
 

@@ -88,7 +88,7 @@ def test_with_a_checkpoints_template_lengths_are_in_tokens_and_training_counts_n
     out = told(capsys, *words, f"--out={tmp_path}/out")
     rows = {tuple(line.split())[:-1] for line in out.splitlines()}
     assert ("chat", "12", "1", "12") in rows
-    config = index.load(index.find("llava_style"), words[1:])
+    config = index.load(index.find_config("llava_style"), words[1:])
     source = open_sources(config, "train", tmp_path)["chat"]
     lengths = [source.facts(i).text_tokens for i in range(12) if i != 5]
     (text,) = (line.split() for line in out.splitlines() if "text, tokens" in line)

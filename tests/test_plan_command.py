@@ -174,7 +174,7 @@ def test_what_cannot_be_planned_is_told_in_one_line(capsys, words, expected):
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_planning(capsys, monkeypatch, words, expected):
-    monkeypatch.delattr(plan, "look_ahead")
+    monkeypatch.delattr(plan, "forecast_run")
     ended = run(capsys, plan.main, TINY, "cluster=a100x8", *words)
     assert ended.code == 2
     assert ended.err == f"error: {expected}\n"

@@ -42,7 +42,7 @@ def whole(runs) -> Path:
 KILLED_IN_A_SAVE = """
 import os, signal, sys
 from mmjax import train
-from mmjax.training import checkpoint_commit
+from mmjax.runtime import checkpoint_commit
 
 make_whole = checkpoint_commit.Commit._publish
 

@@ -18,7 +18,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_command_says_that_it_starts_before_it_imports_what_takes_long() -> None:
     """The line must be there though what is imported next does not exist."""
-    code = "from mmjax.startup import begin; begin('train'); import nothing_of_this_name"
+    code = "from mmjax.startup import start_clock; start_clock('train'); import nothing_of_this_name"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.stderr.startswith("mmjax  train: loading libraries\nTraceback")
     loaded = "import sys; from mmjax import startup; print([name for name in sys.modules if name in ('jax', 'numpy')])"
@@ -26,7 +26,7 @@ def test_a_command_says_that_it_starts_before_it_imports_what_takes_long() -> No
 
 
 def test_an_interrupt_while_libraries_are_loaded_is_one_line_and_code_130() -> None:
-    code = "from mmjax.startup import begin; begin('train'); import signal; signal.raise_signal(2)"
+    code = "from mmjax.startup import start_clock; start_clock('train'); import signal; signal.raise_signal(2)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_interrupts)
     assert (ended.returncode, ended.stderr.splitlines()[1:]) == (130, ["interrupted"])
 

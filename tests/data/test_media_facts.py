@@ -230,10 +230,10 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 from files_made import image_size
 from mmjax.config import LlavaSource
-from mmjax.data import media_facts
+from mmjax.data.sources import media_sizes
 from mmjax.data.sources.opening import open_conversations
 
-media_facts._SECONDS, media_facts._CHUNK = 0.0, 20
+media_sizes._SECONDS, media_sizes._CHUNK = 0.0, 20
 folder = Path({folder!r})
 
 def slow(file):
@@ -244,7 +244,7 @@ def told(done):
     print(done, flush=True)
 
 got = open_conversations(LlavaSource(str(folder / "d.jsonl")), "train", folder / "cache", "mine")
-media_facts.read_facts(got, {{"image": slow}}, folder / "cache", told)
+media_sizes.read_facts(got, {{"image": slow}}, folder / "cache", told)
 """
 
 

@@ -19,9 +19,9 @@ from mmjax.runtime.run_dir import run_lock_held
 HOLDER = """
 import multiprocessing, sys, time
 from pathlib import Path
-from mmjax.runtime.run_dir import locked
+from mmjax.runtime.run_dir import run_lock_held
 if __name__ == "__main__":
-    with locked(Path(sys.argv[1])):
+    with run_lock_held(Path(sys.argv[1])):
         worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
         worker.start()
         print(worker.pid, flush=True)
@@ -85,8 +85,8 @@ def test_one_of_many_that_come_and_go_holds_it_at_a_time(tmp_path: Path) -> None
     script = tmp_path / "comes_and_goes.py"
     script.write_text(
         "import os, sys\nfrom pathlib import Path\nfrom mmjax.errors import UserError\n"
-        "from mmjax.runtime.run_dir import locked\nrun, held = Path(sys.argv[1]), 0\n"
-        "while held < 300:\n    try:\n        with locked(run):\n            held += 1\n"
+        "from mmjax.runtime.run_dir import run_lock_held\nrun, held = Path(sys.argv[1]), 0\n"
+        "while held < 300:\n    try:\n        with run_lock_held(run):\n            held += 1\n"
         "            (run.parent / 'inside').mkdir()\n            (run.parent / 'inside').rmdir()\n"
         "    except UserError:\n        pass\n"
     )

@@ -22,6 +22,7 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.sampler import Draws, Due, Pool, pools_of
 
 _SURELY_TYPICAL = 30_000  # samples whose totals are so near the mean that their number says what they need
+_SOON_GROUPED = 4_096  # samples of a chunk, below which grouping it takes some hundredths of a second
 
 
 class Group(NamedTuple):
@@ -151,10 +152,12 @@ class StepGrouper:
         return self.first_steps[chunk]
 
     def _steps_in(self, chunk: int) -> int:
-        """Count the steps of a chunk; only with ISF it has to be grouped for that."""
+        """Count the steps of a chunk; only with ISF, and where it is small, it has to be grouped for that."""
         samples = self._stream.samples_in(chunk)
         match self.batch.grouping:
             case IsfGrouping():
+                return len(self._chunk(chunk))
+            case PackGrouping() if samples < _SOON_GROUPED:
                 return len(self._chunk(chunk))
             case PackGrouping() if samples < _SURELY_TYPICAL:
                 parts = self.index.parts(self._stream.chunk(chunk))
@@ -182,7 +185,9 @@ class StepGrouper:
         order = self._stream.chunk(chunk)
         match grouping:
             case PackGrouping(pool_steps=pool):
-                return self._packed(order, pool, self._steps_in(chunk))
+                # Small chunks are packed into as few steps as can be: to leave room for surprises costs them most.
+                steps = 0 if len(order) < _SOON_GROUPED else self._steps_in(chunk)
+                return self._packed(order, pool, steps)
             case IsfGrouping(iterations=iterations):
                 return self._isf(order, iterations, Shuffler(self.seed, 3, chunk))
             case NoGrouping():
