@@ -17,8 +17,8 @@ from mmjax.config import Config, MeshConfig
 from mmjax.console import print_lines, print_note
 from mmjax.data.conversation import BadSample, Medium
 from mmjax.data.media.patches import Encoders
-from mmjax.data.media.processors import PROBES, MediaProcessors
 from mmjax.data.plan.placement import Topology
+from mmjax.data.sources.processors import PROBES, MediaProcessors
 from mmjax.errors import BadMedia, UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.generator import MOST, Answer, Generator, Sampling

@@ -40,10 +40,10 @@ from mmjax.config import (
     ShareGptSource,
 )
 from mmjax.config.loading import load
-from mmjax.data.media.processors import PROBES
 from mmjax.data.sources.array_record_writing import write_array_records
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations
+from mmjax.data.sources.processors import PROBES
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ':' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"

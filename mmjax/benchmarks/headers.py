@@ -19,9 +19,9 @@ from PIL import Image
 
 from mmjax.config import LlavaSource
 from mmjax.data.media.decode import decode_image
-from mmjax.data.media.processors import PROBES
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations
+from mmjax.data.sources.processors import PROBES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,9 @@ import numpy as np
 
 from mmjax.data.conversation import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
 from mmjax.data.media.patches import Encoders
-from mmjax.data.media.processors import (
+from mmjax.data.sample import Sample, SampleLengths, Text
+from mmjax.data.sources.chat_source import DECODED
+from mmjax.data.sources.processors import (
     PROBES,
     Functions,
     MediaItems,
@@ -20,8 +22,6 @@ from mmjax.data.media.processors import (
     encoder_names,
     merge_arranged_items,
 )
-from mmjax.data.sample import Sample, SampleLengths, Text
-from mmjax.data.sources.chat_source import DECODED
 from mmjax.errors import BadMedia, UserError
 
 

@@ -28,10 +28,10 @@ from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
 from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.image_transforms import prepare_image
-from mmjax.data.media.processors import ImageProcessor, merge_arranged_items
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
+from mmjax.data.sources.processors import ImageProcessor, merge_arranged_items
 
 Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
 

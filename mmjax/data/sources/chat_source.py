@@ -13,7 +13,9 @@ import numpy as np
 
 from mmjax.data.conversation import BadSample, Conversation, MediaPlace
 from mmjax.data.media.patches import Encoders
-from mmjax.data.media.processors import (
+from mmjax.data.sample import Question, Sample, SampleLengths, Text
+from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
+from mmjax.data.sources.processors import (
     PROBES,
     Functions,
     MediaItems,
@@ -21,8 +23,6 @@ from mmjax.data.media.processors import (
     encoder_names,
     merge_arranged_items,
 )
-from mmjax.data.sample import Question, Sample, SampleLengths, Text
-from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
 from mmjax.data.sources.token_counts import Reopen, TokenCounts, count_text, open_token_counts
 from mmjax.data.text.chat import Chat
 from mmjax.data.text.chat_template import ASSISTANT
