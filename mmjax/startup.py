@@ -16,8 +16,9 @@ from types import FrameType
 from typing import NoReturn
 
 QUIET_SECONDS = 3.0  # that an activity lasts before it is printed
-REPEAT_SECONDS = 4.0  # between lines in an activity's first minute
-LATER_SECONDS = 60.0  # between lines after it
+REPEAT_SECONDS = 4.0  # between lines of an activity at first
+LATER_SECONDS = 60.0  # between its lines later, as when thousands of programs are compiled
+LATER = 300.0  # seconds after which that is
 
 _PRINTING = {"-h", "--help", "--show"}
 _started = time.monotonic()
@@ -115,7 +116,7 @@ def _print_slow() -> None:
         time_now = time.monotonic()
         age = time_now - innermost[0].began
         silence = time_now - _last_output
-        interval = REPEAT_SECONDS if age < 60 else LATER_SECONDS
+        interval = REPEAT_SECONDS if age < LATER else LATER_SECONDS
         # silence >= age: nothing was printed since the activity began, so it has not been named yet.
         if min(age, silence) >= (QUIET_SECONDS if silence >= age else interval):
             print(f"       {innermost[0]}", file=sys.stderr, flush=True)
