@@ -20,7 +20,7 @@ _ROUNDING = 1e-12
 
 
 class Load(NamedTuple):
-    """What the samples of a chunk need: `Parts`, and what that makes in each module."""
+    """Needs of a chunk's samples: the arrays of `Parts`, and their sums in each module."""
 
     start: np.ndarray  # [n + 1]
     module: np.ndarray  # [p]
@@ -30,17 +30,17 @@ class Load(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a microbatch, those of all modules numbered in one go. A column has `each` rows of every module."""
+    """Rows of a microbatch, numbered through all modules. A column has `per_column[k]` rows of module k."""
 
     start: np.ndarray  # [M + 1]
-    each: np.ndarray  # [M]
+    per_column: np.ndarray  # [M]
     length: np.ndarray  # [M] positions
 
 
 class Room(NamedTuple):
-    """What is free in the microbatch that is being filled, and what is in it."""
+    """Free space and contents of the microbatch that is being filled."""
 
-    left: np.ndarray  # [rows] positions
+    row_free: np.ndarray  # [rows] positions
     free: np.ndarray  # [columns, M] positions
     slack: np.ndarray  # [M] as shares of the microbatch
     aim: np.ndarray  # [M] the same up to the goal, below 0 beyond it
@@ -49,27 +49,27 @@ class Room(NamedTuple):
 
 
 @njit(cache=True)
-def admit(load, rows, columns, queue, waiting, following, most, now, latest, last, turn):
-    """Let samples into the queue while all of it could be packed in time; how many wait then, and the head's length.
+def admit(load, rows, columns, queue, waiting, following, max_waiting, current, latest, last, turn):
+    """Let samples into the queue while all of it could be packed in time; return how many wait, and the head's length.
 
     Next-fit lays the queue out, in order: sample i would come in the v-th microbatch from now. Next-fit is monotone:
-    whatever is taken out, nobody comes later. So nobody waits for longer than allowed as long as now + v is at most
+    whatever is taken out, nobody comes later. So nobody waits for longer than allowed as long as current + v is at most
     its `latest` [n] microbatch, and the microbatch at whose head somebody has no time to spare takes its head as laid
     out here. That head is returned; 0 where everybody has time.
 
-    last: the latest microbatch of those who enter now. most: samples that may wait. Writes queue, latest and, for the
-    head, its rows to turn [p].
+    last: the latest microbatch of those who enter now. max_waiting: samples that may wait. Writes queue, latest and,
+    for the head, its rows to turn [p].
     """
-    modules = len(rows.each)
-    row, left = np.zeros(modules, np.int64), rows.length.copy()
-    row_before, left_before = row.copy(), left.copy()
+    modules = len(rows.per_column)
+    row, free = np.zeros(modules, np.int64), rows.length.copy()
+    row_before, free_before = row.copy(), free.copy()
     column, turns, head, urgent, i = 0, 0, -1, False, 0
     empty = True  # the column
     n = len(latest)
-    while i < waiting or (following < n and waiting < most):
+    while i < waiting or (following < n and waiting < max_waiting):
         s = queue[i] if i < waiting else following
-        row_before[:], left_before[:] = row, left
-        fits = _next_fit(s, load, rows, column, row, left, turn, turns == 0)
+        row_before[:], free_before[:] = row, free
+        fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
         if not fits:
             if not empty:
                 column += 1
@@ -77,21 +77,21 @@ def admit(load, rows, columns, queue, waiting, following, most, now, latest, las
                     column, turns = 0, turns + 1
                     if head < 0:
                         head = i
-                row[:], left[:] = 0, rows.length
-                fits = _next_fit(s, load, rows, column, row, left, turn, turns == 0)
+                row[:], free[:] = 0, rows.length
+                fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
             if not fits:  # alone in its column, in rows that `fits_alone` has found
                 _alone(s, load, rows, column, turn, turns == 0)
-                left[:] = -1
-                row[:] = rows.each
+                free[:] = -1
+                row[:] = rows.per_column
         empty = False
         if i >= waiting:
-            if now + turns > last:
+            if current + turns > last:
                 break
             latest[s] = last
             queue[waiting] = s
             waiting += 1
             following += 1
-        urgent |= now + turns >= latest[s]
+        urgent |= current + turns >= latest[s]
         i += 1
     if not urgent:
         head = 0
@@ -101,20 +101,20 @@ def admit(load, rows, columns, queue, waiting, following, most, now, latest, las
 
 
 @njit(cache=True)
-def _next_fit(s, load, rows, column, row, left, turn, write):
-    """Put the parts of a sample behind those before it in the rows of a column; whether they fit."""
-    before_row, before_left = row.copy(), left.copy()
+def _next_fit(s, load, rows, column, row, free, turn, write):
+    """Put the parts of a sample behind those before it in the rows of a column; return whether they fit."""
+    before_row, before_free = row.copy(), free.copy()
     for j in range(load.start[s], load.start[s + 1]):
         k, length = load.module[j], load.length[j]
-        if left[k] < length:
-            if row[k] + 1 >= rows.each[k] or rows.length[k] < length:
-                row[:], left[:] = before_row, before_left
+        if free[k] < length:
+            if row[k] + 1 >= rows.per_column[k] or rows.length[k] < length:
+                row[:], free[:] = before_row, before_free
                 return False
             row[k] += 1
-            left[k] = rows.length[k]
-        left[k] -= length
+            free[k] = rows.length[k]
+        free[k] -= length
         if write:
-            turn[j] = rows.start[k] + column * rows.each[k] + row[k]
+            turn[j] = rows.start[k] + column * rows.per_column[k] + row[k]
     return True
 
 
@@ -123,26 +123,26 @@ def _alone(s, load, rows, column, turn, write):
     """Put the parts of a sample in an empty column, longest first, each in the fullest row that holds it: bool."""
     begin, end = load.start[s], load.start[s + 1]
     order = np.argsort(-load.length[begin:end], kind="mergesort")
-    left = np.zeros((len(rows.each), rows.each.max()), np.int64)
-    for k in range(len(rows.each)):
-        left[k, : rows.each[k]] = rows.length[k]
+    free = np.zeros((len(rows.per_column), rows.per_column.max()), np.int64)
+    for k in range(len(rows.per_column)):
+        free[k, : rows.per_column[k]] = rows.length[k]
     for i in order:
         j = begin + i
         k, best = load.module[j], -1
-        for r in range(rows.each[k]):
-            if left[k, r] >= load.length[j] and (best < 0 or left[k, r] < left[k, best]):
+        for r in range(rows.per_column[k]):
+            if free[k, r] >= load.length[j] and (best < 0 or free[k, r] < free[k, best]):
                 best = r
         if best < 0:
             return False
-        left[k, best] -= load.length[j]
+        free[k, best] -= load.length[j]
         if write:
-            turn[j] = rows.start[k] + column * rows.each[k] + best
+            turn[j] = rows.start[k] + column * rows.per_column[k] + best
     return True
 
 
 @njit(cache=True)
 def fit_alone(load, rows):
-    """Whether each sample fits an empty column: bool [n]."""
+    """Check each sample against an empty column: bool [n], True where it fits."""
     fits = np.zeros(len(load.total), np.bool_)
     nowhere = np.zeros(0, np.int64)
     for s in range(len(fits)):
@@ -176,18 +176,18 @@ def choose(queue, head, old, limit, load, room, share, everything):
             _count(s, load, room, 1)
             chosen[count] = s
             count += 1
-    window, size, at = np.empty(_WINDOW, np.int64), 0, 0
+    window, size, next_waiting = np.empty(_WINDOW, np.int64), 0, 0
     while count < limit and not everything:
-        while size < _WINDOW and at < n:
-            if not room.inside[queue[at]]:
-                window[size] = queue[at]
+        while size < _WINDOW and next_waiting < n:
+            if not room.inside[queue[next_waiting]]:
+                window[size] = queue[next_waiting]
                 size += 1
-            at += 1
-        best, most = -1, 0.0
+            next_waiting += 1
+        best, max_gain = -1, 0.0
         for j in range(size):
             gain = _gain(window[j], load, room)
-            if gain > most:
-                best, most = j, gain
+            if gain > max_gain:
+                best, max_gain = j, gain
         if best < 0:
             break
         _count(window[best], load, room, 1)
@@ -204,7 +204,7 @@ def choose(queue, head, old, limit, load, room, share, everything):
 
 @njit(cache=True)
 def _gain(s, load, room):
-    """By how much a sample brings the squared distance from the goal down; negative where it does not fit."""
+    """Compute how much a sample lowers the squared distance from the goal; negative where it does not fit."""
     gain = 0.0
     for k in range(len(room.aim)):
         x = load.share[s, k]
@@ -225,11 +225,11 @@ def _count(s, load, room, sign):
 
 @njit(cache=True)
 def parts_in(samples, load, module):
-    """The parts of these samples in a module, or in all (-1), and whose they are: int64 [q], indices into samples."""
-    most = 0
+    """Return these samples' parts in a module, or in all (-1), and whose they are: int64 [q], indices into samples."""
+    total = 0
     for s in samples:
-        most += load.start[s + 1] - load.start[s]
-    part, owner, count = np.empty(most, np.int64), np.empty(most, np.int64), 0
+        total += load.start[s + 1] - load.start[s]
+    part, owner, count = np.empty(total, np.int64), np.empty(total, np.int64), 0
     for i in range(len(samples)):
         for j in range(load.start[samples[i]], load.start[samples[i] + 1]):
             if module < 0 or load.module[j] == module:
@@ -240,32 +240,32 @@ def parts_in(samples, load, module):
 
 @njit(cache=True)
 def measure(chosen, load, rows, room):
-    """Count what is left of rows and columns after these samples; whether no row is too full."""
-    modules, columns = len(rows.each), len(room.free)
+    """Count what is left of rows and columns after these samples; return whether no row is too full."""
+    modules, columns = len(rows.per_column), len(room.free)
     for k in range(modules):
-        room.left[rows.start[k] : rows.start[k + 1]] = rows.length[k]
-        room.free[:, k] = rows.length[k] * rows.each[k]
+        room.row_free[rows.start[k] : rows.start[k + 1]] = rows.length[k]
+        room.free[:, k] = rows.length[k] * rows.per_column[k]
     for s in chosen:
         for j in range(load.start[s], load.start[s + 1]):
-            room.left[room.row[j]] -= load.length[j]
+            room.row_free[room.row[j]] -= load.length[j]
     fits = True
     for k in range(modules):
         for c in range(columns):
             free = 0
-            for r in range(rows.start[k] + c * rows.each[k], rows.start[k] + (c + 1) * rows.each[k]):
-                free += room.left[r]
-                fits &= room.left[r] >= 0
+            for r in range(rows.start[k] + c * rows.per_column[k], rows.start[k] + (c + 1) * rows.per_column[k]):
+                free += room.row_free[r]
+                fits &= room.row_free[r] >= 0
             room.free[c, k] = free
     return fits
 
 
 @njit(cache=True)
 def eject(chosen, head, load, rows, room):
-    """Take samples out until no row is too full, none of the first `head`; whether that was enough.
+    """Take samples out until no row is too full, none of the first `head`; return whether that was enough.
 
     Of a row that is too full goes the sample with the shortest part that is enough, else with the longest.
     """
-    n_rows = len(room.left)
+    n_rows = len(room.row_free)
     begin = np.zeros(n_rows + 1, np.int64)
     for s in chosen:
         for j in range(load.start[s], load.start[s + 1]):
@@ -278,15 +278,15 @@ def eject(chosen, head, load, rows, room):
             part[free[r]], owner[free[r]] = j, i
             free[r] += 1
     for r in range(n_rows):
-        while room.left[r] < 0:
+        while room.row_free[r] < 0:
             best = -1
             for x in range(begin[r], begin[r + 1]):
                 if owner[x] < head or not room.inside[chosen[owner[x]]]:
                     continue
-                length, enough = load.length[part[x]], load.length[part[x]] >= -room.left[r]
+                length, enough = load.length[part[x]], load.length[part[x]] >= -room.row_free[r]
                 if best >= 0:
                     best_length = load.length[part[best]]
-                    best_enough = best_length >= -room.left[r]
+                    best_enough = best_length >= -room.row_free[r]
                     if best_enough and (not enough or length >= best_length):
                         continue
                     if not best_enough and not enough and length <= best_length:
@@ -301,54 +301,54 @@ def eject(chosen, head, load, rows, room):
 @njit(cache=True)
 def remove(s, load, rows, room):
     """Take a sample out; its parts' `row` still says where they were."""
-    c = (room.row[load.start[s]] - rows.start[0]) // rows.each[0]
-    for k in range(len(rows.each)):
+    c = (room.row[load.start[s]] - rows.start[0]) // rows.per_column[0]
+    for k in range(len(rows.per_column)):
         room.free[c, k] += load.total[s, k]
     for j in range(load.start[s], load.start[s + 1]):
-        room.left[room.row[j]] += load.length[j]
+        room.row_free[room.row[j]] += load.length[j]
     _count(s, load, room, -1)
 
 
 @njit(cache=True)
 def put(s, load, rows, room):
     """Put a sample in the rows that its parts have: undo `remove`."""
-    c = (room.row[load.start[s]] - rows.start[0]) // rows.each[0]
-    for k in range(len(rows.each)):
+    c = (room.row[load.start[s]] - rows.start[0]) // rows.per_column[0]
+    for k in range(len(rows.per_column)):
         room.free[c, k] -= load.total[s, k]
     for j in range(load.start[s], load.start[s + 1]):
-        room.left[room.row[j]] -= load.length[j]
+        room.row_free[room.row[j]] -= load.length[j]
     _count(s, load, room, 1)
 
 
 @njit(cache=True)
 def place(s, load, rows, room):
-    """Put a sample in the fullest column that holds it, each part in the fullest row that does; whether one does."""
-    best, least = -1, np.inf
+    """Put a sample in the fullest column that holds it, each part in the fullest row that does; False if none does."""
+    best, min_ratio = -1, np.inf
     for c in range(len(room.free)):
-        left = 0.0
-        for k in range(len(rows.each)):
+        free_ratio = 0.0
+        for k in range(len(rows.per_column)):
             if room.free[c, k] < load.total[s, k]:
-                left = np.inf
+                free_ratio = np.inf
                 break
             if load.total[s, k] > 0:
-                left += room.free[c, k] / load.total[s, k]
-        if left < least:
-            best, least = c, left
+                free_ratio += room.free[c, k] / load.total[s, k]
+        if free_ratio < min_ratio:
+            best, min_ratio = c, free_ratio
     if best < 0:
         return False
     begin, end = load.start[s], load.start[s + 1]
     for j in range(begin, end):
         k, chosen = load.module[j], -1
-        for r in range(rows.start[k] + best * rows.each[k], rows.start[k] + (best + 1) * rows.each[k]):
-            if room.left[r] >= load.length[j] and (chosen < 0 or room.left[r] < room.left[chosen]):
+        for r in range(rows.start[k] + best * rows.per_column[k], rows.start[k] + (best + 1) * rows.per_column[k]):
+            if room.row_free[r] >= load.length[j] and (chosen < 0 or room.row_free[r] < room.row_free[chosen]):
                 chosen = r
         if chosen < 0:
             for i in range(begin, j):
-                room.left[room.row[i]] += load.length[i]
+                room.row_free[room.row[i]] += load.length[i]
             return False
-        room.left[chosen] -= load.length[j]
+        room.row_free[chosen] -= load.length[j]
         room.row[j] = chosen
-    for k in range(len(rows.each)):
+    for k in range(len(rows.per_column)):
         room.free[best, k] -= load.total[s, k]
     _count(s, load, room, 1)
     return True
@@ -388,18 +388,18 @@ def improve(queue, head, old, limit, load, rows, room):
 
 @njit(cache=True)
 def _exchange(movable, i, waiting, gain, load, rows, room):
-    """Exchange a sample for the waiting one that brings use nearest to the goal and finds rows; whether one did."""
+    """Exchange a sample for the waiting one that brings use nearest to the goal and finds rows; return success."""
     old = movable[i]
     for j in range(len(waiting)):
         gain[j] = 0.0
         if room.inside[waiting[j]]:
             continue
         for k in range(len(room.aim)):
-            more = load.share[waiting[j], k] - load.share[old, k]
-            if more > room.slack[k] + _ROUNDING:
+            change = load.share[waiting[j], k] - load.share[old, k]
+            if change > room.slack[k] + _ROUNDING:
                 gain[j] = -1.0
                 break
-            gain[j] += more * (2 * room.aim[k] - more)
+            gain[j] += change * (2 * room.aim[k] - change)
     for _ in range(min(_TRIALS, len(waiting))):
         best = np.argmax(gain)
         if gain[best] <= 1e-9:
@@ -415,16 +415,16 @@ def _exchange(movable, i, waiting, gain, load, rows, room):
 
 @njit(cache=True)
 def _fill_up(waiting, limit, load, rows, room):
-    """Add the waiting sample that brings use nearest to the goal until none helps or finds rows; how many came."""
+    """Add the waiting sample that brings use nearest to the goal until none helps or finds rows; return the count."""
     refused, added = room.inside[waiting], 0
     while added < limit:
-        best, most = -1, 0.0
+        best, max_gain = -1, 0.0
         for j in range(len(waiting)):
             if not refused[j]:
                 gain = _gain(waiting[j], load, room)
                 refused[j] = gain <= 0  # and will stay so
-                if gain > most:
-                    best, most = j, gain
+                if gain > max_gain:
+                    best, max_gain = j, gain
         if best < 0:
             break
         refused[best] = True
@@ -433,15 +433,15 @@ def _fill_up(waiting, limit, load, rows, room):
 
 
 @njit(cache=True)
-def close(queue, now, load, room, microbatch, used):
-    """Number the samples of this microbatch and drop them from the queue: how many still wait."""
-    kept = 0
+def close(queue, current, load, room, microbatch, used):
+    """Number the samples of this microbatch and drop them from the queue; return how many still wait."""
+    n_waiting = 0
     for s in queue:
         if room.inside[s]:
-            microbatch[s] = now
+            microbatch[s] = current
             room.inside[s] = False
             used += load.share[s]
         else:
-            queue[kept] = s
-            kept += 1
-    return kept
+            queue[n_waiting] = s
+            n_waiting += 1
+    return n_waiting
