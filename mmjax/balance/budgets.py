@@ -51,9 +51,11 @@ def fit_budgets(
     if samples_per_step <= 0 or microbatches < 1 or alignment < 1 or np.any(requested < 1):
         raise ValueError("samples per step, rows, microbatches and alignment must be at least 1")
     modules = len(requested)
-    totals, unit = parts.totals(modules), units(parts, modules)
+    totals = parts.totals(modules)
+    unit = units(parts, modules)
     per_sample = totals.mean(0) * (1 + headroom) / microbatches  # positions of a microbatch, for each sample of a step
-    item, sample = parts.largest(modules), totals.max(0)
+    item = parts.largest(modules)
+    sample = totals.max(0)
     used = item > 0
 
     min_count = _aligned(sample, unit, alignment)[used] / per_sample[used]
@@ -103,12 +105,14 @@ def _in_proportion(
     need: np.ndarray, rows: np.ndarray, shortest: np.ndarray, used: np.ndarray, unit: np.ndarray, alignment: int
 ) -> np.ndarray:
     """Round row lengths near need / rows: rounding each up by itself would leave the roomiest module unfilled."""
-    best, min_loss = shortest, np.inf
+    best = shortest
+    min_loss = np.inf
     for scale in 1 + np.linspace(0, _GIVE, 41)[:, None] * np.array([1, -1]):
         for s in scale:
             length = np.maximum(_aligned(np.ceil(s * need / rows - 1e-9).astype(np.int64), unit, alignment), shortest)
             steps = (rows * (length // unit * unit))[used] / need[used]  # how many steps' mean need each module holds
             loss = 1 - steps.min() / steps.max() + abs(steps.min() - 1) / 2
             if loss < min_loss - 1e-12:
-                best, min_loss = length, loss
+                best = length
+                min_loss = loss
     return best

@@ -66,7 +66,8 @@ def isf(
     the samples end is not a candidate. lengths: int `[n, D]`.
     """
     lengths = np.ascontiguousarray(lengths, np.int64)
-    maximum, minimum = np.asarray(maximum, np.int64), np.asarray(minimum, np.int64)
+    maximum = np.asarray(maximum, np.int64)
+    minimum = np.asarray(minimum, np.int64)
     group = np.full(len(lengths), -1, np.int32)
     # Samples and their lengths are shuffled together: looked up at random addresses, they would take most of the time.
     kind = np.int32 if max(len(lengths), *maximum) < 2**31 else np.int64
@@ -79,7 +80,9 @@ def isf(
         if count == 0:
             break
         _shuffle(remaining.first(count), order.first(count), rng)
-        first_group, candidates, total = groups, count, np.zeros(len(maximum), np.int64)
+        first_group = groups
+        candidates = count
+        total = np.zeros(len(maximum), np.int64)
         groups, count = _sample_and_filter(order.first(count), maximum, minimum, group, groups, total)
         remaining, order = order, remaining
         history.append(
@@ -119,7 +122,8 @@ def _shuffle(samples: _Samples, shuffled: _Samples, rng: Shuffler | np.random.Ge
 
 def group_leftovers(lengths: np.ndarray, grouping: Grouping, maximum: np.ndarray) -> Grouping:
     """Group the leftover samples of a grouping too: first fit, largest samples first, within `maximum` `[D]`."""
-    lengths, maximum = np.asarray(lengths, np.int64), np.asarray(maximum, np.int64)
+    lengths = np.asarray(lengths, np.int64)
+    maximum = np.asarray(maximum, np.int64)
     remaining = grouping.group < 0
     remaining[grouping.above] = False
     remaining = np.flatnonzero(remaining)
@@ -214,7 +218,7 @@ def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
     """
     dimensions = len(maximum)
     total = np.zeros(dimensions, np.int64)
-    begin, remaining = 0, 0
+    begin = remaining = 0
     for i in range(len(order.number)):
         over = False
         for k in range(dimensions):
@@ -258,17 +262,20 @@ def _first_fit(lengths, maximum):
             smallest[i, k] = min(smallest[i, k], smallest[i + 1, k])
     free = np.empty((n, dimensions), np.int64)
     open_groups = np.empty(_MOST_OPEN, np.int64)
-    groups, opened = 0, 0
+    groups = opened = 0
     for i in range(n):
-        n_open, placed = 0, False
+        n_open = 0
+        placed = False
         for j in range(opened):
             g = open_groups[j]
-            alive, fits = True, not placed
+            alive = True
+            fits = not placed
             for k in range(dimensions):
                 alive &= free[g, k] >= smallest[i, k]
                 fits &= free[g, k] >= lengths[i, k]
             if fits:
-                placed, number[i] = True, g
+                placed = True
+                number[i] = g
                 for k in range(dimensions):
                     free[g, k] -= lengths[i, k]
             if alive:
@@ -288,5 +295,6 @@ def _first_fit(lengths, maximum):
                 open_groups[: opened - 1] = open_groups[1:opened].copy()
                 opened -= 1
             open_groups[opened] = groups
-            opened, groups = opened + 1, groups + 1
+            opened += 1
+            groups += 1
     return number

@@ -40,7 +40,8 @@ def spread_in_nodes(start, size, home_rank, cost, tokens, width, goal, rank, loa
     for k in range(len(size)):
         end = first + size[k]
         if load[first:end].max() > goal:
-            a, b = start[k], start[k + 1]
+            a = start[k]
+            b = start[k + 1]
             local = rank[a:b] - first
             spread_items(home_rank[a:b] - first, cost[a:b], tokens[a:b], width, goal, local, load[first:end])
             rank[a:b] = local + first
@@ -98,13 +99,17 @@ def _shed(home_rank, cost, tokens, width, goal, rank, load, sent):
 @njit(cache=True)
 def _best_move(node, home_rank, cost, tokens, width, goal, load, full):
     """Return the item to move off the fullest rank, the one that returns or -1, and the other rank; -1 = none helps."""
-    min_load, best_out, best_back, best_to = load[full] - _LEAST_RELIEF, -1, -1, -1
+    min_load = load[full] - _LEAST_RELIEF
+    best_out = best_back = best_to = -1
     for to in np.argsort(load)[:_PARTNERS]:
         if to == full or max((load[full] + load[to]) / 2, goal) >= min_load:
             continue
         new_load, out, back = _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_load)
         if new_load < min_load:
-            min_load, best_out, best_back, best_to = new_load, out, back, to
+            min_load = new_load
+            best_out = out
+            best_back = back
+            best_to = to
             if min_load <= goal:
                 break
     return best_out, best_back, best_to
@@ -119,9 +124,11 @@ def _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_l
     whose difference is nearest to it on either side.
     """
     ideal = min((load[full] - load[to]) / 2, load[full] - goal)
-    best_out, best_back = -1, -1
+    best_out = best_back = -1
     # fitting: the first that may come and costs no more than it should; passed: the last before it.
-    passed, fitting, out = -1, node.head[to], node.head[full]
+    passed = -1
+    fitting = node.head[to]
+    out = node.head[full]
     while out >= 0:
         if _may_go(node, home_rank, tokens, width, out, to):
             while fitting >= 0:
@@ -137,7 +144,9 @@ def _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_l
                     change = cost[out] - (cost[back] if back >= 0 else 0.0)
                     new_load = max(load[full] - change, load[to] + change, goal)
                     if new_load < min_load:
-                        min_load, best_out, best_back = new_load, out, back
+                        min_load = new_load
+                        best_out = out
+                        best_back = back
         out = node.follower[out]
     return min_load, best_out, best_back
 
@@ -164,9 +173,11 @@ def _send(node, home_rank, tokens, rank, item, to):
         node.sent[home_rank[item], to] += tokens[item]
     rank[item] = to
     if node.head[to] < 0 or node.head[to] > item:
-        node.follower[item], node.head[to] = node.head[to], item
+        node.follower[item] = node.head[to]
+        node.head[to] = item
         return
     previous = node.head[to]
     while node.follower[previous] >= 0 and node.follower[previous] < item:
         previous = node.follower[previous]
-    node.follower[item], node.follower[previous] = node.follower[previous], item
+    node.follower[item] = node.follower[previous]
+    node.follower[previous] = item

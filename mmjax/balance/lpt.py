@@ -47,15 +47,19 @@ def lpt(weight, order, rank, load):
         top = heap[0]
         rank[item] = top
         new_load = key[0] + weight[item]
-        hole, child = 0, 1
+        hole = 0
+        child = 1
         while child < ranks:
             if child + 1 < ranks and key[child + 1] < key[child]:
                 child += 1
             if key[child] >= new_load:
                 break
-            heap[hole], key[hole] = heap[child], key[child]
-            hole, child = child, 2 * child + 1
-        heap[hole], key[hole] = top, new_load
+            heap[hole] = heap[child]
+            key[hole] = key[child]
+            hole = child
+            child = 2 * child + 1
+        heap[hole] = top
+        key[hole] = new_load
     for i in range(ranks):
         load[heap[i]] = key[i]
 
@@ -67,7 +71,8 @@ def deal(weight, order, rank, load):
     for begin in range(0, len(order), ranks):
         lightest = np.argsort(load)
         for i in range(min(ranks, len(order) - begin)):
-            item, to = order[begin + i], lightest[i]
+            item = order[begin + i]
+            to = lightest[i]
             rank[item] = to
             load[to] += weight[item]
 
@@ -94,9 +99,10 @@ def least_largest_load(length, ranks):
     a multiple of q, and so no more than the multiple at or below the largest load. Tried for the greatest common
     divisor, and that times 2, 4, 8 and so on.
     """
-    longest, total, unit = 0, 0, 0
+    longest = total = unit = 0
     for value in length:
-        longest, total = max(longest, value), total + value
+        longest = max(longest, value)
+        total += value
         while value:
             unit, value = value, unit % value
     bound = max(longest, -(-total // ranks))
@@ -129,7 +135,8 @@ def _group_by_rank(weight, order, rank, ranks):
 @njit(cache=True)
 def _round(items, lightest, rank, load, target):
     """Relieve each rank above the target once, heaviest first; return whether anything changed."""
-    low, stuck, changed = 0, 0, False
+    low = stuck = 0
+    changed = False
     for i in range(len(lightest) - 1, 0, -1):
         while low < i and load[lightest[low]] >= target:
             low += 1
@@ -168,23 +175,30 @@ def _relieve(items, heavy, partners, rank, load, target):
 @njit(cache=True)
 def _nearest(items, heavy, light, difference, not_a, not_b):
     """Find places a of heavy, b of light whose weights differ by nearest to `difference`, and how far off that is."""
-    weight, first, last = items.weight, items.begin[light], items.begin[light + 1]
-    best, min_error, j = (-1, -1), np.inf, first
+    weight = items.weight
+    first = items.begin[light]
+    last = items.begin[light + 1]
+    best = (-1, -1)
+    min_error = np.inf
+    j = first
     for a in range(items.begin[heavy], items.begin[heavy + 1]):
         if a == not_a:
             continue
         ideal = weight[a] - difference
         while j < last and weight[j] > ideal:
             j += 1
-        below, above = j, j - 1  # both sides of the wanted weight
+        below = j  # weights fall: this one is at or below the ideal, the one before it above
+        above = j - 1
         if below == not_b:
             below += 1
         elif above == not_b:
             above -= 1
         if below < last and ideal - weight[below] < min_error:
-            best, min_error = (a, below), ideal - weight[below]
+            best = (a, below)
+            min_error = ideal - weight[below]
         if above >= first and weight[above] - ideal < min_error:
-            best, min_error = (a, above), weight[above] - ideal
+            best = (a, above)
+            min_error = weight[above] - ideal
     return best[0], best[1], min_error
 
 
@@ -194,13 +208,15 @@ def _nearest_two(items, heavy, light, difference, enough):
 
     The first that is no further off than `enough` will do.
     """
-    best, min_error = (-1, -1, -1, -1), difference
+    best = (-1, -1, -1, -1)
+    min_error = difference
     for a in range(max(items.begin[heavy], items.begin[heavy + 1] - _WINDOW), items.begin[heavy + 1]):
         for b in range(max(items.begin[light], items.begin[light + 1] - _WINDOW), items.begin[light + 1]):
             rest = difference - (items.weight[a] - items.weight[b])
             c, d, off = _nearest(items, heavy, light, rest, a, b)
             if off < min_error:
-                best, min_error = (a, b, c, d), off
+                best = (a, b, c, d)
+                min_error = off
                 if off <= enough:
                     return best
     return best
@@ -211,7 +227,8 @@ def _exchange(items, a, b, heavy, light, rank, load):
     difference = items.weight[a] - items.weight[b]
     load[heavy] -= difference
     load[light] += difference
-    rank[items.item[a]], rank[items.item[b]] = light, heavy
+    rank[items.item[a]] = light
+    rank[items.item[b]] = heavy
     items.item[a], items.item[b] = items.item[b], items.item[a]
     items.weight[a], items.weight[b] = items.weight[b], items.weight[a]
 
@@ -221,8 +238,11 @@ def _sort(items, rank):
     """Sort a rank's items by insertion: at most two are out of place."""
     begin = items.begin[rank]
     for i in range(begin + 1, items.begin[rank + 1]):
-        item, weight, place = items.item[i], items.weight[i], i
+        item = items.item[i]
+        weight = items.weight[i]
+        place = i
         while place > begin and items.weight[place - 1] < weight:
             items.item[place], items.weight[place] = items.item[place - 1], items.weight[place - 1]
             place -= 1
-        items.item[place], items.weight[place] = item, weight
+        items.item[place] = item
+        items.weight[place] = weight

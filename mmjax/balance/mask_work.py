@@ -84,14 +84,21 @@ def _run_starts(sample, pos, span, kind, sees):
 def _continues(sample, pos, span, kind, sees, begin, end):
     """Return whether these tokens all belong to the run before. Loops have no exit, so that they are vectorized."""
     last = begin - 1
-    in_sample, in_span, of_kind, seeing = sample[last], span[last], kind[last], sees[last]
-    samples, spans, kinds, masks = sample[begin:end], span[begin:end], kind[begin:end], sees[begin:end]
+    in_sample = sample[last]
+    in_span = span[last]
+    of_kind = kind[last]
+    seeing = sees[last]
+    samples = sample[begin:end]
+    spans = span[begin:end]
+    kinds = kind[begin:end]
+    masks = sees[begin:end]
     differs = False
     for i in range(end - begin):
         changed = (samples[i] != in_sample) | (spans[i] != in_span)
         differs |= changed | (kinds[i] != of_kind) | (masks[i] != seeing)
     if in_sample >= 0:
-        follows, expected = pos[begin:end], pos[last] + 1
+        follows = pos[begin:end]
+        expected = pos[last] + 1
         for i in range(end - begin):
             differs |= follows[i] - i != expected
     return not differs
@@ -104,13 +111,19 @@ def _run_work(start, sample, pos, span, kind, sees):
     length = np.empty(runs, np.int64)
     for r in range(runs):
         length[r] = (start[r + 1] if r + 1 < runs else len(sample)) - start[r]
-    sample, pos, span, kind, sees = sample[start], pos[start], span[start], kind[start], sees[start]
-    first, grows = np.zeros(runs, np.int64), np.zeros(runs, np.bool_)
+    sample = sample[start]
+    pos = pos[start]
+    span = span[start]
+    kind = kind[start]
+    sees = sees[start]
+    first = np.zeros(runs, np.int64)
+    grows = np.zeros(runs, np.bool_)
 
     order = _sorted(_sorted(np.flatnonzero(sample >= 0), pos), sample)
     distinct = True
     for i in range(1, len(order)):
-        r, previous = order[i], order[i - 1]
+        r = order[i]
+        previous = order[i - 1]
         distinct &= sample[r] != sample[previous] or pos[r] >= pos[previous] + length[previous]
     visible = _seen_before(order, _segments(order, sample, sample), length, kind, sees)
     in_span = np.empty(len(order), np.int64)
@@ -131,7 +144,8 @@ def _segments(order, first_key, second_key):
     """Number the stretches of `order` in which neither key changes: int64 [len(order)]."""
     segment = np.zeros(len(order), np.int64)
     for i in range(1, len(order)):
-        r, previous = order[i], order[i - 1]
+        r = order[i]
+        previous = order[i - 1]
         segment[i] = segment[i - 1] + (first_key[r] != first_key[previous] or second_key[r] != second_key[previous])
     return segment
 
@@ -156,7 +170,8 @@ def _add_spans(order, sample, span, length, kind, sees, first):
 def _sorted(order, key):
     """Sort `order` stably by the int32 key of its elements: O(n), and one look where that is so already."""
     n = len(order)
-    low, high, sorted_already = 0, 0, True
+    low = high = 0
+    sorted_already = True
     for i in range(n):
         one = np.int64(key[order[i]])
         sorted_already &= i == 0 or one >= key[order[i - 1]]
@@ -172,7 +187,8 @@ def _sorted(order, key):
             digit = (key[order[i]] - low) >> shift & 255
             moved[begin[digit]] = order[i]
             begin[digit] += 1
-        order, shift = moved, shift + 8
+        order = moved
+        shift += 8
     return order
 
 
@@ -180,7 +196,8 @@ def _sorted(order, key):
 def _seen_before(order, segment, length, kind, sees):
     """Count for each run of `order` the tokens of earlier runs of its segment whose kind it sees, int64 [n]."""
     visible = np.zeros(len(order), np.int64)
-    kinds, count = [np.int64(0)], [np.int64(0)]  # no query sees kind 0; others are added as they come
+    kinds = [np.int64(0)]  # no query sees kind 0; others are added as they come
+    count = [np.int64(0)]
     for i in range(len(order)):
         r = order[i]
         if i > 0 and segment[i] != segment[i - 1]:
@@ -217,6 +234,7 @@ def _sum_blocks(start, first, grows, tokens, block, work):
         i = start[r]
         while i < end:
             stop = min((i // block + 1) * block, end)
-            n, offset = stop - i, i - start[r]
+            n = stop - i
+            offset = i - start[r]
             work[i // block] += n * first[r] + grows[r] * (n * offset + n * (n - 1) // 2)
             i = stop

@@ -21,7 +21,8 @@ def deal_evenly(cost: np.ndarray, size: np.ndarray, tolerance: float) -> np.ndar
     if len(size) == 1 or len(cost) == 0:
         return node
     mean = node_means(cost, np.zeros_like(node), size.sum(keepdims=True))
-    relative, ones = np.stack([column / m for column, m in zip(cost.T, mean[0], strict=True)]), np.ones(cost.shape[1])
+    relative = np.stack([column / m for column, m in zip(cost.T, mean[0], strict=True)])
+    ones = np.ones(cost.shape[1])
     even(relative, size.astype(np.float64), ones, ones, ones * (1 + _SHARE * tolerance), node)
     return node
 
@@ -73,13 +74,17 @@ def _sorted_by(group: np.ndarray, value: np.ndarray) -> np.ndarray:
 def _lead(cost, node, mean):
     """Return the sort keys of `by_leading_encoder`: a group int64 [n] and a value in 0 .. 1 that falls, float64 [n]."""
     n, phases = cost.shape
-    group, value = np.empty(n, np.int64), np.empty(n)
+    group = np.empty(n, np.int64)
+    value = np.empty(n)
     for s in range(n):
-        k, lead, max_cost = node[s], phases, 0.0
+        k = node[s]
+        lead = phases
+        max_cost = 0.0
         for p in range(1, phases):
             relative = cost[s, p] / mean[k, p]
             if relative > max_cost:
-                lead, max_cost = p, relative
+                lead = p
+                max_cost = relative
         if lead == phases:
             max_cost = cost[s, 0] / mean[k, 0]
         group[s] = k * phases + lead - 1
@@ -90,7 +95,9 @@ def _lead(cost, node, mean):
 @njit(cache=True)
 def _rounds(size, n):
     """Find where each round of a deal begins, int64 [rounds + 1]: each node gets one sample, a smaller one at times."""
-    start, position, rounds, largest = np.zeros(n + 2, np.int64), 0, 0, size.max()
+    start = np.zeros(n + 2, np.int64)
+    position = rounds = 0
+    largest = size.max()
     while position < n:
         for k in range(len(size)):
             position += _takes_part(size[k], largest, rounds)
@@ -116,7 +123,8 @@ def _deal(cost, sample, start, size, node):
                 count += 1
         lightest = np.argsort(load[among[:count]])
         for i in range(start[r + 1] - start[r]):
-            k, position = among[lightest[i]], start[r] + i
+            k = among[lightest[i]]
+            position = start[r] + i
             node[sample[position]] = k
             load[k] += cost[position] / size[k]
 

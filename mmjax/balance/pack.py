@@ -109,7 +109,8 @@ def pack(
     in_step = chunk.microbatch * steps // total
     within = chunk.microbatch - -(-in_step * total // steps)
     owner = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
-    step, waited = np.full(len(parts), -1, np.int32), np.full(len(parts), -1, np.int32)
+    step = np.full(len(parts), -1, np.int32)
+    waited = np.full(len(parts), -1, np.int32)
     row = np.full(len(parts.module), -1, np.int32)
     step[order] = in_step
     waited[order] = in_step - joined * steps // total
@@ -217,7 +218,8 @@ class _Chunk:
         """Pack everything into so many steps, 0 = as few as can be, or into more microbatches where it must be."""
         if len(self.inside) == 0:
             return
-        count, need = self.microbatches, float(self.need.max())
+        count = self.microbatches
+        need = float(self.need.max())
         from_start = self.per_microbatch < _FEW and need <= _MANY
         end = max(steps * count, math.ceil(need - 1e-9)) if steps else self._fewest(need)
         while True:
@@ -263,7 +265,9 @@ class _Chunk:
 
     def _fill(self, goal: np.ndarray, later: int) -> None:
         """Fill one microbatch to about `goal` `[M]`, shares of it; the last, with none `later`, takes what it can."""
-        n, last, count = len(self.inside), later == 0, self.microbatches
+        n = len(self.inside)
+        last = later == 0
+        count = self.microbatches
         deadline = self.current + self.longest_wait * count
         self.waiting, self.following, head = admit(
             self.load, self.rows, self.columns, self.queue, self.waiting, self.following,
@@ -297,7 +301,9 @@ class _Chunk:
 
     def _take_head(self, chosen: np.ndarray, head: int, room: Room, goal: np.ndarray) -> None:
         """Put the head of the queue in the rows that next-fit has found, then what else was chosen where it fits."""
-        room.slack[:], room.aim[:], room.inside[chosen] = 1, goal, False
+        room.slack[:] = 1
+        room.aim[:] = goal
+        room.inside[chosen] = False
         part, _ = parts_in(chosen[:head], self.load, -1)
         room.row[part] = self.turn[part]
         room.inside[chosen[:head]] = True
@@ -316,7 +322,8 @@ class _Chunk:
                 part, _ = parts_in(chosen, self.load, k)
                 size = self.load.length[part]
                 order = longest_first(size)
-                row, full = np.zeros(len(part), np.int32), np.zeros(self.rows.per_column[k], np.int64)
+                row = np.zeros(len(part), np.int32)
+                full = np.zeros(self.rows.per_column[k], np.int64)
                 lpt(size, order, row, full)
                 if full.max() > length:
                     polish(size, order, row, full, length)
@@ -325,7 +332,8 @@ class _Chunk:
 
     def _lay_out_columns(self, chosen: np.ndarray, room: Room) -> None:
         """Assign samples to blocks of columns, then columns, by all modules; parts longest first to rows."""
-        cost, capacity = self.load.total[chosen].astype(np.float64), self.rows.length * self.rows.per_column
+        cost = self.load.total[chosen].astype(np.float64)
+        capacity = self.rows.length * self.rows.per_column
         block = int(np.clip(_BLOCK[0] * self.columns // max(len(chosen), 1), 8, _BLOCK[1]))
         begin = np.arange(0, self.columns, block)
         size = np.diff(begin, append=self.columns)
@@ -350,14 +358,17 @@ class _Chunk:
 
     def _less_even(self, relative: np.ndarray, columns: int, ceiling: np.ndarray, capacity: np.ndarray) -> np.ndarray:
         """Choose the column of each sample where encoders may be less equal: a long text leaves them no room."""
-        cost, every, min_excess = np.ascontiguousarray(relative.T), np.arange(len(relative)), np.inf
+        cost = np.ascontiguousarray(relative.T)
+        every = np.arange(len(relative))
+        min_excess = np.inf
         weight = np.ones(len(cost))
         for encoders in _ENCODER_WEIGHTS:
             weight[LLM + 1 :] = encoders
             candidate, load = balance(cost, every, np.ones(columns), weight, ceiling, ceiling)
             excess = float(np.maximum(load - np.maximum(capacity, 1.0)[:, None], 0).sum())
             if excess < min_excess:
-                min_excess, column = excess, candidate
+                min_excess = excess
+                column = candidate
             if excess == 0:
                 break
         return column
@@ -371,7 +382,8 @@ def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_
     pool_rows: the queue of waiting samples; about 600 of them find partners that fit to 1%.
     Raises ValueError for a sample above the maximum.
     """
-    lengths, maximum = np.asarray(lengths, np.int64), np.asarray(maximum, np.int64)
+    lengths = np.asarray(lengths, np.int64)
+    maximum = np.asarray(maximum, np.int64)
     sample, module = np.nonzero(lengths)
     start = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=len(lengths)))]).astype(np.int64)
     parts = Parts(start, module.astype(np.int32), lengths[sample, module])

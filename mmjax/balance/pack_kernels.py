@@ -61,23 +61,31 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
     for the head, its rows to turn [p].
     """
     modules = len(rows.per_column)
-    row, free = np.zeros(modules, np.int64), rows.length.copy()
-    row_before, free_before = row.copy(), free.copy()
-    column, turns, head, urgent, i = 0, 0, -1, False, 0
+    row = np.zeros(modules, np.int64)
+    free = rows.length.copy()
+    row_before = row.copy()
+    free_before = free.copy()
+    column = turns = 0
+    head = -1
+    urgent = False
+    i = 0
     empty = True  # the column
     n = len(latest)
     while i < waiting or (following < n and waiting < max_waiting):
         s = queue[i] if i < waiting else following
-        row_before[:], free_before[:] = row, free
+        row_before[:] = row
+        free_before[:] = free
         fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
         if not fits:
             if not empty:
                 column += 1
                 if column == columns:
-                    column, turns = 0, turns + 1
+                    column = 0
+                    turns += 1
                     if head < 0:
                         head = i
-                row[:], free[:] = 0, rows.length
+                row[:] = 0
+                free[:] = rows.length
                 fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
             if not fits:  # alone in its column, in rows that `fits_alone` has found
                 _alone(s, load, rows, column, turn, turns == 0)
@@ -103,12 +111,15 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
 @njit(cache=True)
 def _next_fit(s, load, rows, column, row, free, turn, write):
     """Put the parts of a sample behind those before it in the rows of a column; return whether they fit."""
-    before_row, before_free = row.copy(), free.copy()
+    before_row = row.copy()
+    before_free = free.copy()
     for j in range(load.start[s], load.start[s + 1]):
-        k, length = load.module[j], load.length[j]
+        k = load.module[j]
+        length = load.length[j]
         if free[k] < length:
             if row[k] + 1 >= rows.per_column[k] or rows.length[k] < length:
-                row[:], free[:] = before_row, before_free
+                row[:] = before_row
+                free[:] = before_free
                 return False
             row[k] += 1
             free[k] = rows.length[k]
@@ -121,14 +132,16 @@ def _next_fit(s, load, rows, column, row, free, turn, write):
 @njit(cache=True)
 def _alone(s, load, rows, column, turn, write):
     """Put the parts of a sample in an empty column, longest first, each in the fullest row that holds it: bool."""
-    begin, end = load.start[s], load.start[s + 1]
+    begin = load.start[s]
+    end = load.start[s + 1]
     order = np.argsort(-load.length[begin:end], kind="mergesort")
     free = np.zeros((len(rows.per_column), rows.per_column.max()), np.int64)
     for k in range(len(rows.per_column)):
         free[k, : rows.per_column[k]] = rows.length[k]
     for i in order:
         j = begin + i
-        k, best = load.module[j], -1
+        k = load.module[j]
+        best = -1
         for r in range(rows.per_column[k]):
             if free[k, r] >= load.length[j] and (best < 0 or free[k, r] < free[k, best]):
                 best = r
@@ -158,8 +171,10 @@ def choose(queue, head, old, limit, load, room, share, everything):
     `share` of its goal; then, of a window of waiting samples, always the one that brings the use nearest to the goal.
     The oldest alone where all are larger than the goal, and never more than `limit`.
     """
-    n, modules = len(queue), len(room.aim)
-    chosen, count, i = np.empty(n, np.int64), 0, 0
+    n = len(queue)
+    modules = len(room.aim)
+    chosen = np.empty(n, np.int64)
+    count = i = 0
     goal = np.maximum(room.aim, 1e-30)
     while i < n and count < limit:
         s = queue[i]
@@ -176,18 +191,21 @@ def choose(queue, head, old, limit, load, room, share, everything):
             _count(s, load, room, 1)
             chosen[count] = s
             count += 1
-    window, size, next_waiting = np.empty(_WINDOW, np.int64), 0, 0
+    window = np.empty(_WINDOW, np.int64)
+    size = next_waiting = 0
     while count < limit and not everything:
         while size < _WINDOW and next_waiting < n:
             if not room.inside[queue[next_waiting]]:
                 window[size] = queue[next_waiting]
                 size += 1
             next_waiting += 1
-        best, max_gain = -1, 0.0
+        best = -1
+        max_gain = 0.0
         for j in range(size):
             gain = _gain(window[j], load, room)
             if gain > max_gain:
-                best, max_gain = j, gain
+                best = j
+                max_gain = gain
         if best < 0:
             break
         _count(window[best], load, room, 1)
@@ -229,11 +247,14 @@ def parts_in(samples, load, module):
     total = 0
     for s in samples:
         total += load.start[s + 1] - load.start[s]
-    part, owner, count = np.empty(total, np.int64), np.empty(total, np.int64), 0
+    part = np.empty(total, np.int64)
+    owner = np.empty(total, np.int64)
+    count = 0
     for i in range(len(samples)):
         for j in range(load.start[samples[i]], load.start[samples[i] + 1]):
             if module < 0 or load.module[j] == module:
-                part[count], owner[count] = j, i
+                part[count] = j
+                owner[count] = i
                 count += 1
     return part[:count], owner[:count]
 
@@ -241,7 +262,8 @@ def parts_in(samples, load, module):
 @njit(cache=True)
 def measure(chosen, load, rows, room):
     """Count what is left of rows and columns after these samples; return whether no row is too full."""
-    modules, columns = len(rows.per_column), len(room.free)
+    modules = len(rows.per_column)
+    columns = len(room.free)
     for k in range(modules):
         room.row_free[rows.start[k] : rows.start[k + 1]] = rows.length[k]
         room.free[:, k] = rows.length[k] * rows.per_column[k]
@@ -271,11 +293,14 @@ def eject(chosen, head, load, rows, room):
         for j in range(load.start[s], load.start[s + 1]):
             begin[room.row[j] + 1] += 1
     begin = np.cumsum(begin)
-    part, owner, free = np.empty(begin[n_rows], np.int64), np.empty(begin[n_rows], np.int64), begin.copy()
+    part = np.empty(begin[n_rows], np.int64)
+    owner = np.empty(begin[n_rows], np.int64)
+    free = begin.copy()
     for i in range(len(chosen)):
         for j in range(load.start[chosen[i]], load.start[chosen[i] + 1]):
             r = room.row[j]
-            part[free[r]], owner[free[r]] = j, i
+            part[free[r]] = j
+            owner[free[r]] = i
             free[r] += 1
     for r in range(n_rows):
         while room.row_free[r] < 0:
@@ -283,7 +308,8 @@ def eject(chosen, head, load, rows, room):
             for x in range(begin[r], begin[r + 1]):
                 if owner[x] < head or not room.inside[chosen[owner[x]]]:
                     continue
-                length, enough = load.length[part[x]], load.length[part[x]] >= -room.row_free[r]
+                length = load.length[part[x]]
+                enough = load.length[part[x]] >= -room.row_free[r]
                 if best >= 0:
                     best_length = load.length[part[best]]
                     best_enough = best_length >= -room.row_free[r]
@@ -323,7 +349,8 @@ def put(s, load, rows, room):
 @njit(cache=True)
 def place(s, load, rows, room):
     """Put a sample in the fullest column that holds it, each part in the fullest row that does; False if none does."""
-    best, min_ratio = -1, np.inf
+    best = -1
+    min_ratio = np.inf
     for c in range(len(room.free)):
         free_ratio = 0.0
         for k in range(len(rows.per_column)):
@@ -333,12 +360,15 @@ def place(s, load, rows, room):
             if load.total[s, k] > 0:
                 free_ratio += room.free[c, k] / load.total[s, k]
         if free_ratio < min_ratio:
-            best, min_ratio = c, free_ratio
+            best = c
+            min_ratio = free_ratio
     if best < 0:
         return False
-    begin, end = load.start[s], load.start[s + 1]
+    begin = load.start[s]
+    end = load.start[s + 1]
     for j in range(begin, end):
-        k, chosen = load.module[j], -1
+        k = load.module[j]
+        chosen = -1
         for r in range(rows.start[k] + best * rows.per_column[k], rows.start[k] + (best + 1) * rows.per_column[k]):
             if room.row_free[r] >= load.length[j] and (chosen < 0 or room.row_free[r] < room.row_free[chosen]):
                 chosen = r
@@ -357,7 +387,8 @@ def place(s, load, rows, room):
 @njit(cache=True)
 def improve(queue, head, old, limit, load, rows, room):
     """Add waiting samples, up to `limit` in all, and exchange others but the `old` for them, to come near the goal."""
-    waiting, w = np.empty(_CANDIDATES, np.int64), 0
+    waiting = np.empty(_CANDIDATES, np.int64)
+    w = 0
     for s in queue:
         if w == _CANDIDATES:
             break
@@ -367,7 +398,8 @@ def improve(queue, head, old, limit, load, rows, room):
     waiting = waiting[:w]
     limit -= np.sum(room.inside[queue])
     limit -= _fill_up(waiting, limit, load, rows, room)
-    movable, m = np.empty(_MOVABLE, np.int64), 0
+    movable = np.empty(_MOVABLE, np.int64)
+    m = 0
     for i in range(len(queue) - 1, max(head, old) - 1, -1):
         if m == _MOVABLE:
             break
@@ -416,15 +448,18 @@ def _exchange(movable, i, waiting, gain, load, rows, room):
 @njit(cache=True)
 def _fill_up(waiting, limit, load, rows, room):
     """Add the waiting sample that brings use nearest to the goal until none helps or finds rows; return the count."""
-    refused, added = room.inside[waiting], 0
+    refused = room.inside[waiting]
+    added = 0
     while added < limit:
-        best, max_gain = -1, 0.0
+        best = -1
+        max_gain = 0.0
         for j in range(len(waiting)):
             if not refused[j]:
                 gain = _gain(waiting[j], load, room)
                 refused[j] = gain <= 0  # and will stay so
                 if gain > max_gain:
-                    best, max_gain = j, gain
+                    best = j
+                    max_gain = gain
         if best < 0:
             break
         refused[best] = True

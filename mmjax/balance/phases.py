@@ -80,7 +80,8 @@ def place_apart(costs: Costs, ranks: int) -> PhasePlan:
     """
     _check_ranks(ranks, ranks)
     sample_rank = _lpt(costs.sample[:, LLM], ranks)
-    item_rank, width = np.zeros(len(costs.item_sample), np.int32), np.zeros(costs.phases - 1, np.int64)
+    item_rank = np.zeros(len(costs.item_sample), np.int32)
+    width = np.zeros(costs.phases - 1, np.int64)
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
         item_rank[items] = _lpt(costs.item_cost[items], ranks)
@@ -118,7 +119,8 @@ def place_jointly(
     if time > 1 + _POOR:  # few samples, or a long one
         alternative, alternative_time = planned(ALL_ALIKE)
         if alternative_time < time * (1 - _LLM_LATER):
-            plan, time = alternative, alternative_time
+            plan = alternative
+            time = alternative_time
     if start is not None:
         start_plan = _at_home(costs, np.asarray(start, np.int32))
         if time > step_time(costs, start_plan, ranks, ranks_per_node, aim) * (1 - aim.least_gain):
@@ -201,13 +203,16 @@ def _move_items(
     costs: Costs, sample_rank: np.ndarray, size: np.ndarray, mean: np.ndarray, widths: Sequence[Sequence[int]], aim: Aim
 ) -> PhasePlan:
     """Choose for each encoder the width that makes the step shortest. size: int64 `[nodes]`, ranks of each."""
-    ranks, share = int(size.sum()), _share(costs, aim)
+    ranks = int(size.sum())
+    share = _share(costs, aim)
     plan = _at_home(costs, sample_rank)
-    item_rank, chosen = plan.item_rank.astype(np.int64), plan.width
+    item_rank = plan.item_rank.astype(np.int64)
+    chosen = plan.width
     per_token = aim.exchange * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
-        cost, home_rank = costs.item_cost[items] / mean[p], item_rank[items]
+        cost = costs.item_cost[items] / mean[p]
+        home_rank = item_rank[items]
         load = np.bincount(home_rank, cost, ranks)
         goal = max(1 + aim.tolerance, float(cost.max(initial=0)))
         if len(widths[p - 1]) == 1 or load.max() <= goal:
@@ -219,11 +224,14 @@ def _move_items(
         goal = max(goal, float(_fullest(cost, ranks)))
         min_time = share[p] * load.max() - _WORTH_MOVING
         for width in widths[p - 1][1:]:
-            rank, new_load = home_rank.copy(), load.copy()
+            rank = home_rank.copy()
+            new_load = load.copy()
             spread_in_nodes(start, size, home_rank, cost, tokens, width, goal, rank, new_load)
             time = share[p] * new_load.max() + per_token * width
             if time < min_time:
-                min_time, item_rank[items], chosen[p - 1] = time, rank, width
+                min_time = time
+                item_rank[items] = rank
+                chosen[p - 1] = width
             if new_load.max() <= goal:
                 break
     return PhasePlan(sample_rank, item_rank.astype(np.int32), chosen)

@@ -26,7 +26,8 @@ def to_rows(
     """
     groups = int(group.max(initial=0)) + 1
     load = np.zeros((len(rows), groups * int(rows.max())), np.int64)
-    row, need = np.zeros(len(module), np.int32), np.zeros(len(rows), np.int64)
+    row = np.zeros(len(module), np.int32)
+    need = np.zeros(len(rows), np.int64)
     longest_first = np.argsort(-length, kind="stable")
     _longest_first(module, length, np.asarray(group, np.int64), longest_first, rows, load, row, need)
     return row, need
@@ -39,15 +40,18 @@ def _balance(share, heaviest_first, microbatches):
     load = np.zeros((microbatches, modules))
     microbatch = np.zeros(n, np.int64)
     for sample in heaviest_first:
-        best, min_largest, min_sum = -1, np.inf, np.inf
+        best = -1
+        min_largest = min_sum = np.inf
         for m in range(microbatches):
-            largest, load_sum = 0.0, 0.0
+            largest = load_sum = 0.0
             for k in range(modules):
                 new_load = load[m, k] + share[sample, k]
                 largest = max(largest, new_load)
                 load_sum += new_load
             if largest < min_largest or (largest == min_largest and load_sum < min_sum):
-                best, min_largest, min_sum = m, largest, load_sum
+                best = m
+                min_largest = largest
+                min_sum = load_sum
         microbatch[sample] = best
         for k in range(modules):
             load[best, k] += share[sample, k]
@@ -65,7 +69,8 @@ def _longest_first(module, length, group, longest_first, rows, load, row, need):
         heap[k] = np.arange(load.shape[1]) % rows[k]
     for part in longest_first:
         k = module[part]
-        first, count = group[part] * rows[k], rows[k]
+        first = group[part] * rows[k]
+        count = rows[k]
         emptiest = heap[k, first]
         new_load = load[k, first + emptiest] + length[part]
         load[k, first + emptiest] = new_load
@@ -75,8 +80,10 @@ def _longest_first(module, length, group, longest_first, rows, load, row, need):
         while 2 * slot + 1 < count:
             child = 2 * slot + 1
             if child + 1 < count:
-                left_row, right_row = heap[k, first + child], heap[k, first + child + 1]
-                a, b = load[k, first + left_row], load[k, first + right_row]
+                left_row = heap[k, first + child]
+                right_row = heap[k, first + child + 1]
+                a = load[k, first + left_row]
+                b = load[k, first + right_row]
                 child += b < a or (b == a and right_row < left_row)
             lower = heap[k, first + child]
             child_load = load[k, first + lower]

@@ -91,7 +91,8 @@ def compose(first: Rearrangement, second: Rearrangement) -> Rearrangement:
     """
     if first.ranks != second.ranks or not np.array_equal(first.length, second.length):
         raise ValueError("composed rearrangements must have the same ranks and the same item lengths")
-    middle, start = first.after, second.before
+    middle = first.after
+    start = second.before
     if not (np.array_equal(middle.rank, start.rank) and np.array_equal(middle.offset, start.offset)):
         raise ValueError("the second rearrangement must start where the first one ends")
     return Rearrangement(first.length, first.before, second.after, first.ranks)
@@ -108,7 +109,8 @@ def restrict_to_parts(moved: Rearrangement, item: np.ndarray, offset: np.ndarray
     item: int `[k]`, the item that holds each run; offset: int `[k]`, where in it; length: int `[k]`.
     Raises ValueError where a run is not inside its item.
     """
-    offset, length = np.asarray(offset, np.int64), np.asarray(length, np.int64)
+    offset = np.asarray(offset, np.int64)
+    length = np.asarray(length, np.int64)
     if np.any(offset < 0) or np.any(offset + length > moved.length[item]):
         raise ValueError("every run must lie inside its item")
     places = [Places(side.rank[item], side.offset[item] + offset) for side in (moved.before, moved.after)]
@@ -153,7 +155,8 @@ def tables(
     """
     peers = range(moved.ranks) if peers is None else peers
     mine = peers if mine is None else mine
-    source, destination = moved.before.rank, moved.after.rank
+    source = moved.before.rank
+    destination = moved.after.rank
     sending = np.flatnonzero(_among(source, mine) & (source != destination) & (moved.length > 0))
     arriving = np.flatnonzero(_among(destination, mine) & (moved.length > 0))
     outside = ~(_among(destination[sending], peers) & _among(source[sending], peers))
@@ -177,7 +180,9 @@ def _fill_send(send: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: 
 def _fill_gather(
     gather: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range, width: int
 ) -> None:
-    length, source, row = moved.length[items], moved.before.rank[items], moved.after.rank[items] - mine.start
+    length = moved.length[items]
+    source = moved.before.rank[items]
+    row = moved.after.rank[items] - mine.start
     peer = source - np.int64(peers.start)
     # Both sides number a pair's tokens in the order of its items, so they agree without a word about it.
     slot = _offsets(length, row * len(peers) + peer, len(mine) * len(peers))

@@ -44,7 +44,8 @@ def choose_maximum(
     if not fits.any():
         raise ValueError("every sample exceeds the maxima that are given")
     lengths = lengths[fits]
-    mean, longest = lengths.mean(0), lengths.max(0)
+    mean = lengths.mean(0)
+    longest = lengths.max(0)
     used = longest > 0
     shortest = np.maximum(_up(longest, unit), unit)
     trial = lengths[Shuffler(0).permutation(len(lengths))[:_TRIAL]]
@@ -70,7 +71,8 @@ class _Tried:
 
     def best_of(self, candidates: np.ndarray) -> np.ndarray:
         """Return the best of `[c, D]` and of those tried before."""
-        total, count = self.samples.sum(0), len(self.samples)
+        total = self.samples.sum(0)
+        count = len(self.samples)
         at_best = 1 - (total / ((total / candidates).max(1, keepdims=True) * candidates))[:, self.used].mean(1)
         for i in np.argsort(at_best, kind="stable"):
             if self.best_score[0] == 0 and at_best[i] >= self.best_score[1]:
@@ -79,7 +81,8 @@ class _Tried:
             outside = max(self.samples_per_row[0] - count / rows, count / rows - self.samples_per_row[1], 0.0)
             empty = float(1 - (total / (rows * candidates[i]))[self.used].mean())
             if (outside, empty) < self.best_score:
-                self.best, self.best_score = candidates[i], (outside, empty)
+                self.best = candidates[i]
+                self.best_score = (outside, empty)
         assert self.best is not None
         return self.best
 

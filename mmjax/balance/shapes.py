@@ -65,7 +65,8 @@ def _choose(steps: _Steps, limit: int) -> np.ndarray:
     rest, rest_price = _cheapest(steps.needs, np.where(resting, price, np.inf))
     move, move_price = _cheapest(steps.needs, np.where(resting, np.inf, price))
     moving = np.flatnonzero(move_price < rest_price)
-    best, min_total = None, np.inf
+    best = None
+    min_total = np.inf
     for exchanging in range(min(limit, _MOST_EXCHANGING + 1) if len(moving) else 1):
         shapes = _merge_resting(rest, steps, limit - exchanging)
         otherwise = _least(*steps._replace(needs=rest[:, None]), shapes)
@@ -75,7 +76,8 @@ def _choose(steps: _Steps, limit: int) -> np.ndarray:
             shapes = np.concatenate([_merge(move[some], steps, steps.count[some], other_cost, exchanging), shapes])
         total = _total(*steps, shapes)
         if total < min_total:
-            best, min_total = shapes, total
+            best = shapes
+            min_total = total
     assert best is not None
     shapes = np.unique(_refine(steps, best), axis=0)
     # One that costs more than the largest, which holds everything, is never taken.
@@ -121,7 +123,8 @@ def _merge(needs: np.ndarray, steps: _Steps, weight: np.ndarray, other_cost: np.
 
     other_cost: float64 `[n]`, what a need's steps cost in other tuples.
     """
-    shapes, alive = needs.copy(), np.ones(len(needs), bool)
+    shapes = needs.copy()
+    alive = np.ones(len(needs), bool)
     _merge_pairs(shapes, weight.copy(), other_cost.copy(), alive, steps.cost, steps.width_start, limit)
     return shapes[alive]
 
@@ -141,12 +144,14 @@ def _added(shapes, weight, cost, width_start, i, j):
 @njit(cache=True)
 def _nearest(shapes, weight, alive, cost, width_start, i):
     """Find the shape that is cheapest to merge with shape i, and what that adds."""
-    best, min_added = -1, np.inf
+    best = -1
+    min_added = np.inf
     for j in range(len(shapes)):
         if alive[j] and j != i:
             added = _added(shapes, weight, cost, width_start, i, j)
             if added < min_added:
-                best, min_added = j, added
+                best = j
+                min_added = added
     return best, min_added
 
 
@@ -154,25 +159,33 @@ def _nearest(shapes, weight, alive, cost, width_start, i):
 def _merge_pairs(shapes, weight, other_cost, alive, cost, width_start, limit):
     """Merge the cheapest pair, or leave one shape's steps to other shapes, until `limit` are alive; in place."""
     n = len(shapes)
-    near, added = np.full(n, -1), np.full(n, np.inf)
+    near = np.full(n, -1)
+    added = np.full(n, np.inf)
     for i in range(n):
         near[i], added[i] = _nearest(shapes, weight, alive, cost, width_start, i)
     for _ in range(n - limit):
-        best, min_cost, leave = -1, np.inf, False
+        best = -1
+        min_cost = np.inf
+        leave = False
         for i in range(n):
             if not alive[i]:
                 continue
             if added[i] < min_cost:
-                best, min_cost, leave = i, added[i], False
+                best = i
+                min_cost = added[i]
+                leave = False
             elsewhere = other_cost[i]
             for k in range(len(cost)):
                 elsewhere -= weight[i] * cost[k] * shapes[i, k]
             if elsewhere < min_cost:
-                best, min_cost, leave = i, elsewhere, True
+                best = i
+                min_cost = elsewhere
+                leave = True
         removed = best
         merged = -1
         if not leave:
-            merged, removed = best, near[best]
+            merged = best
+            removed = near[best]
             weight[merged] += weight[removed]
             other_cost[merged] += other_cost[removed]
             for k in range(len(cost)):
@@ -182,7 +195,8 @@ def _merge_pairs(shapes, weight, other_cost, alive, cost, width_start, limit):
             if alive[i] and (i == merged or near[i] == removed or near[i] == merged):
                 near[i], added[i] = _nearest(shapes, weight, alive, cost, width_start, i)
             elif alive[i] and merged >= 0 and _added(shapes, weight, cost, width_start, i, merged) < added[i]:
-                near[i], added[i] = merged, _added(shapes, weight, cost, width_start, i, merged)
+                near[i] = merged
+                added[i] = _added(shapes, weight, cost, width_start, i, merged)
 
 
 def _refine(steps: _Steps, shapes: np.ndarray) -> np.ndarray:
@@ -199,7 +213,8 @@ def _refine(steps: _Steps, shapes: np.ndarray) -> np.ndarray:
                     shapes[j, k] = value
                     total = _total(*steps, shapes)
                     if total < min_total:
-                        best_value, min_total = value, total
+                        best_value = value
+                        min_total = total
                 shapes[j, k] = best_value
         if min_total == previous:
             break

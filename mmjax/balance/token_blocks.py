@@ -64,11 +64,13 @@ def _deal(work, heaviest_first, ranks):
     """Deal blocks to ranks, heaviest first, int64 [ranks, rounds]; return also their counts and work, int64 [ranks]."""
     rounds = -(-len(work) // ranks)
     blocks = np.empty((ranks, rounds), np.int64)
-    count, load = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    count = np.zeros(ranks, np.int64)
+    load = np.zeros(ranks, np.int64)
     for begin in range(0, len(work), ranks):
         least_first = np.argsort(load, kind="mergesort")
         for i in range(begin, min(begin + ranks, len(work))):
-            block, rank = heaviest_first[i], least_first[i - begin]
+            block = heaviest_first[i]
+            rank = least_first[i - begin]
             blocks[rank, count[rank]] = block
             count[rank] += 1
             load[rank] += work[block]
@@ -93,7 +95,10 @@ def _exchange(work, blocks, count, load, size):
     """Do the best exchange of `size` blocks of the heaviest rank for as many of another; whether there was one."""
     heavy = np.argmax(load)
     heavy_sums, heavy_sets = _sums(work, blocks[heavy, : count[heavy]], size)
-    min_load, light, give, take = load[heavy], -1, np.empty(0, np.int64), np.empty(0, np.int64)
+    min_load = load[heavy]
+    light = -1
+    give = np.empty(0, np.int64)
+    take = np.empty(0, np.int64)
     for candidate in np.argsort(load, kind="mergesort"):
         if 2 * min_load <= load[heavy] + load[candidate]:
             break  # not even equal shares of these two would be better, nor of those to come
@@ -107,11 +112,15 @@ def _exchange(work, blocks, count, load, size):
                 moved = heavy_sums[i] - light_sums[j]
                 larger = max(load[heavy] - moved, load[candidate] + moved)
                 if larger < min_load:
-                    min_load, light, give, take = larger, candidate, heavy_sets[i], light_sets[j]
+                    min_load = larger
+                    light = candidate
+                    give = heavy_sets[i]
+                    take = light_sets[j]
     if light < 0:
         return False
     for side in range(size):
-        mine, theirs = blocks[heavy, give[side]], blocks[light, take[side]]
+        mine = blocks[heavy, give[side]]
+        theirs = blocks[light, take[side]]
         blocks[heavy, give[side]], blocks[light, take[side]] = theirs, mine
         load[heavy] += work[theirs] - work[mine]
         load[light] += work[mine] - work[theirs]
@@ -127,12 +136,14 @@ def _sums(work, blocks, size):
     n = len(blocks)
     if size == 1:
         return work[blocks], np.arange(n).reshape(n, 1)
-    sums, sets = np.empty(n * (n - 1) // 2, np.int64), np.empty((n * (n - 1) // 2, 2), np.int64)
+    sums = np.empty(n * (n - 1) // 2, np.int64)
+    sets = np.empty((n * (n - 1) // 2, 2), np.int64)
     m = 0
     for i in range(n):
         for j in range(i + 1, n):
             sums[m] = work[blocks[i]] + work[blocks[j]]
-            sets[m, 0], sets[m, 1] = i, j
+            sets[m, 0] = i
+            sets[m, 1] = j
             m += 1
     order = np.argsort(-sums, kind="mergesort")
     return sums[order], sets[order]

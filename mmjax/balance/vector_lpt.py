@@ -25,7 +25,8 @@ _ROUNDS = 40
 _LOOSE_ROUNDS = 10  # in which the LLM may still be uneven, for the good of encoders
 LLM_FIRST = (3.0, 30.0)  # the LLM's weight in these rounds and in the others; an encoder's is 1
 ALL_ALIKE = (1.0, 1.0)
-_LLM_BELOW, _ENCODER_BELOW = 0.1, 0.05  # of the penalty above the goal
+_LLM_BELOW = 0.1  # of the penalty above the goal
+_ENCODER_BELOW = 0.05
 _LLM_TOLERANCE = 0.75  # of an encoder's
 _SURPLUS = 0.2  # by which an encoder's goal may exceed what it would have if its surplus were spread over all ranks
 _LIGHTER = 16  # ranks that one rank above its goal tries to exchange with, of
@@ -112,10 +113,12 @@ def even(cost, size, weight, ceiling, goal, rank):
 @njit(cache=True)
 def _longest_first(cost, order, size, weight, rank):
     """Assign each sample to the rank where the sum of squared loads grows least; writes rank."""
-    phases, ranks = len(cost), len(size)
+    phases = len(cost)
+    ranks = len(size)
     load = np.zeros((phases, ranks))
     for s in order:
-        best, min_growth = 0, np.inf
+        best = 0
+        min_growth = np.inf
         for r in range(ranks):
             growth = 0.0
             for p in range(phases):
@@ -123,7 +126,8 @@ def _longest_first(cost, order, size, weight, rank):
                 growth += weight[p] * part * (2 * load[p, r] + part)
             growth *= size[r]
             if growth < min_growth:
-                best, min_growth = r, growth
+                best = r
+                min_growth = growth
         rank[s] = best
         for p in range(phases):
             load[p, best] += cost[p, s] / size[best]
@@ -156,11 +160,13 @@ def _build_state(cost, rank, size):
 @njit(cache=True)
 def _above(load, goal, stuck):
     """Find the rank that is furthest above its goal in a phase and not stuck; -1 = none."""
-    worst, max_excess = -1, 0.0
+    worst = -1
+    max_excess = 0.0
     for r in range(load.shape[1]):
         for p in range(len(load)):
             if load[p, r] - goal[p] > max_excess and not stuck[r]:
-                worst, max_excess = r, load[p, r] - goal[p]
+                worst = r
+                max_excess = load[p, r] - goal[p]
     return worst
 
 
@@ -177,16 +183,21 @@ def _relieve(state, heavy, ceiling, weight, attempt, scratch):
     for r in range(len(state.size)):
         if r != heavy:
             for p in range(len(ceiling)):
-                a, b = state.load[p, heavy] - ceiling[p], state.load[p, r] - ceiling[p]
+                a = state.load[p, heavy] - ceiling[p]
+                b = state.load[p, r] - ceiling[p]
                 promise[r] += weight[p] * (_penalty(a) + _penalty(b) - 2 * _penalty((a + b) / 2))
-    max_gain, place, partner, partner_at = _LEAST_GAIN, -1, -1, -1
+    max_gain = _LEAST_GAIN
+    place = partner = partner_at = -1
     for _ in range(min(_PARTNERS, len(state.size) - 1)):
         r = np.argmax(promise)
         if promise[r] <= max_gain:
             break
         gain, a, b = _best_exchange(state, heavy, r, ceiling, weight, attempt, scratch)
         if gain > max_gain:
-            max_gain, place, partner, partner_at = gain, a, r, b
+            max_gain = gain
+            place = a
+            partner = r
+            partner_at = b
             if gain > promise[r] / 2:
                 break
         promise[r] = -1
@@ -199,14 +210,17 @@ def _relieve(state, heavy, ceiling, weight, attempt, scratch):
 def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
     """Find the best exchange of two ranks: its gain and places in both; empty ones take part where there is room."""
     places = state.sample.shape[1]
-    of_heavy, of_light = min(state.count[heavy] + 1, places), min(state.count[light] + 1, places)
+    of_heavy = min(state.count[heavy] + 1, places)
+    of_light = min(state.count[light] + 1, places)
     step = min(max(of_heavy * of_light // _PAIRS, 1), of_heavy)
     old_penalty = 0.0
     for p in range(len(ceiling)):
         old_penalty += weight[p] * _penalty(state.load[p, heavy] - ceiling[p])
         old_penalty += weight[p] * _penalty(state.load[p, light] - ceiling[p])
-    min_penalty, best_a, best_b = old_penalty, -1, -1
-    heavy_part, light_part = 1 / state.size[heavy], 1 / state.size[light]
+    min_penalty = old_penalty
+    best_a = best_b = -1
+    heavy_part = 1 / state.size[heavy]
+    light_part = 1 / state.size[light]
     for a in range(attempt % step, of_heavy, step):
         for b in range(of_light):
             scratch[b] = 0.0
@@ -215,11 +229,14 @@ def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
             received = state.load[p, light] - ceiling[p] + state.cost[p, heavy, a] * light_part
             cost = state.cost[p, light]
             for b in range(of_light):  # written so that it becomes SIMD instructions
-                u, v = without + cost[b] * heavy_part, received - cost[b] * light_part
+                u = without + cost[b] * heavy_part
+                v = received - cost[b] * light_part
                 scratch[b] += weight[p] * (u * u * (1.0 if u > 0 else _BELOW) + v * v * (1.0 if v > 0 else _BELOW))
         for b in range(of_light):
             if scratch[b] < min_penalty:
-                min_penalty, best_a, best_b = scratch[b], a, b
+                min_penalty = scratch[b]
+                best_a = a
+                best_b = b
     return old_penalty - min_penalty, best_a, best_b
 
 
@@ -243,9 +260,11 @@ def _close_gap(state, r, place):
     elif place < state.count[r]:
         state.count[r] -= 1
         last = state.count[r]
-        state.sample[r, place], state.sample[r, last] = state.sample[r, last], -1
+        state.sample[r, place] = state.sample[r, last]
+        state.sample[r, last] = -1
         for p in range(len(state.cost)):
-            state.cost[p, r, place], state.cost[p, r, last] = state.cost[p, r, last], 0.0
+            state.cost[p, r, place] = state.cost[p, r, last]
+            state.cost[p, r, last] = 0.0
 
 
 @njit(cache=True)
@@ -254,7 +273,8 @@ def longest_first_in_blocks(cost, order, start, size, rank):
 
     order: the samples of block k are order[start[k] : start[k + 1]]; size: int64 [blocks], its ranks.
     """
-    phases, first = len(cost), 0
+    phases = len(cost)
+    first = 0
     for k in range(len(size)):
         samples = order[start[k] : start[k + 1]]
         part = np.empty((phases, len(samples)))
@@ -280,9 +300,12 @@ def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
     phases = len(cost)
     state = _build_state(cost, rank, np.ones(ranks))
     scratch = np.empty(_WINDOW)
-    weight, below = np.ones(phases), np.full(phases, _ENCODER_BELOW)
+    weight = np.ones(phases)
+    below = np.full(phases, _ENCODER_BELOW)
     below[0] = _LLM_BELOW
-    goal, aim, excess = np.empty(phases), np.empty(phases), np.empty(ranks)
+    goal = np.empty(phases)
+    aim = np.empty(phases)
+    excess = np.empty(ranks)
     visited = 0
     for turn in range(_ROUNDS):
         weight[0] = llm_weight[0] if turn < _LOOSE_ROUNDS else llm_weight[1]
@@ -329,20 +352,28 @@ def _excess(load, goal, weight, r):
 @njit(cache=True)
 def _relieve_anywhere(state, heavy, goal, aim, weight, below, visited, scratch):
     """Do the best exchange of a rank with ranks that have room in the phase in which it is furthest above its goal."""
-    phase, max_excess, ranks = 0, 0.0, state.load.shape[1]
+    phase = 0
+    max_excess = 0.0
+    ranks = state.load.shape[1]
     for p in range(len(goal)):
         above = max(state.load[p, heavy] - goal[p], 0.0)
         if weight[p] * above * above > max_excess:
-            phase, max_excess = p, weight[p] * above * above
+            phase = p
+            max_excess = weight[p] * above * above
     enough = _ENOUGH * _excess(state.load, aim, weight, heavy)
-    gain, place, partner, partner_at, tried = _LEAST_GAIN, -1, -1, -1, 0
+    gain = _LEAST_GAIN
+    place = partner = partner_at = -1
+    tried = 0
     for k in range(min(_LOOKED_AT, ranks - 1)):
         # Begins elsewhere each time, else the same ranks would take part in every exchange.
         r = (heavy + 1 + (visited * _LIGHTER + k) % (ranks - 1)) % ranks
         if state.load[phase, r] < goal[phase]:
             won, a, b = _best_of_window(state, heavy, r, aim, weight, below, visited, scratch)
             if won > gain:
-                gain, place, partner, partner_at = won, a, r, b
+                gain = won
+                place = a
+                partner = r
+                partner_at = b
             tried += 1
             if gain > enough or tried == _LIGHTER:
                 break
@@ -354,8 +385,10 @@ def _relieve_anywhere(state, heavy, goal, aim, weight, below, visited, scratch):
 def _best_of_window(state, heavy, light, aim, weight, below, visited, scratch):
     """Find the best exchange of two ranks, its gain and places, among the samples in one window of each."""
     places = state.sample.shape[1]
-    of_heavy, of_light = min(state.count[heavy] + 1, places), min(state.count[light] + 1, places)
-    many_heavy, many_light = min(of_heavy, _WINDOW), min(of_light, _WINDOW)
+    of_heavy = min(state.count[heavy] + 1, places)
+    of_light = min(state.count[light] + 1, places)
+    many_heavy = min(of_heavy, _WINDOW)
+    many_light = min(of_light, _WINDOW)
     from_heavy = visited * _WINDOW % (of_heavy - many_heavy + 1)
     from_light = visited * _WINDOW % (of_light - many_light + 1)
     old_penalty = 0.0
@@ -363,19 +396,24 @@ def _best_of_window(state, heavy, light, aim, weight, below, visited, scratch):
         for r in (heavy, light):
             above = state.load[p, r] - aim[p]
             old_penalty += weight[p] * above * above * (1.0 if above > 0 else below[p])
-    min_penalty, best_a, best_b = old_penalty, -1, -1
+    min_penalty = old_penalty
+    best_a = best_b = -1
     for a in range(from_heavy, from_heavy + many_heavy):
         for b in range(many_light):
             scratch[b] = 0.0
         for p in range(len(aim)):
             without = state.load[p, heavy] - aim[p] - state.cost[p, heavy, a]
             received = state.load[p, light] - aim[p] + state.cost[p, heavy, a]
-            over, under = weight[p], weight[p] * below[p]
+            over = weight[p]
+            under = weight[p] * below[p]
             cost = state.cost[p, light, from_light : from_light + many_light]
             for b in range(many_light):  # written so that it becomes SIMD instructions
-                u, v = without + cost[b], received - cost[b]
+                u = without + cost[b]
+                v = received - cost[b]
                 scratch[b] += u * u * (over if u > 0 else under) + v * v * (over if v > 0 else under)
         for b in range(many_light):
             if scratch[b] < min_penalty:
-                min_penalty, best_a, best_b = scratch[b], a, from_light + b
+                min_penalty = scratch[b]
+                best_a = a
+                best_b = from_light + b
     return old_penalty - min_penalty, best_a, best_b
