@@ -53,6 +53,7 @@ def fit_budgets(
     modules = len(requested)
     totals = parts.totals(modules)
     unit = units(parts, modules)
+    # Budgets scale with the number of samples per step, so everything is counted in positions per sample of a step.
     per_sample = totals.mean(0) * (1 + headroom) / microbatches  # positions of a microbatch, for each sample of a step
     item = parts.largest(modules)
     sample = totals.max(0)
@@ -61,6 +62,7 @@ def fit_budgets(
     min_count = _aligned(sample, unit, alignment)[used] / per_sample[used]
     count = max(float(samples_per_step), min_count.max())
     fitted = requested.copy()
+    # Fewer, longer rows where rows that hold the largest item would together exceed the module's share.
     for k in np.flatnonzero(used):
         while fitted[k] > 1 and fitted[k] * _shortest(item[k], sample[k], fitted[k], unit[k], alignment) > (
             count * per_sample[k]
@@ -68,6 +70,7 @@ def fit_budgets(
             fitted[k] -= 1
     shortest = np.maximum(_shortest(item, sample, fitted, unit, alignment), alignment)
     length = _in_proportion(count * per_sample, fitted, shortest, used, unit, alignment)
+    # A row is filled in whole units, so the rest of `length // unit` stays empty; the tightest module decides.
     reached = float((fitted * (length // unit * unit) / np.where(used, per_sample, np.inf))[used].min())
 
     min_length = _shortest(item, sample, fitted, unit, 1)
@@ -110,6 +113,7 @@ def _in_proportion(
     for scale in 1 + np.linspace(0, _GIVE, 41)[:, None] * np.array([1, -1]):
         for s in scale:
             length = np.maximum(_aligned(np.ceil(s * need / rows - 1e-9).astype(np.int64), unit, alignment), shortest)
+            # Both the spread between modules and the distance from the requested size count as loss.
             steps = (rows * (length // unit * unit))[used] / need[used]  # how many steps' mean need each module holds
             loss = 1 - steps.min() / steps.max() + abs(steps.min() - 1) / 2
             if loss < min_loss - 1e-12:
