@@ -79,6 +79,7 @@ def isf(
     for _ in range(iterations):
         if count == 0:
             break
+        # Two buffers take turns: the shuffle writes the other one, whose front then holds the rejected samples.
         _shuffle(remaining.first(count), order.first(count), rng)
         first_group = groups
         candidates = count
@@ -193,6 +194,7 @@ def _deal(samples, bucket, buckets, dealt):
     start = np.zeros(buckets + 1, np.int64)
     for b in bucket:
         start[(b & (buckets - 1)) + 1] += 1
+    # Counting sort: bucket sizes [2, 0, 3] become starts [0, 2, 2, 5]; `free` is the next slot of each bucket.
     start = np.cumsum(start)
     free = start.copy()
     for i in range(len(bucket)):
@@ -226,6 +228,7 @@ def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
             over |= total[k] > maximum[k]
         if not over:
             continue
+        # Sample i does not fit: the group is begin .. i - 1, without its lengths.
         keep = False
         for k in range(dimensions):
             total[k] -= order.length[i, k]
@@ -235,6 +238,7 @@ def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
                 group[order.number[j]] = groups
             groups += 1
         else:
+            # In place: `remaining` never overtakes `begin`, so nothing unread is overwritten.
             for j in range(begin, i):
                 _copy(order, j, order, remaining)
                 remaining += 1
@@ -256,6 +260,7 @@ def _first_fit(lengths, maximum):
     """
     n, dimensions = lengths.shape
     number = np.full(n, -1, np.int64)
+    # A suffix minimum: a group with less room than this can receive no later sample and is closed.
     smallest = lengths.copy()  # of this sample and those after it
     for i in range(n - 2, -1, -1):
         for k in range(dimensions):
@@ -292,6 +297,7 @@ def _first_fit(lengths, maximum):
             for k in range(dimensions):
                 free[groups, k] = maximum[k] - lengths[i, k]
             if opened == _MOST_OPEN:
+                # Drop the oldest: it has been tried by the most samples.
                 open_groups[: opened - 1] = open_groups[1:opened].copy()
                 opened -= 1
             open_groups[opened] = groups
