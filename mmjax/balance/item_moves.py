@@ -42,6 +42,7 @@ def spread_in_nodes(start, size, home_rank, cost, tokens, width, goal, rank, loa
         if load[first:end].max() > goal:
             a = start[k]
             b = start[k + 1]
+            # Ranks are numbered from 0 inside the node, and shifted back afterwards.
             local = rank[a:b] - first
             spread_items(home_rank[a:b] - first, cost[a:b], tokens[a:b], width, goal, local, load[first:end])
             rank[a:b] = local + first
@@ -56,6 +57,7 @@ def spread_items(home_rank, cost, tokens, width, goal, rank, load):
     if len(home_rank) > _MANY * ranks:
         _shed(home_rank, cost, tokens, width, goal, rank, load, sent)
     node = _Node(np.full(ranks, -1, np.int64), np.full(len(home_rank), -1, np.int64), sent)
+    # Inserted at the head from the cheapest on, so that each list runs from the most expensive item.
     for item in range(len(home_rank) - 1, -1, -1):
         node.follower[item] = node.head[rank[item]]
         node.head[rank[item]] = item
@@ -102,6 +104,7 @@ def _best_move(node, home_rank, cost, tokens, width, goal, load, full):
     min_load = load[full] - _LEAST_RELIEF
     best_out = best_back = best_to = -1
     for to in np.argsort(load)[:_PARTNERS]:
+        # Even equal loads on these two ranks would not beat the best move so far.
         if to == full or max((load[full] + load[to]) / 2, goal) >= min_load:
             continue
         new_load, out, back = _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_load)
@@ -138,6 +141,7 @@ def _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_l
                 if may_come and cost[fitting] < cost[out]:
                     passed = fitting
                 fitting = node.follower[fitting]
+            # Try the items on either side of the ideal change; without a fitting one the first is a move, no swap.
             for k in range(2):
                 back = fitting if k == 0 else passed
                 if k == 0 or passed >= 0:
@@ -167,6 +171,7 @@ def _send(node, home_rank, tokens, rank, item, to):
         while node.follower[previous] != item:
             previous = node.follower[previous]
         node.follower[previous] = node.follower[item]
+    # An item on its home rank sends nothing; elsewhere its tokens count for the pair (home, rank).
     if rank[item] != home_rank[item]:
         node.sent[home_rank[item], rank[item]] -= tokens[item]
     if to != home_rank[item]:
