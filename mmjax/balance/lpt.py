@@ -32,6 +32,7 @@ def longest_first(length: np.ndarray) -> np.ndarray:
     if n == 0:
         return np.zeros(0, np.int64)
     longest = int(length.max())
+    # Length and index share one int64 key, (longest - length) * n + index, so that one plain sort orders both.
     if (longest + 1) * n >= 2**63:
         return np.argsort(-length, kind="stable")
     return np.sort((longest - length) * n + np.arange(n)) % n  # unlike a stable argsort, NumPy sorts these with SIMD
@@ -49,6 +50,7 @@ def lpt(weight, order, rank, load):
         new_load = key[0] + weight[item]
         hole = 0
         child = 1
+        # Sift the new load down from the root; the children of node h are 2 h + 1 and 2 h + 2.
         while child < ranks:
             if child + 1 < ranks and key[child + 1] < key[child]:
                 child += 1
@@ -103,6 +105,7 @@ def least_largest_load(length, ranks):
     for value in length:
         longest = max(longest, value)
         total += value
+        # Euclid's algorithm: unit becomes gcd(unit, value).
         while value:
             unit, value = value, unit % value
     bound = max(longest, -(-total // ranks))
@@ -112,6 +115,7 @@ def least_largest_load(length, ranks):
             not_multiples += value % unit != 0
             if not_multiples >= ranks:
                 return bound
+        # At most `not_multiples` ranks can hold the bound itself, the others only the multiple of unit below it.
         while (ranks - not_multiples) * (bound // unit * unit) + not_multiples * bound < total:
             bound += 1
         unit *= 2
@@ -138,6 +142,7 @@ def _round(items, lightest, rank, load, target):
     low = stuck = 0
     changed = False
     for i in range(len(lightest) - 1, 0, -1):
+        # Partners are taken from the light end, ranks to relieve from the heavy end, until both meet.
         while low < i and load[lightest[low]] >= target:
             low += 1
         if low == i or load[lightest[i]] <= target or stuck == _STUCK:
@@ -189,6 +194,7 @@ def _nearest(items, heavy, light, difference, not_a, not_b):
             j += 1
         below = j  # weights fall: this one is at or below the ideal, the one before it above
         above = j - 1
+        # Each of the two items may be exchanged once: step past the one already chosen.
         if below == not_b:
             below += 1
         elif above == not_b:
