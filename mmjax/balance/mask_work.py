@@ -69,6 +69,7 @@ def _run_starts(sample, pos, span, kind, sees):
     runs = 0
     for begin in range(0, tokens, _CHUNK):
         end = min(begin + _CHUNK, tokens)
+        # Most chunks lie inside one run: compare them as a block and skip the loop over tokens.
         if begin > 0 and _continues(sample, pos, span, kind, sees, begin, end):
             continue
         for i in range(begin, end):
@@ -119,6 +120,7 @@ def _run_work(start, sample, pos, span, kind, sees):
     first = np.zeros(runs, np.int64)
     grows = np.zeros(runs, np.bool_)
 
+    # Two stable sorts, the minor key first, order runs by (sample, pos). Padding is left out.
     order = _sorted(_sorted(np.flatnonzero(sample >= 0), pos), sample)
     distinct = True
     for i in range(1, len(order)):
@@ -130,6 +132,7 @@ def _run_work(start, sample, pos, span, kind, sees):
     spans = 0
     for i in range(len(order)):
         r = order[i]
+        # A causal token that sees its own kind sees one key more than the token before it in the run.
         grows[r] = span[r] == 0 and sees[r] & kind[r] != 0
         first[r] = visible[i] + grows[r]
         if span[r] != 0:
@@ -180,6 +183,7 @@ def _sorted(order, key):
     while not sorted_already and (high - low) >> shift:
         begin = np.zeros(257, np.int64)
         for i in range(n):
+            # Radix sort by bytes: count digit d at d + 1, so that the cumulative sum gives where each digit starts.
             begin[((key[order[i]] - low) >> shift & 255) + 1] += 1
         begin = np.cumsum(begin)
         moved = np.empty_like(order)
@@ -236,5 +240,6 @@ def _sum_blocks(start, first, grows, tokens, block, work):
             stop = min((i // block + 1) * block, end)
             n = stop - i
             offset = i - start[r]
+            # Token x of the run has first + grows * x keys; here x = offset .. offset + n - 1.
             work[i // block] += n * first[r] + grows[r] * (n * offset + n * (n - 1) // 2)
             i = stop
