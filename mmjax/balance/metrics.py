@@ -51,6 +51,7 @@ def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
     lengths = np.asarray(lengths, np.float64)
     number = np.unique(np.asarray(row), return_inverse=True)[1]
     away = lengths - lengths.mean() if len(lengths) else lengths
+    # Sum over pairs i != j of a_i a_j = (sum a)^2 - sum a^2, in each row.
     pair_sum = np.bincount(number, away) ** 2 - np.bincount(number, away**2)
     count = np.bincount(number)
     pairs = float((count * (count - 1)).sum())
