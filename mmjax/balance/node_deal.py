@@ -65,6 +65,7 @@ def node_means(cost, node, size):
 
 def _sorted_by(group: np.ndarray, value: np.ndarray) -> np.ndarray:
     """Sort indices by group `[n]`, then by falling value `[n]` in 0 .. 1, to about one in a million, stably."""
+    # Key = (group, falling value, index) from the high bits to the low: with bits = 3, the index is key & 0b111.
     bits = max(len(group) - 1, 1).bit_length()
     key = (group * _VALUES + ((1.0 - value) * (_VALUES - 1)).astype(np.int64)) << bits
     return np.sort(key + np.arange(len(group))) & ((1 << bits) - 1)  # NumPy sorts plain numbers with SIMD
@@ -98,6 +99,7 @@ def _rounds(size, n):
     start = np.zeros(n + 2, np.int64)
     position = rounds = 0
     largest = size.max()
+    # A node with fewer ranks than the largest sits out some rounds, so counts stay in proportion to ranks.
     while position < n:
         for k in range(len(size)):
             position += _takes_part(size[k], largest, rounds)
@@ -121,6 +123,7 @@ def _deal(cost, sample, start, size, node):
             if _takes_part(size[k], largest, r):
                 among[count] = k
                 count += 1
+        # The heaviest sample of the round goes to the lightest node, the next one to the next.
         lightest = np.argsort(load[among[:count]])
         for i in range(start[r + 1] - start[r]):
             k = among[lightest[i]]
