@@ -109,11 +109,13 @@ def pack(
     in_step = chunk.microbatch * steps // total
     within = chunk.microbatch - -(-in_step * total // steps)
     owner = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
+    # Example: 7 microbatches in 3 steps; microbatch 4 is in step 4 * 3 // 7 = 1, which starts at ceil(7 / 3) = 3.
     step = np.full(len(parts), -1, np.int32)
     waited = np.full(len(parts), -1, np.int32)
     row = np.full(len(parts.module), -1, np.int32)
     step[order] = in_step
     waited[order] = in_step - joined * steps // total
+    # Kernels number the rows of all modules through; a plan numbers each module's from 0 in each step.
     first = within[owner] * budgets.rows[chunk.load.module] - chunk.rows.start[chunk.load.module]
     row[parts.of_samples(order)] = first + chunk.row
     return Packing(step, row, waited, steps if len(order) else 0)
@@ -226,6 +228,7 @@ class _Chunk:
             if not from_start:
                 self._fill_until(end, end - _TAIL * count)
             start = self._saved()
+            # The first attempt fills each microbatch hardly more than evenly, the second leaves the end more slack.
             for attempt, ease in enumerate(_EASE):
                 if attempt:
                     self._restore(start)
@@ -268,6 +271,7 @@ class _Chunk:
         n = len(self.inside)
         last = later == 0
         count = self.microbatches
+        # In microbatches, like `latest`: whoever joins now must leave the queue by then.
         deadline = self.current + self.longest_wait * count
         self.waiting, self.following, head = admit(
             self.load, self.rows, self.columns, self.queue, self.waiting, self.following,
