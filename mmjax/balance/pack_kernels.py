@@ -71,6 +71,7 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
     i = 0
     empty = True  # the column
     n = len(latest)
+    # i < waiting walks those already in the queue; after them each new sample joins if its turn comes in time.
     while i < waiting or (following < n and waiting < max_waiting):
         s = queue[i] if i < waiting else following
         row_before[:] = row
@@ -212,6 +213,7 @@ def choose(queue, head, old, limit, load, room, share, everything):
         chosen[count] = window[best]
         count += 1
         size -= 1
+        # Order in the window does not matter: the last candidate takes the place of the chosen one.
         window[best] = window[size]
     if count == 0 and min(n, limit) > 0:
         _count(queue[0], load, room, 1)
@@ -228,6 +230,7 @@ def _gain(s, load, room):
         x = load.share[s, k]
         if x > room.slack[k] + _ROUNDING:
             return -1.0
+        # aim^2 - (aim - x)^2 = x (2 aim - x), summed over modules.
         gain += x * (2 * room.aim[k] - x)
     return gain
 
@@ -274,6 +277,7 @@ def measure(chosen, load, rows, room):
     for k in range(modules):
         for c in range(columns):
             free = 0
+            # Column c of module k has rows start[k] + c * per_column[k] and the per_column[k] - 1 after it.
             for r in range(rows.start[k] + c * rows.per_column[k], rows.start[k] + (c + 1) * rows.per_column[k]):
                 free += room.row_free[r]
                 fits &= room.row_free[r] >= 0
@@ -292,6 +296,7 @@ def eject(chosen, head, load, rows, room):
     for s in chosen:
         for j in range(load.start[s], load.start[s + 1]):
             begin[room.row[j] + 1] += 1
+    # Parts grouped by row: those of row r are part[begin[r] : begin[r + 1]].
     begin = np.cumsum(begin)
     part = np.empty(begin[n_rows], np.int64)
     owner = np.empty(begin[n_rows], np.int64)
@@ -327,6 +332,7 @@ def eject(chosen, head, load, rows, room):
 @njit(cache=True)
 def remove(s, load, rows, room):
     """Take a sample out; its parts' `row` still says where they were."""
+    # All parts of a sample share a column, so its first part, the LLM's, tells which.
     c = (room.row[load.start[s]] - rows.start[0]) // rows.per_column[0]
     for k in range(len(rows.per_column)):
         room.free[c, k] += load.total[s, k]
@@ -373,6 +379,7 @@ def place(s, load, rows, room):
             if room.row_free[r] >= load.length[j] and (chosen < 0 or room.row_free[r] < room.row_free[chosen]):
                 chosen = r
         if chosen < 0:
+            # Undo the parts placed so far: the column holds the sample's totals but not its parts.
             for i in range(begin, j):
                 room.row_free[room.row[i]] += load.length[i]
             return False
@@ -437,6 +444,7 @@ def _exchange(movable, i, waiting, gain, load, rows, room):
         if gain[best] <= 1e-9:
             return False
         gain[best] = -1.0
+        # The removed sample's rows stay in `room.row`, so `put` restores it where the candidate finds none.
         remove(old, load, rows, room)
         if place(waiting[best], load, rows, room):
             movable[i], waiting[best] = waiting[best], old
