@@ -48,6 +48,7 @@ class Parts:
 
     def totals(self, modules: int) -> np.ndarray:
         """Sum positions per sample and module, int64 `[n, modules]`."""
+        # Sample i's total of module k is at i * modules + k of the flat array.
         flat = np.bincount(self.sample() * modules + self.module, self.length, len(self) * modules)
         return np.rint(flat).astype(np.int64).reshape(len(self), modules)
 
@@ -61,6 +62,7 @@ class Parts:
         """Return the indices of these samples' parts, one sample after the other, int64."""
         start = self.sample_start
         count = start[samples + 1] - start[samples]
+        # start [4, 0], count [2, 3] -> [4, 5, 0, 1, 2]: the arange has counted 2 before sample 1, hence 0 - 2 is added.
         return np.arange(count.sum()) + np.repeat(start[samples] - np.cumsum(count) + count, count)
 
     def take(self, samples: np.ndarray) -> Parts:
