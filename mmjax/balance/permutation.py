@@ -53,5 +53,6 @@ def _shuffle(order, state):
     """Exchange each place, the last first, with one up to it that 32 random bits choose: biased by at most n / 2^32."""
     for i in range(len(order) - 1, 0, -1):
         state[0] += _STEP
+        # The top 32 bits r give floor(r * (i + 1) / 2^32), a place in 0 .. i, without a division.
         partner = np.int64(((_mixed(state[0]) >> np.uint64(32)) * np.uint64(i + 1)) >> np.uint64(32))
         order[i], order[partner] = order[partner], order[i]
