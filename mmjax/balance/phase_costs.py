@@ -50,6 +50,7 @@ class Costs:
 
     def take(self, samples: np.ndarray) -> tuple[Costs, np.ndarray]:
         """Select these samples, in this order; return also the indices of their items, int64 `[k]`."""
+        # Old sample number -> new one; -1 for samples that are not selected.
         number = np.full(len(self), -1, np.int64)
         number[samples] = np.arange(len(samples))
         items = np.flatnonzero(number[self.item_sample] >= 0)
