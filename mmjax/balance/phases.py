@@ -108,6 +108,7 @@ def place_jointly(
     size = _node_sizes(ranks, ranks_per_node)
     widths = _check_widths(widths, costs.phases)
     mean = costs.sample.sum(0) / ranks
+    # A phase without any cost is 0 on every rank, whatever it is divided by.
     mean[mean == 0] = 1.0
 
     def planned(llm_weight: tuple[float, float]) -> tuple[PhasePlan, float]:
@@ -121,6 +122,7 @@ def place_jointly(
         if alternative_time < time * (1 - _LLM_LATER):
             plan = alternative
             time = alternative_time
+    # Samples leave the start only where the plan saves at least `least_gain`.
     if start is not None:
         start_plan = _at_home(costs, np.asarray(start, np.int32))
         if time > step_time(costs, start_plan, ranks, ranks_per_node, aim) * (1 - aim.least_gain):
@@ -215,6 +217,7 @@ def _move_items(
         home_rank = item_rank[items]
         load = np.bincount(home_rank, cost, ranks)
         goal = max(1 + aim.tolerance, float(cost.max(initial=0)))
+        # Nothing may move, or nothing needs to.
         if len(widths[p - 1]) == 1 or load.max() <= goal:
             continue
         node = np.repeat(np.arange(len(size)), size)[home_rank]
@@ -232,6 +235,7 @@ def _move_items(
                 min_time = time
                 item_rank[items] = rank
                 chosen[p - 1] = width
+            # A wider exchange would only send more padding.
             if new_load.max() <= goal:
                 break
     return PhasePlan(sample_rank, item_rank.astype(np.int32), chosen)
