@@ -77,6 +77,7 @@ def _longest_first(module, length, group, longest_first, rows, load, row, need):
         row[part] = first + emptiest
         need[k] = max(need[k], new_load)
         slot = 0
+        # The emptiest row has been filled: sift it down the heap, whose node h has children 2 h + 1 and 2 h + 2.
         while 2 * slot + 1 < count:
             child = 2 * slot + 1
             if child + 1 < count:
