@@ -162,6 +162,7 @@ def tables(
     outside = ~(_among(destination[sending], peers) & _among(source[sending], peers))
     if np.any(outside) or not np.all(_among(source[arriving], peers)):
         raise ValueError(f"an item moves between ranks {peers.start} .. {peers.stop - 1} and others")
+    # -1 marks padding; everything else is overwritten below.
     send = np.full((len(mine), len(peers), width), -1, np.int32)
     gather = np.full((len(mine), capacity), -1, np.int32)
     _fill_send(send, moved, sending, mine, peers)
@@ -193,6 +194,7 @@ def _fill_gather(
     gather.reshape(-1)[_runs(row * np.int64(gather.shape[1]) + moved.after.offset[items], length)] = _runs(
         origin, length
     )
+    # Two items on one position would leave fewer positions written than tokens.
     if np.count_nonzero(gather >= 0) != length.sum():
         raise ValueError("two items overlap at their destination")
 
