@@ -73,6 +73,7 @@ class _Tried:
         """Return the best of `[c, D]` and of those tried before."""
         total = self.samples.sum(0)
         count = len(self.samples)
+        # Emptiness if the fullest dimension were full: no grouping does better, so it gives the order of trials.
         at_best = 1 - (total / ((total / candidates).max(1, keepdims=True) * candidates))[:, self.used].mean(1)
         for i in np.argsort(at_best, kind="stable"):
             if self.best_score[0] == 0 and at_best[i] >= self.best_score[1]:
@@ -96,6 +97,7 @@ def _candidates(
     used: np.ndarray,
 ) -> np.ndarray:
     """List distinct maxima to try, int64 `[c, D]`."""
+    # The anchor is a dimension that is fixed already, else the one with the fewest units per sample.
     decided = np.flatnonzero((fixed > 0) & used)
     if len(decided):
         anchor = int(decided[0])
