@@ -34,6 +34,7 @@ def choose_shapes(
     if len(needs) == 0 or limit < 1:
         raise ValueError("shapes need at least one step to be chosen from, and a limit of at least 1")
     needs = -(-(needs if needs.ndim == 3 else needs[:, None]) // alignment) * alignment
+    # Equal steps are merged into one need with a count.
     needs, count = np.unique(needs, axis=0, return_counts=True)
     steps = _Steps(needs, count.astype(np.float64), np.asarray(cost, np.float64), _sends_nothing(needs, widths))
     if worth > 0:
@@ -61,6 +62,7 @@ def _sends_nothing(needs: np.ndarray, widths: int) -> int:
 def _choose(steps: _Steps, limit: int) -> np.ndarray:
     """Choose how many tuples exchange, the others being for steps that send nothing: the cheapest of several tries."""
     price = steps.needs @ steps.cost
+    # Ways in which a step sends nothing, and the cheapest way of each kind.
     resting = np.all(steps.needs[:, :, steps.width_start :] == 0, axis=2)
     rest, rest_price = _cheapest(steps.needs, np.where(resting, price, np.inf))
     move, move_price = _cheapest(steps.needs, np.where(resting, np.inf, price))
@@ -163,6 +165,7 @@ def _merge_pairs(shapes, weight, other_cost, alive, cost, width_start, limit):
     added = np.full(n, np.inf)
     for i in range(n):
         near[i], added[i] = _nearest(shapes, weight, alive, cost, width_start, i)
+    # Each turn removes one shape: merged into another, or left to other tuples.
     for _ in range(n - limit):
         best = -1
         min_cost = np.inf
@@ -194,6 +197,7 @@ def _merge_pairs(shapes, weight, other_cost, alive, cost, width_start, limit):
         for i in range(n):
             if alive[i] and (i == merged or near[i] == removed or near[i] == merged):
                 near[i], added[i] = _nearest(shapes, weight, alive, cost, width_start, i)
+            # Only distances to the merged shape have changed: all others stand.
             elif alive[i] and merged >= 0 and _added(shapes, weight, cost, width_start, i, merged) < added[i]:
                 near[i] = merged
                 added[i] = _added(shapes, weight, cost, width_start, i, merged)
@@ -242,6 +246,7 @@ def _least(needs, count, cost, width_start, shapes):
                     holds = True
                     for k in range(len(cost)):
                         holds = holds and needs[i, o, k] <= shapes[j, k]
+                        # A width that this step does not need must be 0, or mere padding would travel.
                         holds = holds and (k < width_start or needs[i, o, k] > 0 or shapes[j, k] == 0)
                     if holds:
                         min_price[i] = price[j]
