@@ -46,6 +46,7 @@ def token_order(rank: np.ndarray, tokens: int, block: int) -> tuple[np.ndarray, 
     `x[order][inverse]` is `x`. rank: int `[ceil(T / block)]`. Cornstarch, section 4.3.2.
     """
     blocks = np.argsort(rank, kind="stable").astype(np.int32)
+    # block = 4: block 2 becomes tokens 8 .. 11; tokens of a short last block that do not exist are dropped.
     order = (blocks[:, None] * np.int32(block) + np.arange(block, dtype=np.int32)).ravel()
     order = order[order < tokens]
     inverse = np.empty_like(order)
@@ -67,6 +68,7 @@ def _deal(work, heaviest_first, ranks):
     count = np.zeros(ranks, np.int64)
     load = np.zeros(ranks, np.int64)
     for begin in range(0, len(work), ranks):
+        # Sorted once a round: each rank receives one block of it.
         least_first = np.argsort(load, kind="mergesort")
         for i in range(begin, min(begin + ranks, len(work))):
             block = heaviest_first[i]
