@@ -120,6 +120,7 @@ def _longest_first(cost, order, size, weight, rank):
         best = 0
         min_growth = np.inf
         for r in range(ranks):
+            # size * sum of weight * ((load + part)^2 - load^2), the growth of the squared load.
             growth = 0.0
             for p in range(phases):
                 part = cost[p, s] / size[r]
@@ -185,6 +186,7 @@ def _relieve(state, heavy, ceiling, weight, attempt, scratch):
             for p in range(len(ceiling)):
                 a = state.load[p, heavy] - ceiling[p]
                 b = state.load[p, r] - ceiling[p]
+                # Penalties of both ranks now, less those if both had the mean load of the two.
                 promise[r] += weight[p] * (_penalty(a) + _penalty(b) - 2 * _penalty((a + b) / 2))
     max_gain = _LEAST_GAIN
     place = partner = partner_at = -1
@@ -212,6 +214,7 @@ def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
     places = state.sample.shape[1]
     of_heavy = min(state.count[heavy] + 1, places)
     of_light = min(state.count[light] + 1, places)
+    # With more than _PAIRS pairs only every step-th sample of the heavy rank is tried, others in the next attempt.
     step = min(max(of_heavy * of_light // _PAIRS, 1), of_heavy)
     old_penalty = 0.0
     for p in range(len(ceiling)):
@@ -330,6 +333,7 @@ def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
 def _set_goals(load, ceiling, tolerance, goal, aim):
     """Set the goals of all phases, and what exchanges aim at, to have some distance from the goals."""
     for p in range(len(load)):
+        # Level: the mean of max(load, 1) over ranks; 1 for the LLM.
         level = 1.0
         if p > 0:
             level = 0.0
@@ -389,6 +393,7 @@ def _best_of_window(state, heavy, light, aim, weight, below, visited, scratch):
     of_light = min(state.count[light] + 1, places)
     many_heavy = min(of_heavy, _WINDOW)
     many_light = min(of_light, _WINDOW)
+    # The window of samples moves along with the visits, so that all take part in time.
     from_heavy = visited * _WINDOW % (of_heavy - many_heavy + 1)
     from_light = visited * _WINDOW % (of_light - many_light + 1)
     old_penalty = 0.0
