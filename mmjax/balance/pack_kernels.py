@@ -88,7 +88,7 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
                 row[:] = 0
                 free[:] = rows.length
                 fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
-            if not fits:  # alone in its column, in rows that `fits_alone` has found
+            if not fits:  # alone in its column, in rows that `fit_alone` has found
                 _alone(s, load, rows, column, turn, turns == 0)
                 free[:] = -1
                 row[:] = rows.per_column
