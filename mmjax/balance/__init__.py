@@ -1,1 +1,1 @@
-"""Who computes what: grouping, placing and measuring samples of unequal size. NumPy and Numba, no JAX."""
+"""Decide which rank computes what: group, place and measure samples of unequal size. NumPy and Numba, no JAX."""

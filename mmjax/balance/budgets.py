@@ -14,12 +14,12 @@ _GIVE = 0.04  # samples per step may move by this share to keep aligned rows of 
 
 @dataclass(frozen=True)
 class Budgets:
-    """What one microbatch holds of each module.
+    """Capacity of one microbatch for each module.
 
     rows: int64 `[M]`, rows per microbatch.
     length: int64 `[M]`, positions of a row.
     samples_per_step: the mean that the packer should reach with these.
-    notes: what differs from what was asked for, and why; one line each.
+    notes: what differs from the request, and why; one line each.
     """
 
     rows: np.ndarray
@@ -37,7 +37,7 @@ def fit_budgets(
     headroom: float = 0.02,
     names: Sequence[str] = (),
 ) -> Budgets:
-    """Budgets in proportion to each module's mean use, whose rows hold the largest item and the largest sample.
+    """Size rows in proportion to each module's mean use, whose rows hold the largest item and the largest sample.
 
     rows: `[M]`, at most so many rows per microbatch; fewer where the largest item needs longer ones. Where even one row
     would then be out of proportion, there are more samples in a step. A module without parts keeps its rows, of length
@@ -45,20 +45,24 @@ def fit_budgets(
     samples a step, so that steps really have `samples_per_step`. names: of the modules, for the notes.
     Raises ValueError without samples, or for numbers below 1.
     """
-    asked = np.asarray(rows, np.int64)
+    requested = np.asarray(rows, np.int64)
     if len(parts) == 0:
         raise ValueError("no samples to fit budgets to")
-    if samples_per_step <= 0 or microbatches < 1 or alignment < 1 or np.any(asked < 1):
+    if samples_per_step <= 0 or microbatches < 1 or alignment < 1 or np.any(requested < 1):
         raise ValueError("samples per step, rows, microbatches and alignment must be at least 1")
-    modules = len(asked)
-    totals, unit = parts.totals(modules), units(parts, modules)
+    modules = len(requested)
+    totals = parts.totals(modules)
+    unit = units(parts, modules)
+    # Budgets scale with the number of samples per step, so everything is counted in positions per sample of a step.
     per_sample = totals.mean(0) * (1 + headroom) / microbatches  # positions of a microbatch, for each sample of a step
-    item, sample = parts.largest(modules), totals.max(0)
+    item = parts.largest(modules)
+    sample = totals.max(0)
     used = item > 0
 
-    least = _aligned(sample, unit, alignment)[used] / per_sample[used]
-    count = max(float(samples_per_step), least.max())
-    fitted = asked.copy()
+    min_count = _aligned(sample, unit, alignment)[used] / per_sample[used]
+    count = max(float(samples_per_step), min_count.max())
+    fitted = requested.copy()
+    # Fewer, longer rows where rows that hold the largest item would together exceed the module's share.
     for k in np.flatnonzero(used):
         while fitted[k] > 1 and fitted[k] * _shortest(item[k], sample[k], fitted[k], unit[k], alignment) > (
             count * per_sample[k]
@@ -66,16 +70,17 @@ def fit_budgets(
             fitted[k] -= 1
     shortest = np.maximum(_shortest(item, sample, fitted, unit, alignment), alignment)
     length = _in_proportion(count * per_sample, fitted, shortest, used, unit, alignment)
+    # A row is filled in whole units, so the rest of `length // unit` stays empty; the tightest module decides.
     reached = float((fitted * (length // unit * unit) / np.where(used, per_sample, np.inf))[used].min())
 
-    held = _shortest(item, sample, fitted, unit, 1)
+    min_length = _shortest(item, sample, fitted, unit, 1)
     named = list(names) or [f"module {k}" for k in range(modules)]
     notes = [
-        f"{named[k]}: {fitted[k]} rows instead of {asked[k]}, since a row must hold {held[k]}"
-        for k in np.flatnonzero(fitted < asked)
+        f"{named[k]}: {fitted[k]} rows instead of {requested[k]}, since a row must hold {min_length[k]}"
+        for k in np.flatnonzero(fitted < requested)
     ]
     if count > samples_per_step:
-        largest = np.flatnonzero(used)[np.argmax(least)]
+        largest = np.flatnonzero(used)[np.argmax(min_count)]
         notes.append(
             f"{count:.1f} samples per step instead of {samples_per_step:.1f}, since one sample takes up to"
             f" {sample[largest]} positions of {named[largest]}"
@@ -84,7 +89,7 @@ def fit_budgets(
 
 
 def units(parts: Parts, modules: int) -> np.ndarray:
-    """What all parts of a module are multiples of, int64 `[modules]`: the positions of a tile, where all are tiles."""
+    """Return the greatest common divisor of each module's part lengths, int64 `[modules]`: a tile, if all are tiles."""
     unit = [np.gcd.reduce(parts.length[parts.module == k]) for k in range(modules)]
     return np.maximum(np.array(unit, np.int64), 1)
 
@@ -95,20 +100,23 @@ def _aligned(length: np.ndarray, unit: np.ndarray, alignment: int) -> np.ndarray
 
 
 def _shortest(item: np.ndarray, sample: np.ndarray, rows: np.ndarray, unit: np.ndarray, alignment: int) -> np.ndarray:
-    """The shortest rows that hold the largest item and, together, the largest sample."""
+    """Return the shortest rows that hold the largest item and, together, the largest sample."""
     return _aligned(np.maximum(item, -(-sample // rows)), unit, alignment)
 
 
 def _in_proportion(
     need: np.ndarray, rows: np.ndarray, shortest: np.ndarray, used: np.ndarray, unit: np.ndarray, alignment: int
 ) -> np.ndarray:
-    """Aligned row lengths near need / rows: rounding each up on its own would leave the roomiest module unfilled."""
-    best, least = shortest, np.inf
+    """Round row lengths near need / rows: rounding each up by itself would leave the roomiest module unfilled."""
+    best = shortest
+    min_loss = np.inf
     for scale in 1 + np.linspace(0, _GIVE, 41)[:, None] * np.array([1, -1]):
         for s in scale:
             length = np.maximum(_aligned(np.ceil(s * need / rows - 1e-9).astype(np.int64), unit, alignment), shortest)
+            # Both the spread between modules and the distance from the requested size count as loss.
             steps = (rows * (length // unit * unit))[used] / need[used]  # how many steps' mean need each module holds
             loss = 1 - steps.min() / steps.max() + abs(steps.min() - 1) / 2
-            if loss < least - 1e-12:
-                best, least = length, loss
+            if loss < min_loss - 1e-12:
+                best = length
+                min_loss = loss
     return best

@@ -25,7 +25,7 @@ _TOLERANCES = (0.03, 0.06, 0.1, 0.15)
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one sampling and filtering kept. fill: float64 `[D]`, mean of a kept group's total / maximum."""
+    """Result of a round of sampling and filtering. fill: float64 `[D]`, mean of an accepted group's total / maximum."""
 
     groups: int
     samples: int
@@ -66,24 +66,30 @@ def isf(
     the samples end is not a candidate. lengths: int `[n, D]`.
     """
     lengths = np.ascontiguousarray(lengths, np.int64)
-    maximum, minimum = np.asarray(maximum, np.int64), np.asarray(minimum, np.int64)
+    maximum = np.asarray(maximum, np.int64)
+    minimum = np.asarray(minimum, np.int64)
     group = np.full(len(lengths), -1, np.int32)
     # Samples and their lengths are shuffled together: looked up at random addresses, they would take most of the time.
     kind = np.int32 if max(len(lengths), *maximum) < 2**31 else np.int64
-    left, order = (_Samples(np.empty(len(lengths), kind), np.empty(lengths.shape, kind)) for _ in range(2))
-    count = _take_within(lengths, maximum, left)
+    remaining, order = (_Samples(np.empty(len(lengths), kind), np.empty(lengths.shape, kind)) for _ in range(2))
+    count = _take_within(lengths, maximum, remaining)
     above = np.flatnonzero(np.any(lengths > maximum, axis=1)) if count < len(lengths) else np.zeros(0, np.int64)
-    kept: list[Iteration] = []
+    history: list[Iteration] = []
     groups = 0
     for _ in range(iterations):
         if count == 0:
             break
-        _shuffle(left.first(count), order.first(count), rng)
-        before, candidates, total = groups, count, np.zeros(len(maximum), np.int64)
+        # Two buffers take turns: the shuffle writes the other one, whose front then holds the rejected samples.
+        _shuffle(remaining.first(count), order.first(count), rng)
+        first_group = groups
+        candidates = count
+        total = np.zeros(len(maximum), np.int64)
         groups, count = _sample_and_filter(order.first(count), maximum, minimum, group, groups, total)
-        left, order = order, left
-        kept.append(Iteration(groups - before, candidates - count, total / (maximum * max(groups - before, 1))))
-    return Grouping(group, groups, above, tuple(kept))
+        remaining, order = order, remaining
+        history.append(
+            Iteration(groups - first_group, candidates - count, total / (maximum * max(groups - first_group, 1)))
+        )
+    return Grouping(group, groups, above, tuple(history))
 
 
 class _Samples(NamedTuple):
@@ -116,12 +122,13 @@ def _shuffle(samples: _Samples, shuffled: _Samples, rng: Shuffler | np.random.Ge
 
 
 def group_leftovers(lengths: np.ndarray, grouping: Grouping, maximum: np.ndarray) -> Grouping:
-    """The grouping with what it left over as groups too: first fit, largest samples first, within `maximum` `[D]`."""
-    lengths, maximum = np.asarray(lengths, np.int64), np.asarray(maximum, np.int64)
-    left = grouping.group < 0
-    left[grouping.above] = False
-    left = np.flatnonzero(left)
-    largest_first = left[np.argsort(-(lengths[left] / maximum).max(1), kind="stable")]
+    """Group the leftover samples of a grouping too: first fit, largest samples first, within `maximum` `[D]`."""
+    lengths = np.asarray(lengths, np.int64)
+    maximum = np.asarray(maximum, np.int64)
+    remaining = grouping.group < 0
+    remaining[grouping.above] = False
+    remaining = np.flatnonzero(remaining)
+    largest_first = remaining[np.argsort(-(lengths[remaining] / maximum).max(1), kind="stable")]
     number = _first_fit(lengths[largest_first], maximum)
     group = grouping.group.copy()
     group[largest_first] = grouping.groups + number
@@ -134,7 +141,7 @@ def choose_bounds(
     alignment: int | np.ndarray = 1,
     given: np.ndarray | None = None,
 ) -> Bounds:
-    """The bounds that, tried on the data, leave the least of all groups empty, leftover ones too.
+    """Choose the bounds that, tried on the data, leave the least of all groups empty, leftover ones too.
 
     The maximum is chosen as in `choose_maximum`, whose arguments these are, the minimum as a share of it.
     """
@@ -154,7 +161,7 @@ def _tolerated(maximum: np.ndarray) -> list[Bounds]:
 
 
 def _all_groups(trial: np.ndarray, bounds: Bounds) -> float:
-    """How many groups the samples make within the bounds, leftover ones too: the mean of a few shuffles."""
+    """Count the groups that the samples make within the bounds, leftover ones too: the mean of a few shuffles."""
     groups = 0
     for seed in range(_SHUFFLES):
         grouping = isf(trial, bounds.maximum, bounds.minimum, 10, Shuffler(seed))
@@ -164,7 +171,7 @@ def _all_groups(trial: np.ndarray, bounds: Bounds) -> float:
 
 @njit(cache=True)
 def _take_within(lengths, maximum, within):
-    """Write the samples that exceed the maximum in no dimension to the front of `within`; how many."""
+    """Write the samples that exceed the maximum in no dimension to the front of `within`; return how many."""
     count = 0
     for i in range(len(lengths)):
         fits = True
@@ -180,13 +187,14 @@ def _take_within(lengths, maximum, within):
 
 @njit(cache=True)
 def _deal(samples, bucket, buckets, dealt):
-    """Write the samples one bucket after the other; where each bucket starts, int64 [buckets + 1].
+    """Write the samples one bucket after the other; return where each bucket starts, int64 [buckets + 1].
 
     buckets: a power of 2; the bucket of a sample is in the low bits of `bucket`.
     """
     start = np.zeros(buckets + 1, np.int64)
     for b in bucket:
         start[(b & (buckets - 1)) + 1] += 1
+    # Counting sort: bucket sizes [2, 0, 3] become starts [0, 2, 2, 5]; `free` is the next slot of each bucket.
     start = np.cumsum(start)
     free = start.copy()
     for i in range(len(bucket)):
@@ -197,22 +205,22 @@ def _deal(samples, bucket, buckets, dealt):
 
 
 @njit(cache=True)
-def _copy(samples, at, to, place):
-    to.number[place] = samples.number[at]
+def _copy(samples, index, to, place):
+    to.number[place] = samples.number[index]
     for k in range(samples.length.shape[1]):
-        to.length[place, k] = samples.length[at, k]
+        to.length[place, k] = samples.length[index, k]
 
 
 @njit(cache=True)
-def _sample_and_filter(order, maximum, minimum, group, groups, kept):
-    """One round of algorithms 1 and 2 over the samples `order`; what is left is moved to the front of it.
+def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
+    """Run one round of algorithms 1 and 2 over the samples `order`; rejected samples are moved to its front.
 
-    Writes kept groups into `group` `[n]`, numbered from `groups` on, and adds what they hold to `kept` `[D]`. Returns
-    the number of the next group, and how many samples are left.
+    Writes accepted groups into `group` `[n]`, numbered from `groups` on, and adds their lengths to `accepted_total`
+    `[D]`. Returns the number of the next group, and how many samples remain.
     """
     dimensions = len(maximum)
     total = np.zeros(dimensions, np.int64)
-    begin, left = 0, 0
+    begin = remaining = 0
     for i in range(len(order.number)):
         over = False
         for k in range(dimensions):
@@ -220,6 +228,7 @@ def _sample_and_filter(order, maximum, minimum, group, groups, kept):
             over |= total[k] > maximum[k]
         if not over:
             continue
+        # Sample i does not fit: the group is begin .. i - 1, without its lengths.
         keep = False
         for k in range(dimensions):
             total[k] -= order.length[i, k]
@@ -229,62 +238,69 @@ def _sample_and_filter(order, maximum, minimum, group, groups, kept):
                 group[order.number[j]] = groups
             groups += 1
         else:
+            # In place: `remaining` never overtakes `begin`, so nothing unread is overwritten.
             for j in range(begin, i):
-                _copy(order, j, order, left)
-                left += 1
+                _copy(order, j, order, remaining)
+                remaining += 1
         for k in range(dimensions):
-            kept[k] += keep * total[k]
+            accepted_total[k] += keep * total[k]
             total[k] = order.length[i, k]
         begin = i
     for j in range(begin, len(order.number)):
-        _copy(order, j, order, left)
-        left += 1
-    return groups, left
+        _copy(order, j, order, remaining)
+        remaining += 1
+    return groups, remaining
 
 
 @njit(cache=True)
 def _first_fit(lengths, maximum):
-    """The first open group that holds each sample, int64 [n].
+    """Return the first open group that holds each sample, int64 [n].
 
     Groups are closed that none of the rest fits, and the oldest where too many are open: else time is quadratic.
     """
     n, dimensions = lengths.shape
     number = np.full(n, -1, np.int64)
+    # A suffix minimum: a group with less room than this can receive no later sample and is closed.
     smallest = lengths.copy()  # of this sample and those after it
     for i in range(n - 2, -1, -1):
         for k in range(dimensions):
             smallest[i, k] = min(smallest[i, k], smallest[i + 1, k])
-    left = np.empty((n, dimensions), np.int64)
+    free = np.empty((n, dimensions), np.int64)
     open_groups = np.empty(_MOST_OPEN, np.int64)
-    groups, opened = 0, 0
+    groups = opened = 0
     for i in range(n):
-        kept, found = 0, False
+        n_open = 0
+        placed = False
         for j in range(opened):
             g = open_groups[j]
-            alive, fits = True, not found
+            alive = True
+            fits = not placed
             for k in range(dimensions):
-                alive &= left[g, k] >= smallest[i, k]
-                fits &= left[g, k] >= lengths[i, k]
+                alive &= free[g, k] >= smallest[i, k]
+                fits &= free[g, k] >= lengths[i, k]
             if fits:
-                found, number[i] = True, g
+                placed = True
+                number[i] = g
                 for k in range(dimensions):
-                    left[g, k] -= lengths[i, k]
+                    free[g, k] -= lengths[i, k]
             if alive:
-                open_groups[kept] = g
-                kept += 1
-            if found:
+                open_groups[n_open] = g
+                n_open += 1
+            if placed:
                 for rest in range(j + 1, opened):
-                    open_groups[kept] = open_groups[rest]
-                    kept += 1
+                    open_groups[n_open] = open_groups[rest]
+                    n_open += 1
                 break
-        opened = kept
-        if not found:
+        opened = n_open
+        if not placed:
             number[i] = groups
             for k in range(dimensions):
-                left[groups, k] = maximum[k] - lengths[i, k]
+                free[groups, k] = maximum[k] - lengths[i, k]
             if opened == _MOST_OPEN:
+                # Drop the oldest: it has been tried by the most samples.
                 open_groups[: opened - 1] = open_groups[1:opened].copy()
                 opened -= 1
             open_groups[opened] = groups
-            opened, groups = opened + 1, groups + 1
+            opened += 1
+            groups += 1
     return number

@@ -1,8 +1,8 @@
 """Moving items of one encoder between the ranks of a node, where samples alone leave a rank with too much of it.
 
 An item is then encoded on another rank than its sample's, and its tokens travel (OrchMLLM section 6). Kernels work on
-plain arrays. Items are sorted by falling cost; `home` int64 `[m]` is the rank of an item's sample, `at` where it is
-encoded (at first its home), `tokens` what travels if these differ. `load` float64 `[ranks]` counts in means over ranks.
+plain arrays. Items are sorted by falling cost; `home_rank` int64 `[m]` is the rank of an item's sample, `rank` where it
+is encoded (at first its home), `tokens` what travels if these differ. `load`: float64 `[ranks]`, 1 = mean.
 """
 
 from __future__ import annotations
@@ -30,59 +30,62 @@ class _Node(NamedTuple):
 
 
 @njit(cache=True)
-def spread_in_nodes(start, size, home, cost, tokens, width, goal, at, load):
-    """Move or swap items off each node's fullest rank until it is at the goal or nothing helps; writes at and load.
+def spread_in_nodes(start, size, home_rank, cost, tokens, width, goal, rank, load):
+    """Move or swap items off each node's fullest rank until it is at the goal or nothing helps; writes rank and load.
 
     start: int64 [nodes + 1], the items of each node; size: int64 [nodes], its ranks, which are numbered through all
     nodes. From no rank to another one travel more than `width` tokens. Time is linear in items for each move.
     """
     first = 0
     for k in range(len(size)):
-        after = first + size[k]
-        if load[first:after].max() > goal:
-            a, b = start[k], start[k + 1]
-            local = at[a:b] - first
-            spread_items(home[a:b] - first, cost[a:b], tokens[a:b], width, goal, local, load[first:after])
-            at[a:b] = local + first
-        first = after
+        end = first + size[k]
+        if load[first:end].max() > goal:
+            a = start[k]
+            b = start[k + 1]
+            # Ranks are numbered from 0 inside the node, and shifted back afterwards.
+            local = rank[a:b] - first
+            spread_items(home_rank[a:b] - first, cost[a:b], tokens[a:b], width, goal, local, load[first:end])
+            rank[a:b] = local + first
+        first = end
 
 
 @njit(cache=True)
-def spread_items(home, cost, tokens, width, goal, at, load):
-    """As `spread_in_nodes`, of one node whose ranks are numbered from 0."""
+def spread_items(home_rank, cost, tokens, width, goal, rank, load):
+    """Spread the items of one node, like `spread_in_nodes`, over its ranks, numbered from 0."""
     ranks = len(load)
     sent = np.zeros((ranks, ranks), np.int64)
-    if len(home) > _MANY * ranks:
-        _shed(home, cost, tokens, width, goal, at, load, sent)
-    node = _Node(np.full(ranks, -1, np.int64), np.full(len(home), -1, np.int64), sent)
-    for item in range(len(home) - 1, -1, -1):
-        node.follower[item] = node.head[at[item]]
-        node.head[at[item]] = item
+    if len(home_rank) > _MANY * ranks:
+        _shed(home_rank, cost, tokens, width, goal, rank, load, sent)
+    node = _Node(np.full(ranks, -1, np.int64), np.full(len(home_rank), -1, np.int64), sent)
+    # Inserted at the head from the cheapest on, so that each list runs from the most expensive item.
+    for item in range(len(home_rank) - 1, -1, -1):
+        node.follower[item] = node.head[rank[item]]
+        node.head[rank[item]] = item
     for _ in range(_TRIES * ranks):
         full = np.argmax(load)
         if load[full] <= goal:
             break
-        out, back, to = _best_move(node, home, cost, tokens, width, goal, load, full)
+        out, back, to = _best_move(node, home_rank, cost, tokens, width, goal, load, full)
         if out < 0:
             break
-        _send(node, home, tokens, at, out, to)
+        _send(node, home_rank, tokens, rank, out, to)
         load[full] -= cost[out]
         load[to] += cost[out]
         if back >= 0:
-            _send(node, home, tokens, at, back, full)
+            _send(node, home_rank, tokens, rank, back, full)
             load[full] += cost[back]
             load[to] -= cost[back]
 
 
 @njit(cache=True)
-def _shed(home, cost, tokens, width, goal, at, load, sent):
+def _shed(home_rank, cost, tokens, width, goal, rank, load, sent):
     """Move items, longest first, from ranks above the goal to the lightest that may take them.
 
     No rank that sheds ends below 1, the mean: what is left to go is for shorter items.
     """
-    for item in range(len(home)):
-        r = at[item]
-        if r != home[item] or load[r] <= goal or load[r] - cost[item] < 1:
+    for item in range(len(home_rank)):
+        r = rank[item]
+        if r != home_rank[item] or load[r] <= goal or load[r] - cost[item] < 1:
             continue
         to = -1
         for k in range(len(load)):
@@ -92,81 +95,94 @@ def _shed(home, cost, tokens, width, goal, at, load, sent):
             load[r] -= cost[item]
             load[to] += cost[item]
             sent[r, to] += tokens[item]
-            at[item] = to
+            rank[item] = to
 
 
 @njit(cache=True)
-def _best_move(node, home, cost, tokens, width, goal, load, full):
-    """The item of the fullest rank that goes, the one that comes for it or -1, and the other rank; -1 = none helps."""
-    least, best_out, best_back, best_to = load[full] - _LEAST_RELIEF, -1, -1, -1
+def _best_move(node, home_rank, cost, tokens, width, goal, load, full):
+    """Return the item to move off the fullest rank, the one that returns or -1, and the other rank; -1 = none helps."""
+    min_load = load[full] - _LEAST_RELIEF
+    best_out = best_back = best_to = -1
     for to in np.argsort(load)[:_PARTNERS]:
-        if to == full or max((load[full] + load[to]) / 2, goal) >= least:
+        # Even equal loads on these two ranks would not beat the best move so far.
+        if to == full or max((load[full] + load[to]) / 2, goal) >= min_load:
             continue
-        after, out, back = _best_swap(node, home, cost, tokens, width, goal, load, full, to, least)
-        if after < least:
-            least, best_out, best_back, best_to = after, out, back, to
-            if least <= goal:
+        new_load, out, back = _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_load)
+        if new_load < min_load:
+            min_load = new_load
+            best_out = out
+            best_back = back
+            best_to = to
+            if min_load <= goal:
                 break
     return best_out, best_back, best_to
 
 
 @njit(cache=True)
-def _best_swap(node, home, cost, tokens, width, goal, load, full, to, least):
-    """What the fuller of two ranks has after the best move or swap, at least the goal; and the items, -1 = none.
+def _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_load):
+    """Return the larger of two ranks' loads after the best move or swap, at least the goal; and the items, -1 = none.
 
-    An item may come to a rank if that is its home, or if its home's tokens to there stay within the width. The change
-    that is wanted halves the difference, or reaches the goal: both lists fall, so one pass over them finds the items
+    An item may come to a rank if that is its home, or if its home's tokens to there stay within the width. The ideal
+    change halves the difference, or reaches the goal: both lists fall, so one pass over them finds the items
     whose difference is nearest to it on either side.
     """
-    wanted = min((load[full] - load[to]) / 2, load[full] - goal)
-    best_out, best_back = -1, -1
+    ideal = min((load[full] - load[to]) / 2, load[full] - goal)
+    best_out = best_back = -1
     # fitting: the first that may come and costs no more than it should; passed: the last before it.
-    passed, fitting, out = -1, node.head[to], node.head[full]
+    passed = -1
+    fitting = node.head[to]
+    out = node.head[full]
     while out >= 0:
-        if _may_go(node, home, tokens, width, out, to):
+        if _may_go(node, home_rank, tokens, width, out, to):
             while fitting >= 0:
-                may_come = _may_go(node, home, tokens, width, fitting, full)
-                if may_come and cost[fitting] <= cost[out] - wanted:
+                may_come = _may_go(node, home_rank, tokens, width, fitting, full)
+                if may_come and cost[fitting] <= cost[out] - ideal:
                     break
                 if may_come and cost[fitting] < cost[out]:
                     passed = fitting
                 fitting = node.follower[fitting]
+            # Try the items on either side of the ideal change; without a fitting one the first is a move, no swap.
             for k in range(2):
                 back = fitting if k == 0 else passed
                 if k == 0 or passed >= 0:
                     change = cost[out] - (cost[back] if back >= 0 else 0.0)
-                    after = max(load[full] - change, load[to] + change, goal)
-                    if after < least:
-                        least, best_out, best_back = after, out, back
+                    new_load = max(load[full] - change, load[to] + change, goal)
+                    if new_load < min_load:
+                        min_load = new_load
+                        best_out = out
+                        best_back = back
         out = node.follower[out]
-    return least, best_out, best_back
+    return min_load, best_out, best_back
 
 
 @njit(cache=True)
-def _may_go(node, home, tokens, width, item, to):
-    """Whether the item may be encoded on this rank: its home, or one to which the home may still send as much."""
-    return home[item] == to or node.sent[home[item], to] + tokens[item] <= width
+def _may_go(node, home_rank, tokens, width, item, to):
+    """Check that the item may be encoded on this rank: its home, or one to which the home may still send as much."""
+    return home_rank[item] == to or node.sent[home_rank[item], to] + tokens[item] <= width
 
 
 @njit(cache=True)
-def _send(node, home, tokens, at, item, to):
+def _send(node, home_rank, tokens, rank, item, to):
     """Encode an item on another rank."""
-    before = node.head[at[item]]
-    if before == item:
-        node.head[at[item]] = node.follower[item]
+    previous = node.head[rank[item]]
+    if previous == item:
+        node.head[rank[item]] = node.follower[item]
     else:
-        while node.follower[before] != item:
-            before = node.follower[before]
-        node.follower[before] = node.follower[item]
-    if at[item] != home[item]:
-        node.sent[home[item], at[item]] -= tokens[item]
-    if to != home[item]:
-        node.sent[home[item], to] += tokens[item]
-    at[item] = to
+        while node.follower[previous] != item:
+            previous = node.follower[previous]
+        node.follower[previous] = node.follower[item]
+    # An item on its home rank sends nothing; elsewhere its tokens count for the pair (home, rank).
+    if rank[item] != home_rank[item]:
+        node.sent[home_rank[item], rank[item]] -= tokens[item]
+    if to != home_rank[item]:
+        node.sent[home_rank[item], to] += tokens[item]
+    rank[item] = to
     if node.head[to] < 0 or node.head[to] > item:
-        node.follower[item], node.head[to] = node.head[to], item
+        node.follower[item] = node.head[to]
+        node.head[to] = item
         return
-    before = node.head[to]
-    while node.follower[before] >= 0 and node.follower[before] < item:
-        before = node.follower[before]
-    node.follower[item], node.follower[before] = node.follower[before], item
+    previous = node.head[to]
+    while node.follower[previous] >= 0 and node.follower[previous] < item:
+        previous = node.follower[previous]
+    node.follower[item] = node.follower[previous]
+    node.follower[previous] = item

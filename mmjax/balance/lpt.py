@@ -18,8 +18,8 @@ _STUCK = 64  # ranks of a round that may find no partner, before the round ends
 _WINDOW = 16  # the shortest items of a rank, that lead an exchange of two for two
 
 
-class _Held(NamedTuple):
-    """The items of each rank, one rank after another, longest first: rank r holds `begin[r] .. begin[r + 1]`."""
+class _RankItems(NamedTuple):
+    """Items of each rank, one rank after another, longest first: rank r has `begin[r] .. begin[r + 1]`."""
 
     begin: np.ndarray
     item: np.ndarray
@@ -27,11 +27,12 @@ class _Held(NamedTuple):
 
 
 def longest_first(length: np.ndarray) -> np.ndarray:
-    """The items by falling length, equal ones in their order: int64 `[n]`. length: int64 `[n]`, none negative."""
+    """Sort items by falling length, equal ones in their order: int64 `[n]`. length: int64 `[n]`, none negative."""
     n = len(length)
     if n == 0:
         return np.zeros(0, np.int64)
     longest = int(length.max())
+    # Length and index share one int64 key, (longest - length) * n + index, so that one plain sort orders both.
     if (longest + 1) * n >= 2**63:
         return np.argsort(-length, kind="stable")
     return np.sort((longest - length) * n + np.arange(n)) % n  # unlike a stable argsort, NumPy sorts these with SIMD
@@ -39,35 +40,41 @@ def longest_first(length: np.ndarray) -> np.ndarray:
 
 @njit(cache=True)
 def lpt(weight, order, rank, load):
-    """Each item of `order` to the rank with the least load so far, from a heap; writes rank and load."""
+    """Assign each item of `order` to the rank with the least load so far, from a heap; writes rank and load."""
     ranks = len(load)
     heap = np.argsort(load)
     key = load[heap]
     for item in order:
         top = heap[0]
         rank[item] = top
-        after = key[0] + weight[item]
-        hole, child = 0, 1
+        new_load = key[0] + weight[item]
+        hole = 0
+        child = 1
+        # Sift the new load down from the root; the children of node h are 2 h + 1 and 2 h + 2.
         while child < ranks:
             if child + 1 < ranks and key[child + 1] < key[child]:
                 child += 1
-            if key[child] >= after:
+            if key[child] >= new_load:
                 break
-            heap[hole], key[hole] = heap[child], key[child]
-            hole, child = child, 2 * child + 1
-        heap[hole], key[hole] = top, after
+            heap[hole] = heap[child]
+            key[hole] = key[child]
+            hole = child
+            child = 2 * child + 1
+        heap[hole] = top
+        key[hole] = new_load
     for i in range(ranks):
         load[heap[i]] = key[i]
 
 
 @njit(cache=True)
 def deal(weight, order, rank, load):
-    """One item to every rank in each round, the longest to the least loaded: counts differ by at most one."""
+    """Deal one item to every rank in each round, the longest to the least loaded: counts differ by at most one."""
     ranks = len(load)
     for begin in range(0, len(order), ranks):
         lightest = np.argsort(load)
         for i in range(min(ranks, len(order) - begin)):
-            item, to = order[begin + i], lightest[i]
+            item = order[begin + i]
+            to = lightest[i]
             rank[item] = to
             load[to] += weight[item]
 
@@ -79,63 +86,68 @@ def polish(weight, order, rank, load, target):
     Counts stay. An exchange makes a rank above the target lighter and one below it no heavier than the other was: one
     item for one where a difference near half the gap between the two exists, else two for two.
     """
-    held = _hold(weight, order, rank, len(load))
+    items = _group_by_rank(weight, order, rank, len(load))
     for _ in range(_ROUNDS):
         lightest = np.argsort(load)
-        if not _round(held, lightest, rank, load, target):
+        if not _round(items, lightest, rank, load, target):
             return
 
 
 @njit(cache=True)
 def least_largest_load(length, ranks):
-    """The least load, int64, that the fullest rank can have as far as sums and divisibility tell. length: int64 [n].
+    """Bound the fullest rank's least load, int64, as far as sums and divisibility tell. length: int64 [n].
 
     No less than the longest item and the mean. Where only m items are no multiples of q, at least ranks - m ranks hold
     a multiple of q, and so no more than the multiple at or below the largest load. Tried for the greatest common
     divisor, and that times 2, 4, 8 and so on.
     """
-    longest, total, unit = 0, 0, 0
+    longest = total = unit = 0
     for value in length:
-        longest, total = max(longest, value), total + value
+        longest = max(longest, value)
+        total += value
+        # Euclid's algorithm: unit becomes gcd(unit, value).
         while value:
             unit, value = value, unit % value
-    least = max(longest, -(-total // ranks))
+    bound = max(longest, -(-total // ranks))
     while 0 < unit <= longest:
-        others = 0
+        not_multiples = 0
         for value in length:
-            others += value % unit != 0
-            if others >= ranks:
-                return least
-        while (ranks - others) * (least // unit * unit) + others * least < total:
-            least += 1
+            not_multiples += value % unit != 0
+            if not_multiples >= ranks:
+                return bound
+        # At most `not_multiples` ranks can hold the bound itself, the others only the multiple of unit below it.
+        while (ranks - not_multiples) * (bound // unit * unit) + not_multiples * bound < total:
+            bound += 1
         unit *= 2
-    return least
+    return bound
 
 
 @njit(cache=True)
-def _hold(weight, order, rank, ranks):
+def _group_by_rank(weight, order, rank, ranks):
     begin = np.zeros(ranks + 1, np.int64)
     for item in order:
         begin[rank[item] + 1] += 1
     begin = np.cumsum(begin)
     free = begin.copy()
-    held = np.empty(len(order), np.int64)
+    items = np.empty(len(order), np.int64)
     for item in order:
-        held[free[rank[item]]] = item
+        items[free[rank[item]]] = item
         free[rank[item]] += 1
-    return _Held(begin, held, weight[held])
+    return _RankItems(begin, items, weight[items])
 
 
 @njit(cache=True)
-def _round(held, lightest, rank, load, target):
-    """Relieve each rank above the target once, heaviest first; whether anything changed."""
-    low, stuck, changed = 0, 0, False
+def _round(items, lightest, rank, load, target):
+    """Relieve each rank above the target once, heaviest first; return whether anything changed."""
+    low = stuck = 0
+    changed = False
     for i in range(len(lightest) - 1, 0, -1):
+        # Partners are taken from the light end, ranks to relieve from the heavy end, until both meet.
         while low < i and load[lightest[low]] >= target:
             low += 1
         if low == i or load[lightest[i]] <= target or stuck == _STUCK:
             break
-        if _relieve(held, lightest[i], lightest[low : min(low + _PARTNERS, i)], rank, load, target):
+        if _relieve(items, lightest[i], lightest[low : min(low + _PARTNERS, i)], rank, load, target):
             changed = True
         else:
             stuck += 1
@@ -143,86 +155,100 @@ def _round(held, lightest, rank, load, target):
 
 
 @njit(cache=True)
-def _relieve(held, heavy, partners, rank, load, target):
+def _relieve(items, heavy, partners, rank, load, target):
     for light in partners:
         if load[light] < target:
             half = (load[heavy] - load[light]) / 2
-            a, b, off = _nearest(held, heavy, light, half, -1, -1)
+            a, b, off = _nearest(items, heavy, light, half, -1, -1)
             if off < half:
-                _exchange(held, a, b, heavy, light, rank, load)
-                _sort(held, heavy)
-                _sort(held, light)
+                _exchange(items, a, b, heavy, light, rank, load)
+                _sort(items, heavy)
+                _sort(items, light)
                 return True
     light = partners[0]
     half = (load[heavy] - load[light]) / 2
-    a, b, c, d = _nearest_two(held, heavy, light, half, max(target - load[heavy] + half, half / 8))
+    a, b, c, d = _nearest_two(items, heavy, light, half, max(target - load[heavy] + half, half / 8))
     if a < 0:
         return False
-    _exchange(held, a, b, heavy, light, rank, load)
-    _exchange(held, c, d, heavy, light, rank, load)
-    _sort(held, heavy)
-    _sort(held, light)
+    _exchange(items, a, b, heavy, light, rank, load)
+    _exchange(items, c, d, heavy, light, rank, load)
+    _sort(items, heavy)
+    _sort(items, light)
     return True
 
 
 @njit(cache=True)
-def _nearest(held, heavy, light, difference, not_a, not_b):
-    """The places a of heavy, b of light whose weights differ by nearest to `difference`, and how far off that is."""
-    weight, first, last = held.weight, held.begin[light], held.begin[light + 1]
-    best, least, j = (-1, -1), np.inf, first
-    for a in range(held.begin[heavy], held.begin[heavy + 1]):
+def _nearest(items, heavy, light, difference, not_a, not_b):
+    """Find places a of heavy, b of light whose weights differ by nearest to `difference`, and how far off that is."""
+    weight = items.weight
+    first = items.begin[light]
+    last = items.begin[light + 1]
+    best = (-1, -1)
+    min_error = np.inf
+    j = first
+    for a in range(items.begin[heavy], items.begin[heavy + 1]):
         if a == not_a:
             continue
-        wanted = weight[a] - difference
-        while j < last and weight[j] > wanted:
+        ideal = weight[a] - difference
+        while j < last and weight[j] > ideal:
             j += 1
-        after, before = j, j - 1  # both sides of the wanted weight
-        if after == not_b:
-            after += 1
-        elif before == not_b:
-            before -= 1
-        if after < last and wanted - weight[after] < least:
-            best, least = (a, after), wanted - weight[after]
-        if before >= first and weight[before] - wanted < least:
-            best, least = (a, before), weight[before] - wanted
-    return best[0], best[1], least
+        below = j  # weights fall: this one is at or below the ideal, the one before it above
+        above = j - 1
+        # Each of the two items may be exchanged once: step past the one already chosen.
+        if below == not_b:
+            below += 1
+        elif above == not_b:
+            above -= 1
+        if below < last and ideal - weight[below] < min_error:
+            best = (a, below)
+            min_error = ideal - weight[below]
+        if above >= first and weight[above] - ideal < min_error:
+            best = (a, above)
+            min_error = weight[above] - ideal
+    return best[0], best[1], min_error
 
 
 @njit(cache=True)
-def _nearest_two(held, heavy, light, difference, enough):
-    """Places a, c of heavy and b, d of light whose differences add up nearest to `difference`, -1 if not above 0.
+def _nearest_two(items, heavy, light, difference, enough):
+    """Find places a, c of heavy and b, d of light whose differences add up nearest to `difference`, -1 if not above 0.
 
     The first that is no further off than `enough` will do.
     """
-    best, least = (-1, -1, -1, -1), difference
-    for a in range(max(held.begin[heavy], held.begin[heavy + 1] - _WINDOW), held.begin[heavy + 1]):
-        for b in range(max(held.begin[light], held.begin[light + 1] - _WINDOW), held.begin[light + 1]):
-            rest = difference - (held.weight[a] - held.weight[b])
-            c, d, off = _nearest(held, heavy, light, rest, a, b)
-            if off < least:
-                best, least = (a, b, c, d), off
+    best = (-1, -1, -1, -1)
+    min_error = difference
+    for a in range(max(items.begin[heavy], items.begin[heavy + 1] - _WINDOW), items.begin[heavy + 1]):
+        for b in range(max(items.begin[light], items.begin[light + 1] - _WINDOW), items.begin[light + 1]):
+            rest = difference - (items.weight[a] - items.weight[b])
+            c, d, off = _nearest(items, heavy, light, rest, a, b)
+            if off < min_error:
+                best = (a, b, c, d)
+                min_error = off
                 if off <= enough:
                     return best
     return best
 
 
 @njit(cache=True)
-def _exchange(held, a, b, heavy, light, rank, load):
-    difference = held.weight[a] - held.weight[b]
+def _exchange(items, a, b, heavy, light, rank, load):
+    difference = items.weight[a] - items.weight[b]
     load[heavy] -= difference
     load[light] += difference
-    rank[held.item[a]], rank[held.item[b]] = light, heavy
-    held.item[a], held.item[b] = held.item[b], held.item[a]
-    held.weight[a], held.weight[b] = held.weight[b], held.weight[a]
+    rank[items.item[a]] = light
+    rank[items.item[b]] = heavy
+    items.item[a], items.item[b] = items.item[b], items.item[a]
+    items.weight[a], items.weight[b] = items.weight[b], items.weight[a]
 
 
 @njit(cache=True)
-def _sort(held, rank):
-    """By insertion: at most two items are out of place."""
-    begin = held.begin[rank]
-    for i in range(begin + 1, held.begin[rank + 1]):
-        item, weight, at = held.item[i], held.weight[i], i
-        while at > begin and held.weight[at - 1] < weight:
-            held.item[at], held.weight[at] = held.item[at - 1], held.weight[at - 1]
-            at -= 1
-        held.item[at], held.weight[at] = item, weight
+def _sort(items, rank):
+    """Sort a rank's items by insertion: at most two are out of place."""
+    begin = items.begin[rank]
+    for i in range(begin + 1, items.begin[rank + 1]):
+        item = items.item[i]
+        weight = items.weight[i]
+        place = i
+        while place > begin and items.weight[place - 1] < weight:
+            items.item[place], items.weight[place] = items.item[place - 1], items.weight[place - 1]
+            place -= 1
+        items.item[place] = item
+        items.weight[place] = weight

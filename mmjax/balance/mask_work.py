@@ -17,7 +17,7 @@ _CHUNK = 256  # tokens that are compared at once while runs are sought
 
 
 class Mask(NamedTuple):
-    """The mask spec of one row: int32 `[T]` each."""
+    """Mask spec of one row: int32 `[T]` each."""
 
     sample: np.ndarray  # -1 = padding
     pos: np.ndarray  # index in the row before any permutation; no two tokens of a sample alike
@@ -27,7 +27,7 @@ class Mask(NamedTuple):
 
 
 def allowed_keys(mask: Mask) -> np.ndarray:
-    """The keys that each token may attend, int64 `[T]`, in any order of tokens. 0 for padding.
+    """Count the keys that each token may attend, int64 `[T]`, in any order of tokens. 0 for padding.
 
     Row-wise sum of the attention mask, Cornstarch section 4.3.2. Raises ValueError for two tokens of a sample with one
     `pos`.
@@ -39,7 +39,7 @@ def allowed_keys(mask: Mask) -> np.ndarray:
 
 
 def block_work(mask: Mask, block: int) -> np.ndarray:
-    """`allowed_keys` summed over blocks of `block` tokens, int64 `[ceil(T / block)]`; the last may be short.
+    """Sum `allowed_keys` over blocks of `block` tokens, int64 `[ceil(T / block)]`; the last may be short.
 
     Raises ValueError as `allowed_keys` does, and for blocks of no token.
     """
@@ -52,7 +52,7 @@ def block_work(mask: Mask, block: int) -> np.ndarray:
 
 
 def _runs(mask: Mask) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each run's first token and that token's allowed keys, int64 `[R]`; whether they grow by one a token `[R]`."""
+    """Find each run's first token and its allowed keys, int64 `[R]`; whether they grow by one a token `[R]`."""
     arrays = [np.ascontiguousarray(x, np.int32) for x in mask]
     start = _run_starts(*arrays)
     first, grows, distinct = _run_work(start, *arrays)
@@ -63,18 +63,19 @@ def _runs(mask: Mask) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @njit(cache=True)
 def _run_starts(sample, pos, span, kind, sees):
-    """The first token of every run, int64 [R]. `pos` of padding is not read."""
+    """Find the first token of every run, int64 [R]. `pos` of padding is not read."""
     tokens = len(sample)
     start = np.empty(tokens, np.int64)
     runs = 0
     for begin in range(0, tokens, _CHUNK):
         end = min(begin + _CHUNK, tokens)
+        # Most chunks lie inside one run: compare them as a block and skip the loop over tokens.
         if begin > 0 and _continues(sample, pos, span, kind, sees, begin, end):
             continue
         for i in range(begin, end):
             last = i - 1
-            other = i == 0 or sample[i] != sample[last] or span[i] != span[last] or kind[i] != kind[last]
-            if other or sees[i] != sees[last] or (sample[i] >= 0 and pos[i] != pos[last] + 1):
+            changed = i == 0 or sample[i] != sample[last] or span[i] != span[last] or kind[i] != kind[last]
+            if changed or sees[i] != sees[last] or (sample[i] >= 0 and pos[i] != pos[last] + 1):
                 start[runs] = i
                 runs += 1
     return start[:runs].copy()
@@ -84,14 +85,21 @@ def _run_starts(sample, pos, span, kind, sees):
 def _continues(sample, pos, span, kind, sees, begin, end):
     """Return whether these tokens all belong to the run before. Loops have no exit, so that they are vectorized."""
     last = begin - 1
-    in_sample, in_span, of_kind, seeing = sample[last], span[last], kind[last], sees[last]
-    samples, spans, kinds, seen = sample[begin:end], span[begin:end], kind[begin:end], sees[begin:end]
+    in_sample = sample[last]
+    in_span = span[last]
+    of_kind = kind[last]
+    seeing = sees[last]
+    samples = sample[begin:end]
+    spans = span[begin:end]
+    kinds = kind[begin:end]
+    masks = sees[begin:end]
     differs = False
     for i in range(end - begin):
-        other = (samples[i] != in_sample) | (spans[i] != in_span)
-        differs |= other | (kinds[i] != of_kind) | (seen[i] != seeing)
+        changed = (samples[i] != in_sample) | (spans[i] != in_span)
+        differs |= changed | (kinds[i] != of_kind) | (masks[i] != seeing)
     if in_sample >= 0:
-        follows, expected = pos[begin:end], pos[last] + 1
+        follows = pos[begin:end]
+        expected = pos[last] + 1
         for i in range(end - begin):
             differs |= follows[i] - i != expected
     return not differs
@@ -99,26 +107,34 @@ def _continues(sample, pos, span, kind, sees, begin, end):
 
 @njit(cache=True)
 def _run_work(start, sample, pos, span, kind, sees):
-    """Allowed keys of each run's first token; whether they grow along the run; whether no sample repeats a `pos`."""
+    """Count allowed keys of each run's first token; whether they grow along it; whether no sample repeats a `pos`."""
     runs = len(start)
     length = np.empty(runs, np.int64)
     for r in range(runs):
         length[r] = (start[r + 1] if r + 1 < runs else len(sample)) - start[r]
-    sample, pos, span, kind, sees = sample[start], pos[start], span[start], kind[start], sees[start]
-    first, grows = np.zeros(runs, np.int64), np.zeros(runs, np.bool_)
+    sample = sample[start]
+    pos = pos[start]
+    span = span[start]
+    kind = kind[start]
+    sees = sees[start]
+    first = np.zeros(runs, np.int64)
+    grows = np.zeros(runs, np.bool_)
 
+    # Two stable sorts, the minor key first, order runs by (sample, pos). Padding is left out.
     order = _sorted(_sorted(np.flatnonzero(sample >= 0), pos), sample)
     distinct = True
     for i in range(1, len(order)):
-        r, before = order[i], order[i - 1]
-        distinct &= sample[r] != sample[before] or pos[r] >= pos[before] + length[before]
-    seen = _seen_before(order, _segments(order, sample, sample), length, kind, sees)
+        r = order[i]
+        previous = order[i - 1]
+        distinct &= sample[r] != sample[previous] or pos[r] >= pos[previous] + length[previous]
+    visible = _seen_before(order, _segments(order, sample, sample), length, kind, sees)
     in_span = np.empty(len(order), np.int64)
     spans = 0
     for i in range(len(order)):
         r = order[i]
+        # A causal token that sees its own kind sees one key more than the token before it in the run.
         grows[r] = span[r] == 0 and sees[r] & kind[r] != 0
-        first[r] = seen[i] + grows[r]
+        first[r] = visible[i] + grows[r]
         if span[r] != 0:
             in_span[spans] = r
             spans += 1
@@ -127,18 +143,19 @@ def _run_work(start, sample, pos, span, kind, sees):
 
 
 @njit(cache=True)
-def _segments(order, one, other):
+def _segments(order, first_key, second_key):
     """Number the stretches of `order` in which neither key changes: int64 [len(order)]."""
     segment = np.zeros(len(order), np.int64)
     for i in range(1, len(order)):
-        r, before = order[i], order[i - 1]
-        segment[i] = segment[i - 1] + (one[r] != one[before] or other[r] != other[before])
+        r = order[i]
+        previous = order[i - 1]
+        segment[i] = segment[i - 1] + (first_key[r] != first_key[previous] or second_key[r] != second_key[previous])
     return segment
 
 
 @njit(cache=True)
 def _add_spans(order, sample, span, length, kind, sees, first):
-    """Adds what each run sees of its span and not causally; `order` is by span, sample, then `pos`. Writes `first`.
+    """Add what each run sees of its span and not causally; `order` is by span, sample, then `pos`. Writes `first`.
 
     Of the span all count, so those that causality allows as well are taken off: what is left is the same for all tokens
     of a run, its own among them.
@@ -147,16 +164,17 @@ def _add_spans(order, sample, span, length, kind, sees, first):
     size = np.zeros(len(order), np.int64)
     for i in range(len(order)):
         size[segment[i]] += length[order[i]]
-    seen = _seen_before(order, segment, length, kind, sees)
+    visible = _seen_before(order, segment, length, kind, sees)
     for i in range(len(order)):
-        first[order[i]] += size[segment[i]] - seen[i]
+        first[order[i]] += size[segment[i]] - visible[i]
 
 
 @njit(cache=True)
 def _sorted(order, key):
-    """`order`, stably sorted by the int32 key of its elements: O(n), and one look where that is so already."""
+    """Sort `order` stably by the int32 key of its elements: O(n), and one look where that is so already."""
     n = len(order)
-    low, high, sorted_already = 0, 0, True
+    low = high = 0
+    sorted_already = True
     for i in range(n):
         one = np.int64(key[order[i]])
         sorted_already &= i == 0 or one >= key[order[i - 1]]
@@ -165,6 +183,7 @@ def _sorted(order, key):
     while not sorted_already and (high - low) >> shift:
         begin = np.zeros(257, np.int64)
         for i in range(n):
+            # Radix sort by bytes: count digit d at d + 1, so that the cumulative sum gives where each digit starts.
             begin[((key[order[i]] - low) >> shift & 255) + 1] += 1
         begin = np.cumsum(begin)
         moved = np.empty_like(order)
@@ -172,37 +191,39 @@ def _sorted(order, key):
             digit = (key[order[i]] - low) >> shift & 255
             moved[begin[digit]] = order[i]
             begin[digit] += 1
-        order, shift = moved, shift + 8
+        order = moved
+        shift += 8
     return order
 
 
 @njit(cache=True)
 def _seen_before(order, segment, length, kind, sees):
-    """For each run of `order`, the tokens of earlier runs of its segment whose kind it sees, int64 [len(order)]."""
-    seen = np.zeros(len(order), np.int64)
-    kinds, count = [np.int64(0)], [np.int64(0)]  # no query sees kind 0; others are added as they come
+    """Count for each run of `order` the tokens of earlier runs of its segment whose kind it sees, int64 [n]."""
+    visible = np.zeros(len(order), np.int64)
+    kinds = [np.int64(0)]  # no query sees kind 0; others are added as they come
+    count = [np.int64(0)]
     for i in range(len(order)):
         r = order[i]
         if i > 0 and segment[i] != segment[i - 1]:
             for k in range(len(kinds)):
                 count[k] = 0
-        own = -1
+        kind_index = -1
         for k in range(len(kinds)):
             if sees[r] & kinds[k]:
-                seen[i] += count[k]
+                visible[i] += count[k]
             if kinds[k] == kind[r]:
-                own = k
-        if own < 0:
+                kind_index = k
+        if kind_index < 0:
             kinds.append(np.int64(kind[r]))
             count.append(length[r])
         else:
-            count[own] += length[r]
-    return seen
+            count[kind_index] += length[r]
+    return visible
 
 
 @njit(cache=True)
 def _fill(start, first, grows, keys):
-    """Every token's allowed keys from those of the runs; writes `keys`."""
+    """Expand the runs' allowed keys to every token; writes `keys`."""
     for r in range(len(start)):
         end = start[r + 1] if r + 1 < len(start) else len(keys)
         for i in range(start[r], end):
@@ -211,12 +232,14 @@ def _fill(start, first, grows, keys):
 
 @njit(cache=True)
 def _sum_blocks(start, first, grows, tokens, block, work):
-    """Adds the allowed keys of every run's tokens to the blocks that they are in; writes `work`."""
+    """Add the allowed keys of every run's tokens to the blocks that they are in; writes `work`."""
     for r in range(len(start)):
         end = start[r + 1] if r + 1 < len(start) else tokens
         i = start[r]
         while i < end:
             stop = min((i // block + 1) * block, end)
-            n, gone = stop - i, i - start[r]
-            work[i // block] += n * first[r] + grows[r] * (n * gone + n * (n - 1) // 2)
+            n = stop - i
+            offset = i - start[r]
+            # Token x of the run has first + grows * x keys; here x = offset .. offset + n - 1.
+            work[i // block] += n * first[r] + grows[r] * (n * offset + n * (n - 1) // 2)
             i = stop

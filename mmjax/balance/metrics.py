@@ -1,4 +1,4 @@
-"""How full, how equal and how random a grouping is."""
+"""Metrics of a grouping: how full, how equal and how random it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def pad_ratio(lengths: np.ndarray) -> np.ndarray:
-    """OmniBal eq. 1, sum_i (t_max - t_i) / (t_max * B) over the B samples of a mini-batch.
+    """Compute OmniBal eq. 1, sum_i (t_max - t_i) / (t_max * B) over the B samples of a mini-batch.
 
     lengths: `[..., B]`; the result is float `[...]`, 0 where all lengths are 0.
     """
@@ -14,7 +14,7 @@ def pad_ratio(lengths: np.ndarray) -> np.ndarray:
 
 
 def dist_ratio(totals: np.ndarray) -> np.ndarray:
-    """OmniBal eq. 2, sum_i (T_max - T_i) / (T_max * N) over the mini-batch tokens of N ranks.
+    """Compute OmniBal eq. 2, sum_i (T_max - T_i) / (T_max * N) over the mini-batch tokens of N ranks.
 
     totals: `[..., N]`; the result is float `[...]`, 0 where no rank has a token.
     """
@@ -22,7 +22,7 @@ def dist_ratio(totals: np.ndarray) -> np.ndarray:
 
 
 def sp_ratio(totals: np.ndarray) -> np.ndarray:
-    """OmniBal appendix A.8: eq. 2 over the N sequence-parallel ranks that share each of the sequences.
+    """Compute OmniBal appendix A.8: eq. 2 over the N sequence-parallel ranks that share each of the sequences.
 
     totals: `[..., sequences, N]`, what each rank computes of each sequence (images of the encoder, tokens of the LLM).
     The result is float `[...]`, the mean over sequences; 0 where every sequence is split evenly.
@@ -31,19 +31,19 @@ def sp_ratio(totals: np.ndarray) -> np.ndarray:
 
 
 def fill(used: np.ndarray, budget: np.ndarray) -> np.ndarray:
-    """Useful positions / budget, both summed over steps: float `[M]` from `[steps, M]` and `[M]` or `[steps, M]`."""
+    """Divide useful positions by budget, summed over steps: float `[M]` from `[steps, M]` and `[M]` or `[steps, M]`."""
     used = np.asarray(used, np.float64)
     return used.sum(0) / np.broadcast_to(budget, used.shape).sum(0)
 
 
 def samples_per_row(row: np.ndarray) -> float:
-    """n / (distinct rows) over each sample's row, `[n]`, numbered across steps; -1 = in no row."""
+    """Compute n / (distinct rows) over each sample's row, `[n]`, numbered across steps; -1 = in no row."""
     row = np.asarray(row)[np.asarray(row) >= 0]
     return len(row) / max(len(np.unique(row)), 1)
 
 
 def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
-    """Intraclass correlation of sample lengths `[n]` in rows `[n]`: are long samples packed with long ones?
+    """Compute the intraclass correlation of sample lengths `[n]` in rows `[n]`: are long samples packed with long ones?
 
     sum over rows and pairs i != j of (t_i - mean)(t_j - mean) / (number of such pairs * variance). About 0 for random
     rows of free length, 1 for rows of equal samples, below 0 where long ones go with short ones; 0 without pairs.
@@ -51,15 +51,16 @@ def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
     lengths = np.asarray(lengths, np.float64)
     number = np.unique(np.asarray(row), return_inverse=True)[1]
     away = lengths - lengths.mean() if len(lengths) else lengths
-    together = np.bincount(number, away) ** 2 - np.bincount(number, away**2)
+    # Sum over pairs i != j of a_i a_j = (sum a)^2 - sum a^2, in each row.
+    pair_sum = np.bincount(number, away) ** 2 - np.bincount(number, away**2)
     count = np.bincount(number)
     pairs = float((count * (count - 1)).sum())
     variance = float((away**2).mean()) if len(lengths) else 0.0
-    return float(together.sum()) / (pairs * variance) if pairs and variance else 0.0
+    return float(pair_sum.sum()) / (pairs * variance) if pairs and variance else 0.0
 
 
 def overdispersion(source: np.ndarray, step: np.ndarray) -> float:
-    """How much more a source's share varies from step to step than if samples were drawn independently.
+    """Measure how much more a source's share varies from step to step than if samples were drawn independently.
 
     For source s with share p of all samples, c_t of the n_t samples of step t and T steps:
     sum_t n_t * (c_t / n_t - p)^2 / (p * (1 - p)) / (T - 1). About 1 for a shuffle; the largest over sources.

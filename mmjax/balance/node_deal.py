@@ -16,18 +16,19 @@ _VALUES = 1 << 20  # values that a sort tells apart
 
 
 def deal_evenly(cost: np.ndarray, size: np.ndarray, tolerance: float) -> np.ndarray:
-    """The node of each sample, int32 `[n]`: dealt in rounds, then nodes above half of the tolerance exchange."""
+    """Deal samples to nodes in rounds, then exchange from nodes above half of the tolerance: int32 `[n]`."""
     node = deal_in_rounds(cost, size)
     if len(size) == 1 or len(cost) == 0:
         return node
     mean = node_means(cost, np.zeros_like(node), size.sum(keepdims=True))
-    relative, ones = np.stack([column / m for column, m in zip(cost.T, mean[0], strict=True)]), np.ones(cost.shape[1])
+    relative = np.stack([column / m for column, m in zip(cost.T, mean[0], strict=True)])
+    ones = np.ones(cost.shape[1])
     even(relative, size.astype(np.float64), ones, ones, ones * (1 + _SHARE * tolerance), node)
     return node
 
 
 def deal_in_rounds(cost: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """The node of each sample, int32 `[n]`.
+    """Deal samples to nodes in rounds: the node of each, int32 `[n]`.
 
     Samples alike in their encoders are dealt in rounds, the heaviest of a round for the LLM to the node that has least
     of it.
@@ -45,13 +46,13 @@ def deal_in_rounds(cost: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def by_leading_encoder(cost: np.ndarray, node: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Samples by node, then by the encoder that they cost most of, longest first; those without any come last."""
+    """Sort samples by node, then by the encoder that they cost most of, longest first; those without any come last."""
     return _sorted_by(*_lead(cost, node, mean))
 
 
 @njit(cache=True)
 def node_means(cost, node, size):
-    """What a rank of each node has on average in each phase, float64 [nodes, phases]; 1 where there is nothing."""
+    """Average each node's cost over its ranks in each phase, float64 [nodes, phases]; 1 where there is nothing."""
     mean = np.zeros((len(size), cost.shape[1]))
     for s in range(len(cost)):
         for p in range(cost.shape[1]):
@@ -63,7 +64,8 @@ def node_means(cost, node, size):
 
 
 def _sorted_by(group: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Indices by group `[n]`, then by falling value `[n]` in 0 .. 1, to about one in a million, then as they come."""
+    """Sort indices by group `[n]`, then by falling value `[n]` in 0 .. 1, to about one in a million, stably."""
+    # Key = (group, falling value, index) from the high bits to the low: with bits = 3, the index is key & 0b111.
     bits = max(len(group) - 1, 1).bit_length()
     key = (group * _VALUES + ((1.0 - value) * (_VALUES - 1)).astype(np.int64)) << bits
     return np.sort(key + np.arange(len(group))) & ((1 << bits) - 1)  # NumPy sorts plain numbers with SIMD
@@ -71,57 +73,66 @@ def _sorted_by(group: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 @njit(cache=True)
 def _lead(cost, node, mean):
-    """What `by_leading_encoder` sorts by: a group int64 [n], and within it a falling value in 0 .. 1, float64 [n]."""
+    """Return the sort keys of `by_leading_encoder`: a group int64 [n] and a value in 0 .. 1 that falls, float64 [n]."""
     n, phases = cost.shape
-    group, value = np.empty(n, np.int64), np.empty(n)
+    group = np.empty(n, np.int64)
+    value = np.empty(n)
     for s in range(n):
-        k, lead, most = node[s], phases, 0.0
+        k = node[s]
+        lead = phases
+        max_cost = 0.0
         for p in range(1, phases):
             relative = cost[s, p] / mean[k, p]
-            if relative > most:
-                lead, most = p, relative
+            if relative > max_cost:
+                lead = p
+                max_cost = relative
         if lead == phases:
-            most = cost[s, 0] / mean[k, 0]
+            max_cost = cost[s, 0] / mean[k, 0]
         group[s] = k * phases + lead - 1
-        value[s] = most / (1 + most)
+        value[s] = max_cost / (1 + max_cost)
     return group, value
 
 
 @njit(cache=True)
 def _rounds(size, n):
-    """Where each round of a deal begins, int64 [rounds + 1]: each node gets one sample, a smaller one at times."""
-    start, at, rounds, most = np.zeros(n + 2, np.int64), 0, 0, size.max()
-    while at < n:
+    """Find where each round of a deal begins, int64 [rounds + 1]: each node gets one sample, a smaller one at times."""
+    start = np.zeros(n + 2, np.int64)
+    position = rounds = 0
+    largest = size.max()
+    # A node with fewer ranks than the largest sits out some rounds, so counts stay in proportion to ranks.
+    while position < n:
         for k in range(len(size)):
-            at += _takes_part(size[k], most, rounds)
+            position += _takes_part(size[k], largest, rounds)
         rounds += 1
-        start[rounds] = min(at, n)
+        start[rounds] = min(position, n)
     return start[: rounds + 1]
 
 
 @njit(cache=True)
 def _deal(cost, sample, start, size, node):
-    """In each round the heaviest sample to the node that has least, by one cost [n]; writes node.
+    """Deal each round's heaviest sample to the node that has least, by one cost [n]; writes node.
 
     cost, sample: rounds as `_rounds` cuts them, each heaviest first.
     """
     load = np.zeros(len(size))
     among = np.empty(len(size), np.int64)
-    most = size.max()
+    largest = size.max()
     for r in range(len(start) - 1):
         count = 0
         for k in range(len(size)):
-            if _takes_part(size[k], most, r):
+            if _takes_part(size[k], largest, r):
                 among[count] = k
                 count += 1
+        # The heaviest sample of the round goes to the lightest node, the next one to the next.
         lightest = np.argsort(load[among[:count]])
         for i in range(start[r + 1] - start[r]):
-            k, at = among[lightest[i]], start[r] + i
-            node[sample[at]] = k
-            load[k] += cost[at] / size[k]
+            k = among[lightest[i]]
+            position = start[r] + i
+            node[sample[position]] = k
+            load[k] += cost[position] / size[k]
 
 
 @njit(cache=True)
-def _takes_part(size, most, rounds):
-    """1 in as many of the rounds as this node's ranks are of the largest one's, else 0."""
-    return 1 if size == most else (rounds + 1) * size // most - rounds * size // most
+def _takes_part(size, largest, rounds):
+    """Return 1 in as many of the rounds as this node's ranks are of the largest one's, else 0."""
+    return 1 if size == largest else (rounds + 1) * size // largest - rounds * size // largest

@@ -60,7 +60,7 @@ _CEILING = 0.9  # of a column's spare room, up to which columns may differ
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each sample and part went.
+    """Step and row of each sample and part.
 
     step: int32 `[n]`, -1 for samples that were not in the order given.
     row: int32 `[p]`, microbatch * rows of the part's module + row within the microbatch; -1 likewise.
@@ -103,17 +103,20 @@ def pack(
     chunk.pack(steps)
 
     # Where there are more microbatches than planned, a step's are those from ceil(step * all / steps) on.
-    steps = steps or -(-chunk.now // microbatches)
-    total = max(chunk.now, steps * microbatches)
+    steps = steps or -(-chunk.current // microbatches)
+    total = max(chunk.current, steps * microbatches)
     joined = chunk.latest - longest_wait * microbatches
     in_step = chunk.microbatch * steps // total
     within = chunk.microbatch - -(-in_step * total // steps)
-    of = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
-    step, waited = np.full(len(parts), -1, np.int32), np.full(len(parts), -1, np.int32)
+    owner = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
+    # Example: 7 microbatches in 3 steps; microbatch 4 is in step 4 * 3 // 7 = 1, which starts at ceil(7 / 3) = 3.
+    step = np.full(len(parts), -1, np.int32)
+    waited = np.full(len(parts), -1, np.int32)
     row = np.full(len(parts.module), -1, np.int32)
     step[order] = in_step
     waited[order] = in_step - joined * steps // total
-    first = within[of] * budgets.rows[chunk.load.module] - chunk.rows.start[chunk.load.module]
+    # Kernels number the rows of all modules through; a plan numbers each module's from 0 in each step.
+    first = within[owner] * budgets.rows[chunk.load.module] - chunk.rows.start[chunk.load.module]
     row[parts.of_samples(order)] = first + chunk.row
     return Packing(step, row, waited, steps if len(order) else 0)
 
@@ -139,7 +142,7 @@ def columns_for(parts: Parts, budgets: Budgets) -> int:
 
 
 def oversize(parts: Parts, budgets: Budgets) -> np.ndarray:
-    """Which samples do not fit the rows of one empty microbatch, bool `[n]`."""
+    """Find the samples that do not fit the rows of one empty microbatch, bool `[n]`."""
     return ~fit_alone(*_prepare(parts, budgets, 1))
 
 
@@ -153,14 +156,14 @@ def _prepare(parts: Parts, budgets: Budgets, columns: int) -> tuple[Load, Rows]:
 
 @dataclass
 class _Chunk:
-    """The samples of a chunk while they are packed. Samples are numbered in the order of the shuffle."""
+    """State of a chunk while its samples are packed. Samples are numbered in the order of the shuffle."""
 
     load: Load
     rows: Rows
     unit: np.ndarray
     microbatches: int  # of a step
     columns: int
-    most: int  # samples that may wait
+    max_waiting: int  # samples that may wait
     longest_wait: int  # steps
     need: np.ndarray  # float64 [M], microbatches that all samples fill
     queue: np.ndarray  # int64 [n]: whose first `waiting` are waiting, the oldest first
@@ -172,7 +175,7 @@ class _Chunk:
     used: np.ndarray  # float64 [M], microbatches filled so far
     waiting: int = 0
     following: int = 0  # the first that has not joined the queue
-    now: int = 0  # microbatch
+    current: int = 0  # microbatch
 
     @classmethod
     def of(
@@ -186,44 +189,60 @@ class _Chunk:
         steps: int,
     ) -> _Chunk:
         load, rows = _prepare(parts, budgets, columns)
-        n, p, need = len(parts), len(parts.module), load.share.sum(0)
+        n = len(parts)
+        need = load.share.sum(0)
         planned = max(float(need.max(initial=0)), steps * microbatches, 1e-9)
-        most = int(min(pool_steps * microbatches * n / planned, n)) + 1
-        whole = lambda size, value=-1: np.full(size, value, np.int64)  # noqa: E731
-        state = whole(n), whole(n), whole(n), whole(p), whole(p), np.zeros(n, bool), np.zeros(len(need))
-        unit = units(parts, len(need))
-        return cls(load, rows, unit, microbatches, columns, most, longest_wait, need, *state)
+        max_waiting = int(min(pool_steps * microbatches * n / planned, n)) + 1
+        return cls(
+            load=load,
+            rows=rows,
+            unit=units(parts, len(need)),
+            microbatches=microbatches,
+            columns=columns,
+            max_waiting=max_waiting,
+            longest_wait=longest_wait,
+            need=need,
+            queue=np.full(n, -1, np.int64),
+            latest=np.full(n, -1, np.int64),
+            microbatch=np.full(n, -1, np.int64),
+            row=np.full(len(parts.module), -1, np.int64),
+            turn=np.full(len(parts.module), -1, np.int64),
+            inside=np.zeros(n, bool),
+            used=np.zeros(len(need)),
+        )
 
     @property
     def per_microbatch(self) -> float:
-        """Samples that fill a microbatch."""
+        """Return how many samples fill a microbatch."""
         return len(self.inside) / max(float(self.need.max()), 1e-9)
 
     def pack(self, steps: int) -> None:
         """Pack everything into so many steps, 0 = as few as can be, or into more microbatches where it must be."""
         if len(self.inside) == 0:
             return
-        count, need = self.microbatches, float(self.need.max())
+        count = self.microbatches
+        need = float(self.need.max())
         from_start = self.per_microbatch < _FEW and need <= _MANY
         end = max(steps * count, math.ceil(need - 1e-9)) if steps else self._fewest(need)
         while True:
             if not from_start:
                 self._fill_until(end, end - _TAIL * count)
             start = self._saved()
+            # The first attempt fills each microbatch hardly more than evenly, the second leaves the end more slack.
             for attempt, ease in enumerate(_EASE):
                 if attempt:
                     self._restore(start)
                 self._fill_until(end, end, ease)
                 if not self._left():
                     return
-            if self.now > 4 * end:
+            if self.current > 4 * end:
                 raise AssertionError("samples that fit a microbatch alone are left over")
-            more = math.ceil(_SURELY_MISSING * float((self.need - self.used).max()))
+            extra = math.ceil(_SURELY_MISSING * float((self.need - self.used).max()))
             self._restore(start)
-            end += max(more - 1, 1) if steps else max(-(-more // count) - 1, 1) * count
+            end += max(extra - 1, 1) if steps else max(-(-extra // count) - 1, 1) * count
 
     def _fewest(self, need: float) -> int:
-        """Microbatches of so few whole steps that most likely hold all samples."""
+        """Estimate the microbatches of so few whole steps that most likely hold all samples."""
         columns = self.columns > 1 and self.per_microbatch >= _FEW
         spare = (_SPARE_IN_COLUMNS if columns else _SPARE) / self.per_microbatch**0.5
         if need > _MANY or need < _SO_FEW:
@@ -235,40 +254,43 @@ class _Chunk:
 
     def _fill_until(self, end: int, until: int, ease: float = 0.0) -> None:
         """Fill microbatches up to `until`, of `end` that share what is left evenly."""
-        while self.now < until and self._left():
-            even = np.maximum(self.need - self.used, 0) / (end - self.now)
-            self._fill(np.minimum(even * (1 + ease), 1.0), end - self.now - 1)
+        while self.current < until and self._left():
+            even = np.maximum(self.need - self.used, 0) / (end - self.current)
+            self._fill(np.minimum(even * (1 + ease), 1.0), end - self.current - 1)
 
     def _saved(self) -> tuple:
         arrays = self.queue, self.latest, self.microbatch, self.row, self.used
-        return tuple(array.copy() for array in arrays), (self.waiting, self.following, self.now)
+        return tuple(array.copy() for array in arrays), (self.waiting, self.following, self.current)
 
     def _restore(self, saved: tuple) -> None:
         self.queue, self.latest, self.microbatch, self.row, self.used = (array.copy() for array in saved[0])
-        self.waiting, self.following, self.now = saved[1]
+        self.waiting, self.following, self.current = saved[1]
 
     def _fill(self, goal: np.ndarray, later: int) -> None:
         """Fill one microbatch to about `goal` `[M]`, shares of it; the last, with none `later`, takes what it can."""
-        n, last, count = len(self.inside), later == 0, self.microbatches
-        deadline = self.now + self.longest_wait * count
+        n = len(self.inside)
+        last = later == 0
+        count = self.microbatches
+        # In microbatches, like `latest`: whoever joins now must leave the queue by then.
+        deadline = self.current + self.longest_wait * count
         self.waiting, self.following, head = admit(
-            self.load, self.rows, self.columns, self.queue, self.waiting, self.following, n if last else self.most,
-            self.now, self.latest, deadline, self.turn,
+            self.load, self.rows, self.columns, self.queue, self.waiting, self.following,
+            n if last else self.max_waiting, self.current, self.latest, deadline, self.turn,
         )  # fmt: skip
         queue = self.queue[: self.waiting]
         room = Room(
-            np.zeros(self.rows.start[-1], np.int64),
-            np.zeros((self.columns, len(goal)), np.int64),
-            np.ones(len(goal)),
-            goal.copy(),
-            self.row,
-            self.inside,
+            row_free=np.zeros(self.rows.start[-1], np.int64),
+            free=np.zeros((self.columns, len(goal)), np.int64),
+            slack=np.ones(len(goal)),
+            aim=goal.copy(),
+            row=self.row,
+            inside=self.inside,
         )
-        old = int(np.searchsorted(self.latest[queue], self.now + _SOON * count, side="right"))
+        old = int(np.searchsorted(self.latest[queue], self.current + _SOON * count, side="right"))
         oldest_first = 1 - min(0.8, _CHOSEN / self.per_microbatch**0.5)
         # At least one sample is left for each later step, and taken by the first microbatch of this one.
         spare = self.waiting + n - self.following - later // count
-        limit = max(spare, 1 if self.now % count == 0 else 0, head)
+        limit = max(spare, 1 if self.current % count == 0 else 0, head)
         chosen = choose(queue, head, old, limit, self.load, room, oldest_first, last)
         if not self._lay_out(chosen, room) and not eject(chosen, head, self.load, self.rows, room):
             self._take_head(chosen, head, room, goal)
@@ -278,12 +300,14 @@ class _Chunk:
             self._take_head(queue[:1], 1, room, goal)
         if not last:
             improve(queue, head, old, limit, self.load, self.rows, room)
-        self.waiting = close(queue, self.now, self.load, room, self.microbatch, self.used)
-        self.now += 1
+        self.waiting = close(queue, self.current, self.load, room, self.microbatch, self.used)
+        self.current += 1
 
     def _take_head(self, chosen: np.ndarray, head: int, room: Room, goal: np.ndarray) -> None:
         """Put the head of the queue in the rows that next-fit has found, then what else was chosen where it fits."""
-        room.slack[:], room.aim[:], room.inside[chosen] = 1, goal, False
+        room.slack[:] = 1
+        room.aim[:] = goal
+        room.inside[chosen] = False
         part, _ = parts_in(chosen[:head], self.load, -1)
         room.row[part] = self.turn[part]
         room.inside[chosen[:head]] = True
@@ -294,7 +318,7 @@ class _Chunk:
             place(sample, self.load, self.rows, room)
 
     def _lay_out(self, chosen: np.ndarray, room: Room) -> bool:
-        """Lay the parts of these samples in rows as evenly as exchanges make it; whether no row is too full."""
+        """Lay the parts of these samples in rows as evenly as exchanges make it; return whether all fit."""
         if self.columns > 1:
             self._lay_out_columns(chosen, room)
         else:
@@ -302,7 +326,8 @@ class _Chunk:
                 part, _ = parts_in(chosen, self.load, k)
                 size = self.load.length[part]
                 order = longest_first(size)
-                row, full = np.zeros(len(part), np.int32), np.zeros(self.rows.each[k], np.int64)
+                row = np.zeros(len(part), np.int32)
+                full = np.zeros(self.rows.per_column[k], np.int64)
                 lpt(size, order, row, full)
                 if full.max() > length:
                     polish(size, order, row, full, length)
@@ -310,8 +335,9 @@ class _Chunk:
         return measure(chosen, self.load, self.rows, room)
 
     def _lay_out_columns(self, chosen: np.ndarray, room: Room) -> None:
-        """Samples to blocks of columns, then to columns, by all modules at once; longest first to the rows of each."""
-        cost, most = self.load.total[chosen].astype(np.float64), self.rows.length * self.rows.each
+        """Assign samples to blocks of columns, then columns, by all modules; parts longest first to rows."""
+        cost = self.load.total[chosen].astype(np.float64)
+        capacity = self.rows.length * self.rows.per_column
         block = int(np.clip(_BLOCK[0] * self.columns // max(len(chosen), 1), 8, _BLOCK[1]))
         begin = np.arange(0, self.columns, block)
         size = np.diff(begin, append=self.columns)
@@ -320,30 +346,33 @@ class _Chunk:
         order = by_leading_encoder(cost, node, mean)
         start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
         # Up to somewhat below what a column holds: the mean cannot always be reached, nor need it.
-        spare = ((1 - _CEILING) * np.maximum(most - mean, 0)).astype(np.int64) // self.unit * self.unit
-        ceiling = np.maximum((most - spare) / mean, 1.0)
+        spare = ((1 - _CEILING) * np.maximum(capacity - mean, 0)).astype(np.int64) // self.unit * self.unit
+        ceiling = np.maximum((capacity - spare) / mean, 1.0)
         column = np.zeros(len(chosen), np.int32)
         reached = balance_nodes(cost, order, start, size, mean, ceiling, 0.0, column)
         for b in np.flatnonzero(~reached):
-            of = order[start[b] : start[b + 1]]
-            column[of] = self._less_even(cost[of] / mean[b], int(size[b]), ceiling[b], most / mean[b])
+            in_block = order[start[b] : start[b + 1]]
+            column[in_block] = self._less_even(cost[in_block] / mean[b], int(size[b]), ceiling[b], capacity / mean[b])
         part, owner = parts_in(chosen, self.load, -1)
         module = self.load.module[part]
         row = group = (column + begin[node])[owner]
-        if self.rows.each.max() > 1:
-            row, _ = to_rows(module, self.load.length[part], group, self.rows.each)
+        if self.rows.per_column.max() > 1:
+            row, _ = to_rows(module, self.load.length[part], group, self.rows.per_column)
         room.row[part] = self.rows.start[module] + row
 
-    def _less_even(self, relative: np.ndarray, columns: int, ceiling: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """The column of each sample where encoders may be less equal: a long text leaves them no room."""
-        cost, every, least = np.ascontiguousarray(relative.T), np.arange(len(relative)), np.inf
+    def _less_even(self, relative: np.ndarray, columns: int, ceiling: np.ndarray, capacity: np.ndarray) -> np.ndarray:
+        """Choose the column of each sample where encoders may be less equal: a long text leaves them no room."""
+        cost = np.ascontiguousarray(relative.T)
+        every = np.arange(len(relative))
+        min_excess = np.inf
         weight = np.ones(len(cost))
         for encoders in _ENCODER_WEIGHTS:
             weight[LLM + 1 :] = encoders
-            at, load = balance(cost, every, np.ones(columns), weight, ceiling, ceiling)
-            excess = float(np.maximum(load - np.maximum(most, 1.0)[:, None], 0).sum())
-            if excess < least:
-                least, column = excess, at
+            candidate, load = balance(cost, every, np.ones(columns), weight, ceiling, ceiling)
+            excess = float(np.maximum(load - np.maximum(capacity, 1.0)[:, None], 0).sum())
+            if excess < min_excess:
+                min_excess = excess
+                column = candidate
             if excess == 0:
                 break
         return column
@@ -357,7 +386,8 @@ def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_
     pool_rows: the queue of waiting samples; about 600 of them find partners that fit to 1%.
     Raises ValueError for a sample above the maximum.
     """
-    lengths, maximum = np.asarray(lengths, np.int64), np.asarray(maximum, np.int64)
+    lengths = np.asarray(lengths, np.int64)
+    maximum = np.asarray(maximum, np.int64)
     sample, module = np.nonzero(lengths)
     start = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=len(lengths)))]).astype(np.int64)
     parts = Parts(start, module.astype(np.int32), lengths[sample, module])
@@ -368,7 +398,7 @@ def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_
 def choose_row_maximum(
     lengths: np.ndarray, samples_per_row: tuple[float, float], given: np.ndarray | None = None
 ) -> np.ndarray:
-    """The maxima of rows, int64 `[D]`, with which `pack_rows` leaves the least empty: see `choose_maximum`."""
+    """Choose the maxima of rows, int64 `[D]`, with which `pack_rows` leaves the least empty: see `choose_maximum`."""
 
     def rows_needed(trial: np.ndarray, maximum: np.ndarray) -> float:
         return float(pack_rows(trial, maximum, np.arange(len(trial)), pool_rows=40).max() + 1)

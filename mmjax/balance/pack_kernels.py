@@ -20,7 +20,7 @@ _ROUNDING = 1e-12
 
 
 class Load(NamedTuple):
-    """What the samples of a chunk need: `Parts`, and what that makes in each module."""
+    """Needs of a chunk's samples: the arrays of `Parts`, and their sums in each module."""
 
     start: np.ndarray  # [n + 1]
     module: np.ndarray  # [p]
@@ -30,17 +30,17 @@ class Load(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a microbatch, those of all modules numbered in one go. A column has `each` rows of every module."""
+    """Rows of a microbatch, numbered through all modules. A column has `per_column[k]` rows of module k."""
 
     start: np.ndarray  # [M + 1]
-    each: np.ndarray  # [M]
+    per_column: np.ndarray  # [M]
     length: np.ndarray  # [M] positions
 
 
 class Room(NamedTuple):
-    """What is free in the microbatch that is being filled, and what is in it."""
+    """Free space and contents of the microbatch that is being filled."""
 
-    left: np.ndarray  # [rows] positions
+    row_free: np.ndarray  # [rows] positions
     free: np.ndarray  # [columns, M] positions
     slack: np.ndarray  # [M] as shares of the microbatch
     aim: np.ndarray  # [M] the same up to the goal, below 0 beyond it
@@ -49,49 +49,58 @@ class Room(NamedTuple):
 
 
 @njit(cache=True)
-def admit(load, rows, columns, queue, waiting, following, most, now, latest, last, turn):
-    """Let samples into the queue while all of it could be packed in time; how many wait then, and the head's length.
+def admit(load, rows, columns, queue, waiting, following, max_waiting, current, latest, last, turn):
+    """Let samples into the queue while all of it could be packed in time; return how many wait, and the head's length.
 
     Next-fit lays the queue out, in order: sample i would come in the v-th microbatch from now. Next-fit is monotone:
-    whatever is taken out, nobody comes later. So nobody waits for longer than allowed as long as now + v is at most
+    whatever is taken out, nobody comes later. So nobody waits for longer than allowed as long as current + v is at most
     its `latest` [n] microbatch, and the microbatch at whose head somebody has no time to spare takes its head as laid
     out here. That head is returned; 0 where everybody has time.
 
-    last: the latest microbatch of those who enter now. most: samples that may wait. Writes queue, latest and, for the
-    head, its rows to turn [p].
+    last: the latest microbatch of those who enter now. max_waiting: samples that may wait. Writes queue, latest and,
+    for the head, its rows to turn [p].
     """
-    modules = len(rows.each)
-    row, left = np.zeros(modules, np.int64), rows.length.copy()
-    row_before, left_before = row.copy(), left.copy()
-    column, turns, head, urgent, i = 0, 0, -1, False, 0
+    modules = len(rows.per_column)
+    row = np.zeros(modules, np.int64)
+    free = rows.length.copy()
+    row_before = row.copy()
+    free_before = free.copy()
+    column = turns = 0
+    head = -1
+    urgent = False
+    i = 0
     empty = True  # the column
     n = len(latest)
-    while i < waiting or (following < n and waiting < most):
+    # i < waiting walks those already in the queue; after them each new sample joins if its turn comes in time.
+    while i < waiting or (following < n and waiting < max_waiting):
         s = queue[i] if i < waiting else following
-        row_before[:], left_before[:] = row, left
-        fits = _next_fit(s, load, rows, column, row, left, turn, turns == 0)
+        row_before[:] = row
+        free_before[:] = free
+        fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
         if not fits:
             if not empty:
                 column += 1
                 if column == columns:
-                    column, turns = 0, turns + 1
+                    column = 0
+                    turns += 1
                     if head < 0:
                         head = i
-                row[:], left[:] = 0, rows.length
-                fits = _next_fit(s, load, rows, column, row, left, turn, turns == 0)
-            if not fits:  # alone in its column, in rows that `fits_alone` has found
+                row[:] = 0
+                free[:] = rows.length
+                fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
+            if not fits:  # alone in its column, in rows that `fit_alone` has found
                 _alone(s, load, rows, column, turn, turns == 0)
-                left[:] = -1
-                row[:] = rows.each
+                free[:] = -1
+                row[:] = rows.per_column
         empty = False
         if i >= waiting:
-            if now + turns > last:
+            if current + turns > last:
                 break
             latest[s] = last
             queue[waiting] = s
             waiting += 1
             following += 1
-        urgent |= now + turns >= latest[s]
+        urgent |= current + turns >= latest[s]
         i += 1
     if not urgent:
         head = 0
@@ -101,48 +110,53 @@ def admit(load, rows, columns, queue, waiting, following, most, now, latest, las
 
 
 @njit(cache=True)
-def _next_fit(s, load, rows, column, row, left, turn, write):
-    """Put the parts of a sample behind those before it in the rows of a column; whether they fit."""
-    before_row, before_left = row.copy(), left.copy()
+def _next_fit(s, load, rows, column, row, free, turn, write):
+    """Put the parts of a sample behind those before it in the rows of a column; return whether they fit."""
+    before_row = row.copy()
+    before_free = free.copy()
     for j in range(load.start[s], load.start[s + 1]):
-        k, length = load.module[j], load.length[j]
-        if left[k] < length:
-            if row[k] + 1 >= rows.each[k] or rows.length[k] < length:
-                row[:], left[:] = before_row, before_left
+        k = load.module[j]
+        length = load.length[j]
+        if free[k] < length:
+            if row[k] + 1 >= rows.per_column[k] or rows.length[k] < length:
+                row[:] = before_row
+                free[:] = before_free
                 return False
             row[k] += 1
-            left[k] = rows.length[k]
-        left[k] -= length
+            free[k] = rows.length[k]
+        free[k] -= length
         if write:
-            turn[j] = rows.start[k] + column * rows.each[k] + row[k]
+            turn[j] = rows.start[k] + column * rows.per_column[k] + row[k]
     return True
 
 
 @njit(cache=True)
 def _alone(s, load, rows, column, turn, write):
     """Put the parts of a sample in an empty column, longest first, each in the fullest row that holds it: bool."""
-    begin, end = load.start[s], load.start[s + 1]
+    begin = load.start[s]
+    end = load.start[s + 1]
     order = np.argsort(-load.length[begin:end], kind="mergesort")
-    left = np.zeros((len(rows.each), rows.each.max()), np.int64)
-    for k in range(len(rows.each)):
-        left[k, : rows.each[k]] = rows.length[k]
+    free = np.zeros((len(rows.per_column), rows.per_column.max()), np.int64)
+    for k in range(len(rows.per_column)):
+        free[k, : rows.per_column[k]] = rows.length[k]
     for i in order:
         j = begin + i
-        k, best = load.module[j], -1
-        for r in range(rows.each[k]):
-            if left[k, r] >= load.length[j] and (best < 0 or left[k, r] < left[k, best]):
+        k = load.module[j]
+        best = -1
+        for r in range(rows.per_column[k]):
+            if free[k, r] >= load.length[j] and (best < 0 or free[k, r] < free[k, best]):
                 best = r
         if best < 0:
             return False
-        left[k, best] -= load.length[j]
+        free[k, best] -= load.length[j]
         if write:
-            turn[j] = rows.start[k] + column * rows.each[k] + best
+            turn[j] = rows.start[k] + column * rows.per_column[k] + best
     return True
 
 
 @njit(cache=True)
 def fit_alone(load, rows):
-    """Whether each sample fits an empty column: bool [n]."""
+    """Check each sample against an empty column: bool [n], True where it fits."""
     fits = np.zeros(len(load.total), np.bool_)
     nowhere = np.zeros(0, np.int64)
     for s in range(len(fits)):
@@ -158,8 +172,10 @@ def choose(queue, head, old, limit, load, room, share, everything):
     `share` of its goal; then, of a window of waiting samples, always the one that brings the use nearest to the goal.
     The oldest alone where all are larger than the goal, and never more than `limit`.
     """
-    n, modules = len(queue), len(room.aim)
-    chosen, count, i = np.empty(n, np.int64), 0, 0
+    n = len(queue)
+    modules = len(room.aim)
+    chosen = np.empty(n, np.int64)
+    count = i = 0
     goal = np.maximum(room.aim, 1e-30)
     while i < n and count < limit:
         s = queue[i]
@@ -176,24 +192,28 @@ def choose(queue, head, old, limit, load, room, share, everything):
             _count(s, load, room, 1)
             chosen[count] = s
             count += 1
-    window, size, at = np.empty(_WINDOW, np.int64), 0, 0
+    window = np.empty(_WINDOW, np.int64)
+    size = next_waiting = 0
     while count < limit and not everything:
-        while size < _WINDOW and at < n:
-            if not room.inside[queue[at]]:
-                window[size] = queue[at]
+        while size < _WINDOW and next_waiting < n:
+            if not room.inside[queue[next_waiting]]:
+                window[size] = queue[next_waiting]
                 size += 1
-            at += 1
-        best, most = -1, 0.0
+            next_waiting += 1
+        best = -1
+        max_gain = 0.0
         for j in range(size):
             gain = _gain(window[j], load, room)
-            if gain > most:
-                best, most = j, gain
+            if gain > max_gain:
+                best = j
+                max_gain = gain
         if best < 0:
             break
         _count(window[best], load, room, 1)
         chosen[count] = window[best]
         count += 1
         size -= 1
+        # Order in the window does not matter: the last candidate takes the place of the chosen one.
         window[best] = window[size]
     if count == 0 and min(n, limit) > 0:
         _count(queue[0], load, room, 1)
@@ -204,12 +224,13 @@ def choose(queue, head, old, limit, load, room, share, everything):
 
 @njit(cache=True)
 def _gain(s, load, room):
-    """By how much a sample brings the squared distance from the goal down; negative where it does not fit."""
+    """Compute how much a sample lowers the squared distance from the goal; negative where it does not fit."""
     gain = 0.0
     for k in range(len(room.aim)):
         x = load.share[s, k]
         if x > room.slack[k] + _ROUNDING:
             return -1.0
+        # aim^2 - (aim - x)^2 = x (2 aim - x), summed over modules.
         gain += x * (2 * room.aim[k] - x)
     return gain
 
@@ -225,68 +246,78 @@ def _count(s, load, room, sign):
 
 @njit(cache=True)
 def parts_in(samples, load, module):
-    """The parts of these samples in a module, or in all (-1), and whose they are: int64 [q], indices into samples."""
-    most = 0
+    """Return these samples' parts in a module, or in all (-1), and whose they are: int64 [q], indices into samples."""
+    total = 0
     for s in samples:
-        most += load.start[s + 1] - load.start[s]
-    part, owner, count = np.empty(most, np.int64), np.empty(most, np.int64), 0
+        total += load.start[s + 1] - load.start[s]
+    part = np.empty(total, np.int64)
+    owner = np.empty(total, np.int64)
+    count = 0
     for i in range(len(samples)):
         for j in range(load.start[samples[i]], load.start[samples[i] + 1]):
             if module < 0 or load.module[j] == module:
-                part[count], owner[count] = j, i
+                part[count] = j
+                owner[count] = i
                 count += 1
     return part[:count], owner[:count]
 
 
 @njit(cache=True)
 def measure(chosen, load, rows, room):
-    """Count what is left of rows and columns after these samples; whether no row is too full."""
-    modules, columns = len(rows.each), len(room.free)
+    """Count what is left of rows and columns after these samples; return whether no row is too full."""
+    modules = len(rows.per_column)
+    columns = len(room.free)
     for k in range(modules):
-        room.left[rows.start[k] : rows.start[k + 1]] = rows.length[k]
-        room.free[:, k] = rows.length[k] * rows.each[k]
+        room.row_free[rows.start[k] : rows.start[k + 1]] = rows.length[k]
+        room.free[:, k] = rows.length[k] * rows.per_column[k]
     for s in chosen:
         for j in range(load.start[s], load.start[s + 1]):
-            room.left[room.row[j]] -= load.length[j]
+            room.row_free[room.row[j]] -= load.length[j]
     fits = True
     for k in range(modules):
         for c in range(columns):
             free = 0
-            for r in range(rows.start[k] + c * rows.each[k], rows.start[k] + (c + 1) * rows.each[k]):
-                free += room.left[r]
-                fits &= room.left[r] >= 0
+            # Column c of module k has rows start[k] + c * per_column[k] and the per_column[k] - 1 after it.
+            for r in range(rows.start[k] + c * rows.per_column[k], rows.start[k] + (c + 1) * rows.per_column[k]):
+                free += room.row_free[r]
+                fits &= room.row_free[r] >= 0
             room.free[c, k] = free
     return fits
 
 
 @njit(cache=True)
 def eject(chosen, head, load, rows, room):
-    """Take samples out until no row is too full, none of the first `head`; whether that was enough.
+    """Take samples out until no row is too full, none of the first `head`; return whether that was enough.
 
     Of a row that is too full goes the sample with the shortest part that is enough, else with the longest.
     """
-    n_rows = len(room.left)
+    n_rows = len(room.row_free)
     begin = np.zeros(n_rows + 1, np.int64)
     for s in chosen:
         for j in range(load.start[s], load.start[s + 1]):
             begin[room.row[j] + 1] += 1
+    # Parts grouped by row: those of row r are part[begin[r] : begin[r + 1]].
     begin = np.cumsum(begin)
-    part, owner, free = np.empty(begin[n_rows], np.int64), np.empty(begin[n_rows], np.int64), begin.copy()
+    part = np.empty(begin[n_rows], np.int64)
+    owner = np.empty(begin[n_rows], np.int64)
+    free = begin.copy()
     for i in range(len(chosen)):
         for j in range(load.start[chosen[i]], load.start[chosen[i] + 1]):
             r = room.row[j]
-            part[free[r]], owner[free[r]] = j, i
+            part[free[r]] = j
+            owner[free[r]] = i
             free[r] += 1
     for r in range(n_rows):
-        while room.left[r] < 0:
+        while room.row_free[r] < 0:
             best = -1
             for x in range(begin[r], begin[r + 1]):
                 if owner[x] < head or not room.inside[chosen[owner[x]]]:
                     continue
-                length, enough = load.length[part[x]], load.length[part[x]] >= -room.left[r]
+                length = load.length[part[x]]
+                enough = load.length[part[x]] >= -room.row_free[r]
                 if best >= 0:
                     best_length = load.length[part[best]]
-                    best_enough = best_length >= -room.left[r]
+                    best_enough = best_length >= -room.row_free[r]
                     if best_enough and (not enough or length >= best_length):
                         continue
                     if not best_enough and not enough and length <= best_length:
@@ -301,54 +332,60 @@ def eject(chosen, head, load, rows, room):
 @njit(cache=True)
 def remove(s, load, rows, room):
     """Take a sample out; its parts' `row` still says where they were."""
-    c = (room.row[load.start[s]] - rows.start[0]) // rows.each[0]
-    for k in range(len(rows.each)):
+    # All parts of a sample share a column, so its first part, the LLM's, tells which.
+    c = (room.row[load.start[s]] - rows.start[0]) // rows.per_column[0]
+    for k in range(len(rows.per_column)):
         room.free[c, k] += load.total[s, k]
     for j in range(load.start[s], load.start[s + 1]):
-        room.left[room.row[j]] += load.length[j]
+        room.row_free[room.row[j]] += load.length[j]
     _count(s, load, room, -1)
 
 
 @njit(cache=True)
 def put(s, load, rows, room):
     """Put a sample in the rows that its parts have: undo `remove`."""
-    c = (room.row[load.start[s]] - rows.start[0]) // rows.each[0]
-    for k in range(len(rows.each)):
+    c = (room.row[load.start[s]] - rows.start[0]) // rows.per_column[0]
+    for k in range(len(rows.per_column)):
         room.free[c, k] -= load.total[s, k]
     for j in range(load.start[s], load.start[s + 1]):
-        room.left[room.row[j]] -= load.length[j]
+        room.row_free[room.row[j]] -= load.length[j]
     _count(s, load, room, 1)
 
 
 @njit(cache=True)
 def place(s, load, rows, room):
-    """Put a sample in the fullest column that holds it, each part in the fullest row that does; whether one does."""
-    best, least = -1, np.inf
+    """Put a sample in the fullest column that holds it, each part in the fullest row that does; False if none does."""
+    best = -1
+    min_ratio = np.inf
     for c in range(len(room.free)):
-        left = 0.0
-        for k in range(len(rows.each)):
+        free_ratio = 0.0
+        for k in range(len(rows.per_column)):
             if room.free[c, k] < load.total[s, k]:
-                left = np.inf
+                free_ratio = np.inf
                 break
             if load.total[s, k] > 0:
-                left += room.free[c, k] / load.total[s, k]
-        if left < least:
-            best, least = c, left
+                free_ratio += room.free[c, k] / load.total[s, k]
+        if free_ratio < min_ratio:
+            best = c
+            min_ratio = free_ratio
     if best < 0:
         return False
-    begin, end = load.start[s], load.start[s + 1]
+    begin = load.start[s]
+    end = load.start[s + 1]
     for j in range(begin, end):
-        k, chosen = load.module[j], -1
-        for r in range(rows.start[k] + best * rows.each[k], rows.start[k] + (best + 1) * rows.each[k]):
-            if room.left[r] >= load.length[j] and (chosen < 0 or room.left[r] < room.left[chosen]):
+        k = load.module[j]
+        chosen = -1
+        for r in range(rows.start[k] + best * rows.per_column[k], rows.start[k] + (best + 1) * rows.per_column[k]):
+            if room.row_free[r] >= load.length[j] and (chosen < 0 or room.row_free[r] < room.row_free[chosen]):
                 chosen = r
         if chosen < 0:
+            # Undo the parts placed so far: the column holds the sample's totals but not its parts.
             for i in range(begin, j):
-                room.left[room.row[i]] += load.length[i]
+                room.row_free[room.row[i]] += load.length[i]
             return False
-        room.left[chosen] -= load.length[j]
+        room.row_free[chosen] -= load.length[j]
         room.row[j] = chosen
-    for k in range(len(rows.each)):
+    for k in range(len(rows.per_column)):
         room.free[best, k] -= load.total[s, k]
     _count(s, load, room, 1)
     return True
@@ -357,7 +394,8 @@ def place(s, load, rows, room):
 @njit(cache=True)
 def improve(queue, head, old, limit, load, rows, room):
     """Add waiting samples, up to `limit` in all, and exchange others but the `old` for them, to come near the goal."""
-    waiting, w = np.empty(_CANDIDATES, np.int64), 0
+    waiting = np.empty(_CANDIDATES, np.int64)
+    w = 0
     for s in queue:
         if w == _CANDIDATES:
             break
@@ -367,7 +405,8 @@ def improve(queue, head, old, limit, load, rows, room):
     waiting = waiting[:w]
     limit -= np.sum(room.inside[queue])
     limit -= _fill_up(waiting, limit, load, rows, room)
-    movable, m = np.empty(_MOVABLE, np.int64), 0
+    movable = np.empty(_MOVABLE, np.int64)
+    m = 0
     for i in range(len(queue) - 1, max(head, old) - 1, -1):
         if m == _MOVABLE:
             break
@@ -388,23 +427,24 @@ def improve(queue, head, old, limit, load, rows, room):
 
 @njit(cache=True)
 def _exchange(movable, i, waiting, gain, load, rows, room):
-    """Exchange a sample for the waiting one that brings use nearest to the goal and finds rows; whether one did."""
+    """Exchange a sample for the waiting one that brings use nearest to the goal and finds rows; return success."""
     old = movable[i]
     for j in range(len(waiting)):
         gain[j] = 0.0
         if room.inside[waiting[j]]:
             continue
         for k in range(len(room.aim)):
-            more = load.share[waiting[j], k] - load.share[old, k]
-            if more > room.slack[k] + _ROUNDING:
+            change = load.share[waiting[j], k] - load.share[old, k]
+            if change > room.slack[k] + _ROUNDING:
                 gain[j] = -1.0
                 break
-            gain[j] += more * (2 * room.aim[k] - more)
+            gain[j] += change * (2 * room.aim[k] - change)
     for _ in range(min(_TRIALS, len(waiting))):
         best = np.argmax(gain)
         if gain[best] <= 1e-9:
             return False
         gain[best] = -1.0
+        # The removed sample's rows stay in `room.row`, so `put` restores it where the candidate finds none.
         remove(old, load, rows, room)
         if place(waiting[best], load, rows, room):
             movable[i], waiting[best] = waiting[best], old
@@ -415,16 +455,19 @@ def _exchange(movable, i, waiting, gain, load, rows, room):
 
 @njit(cache=True)
 def _fill_up(waiting, limit, load, rows, room):
-    """Add the waiting sample that brings use nearest to the goal until none helps or finds rows; how many came."""
-    refused, added = room.inside[waiting], 0
+    """Add the waiting sample that brings use nearest to the goal until none helps or finds rows; return the count."""
+    refused = room.inside[waiting]
+    added = 0
     while added < limit:
-        best, most = -1, 0.0
+        best = -1
+        max_gain = 0.0
         for j in range(len(waiting)):
             if not refused[j]:
                 gain = _gain(waiting[j], load, room)
                 refused[j] = gain <= 0  # and will stay so
-                if gain > most:
-                    best, most = j, gain
+                if gain > max_gain:
+                    best = j
+                    max_gain = gain
         if best < 0:
             break
         refused[best] = True
@@ -433,15 +476,15 @@ def _fill_up(waiting, limit, load, rows, room):
 
 
 @njit(cache=True)
-def close(queue, now, load, room, microbatch, used):
-    """Number the samples of this microbatch and drop them from the queue: how many still wait."""
-    kept = 0
+def close(queue, current, load, room, microbatch, used):
+    """Number the samples of this microbatch and drop them from the queue; return how many still wait."""
+    n_waiting = 0
     for s in queue:
         if room.inside[s]:
-            microbatch[s] = now
+            microbatch[s] = current
             room.inside[s] = False
             used += load.share[s]
         else:
-            queue[kept] = s
-            kept += 1
-    return kept
+            queue[n_waiting] = s
+            n_waiting += 1
+    return n_waiting

@@ -12,7 +12,7 @@ LLM = 0  # the module that every sample has exactly one part of
 
 @dataclass(frozen=True)
 class Parts:
-    """What each sample asks of each module: one LLM part, then one part per item.
+    """Lengths that each sample needs of each module: one LLM part, then one part per item.
 
     sample_start: int64 `[n + 1]`, the parts of sample i are `sample_start[i] : sample_start[i + 1]`.
     module: int32 `[p]`, 0 = LLM, then the encoders.
@@ -43,39 +43,41 @@ class Parts:
         return len(self.sample_start) - 1
 
     def sample(self) -> np.ndarray:
-        """The sample of each part, int64 `[p]`."""
+        """Return the sample of each part, int64 `[p]`."""
         return np.repeat(np.arange(len(self)), np.diff(self.sample_start))
 
     def totals(self, modules: int) -> np.ndarray:
-        """Positions per sample and module, int64 `[n, modules]`."""
+        """Sum positions per sample and module, int64 `[n, modules]`."""
+        # Sample i's total of module k is at i * modules + k of the flat array.
         flat = np.bincount(self.sample() * modules + self.module, self.length, len(self) * modules)
         return np.rint(flat).astype(np.int64).reshape(len(self), modules)
 
     def largest(self, modules: int) -> np.ndarray:
-        """The longest part of each module, int64 `[modules]`; 0 where it has none."""
+        """Return the longest part of each module, int64 `[modules]`; 0 where it has none."""
         longest = np.zeros(modules, np.int64)
         np.maximum.at(longest, self.module, self.length)
         return longest
 
     def of_samples(self, samples: np.ndarray) -> np.ndarray:
-        """The indices of these samples' parts, one sample after the other, int64."""
+        """Return the indices of these samples' parts, one sample after the other, int64."""
         start = self.sample_start
         count = start[samples + 1] - start[samples]
+        # start [4, 0], count [2, 3] -> [4, 5, 0, 1, 2]: the arange has counted 2 before sample 1, hence 0 - 2 is added.
         return np.arange(count.sum()) + np.repeat(start[samples] - np.cumsum(count) + count, count)
 
     def take(self, samples: np.ndarray) -> Parts:
-        """The parts of these samples alone, in this order."""
+        """Select the parts of these samples, in this order."""
         part = self.of_samples(samples)
         count = np.diff(self.sample_start)[samples]
         return Parts(np.concatenate([[0], np.cumsum(count)]).astype(np.int64), self.module[part], self.length[part])
 
     def by_size(self) -> np.ndarray:
-        """The parts of each sample by module, longest first (so placed, they fit most often), int64 `[p]`."""
+        """Sort the parts of each sample by module, longest first (so placed, they fit most often), int64 `[p]`."""
         return np.lexsort((-self.length, self.module, self.sample()))
 
 
 def parts_of(samples: Sequence[Sequence[tuple[int, int]]]) -> Parts:
-    """Parts from each sample's (module, length) pairs, the LLM's first."""
+    """Build Parts from each sample's (module, length) pairs, the LLM's first."""
     start = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
     pairs = np.array([pair for sample in samples for pair in sample], np.int64).reshape(-1, 2)
     return Parts(start, pairs[:, 0].astype(np.int32), np.ascontiguousarray(pairs[:, 1]))

@@ -35,7 +35,7 @@ class Shuffler:
 
 @njit(cache=True)
 def _mixed(x):
-    """splitmix64's finaliser: every bit of the input changes half of the output's."""
+    """Apply splitmix64's finaliser: every bit of the input changes half of the output's."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -53,5 +53,6 @@ def _shuffle(order, state):
     """Exchange each place, the last first, with one up to it that 32 random bits choose: biased by at most n / 2^32."""
     for i in range(len(order) - 1, 0, -1):
         state[0] += _STEP
-        other = np.int64(((_mixed(state[0]) >> np.uint64(32)) * np.uint64(i + 1)) >> np.uint64(32))
-        order[i], order[other] = order[other], order[i]
+        # The top 32 bits r give floor(r * (i + 1) / 2^32), a place in 0 .. i, without a division.
+        partner = np.int64(((_mixed(state[0]) >> np.uint64(32)) * np.uint64(i + 1)) >> np.uint64(32))
+        order[i], order[partner] = order[partner], order[i]

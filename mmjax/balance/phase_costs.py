@@ -1,4 +1,4 @@
-"""What the samples and items of a step cost in each phase: what `phases` places them by."""
+"""Costs of a step's samples and items in each phase, by which `phases` places them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmjax.balance.parts import LLM
 
 @dataclass(frozen=True)
 class Costs:
-    """What the samples of a step and their items cost, in any unit; one for all phases, or times come by `Aim.share`.
+    """Costs of a step's samples and their items, in any unit; one for all phases, or times come by `Aim.share`.
 
     sample: float64 `[n, phases]`, phase 0 is the LLM, an encoder's column is the sum of its items.
     item_sample: int64 `[m]`; item_phase: int32 `[m]`, 1 and on; item_cost: float64 `[m]`.
@@ -45,16 +45,23 @@ class Costs:
 
     @property
     def phases(self) -> int:
-        """The LLM and the encoders."""
+        """Return the number of phases: the LLM and the encoders."""
         return self.sample.shape[1]
 
     def take(self, samples: np.ndarray) -> tuple[Costs, np.ndarray]:
-        """These samples alone, in this order, and which items are theirs: int64 `[k]` each."""
+        """Select these samples, in this order; return also the indices of their items, int64 `[k]`."""
+        # Old sample number -> new one; -1 for samples that are not selected.
         number = np.full(len(self), -1, np.int64)
         number[samples] = np.arange(len(samples))
         items = np.flatnonzero(number[self.item_sample] >= 0)
-        taken = (self.item_phase[items], self.item_cost[items], self.item_tokens[items])
-        return Costs(self.sample[samples], number[self.item_sample[items]], *taken), items
+        costs = Costs(
+            sample=self.sample[samples],
+            item_sample=number[self.item_sample[items]],
+            item_phase=self.item_phase[items],
+            item_cost=self.item_cost[items],
+            item_tokens=self.item_tokens[items],
+        )
+        return costs, items
 
 
 def costs_of(
@@ -65,10 +72,15 @@ def costs_of(
     item_tokens: np.ndarray,
     phases: int,
 ) -> Costs:
-    """The costs of samples whose encoder columns are summed from their items. llm_cost: `[n]`, items `[m]`."""
+    """Build the costs of samples whose encoder columns are summed from their items. llm_cost: `[n]`, items `[m]`."""
     n = len(llm_cost)
     flat = np.bincount(np.asarray(item_sample, np.int64) * phases + item_phase, item_cost, n * phases)
     sample = flat.reshape(n, phases)
     sample[:, LLM] = llm_cost
-    kinds = ((item_sample, np.int64), (item_phase, np.int32), (item_cost, np.float64), (item_tokens, np.int64))
-    return Costs(sample, *[np.ascontiguousarray(value, kind) for value, kind in kinds])
+    return Costs(
+        sample=sample,
+        item_sample=np.ascontiguousarray(item_sample, np.int64),
+        item_phase=np.ascontiguousarray(item_phase, np.int32),
+        item_cost=np.ascontiguousarray(item_cost, np.float64),
+        item_tokens=np.ascontiguousarray(item_tokens, np.int64),
+    )

@@ -1,4 +1,4 @@
-"""Where each sample and item of a step is processed, so that ranks are equal in every phase (OrchMLLM sections 5, 6).
+"""Place each sample and item of a step so that ranks are equal in every phase (OrchMLLM sections 5, 6).
 
 OrchMLLM balances each phase on its own, after which nearly every encoder output travels to the rank of its sample. With
 enough samples a rank that is not needed: an item is encoded on the rank of its sample, and samples are placed by all
@@ -29,7 +29,7 @@ _LLM_LATER = 0.05  # of the step's time, that must be saved for that
 
 @dataclass(frozen=True)
 class Aim:
-    """What a joint plan is for.
+    """Goals of a joint plan.
 
     tolerance: an encoder's phase whose fullest rank has this share more than the least possible is good enough; of the
     LLM's, three quarters of it.
@@ -57,30 +57,31 @@ class PhasePlan:
 
 
 def place_in_order(costs: Costs, ranks: int) -> PhasePlan:
-    """Samples as they come, equal counts on every rank; items with their sample. What balancing is measured against."""
+    """Place samples as they come, equal counts on every rank, items with their sample: the baseline of balancing."""
     _check_ranks(ranks, ranks)
     return _at_home(costs, ranks_in_order(len(costs), ranks))
 
 
 def ranks_in_order(samples: int, ranks: int) -> np.ndarray:
-    """The rank of each sample as they come, equal counts on every rank, int32 `[n]`."""
+    """Return the rank of each sample as they come, equal counts on every rank, int32 `[n]`."""
     return (np.arange(samples) * ranks // max(samples, 1)).astype(np.int32)
 
 
 def place_by_llm(costs: Costs, ranks: int) -> PhasePlan:
-    """Samples by LPT on the LLM's cost alone, items with their sample: balancing that knows of no encoder."""
+    """Place samples by LPT on the LLM's cost alone, items with their sample: balancing that knows of no encoder."""
     _check_ranks(ranks, ranks)
     return _at_home(costs, _lpt(costs.sample[:, LLM], ranks))
 
 
 def place_apart(costs: Costs, ranks: int) -> PhasePlan:
-    """Every phase by LPT on its own, items on any rank: OrchMLLM sections 5.1 and 6, packed costs.
+    """Place every phase by LPT on its own, items on any rank: OrchMLLM sections 5.1 and 6, packed costs.
 
     The width is that of an all-to-all over all ranks.
     """
     _check_ranks(ranks, ranks)
     sample_rank = _lpt(costs.sample[:, LLM], ranks)
-    item_rank, width = np.zeros(len(costs.item_sample), np.int32), np.zeros(costs.phases - 1, np.int64)
+    item_rank = np.zeros(len(costs.item_sample), np.int32)
+    width = np.zeros(costs.phases - 1, np.int64)
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
         item_rank[items] = _lpt(costs.item_cost[items], ranks)
@@ -96,7 +97,7 @@ def place_jointly(
     start: np.ndarray | None = None,
     aim: Aim | None = None,
 ) -> PhasePlan:
-    """Samples by all costs at once, the LLM's first, over all ranks; items move within their node if they must.
+    """Place samples by all costs at once, the LLM's first, over all ranks; move items within their node if needed.
 
     Node k has ranks k * ranks_per_node and on, the last one may be smaller; default: all ranks are one node. widths:
     for each encoder, the sizes that a padded all-to-all may have, tokens from a rank to another, ascending from 0;
@@ -107,6 +108,7 @@ def place_jointly(
     size = _node_sizes(ranks, ranks_per_node)
     widths = _check_widths(widths, costs.phases)
     mean = costs.sample.sum(0) / ranks
+    # A phase without any cost is 0 on every rank, whatever it is divided by.
     mean[mean == 0] = 1.0
 
     def planned(llm_weight: tuple[float, float]) -> tuple[PhasePlan, float]:
@@ -116,18 +118,20 @@ def place_jointly(
 
     plan, time = planned(LLM_FIRST)
     if time > 1 + _POOR:  # few samples, or a long one
-        other, other_time = planned(ALL_ALIKE)
-        if other_time < time * (1 - _LLM_LATER):
-            plan, time = other, other_time
+        alternative, alternative_time = planned(ALL_ALIKE)
+        if alternative_time < time * (1 - _LLM_LATER):
+            plan = alternative
+            time = alternative_time
+    # Samples leave the start only where the plan saves at least `least_gain`.
     if start is not None:
-        kept = _at_home(costs, np.asarray(start, np.int32))
-        if time > step_time(costs, kept, ranks, ranks_per_node, aim) * (1 - aim.least_gain):
-            return kept
+        start_plan = _at_home(costs, np.asarray(start, np.int32))
+        if time > step_time(costs, start_plan, ranks, ranks_per_node, aim) * (1 - aim.least_gain):
+            return start_plan
     return plan
 
 
 def cost_per_rank(costs: Costs, plan: PhasePlan, ranks: int) -> np.ndarray:
-    """What each rank executes of each phase, float64 `[ranks, phases]`, in the unit of the costs."""
+    """Sum each rank's cost of each phase, float64 `[ranks, phases]`, in the unit of the costs."""
     flat = np.bincount(
         plan.item_rank.astype(np.int64) * costs.phases + costs.item_phase, costs.item_cost, ranks * costs.phases
     )
@@ -137,20 +141,20 @@ def cost_per_rank(costs: Costs, plan: PhasePlan, ranks: int) -> np.ndarray:
 
 
 def widest(source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, ranks: int) -> int:
-    """The most tokens that items take from one rank to another. source, destination, tokens: int `[m]`."""
+    """Return the most tokens that items take from one rank to another. source, destination, tokens: int `[m]`."""
     away = np.flatnonzero(source != destination)
     _, pair = np.unique(source[away].astype(np.int64) * ranks + destination[away], return_inverse=True)
     return int(np.bincount(pair, tokens[away]).max(initial=0))
 
 
 def usual_widths(costs: Costs) -> list[tuple[int, ...]]:
-    """For each encoder, widths that an all-to-all may have: 0, and parts and multiples of the longest item."""
+    """List the widths that each encoder's all-to-all may have: 0, and parts and multiples of the longest item."""
     longest = int(costs.item_tokens.max(initial=1))
     return [(0, *sorted({max(1, longest * k // 16) for k in (2, 4, 8, 16, 32)}))] * (costs.phases - 1)
 
 
 def wire(width: np.ndarray, ranks: int, ranks_per_node: int | None = None) -> np.ndarray:
-    """Tokens that leave ranks in padded all-to-alls over the ranks of each node, int64 `[phases - 1]`."""
+    """Count tokens that leave ranks in padded all-to-alls over the ranks of each node, int64 `[phases - 1]`."""
     size = _node_sizes(ranks, ranks_per_node)
     return np.asarray(width, np.int64) * int((size * (size - 1)).sum())
 
@@ -158,7 +162,7 @@ def wire(width: np.ndarray, ranks: int, ranks_per_node: int | None = None) -> np
 def step_time(
     costs: Costs, plan: PhasePlan, ranks: int, ranks_per_node: int | None = None, aim: Aim | None = None
 ) -> float:
-    """The step's estimated time, 1 = all ranks equal and nothing sent: phases end when their fullest rank does."""
+    """Estimate the step's time, 1 = all ranks equal and nothing sent: phases end when their fullest rank does."""
     aim = aim or Aim()
     cost = cost_per_rank(costs, plan, ranks)
     fullest = cost.max(0) / np.maximum(cost.mean(0), np.finfo(float).tiny)
@@ -169,7 +173,7 @@ def step_time(
 def _place_samples(
     costs: Costs, ranks: int, mean: np.ndarray, tolerance: float, llm_weight: tuple[float, float]
 ) -> np.ndarray:
-    """The rank of each sample, int32 `[n]`, near-linear in samples and ranks: dealt to blocks, then exchanged."""
+    """Deal samples to blocks, then exchange, near-linear in samples and ranks: the rank of each, int32 `[n]`."""
     rank = np.zeros(len(costs), np.int64)
     if ranks == 1 or len(costs) == 0:
         return rank.astype(np.int32)
@@ -185,7 +189,7 @@ def _place_samples(
 
 
 def _whole_units(cost: np.ndarray) -> float:
-    """The least that the fullest rank has where all costs `[n]` are multiples of one unit, such as tiles: >= 1.
+    """Bound the fullest rank's load from below where all costs `[n]` are multiples of one unit, such as tiles: >= 1.
 
     The mean over ranks is 1. The multiple is that of the smallest difference between two costs, if there is one.
     """
@@ -200,37 +204,45 @@ def _whole_units(cost: np.ndarray) -> float:
 def _move_items(
     costs: Costs, sample_rank: np.ndarray, size: np.ndarray, mean: np.ndarray, widths: Sequence[Sequence[int]], aim: Aim
 ) -> PhasePlan:
-    """The plan with the width of each encoder that makes the step shortest. size: int64 `[nodes]`, ranks of each."""
-    ranks, share = int(size.sum()), _share(costs, aim)
+    """Choose for each encoder the width that makes the step shortest. size: int64 `[nodes]`, ranks of each."""
+    ranks = int(size.sum())
+    share = _share(costs, aim)
     plan = _at_home(costs, sample_rank)
-    item_rank, chosen = plan.item_rank.astype(np.int64), plan.width
+    item_rank = plan.item_rank.astype(np.int64)
+    chosen = plan.width
     per_token = aim.exchange * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
-        cost, home = costs.item_cost[items] / mean[p], item_rank[items]
-        load = np.bincount(home, cost, ranks)
+        cost = costs.item_cost[items] / mean[p]
+        home_rank = item_rank[items]
+        load = np.bincount(home_rank, cost, ranks)
         goal = max(1 + aim.tolerance, float(cost.max(initial=0)))
+        # Nothing may move, or nothing needs to.
         if len(widths[p - 1]) == 1 or load.max() <= goal:
             continue
-        node = np.repeat(np.arange(len(size)), size)[home]
+        node = np.repeat(np.arange(len(size)), size)[home_rank]
         order = np.lexsort((-cost, node))
-        items, cost, home, tokens = items[order], cost[order], home[order], costs.item_tokens[items[order]]
+        items, cost, home_rank, tokens = items[order], cost[order], home_rank[order], costs.item_tokens[items[order]]
         start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
         goal = max(goal, float(_fullest(cost, ranks)))
-        least = share[p] * load.max() - _WORTH_MOVING
+        min_time = share[p] * load.max() - _WORTH_MOVING
         for width in widths[p - 1][1:]:
-            at, after = home.copy(), load.copy()
-            spread_in_nodes(start, size, home, cost, tokens, width, goal, at, after)
-            time = share[p] * after.max() + per_token * width
-            if time < least:
-                least, item_rank[items], chosen[p - 1] = time, at, width
-            if after.max() <= goal:
+            rank = home_rank.copy()
+            new_load = load.copy()
+            spread_in_nodes(start, size, home_rank, cost, tokens, width, goal, rank, new_load)
+            time = share[p] * new_load.max() + per_token * width
+            if time < min_time:
+                min_time = time
+                item_rank[items] = rank
+                chosen[p - 1] = width
+            # A wider exchange would only send more padding.
+            if new_load.max() <= goal:
                 break
     return PhasePlan(sample_rank, item_rank.astype(np.int32), chosen)
 
 
 def _fullest(cost: np.ndarray, ranks: int) -> float:
-    """What the fullest rank has of items that LPT deals to any ranks."""
+    """Return the fullest rank's load of items that LPT deals to any ranks."""
     load = np.zeros(ranks)
     lpt(cost, np.argsort(-cost, kind="stable"), np.zeros(len(cost), np.int32), load)
     return float(load.max())
@@ -254,9 +266,9 @@ def _lpt(cost: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _node_sizes(ranks: int, ranks_per_node: int | None) -> np.ndarray:
-    each = ranks if ranks_per_node is None else ranks_per_node
-    _check_ranks(ranks, each)
-    return np.diff(np.append(np.arange(0, ranks, each), ranks))
+    per_node = ranks if ranks_per_node is None else ranks_per_node
+    _check_ranks(ranks, per_node)
+    return np.diff(np.append(np.arange(0, ranks, per_node), ranks))
 
 
 def _check_ranks(ranks: int, ranks_per_node: int) -> None:

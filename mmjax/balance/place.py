@@ -7,7 +7,7 @@ from numba import njit
 
 
 def split(totals: np.ndarray, microbatches: int) -> np.ndarray:
-    """The microbatch of each sample, int64 `[n]`, by greedy vector balancing. totals: int `[n, M]`, positions.
+    """Assign each sample a microbatch, int64 `[n]`, by greedy vector balancing. totals: int `[n, M]`, positions.
 
     The sample with the largest load in any module, relative to that module's mean over microbatches, goes first, to the
     microbatch whose largest relative load stays least.
@@ -19,14 +19,15 @@ def split(totals: np.ndarray, microbatches: int) -> np.ndarray:
 def to_rows(
     module: np.ndarray, length: np.ndarray, group: np.ndarray, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row for each part, longest first to the emptiest of its group and module; and the fullest row of each module.
+    """Assign each part a row, longest first to the emptiest of its group and module; return each module's fullest too.
 
     module, length, group: int `[p]`; a group is a microbatch or a rank. rows: int64 `[M]`, of each group. Returns int32
     `[p]`, group * rows + row within the group, and int64 `[M]`, positions, not aligned.
     """
     groups = int(group.max(initial=0)) + 1
     load = np.zeros((len(rows), groups * int(rows.max())), np.int64)
-    row, need = np.zeros(len(module), np.int32), np.zeros(len(rows), np.int64)
+    row = np.zeros(len(module), np.int32)
+    need = np.zeros(len(rows), np.int64)
     longest_first = np.argsort(-length, kind="stable")
     _longest_first(module, length, np.asarray(group, np.int64), longest_first, rows, load, row, need)
     return row, need
@@ -34,20 +35,23 @@ def to_rows(
 
 @njit(cache=True)
 def _balance(share, heaviest_first, microbatches):
-    """The microbatch of each sample, int64 [n]; of equal choices the one with the least load in all."""
+    """Assign each sample a microbatch, int64 [n]; of equal choices the one with the least load in all."""
     n, modules = share.shape
     load = np.zeros((microbatches, modules))
     microbatch = np.zeros(n, np.int64)
     for sample in heaviest_first:
-        best, least, least_sum = -1, np.inf, np.inf
+        best = -1
+        min_largest = min_sum = np.inf
         for m in range(microbatches):
-            largest, together = 0.0, 0.0
+            largest = load_sum = 0.0
             for k in range(modules):
-                after = load[m, k] + share[sample, k]
-                largest = max(largest, after)
-                together += after
-            if largest < least or (largest == least and together < least_sum):
-                best, least, least_sum = m, largest, together
+                new_load = load[m, k] + share[sample, k]
+                largest = max(largest, new_load)
+                load_sum += new_load
+            if largest < min_largest or (largest == min_largest and load_sum < min_sum):
+                best = m
+                min_largest = largest
+                min_sum = load_sum
         microbatch[sample] = best
         for k in range(modules):
             load[best, k] += share[sample, k]
@@ -56,7 +60,7 @@ def _balance(share, heaviest_first, microbatches):
 
 @njit(cache=True)
 def _longest_first(module, length, group, longest_first, rows, load, row, need):
-    """Each part, longest first, to the emptiest row of its module and group; writes load, row and need.
+    """Assign each part, longest first, to the emptiest row of its module and group; writes load, row and need.
 
     The rows of a module and group are a binary heap; of equally empty ones the first goes first.
     """
@@ -65,23 +69,27 @@ def _longest_first(module, length, group, longest_first, rows, load, row, need):
         heap[k] = np.arange(load.shape[1]) % rows[k]
     for part in longest_first:
         k = module[part]
-        first, count = group[part] * rows[k], rows[k]
+        first = group[part] * rows[k]
+        count = rows[k]
         emptiest = heap[k, first]
-        after = load[k, first + emptiest] + length[part]
-        load[k, first + emptiest] = after
+        new_load = load[k, first + emptiest] + length[part]
+        load[k, first + emptiest] = new_load
         row[part] = first + emptiest
-        need[k] = max(need[k], after)
-        at = 0
-        while 2 * at + 1 < count:
-            child = 2 * at + 1
+        need[k] = max(need[k], new_load)
+        slot = 0
+        # The emptiest row has been filled: sift it down the heap, whose node h has children 2 h + 1 and 2 h + 2.
+        while 2 * slot + 1 < count:
+            child = 2 * slot + 1
             if child + 1 < count:
-                left, right = heap[k, first + child], heap[k, first + child + 1]
-                a, b = load[k, first + left], load[k, first + right]
-                child += b < a or (b == a and right < left)
+                left_row = heap[k, first + child]
+                right_row = heap[k, first + child + 1]
+                a = load[k, first + left_row]
+                b = load[k, first + right_row]
+                child += b < a or (b == a and right_row < left_row)
             lower = heap[k, first + child]
-            held = load[k, first + lower]
-            if after < held or (after == held and emptiest < lower):
+            child_load = load[k, first + lower]
+            if new_load < child_load or (new_load == child_load and emptiest < lower):
                 break
-            heap[k, first + at] = lower
-            at = child
-        heap[k, first + at] = emptiest
+            heap[k, first + slot] = lower
+            slot = child
+        heap[k, first + slot] = emptiest

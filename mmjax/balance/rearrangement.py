@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Places:
-    """Where items lie. rank: int32 `[n]`. offset: int64 `[n]`, position of the item's first token on that rank."""
+    """Positions of items. rank: int32 `[n]`. offset: int64 `[n]`, position of the item's first token on that rank."""
 
     rank: np.ndarray
     offset: np.ndarray
@@ -64,59 +64,61 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Tokens of all ranks together."""
+        """Sum the tokens of all ranks."""
         return int(self.sent.sum())
 
 
 def pack_places(length: np.ndarray, rank: np.ndarray, ranks: int) -> Places:
-    """Items one after the other on their ranks, in the order given. length, rank: int `[n]`."""
+    """Pack items one after the other on their ranks, in their order. length, rank: int `[n]`."""
     return Places(np.asarray(rank, np.int32), _offsets(np.asarray(length, np.int64), np.asarray(rank), ranks))
 
 
 def rearrange(length: np.ndarray, source: np.ndarray, destination: np.ndarray, ranks: int) -> Rearrangement:
-    """The rearrangement from source to destination ranks, items packed in their order on both. All int `[n]`."""
+    """Build the rearrangement from source to destination ranks, items packed in their order on both. All int `[n]`."""
     length = np.asarray(length, np.int64)
     return Rearrangement(length, pack_places(length, source, ranks), pack_places(length, destination, ranks), ranks)
 
 
 def inverse(moved: Rearrangement) -> Rearrangement:
-    """The rearrangement that brings every item back; the backward pass of the forward one."""
+    """Return the rearrangement that brings every item back; the backward pass of the forward one."""
     return Rearrangement(moved.length, moved.after, moved.before, moved.ranks)
 
 
 def compose(first: Rearrangement, second: Rearrangement) -> Rearrangement:
-    """`second` after `first` as one map, so one all-to-all: the LLM's after an encoder's inverse (OrchMLLM section 6).
+    """Compose `first`, then `second`, into one all-to-all: the LLM's after an encoder's inverse (OrchMLLM section 6).
 
     Raises ValueError unless both speak of the same items and `second` starts where `first` ends.
     """
     if first.ranks != second.ranks or not np.array_equal(first.length, second.length):
         raise ValueError("composed rearrangements must have the same ranks and the same item lengths")
-    middle, start = first.after, second.before
+    middle = first.after
+    start = second.before
     if not (np.array_equal(middle.rank, start.rank) and np.array_equal(middle.offset, start.offset)):
         raise ValueError("the second rearrangement must start where the first one ends")
     return Rearrangement(first.length, first.before, second.after, first.ranks)
 
 
 def restrict(moved: Rearrangement, items: np.ndarray) -> Rearrangement:
-    """These items alone, in this order, where they were: indices int `[k]` or bool `[n]`."""
+    """Select these items, in this order, where they were: indices int `[k]` or bool `[n]`."""
     return Rearrangement(moved.length[items], _take(moved.before, items), _take(moved.after, items), moved.ranks)
 
 
 def restrict_to_parts(moved: Rearrangement, item: np.ndarray, offset: np.ndarray, length: np.ndarray) -> Rearrangement:
-    """The rearrangement of runs within items, such as one modality's tokens within interleaved samples.
+    """Build the rearrangement of runs within items, such as one modality's tokens within interleaved samples.
 
     item: int `[k]`, the item that holds each run; offset: int `[k]`, where in it; length: int `[k]`.
     Raises ValueError where a run is not inside its item.
     """
-    offset, length = np.asarray(offset, np.int64), np.asarray(length, np.int64)
+    offset = np.asarray(offset, np.int64)
+    length = np.asarray(length, np.int64)
     if np.any(offset < 0) or np.any(offset + length > moved.length[item]):
         raise ValueError("every run must lie inside its item")
-    places = [Places(at.rank[item], at.offset[item] + offset) for at in (moved.before, moved.after)]
+    places = [Places(side.rank[item], side.offset[item] + offset) for side in (moved.before, moved.after)]
     return Rearrangement(length, places[0], places[1], moved.ranks)
 
 
 def volume(moved: Rearrangement) -> np.ndarray:
-    """Tokens from each rank to each rank, int64 `[ranks, ranks]`: V of OrchMLLM section 5.2.2, rows are sources."""
+    """Count tokens from rank to rank, int64 `[ranks, ranks]`: V of OrchMLLM section 5.2.2, rows are sources."""
     pair = moved.before.rank.astype(np.int64) * moved.ranks + moved.after.rank
     return _totals(pair, moved.length, moved.ranks**2).reshape(moved.ranks, moved.ranks)
 
@@ -124,7 +126,7 @@ def volume(moved: Rearrangement) -> np.ndarray:
 def inter_node(
     length: np.ndarray, source: np.ndarray, destination: np.ndarray, ranks: int, ranks_per_node: int
 ) -> Traffic:
-    """Tokens that each rank sends to, and receives from, other nodes. length, source, destination: int `[n]`.
+    """Count tokens that each rank sends to, and receives from, other nodes. length, source, destination: int `[n]`.
 
     Node k has ranks k * ranks_per_node and on; the last one may be smaller.
     """
@@ -134,7 +136,7 @@ def inter_node(
 
 
 def width(moved: Rearrangement) -> int:
-    """The most tokens that one rank sends to another one: the chunk that a padded all-to-all needs."""
+    """Return the most tokens that one rank sends to another: the chunk that a padded all-to-all needs."""
     away = np.flatnonzero(moved.before.rank != moved.after.rank)
     pair = moved.before.rank[away].astype(np.int64) * moved.ranks + moved.after.rank[away]
     number = np.unique(pair, return_inverse=True)[1]
@@ -144,7 +146,7 @@ def width(moved: Rearrangement) -> int:
 def tables(
     moved: Rearrangement, width: int, capacity: int, mine: range | None = None, peers: range | None = None
 ) -> Tables:
-    """The tables of the ranks `mine` (default: all peers) for an all-to-all among `peers` (default: all ranks).
+    """Build the tables of the ranks `mine` (default: all peers) for an all-to-all among `peers` (default: all ranks).
 
     Time and memory follow the tokens and tables of `mine`, besides one look at each item, so a process builds only its
     own. peers: the ranks of one node, where nothing leaves it. width: tokens per chunk, at least `width(moved)`;
@@ -153,12 +155,14 @@ def tables(
     """
     peers = range(moved.ranks) if peers is None else peers
     mine = peers if mine is None else mine
-    source, destination = moved.before.rank, moved.after.rank
+    source = moved.before.rank
+    destination = moved.after.rank
     sending = np.flatnonzero(_among(source, mine) & (source != destination) & (moved.length > 0))
     arriving = np.flatnonzero(_among(destination, mine) & (moved.length > 0))
     outside = ~(_among(destination[sending], peers) & _among(source[sending], peers))
     if np.any(outside) or not np.all(_among(source[arriving], peers)):
         raise ValueError(f"an item moves between ranks {peers.start} .. {peers.stop - 1} and others")
+    # -1 marks padding; everything else is overwritten below.
     send = np.full((len(mine), len(peers), width), -1, np.int32)
     gather = np.full((len(mine), capacity), -1, np.int32)
     _fill_send(send, moved, sending, mine, peers)
@@ -177,24 +181,27 @@ def _fill_send(send: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: 
 def _fill_gather(
     gather: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range, width: int
 ) -> None:
-    length, source, row = moved.length[items], moved.before.rank[items], moved.after.rank[items] - mine.start
+    length = moved.length[items]
+    source = moved.before.rank[items]
+    row = moved.after.rank[items] - mine.start
     peer = source - np.int64(peers.start)
     # Both sides number a pair's tokens in the order of its items, so they agree without a word about it.
     slot = _offsets(length, row * len(peers) + peer, len(mine) * len(peers))
     stays = source == moved.after.rank[items]
     _check_fits((slot + length)[~stays], width, "pair of ranks exceeds the width")
     _check_fits(moved.after.offset[items] + length, gather.shape[1], "destination array exceeds the capacity")
-    found = np.where(stays, len(peers) * width + moved.before.offset[items], peer * width + slot)
+    origin = np.where(stays, len(peers) * width + moved.before.offset[items], peer * width + slot)
     gather.reshape(-1)[_runs(row * np.int64(gather.shape[1]) + moved.after.offset[items], length)] = _runs(
-        found, length
+        origin, length
     )
+    # Two items on one position would leave fewer positions written than tokens.
     if np.count_nonzero(gather >= 0) != length.sum():
         raise ValueError("two items overlap at their destination")
 
 
 def _check_fits(end: np.ndarray, limit: int, what: str) -> None:
-    if (most := end.max(initial=0)) > limit:
-        raise ValueError(f"a {what}: {most} tokens, room for {limit}")
+    if (largest := end.max(initial=0)) > limit:
+        raise ValueError(f"a {what}: {largest} tokens, room for {limit}")
 
 
 def _take(places: Places, items: np.ndarray) -> Places:
@@ -211,15 +218,16 @@ def _totals(key: np.ndarray, length: np.ndarray, keys: int) -> np.ndarray:
 
 
 def _offsets(length: np.ndarray, key: np.ndarray, keys: int) -> np.ndarray:
-    """Tokens of the items before each one that have its key, int64 `[n]`."""
+    """Sum the tokens of the items before each one that have its key, int64 `[n]`."""
     order = np.argsort(key, kind="stable")
-    before = np.cumsum(length[order]) - length[order]
+    preceding = np.cumsum(length[order]) - length[order]
     first = np.concatenate([[0], np.cumsum(_totals(key, length, keys))[:-1]])
     offset = np.empty(len(length), np.int64)
-    offset[order] = before - first[key[order]]
+    offset[order] = preceding - first[key[order]]
     return offset
 
 
 def _runs(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """start, start + 1, .. for `length` each, one after the other: int64 `[sum of lengths]`."""
+    """Concatenate start, start + 1, .. for `length` each: int64 `[sum of lengths]`."""
+    # start [7, 3], length [2, 3] -> [7, 8, 3, 4, 5]: the arange has counted 2 when run 1 begins, so 3 - 2 is added.
     return np.arange(length.sum()) + np.repeat(start - np.cumsum(length) + length, length)

@@ -1,4 +1,4 @@
-"""How much of each modality a row should hold, tried on the data: (Q_v, Q_t) of OmniBal section 5.1, in any dimension.
+"""Choose row maxima of each modality by trial on the data: (Q_v, Q_t) of OmniBal section 5.1, in any dimension.
 
 A ratio of means misses what the multiset of lengths allows: two samples of 5 tiles never share a row of 9. So maxima
 are tried by grouping a part of the samples with them.
@@ -25,7 +25,7 @@ def choose_maximum(
     alignment: int | np.ndarray = 1,
     given: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The row maxima, int64 `[D]`, that leave the least of all rows empty with so many samples a row, (least, most).
+    """Choose the row maxima, int64 `[D]`, that leave rows least empty with so many samples a row, (least, most).
 
     The dimension with the fewest units per sample takes every multiple of its unit in that range; the others follow in
     the proportion of the means, a little more or less. No maximum is below the longest sample, even if rows then hold
@@ -44,16 +44,17 @@ def choose_maximum(
     if not fits.any():
         raise ValueError("every sample exceeds the maxima that are given")
     lengths = lengths[fits]
-    mean, longest = lengths.mean(0), lengths.max(0)
+    mean = lengths.mean(0)
+    longest = lengths.max(0)
     used = longest > 0
     shortest = np.maximum(_up(longest, unit), unit)
     trial = lengths[Shuffler(0).permutation(len(lengths))[:_TRIAL]]
     tried = _Tried(trial, used, samples_per_row, rows_needed)
     best = tried.best_of(_candidates(mean, shortest, unit, samples_per_row, given, used))
     for k in np.flatnonzero(used & (given == 0)):
-        alone = np.tile(best, (len(_RATIOS), 1))
-        alone[:, k] = np.maximum(_up(best[k] * np.array(_RATIOS), unit[k]), shortest[k])
-        best = tried.best_of(np.unique(alone, axis=0))
+        variants = np.tile(best, (len(_RATIOS), 1))
+        variants[:, k] = np.maximum(_up(best[k] * np.array(_RATIOS), unit[k]), shortest[k])
+        best = tried.best_of(np.unique(variants, axis=0))
     return best
 
 
@@ -66,20 +67,23 @@ class _Tried:
     samples_per_row: tuple[float, float]
     rows_needed: Callable[[np.ndarray, np.ndarray], float]
     best: np.ndarray | None = None
-    least: tuple[float, float] = (np.inf, np.inf)
+    best_score: tuple[float, float] = (np.inf, np.inf)
 
     def best_of(self, candidates: np.ndarray) -> np.ndarray:
-        """The best of `[c, D]` and of those tried before."""
-        total, count = self.samples.sum(0), len(self.samples)
+        """Return the best of `[c, D]` and of those tried before."""
+        total = self.samples.sum(0)
+        count = len(self.samples)
+        # Emptiness if the fullest dimension were full: no grouping does better, so it gives the order of trials.
         at_best = 1 - (total / ((total / candidates).max(1, keepdims=True) * candidates))[:, self.used].mean(1)
         for i in np.argsort(at_best, kind="stable"):
-            if self.least[0] == 0 and at_best[i] >= self.least[1]:
+            if self.best_score[0] == 0 and at_best[i] >= self.best_score[1]:
                 break  # not even rows full in one dimension would leave less empty
             rows = self.rows_needed(self.samples, candidates[i])
             outside = max(self.samples_per_row[0] - count / rows, count / rows - self.samples_per_row[1], 0.0)
             empty = float(1 - (total / (rows * candidates[i]))[self.used].mean())
-            if (outside, empty) < self.least:
-                self.best, self.least = candidates[i], (outside, empty)
+            if (outside, empty) < self.best_score:
+                self.best = candidates[i]
+                self.best_score = (outside, empty)
         assert self.best is not None
         return self.best
 
@@ -89,29 +93,30 @@ def _candidates(
     shortest: np.ndarray,
     unit: np.ndarray,
     samples_per_row: tuple[float, float],
-    given: np.ndarray,
+    fixed: np.ndarray,
     used: np.ndarray,
 ) -> np.ndarray:
-    """Distinct maxima to try, int64 `[c, D]`."""
-    decided = np.flatnonzero((given > 0) & used)
+    """List distinct maxima to try, int64 `[c, D]`."""
+    # The anchor is a dimension that is fixed already, else the one with the fewest units per sample.
+    decided = np.flatnonzero((fixed > 0) & used)
     if len(decided):
         anchor = int(decided[0])
-        values = given[[anchor]]
+        values = fixed[[anchor]]
     else:
         anchor = int(np.argmin(np.where(used, mean / unit, np.inf)))
-        least, most = np.asarray(samples_per_row) * mean[anchor] / unit[anchor]
-        units = np.arange(max(np.floor(least), shortest[anchor] // unit[anchor]), max(np.ceil(most), 1) + 1)
+        low, high = np.asarray(samples_per_row) * mean[anchor] / unit[anchor]
+        units = np.arange(max(np.floor(low), shortest[anchor] // unit[anchor]), max(np.ceil(high), 1) + 1)
         if len(units) == 0:
             units = shortest[[anchor]] // unit[anchor]
         values = np.unique(units[np.linspace(0, len(units) - 1, min(len(units), _MOST_ANCHORS)).astype(int)])
         values = values.astype(np.int64) * unit[anchor]
-    found = []
+    candidates = []
     for value in values:
         for ratio in _RATIOS:
             maximum = np.maximum(_up(value / mean[anchor] * mean * ratio, unit), shortest)
             maximum[anchor] = value
-            found.append(np.where(given > 0, given, maximum))
-    return np.unique(found, axis=0)
+            candidates.append(np.where(fixed > 0, fixed, maximum))
+    return np.unique(candidates, axis=0)
 
 
 def _up(length: np.ndarray, unit: np.ndarray) -> np.ndarray:

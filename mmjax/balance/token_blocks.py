@@ -15,7 +15,7 @@ _FEW = 32  # blocks a rank up to which pairs of blocks are exchanged too; with m
 
 
 def distribute(work: np.ndarray, ranks: int) -> np.ndarray:
-    """The rank of each block, int32 `[B]`; counts differ by one at most. work: int `[B]`, as of `block_work`.
+    """Assign each block a rank, int32 `[B]`; counts differ by one at most. work: int `[B]`, as of `block_work`.
 
     Blocks are dealt in rounds of one a rank, heaviest first, the heaviest of a round to the rank with the least work:
     ranks then differ by no more than the blocks of one round do. After that the rank with the most work exchanges one
@@ -27,25 +27,26 @@ def distribute(work: np.ndarray, ranks: int) -> np.ndarray:
     blocks, count, load = _deal(work, np.argsort(-work, kind="stable"), ranks)
     _exchange_while_better(work, blocks, count, load, work.sum() / ranks * (1 + _ENOUGH))
     rank = np.empty(len(work), np.int32)
-    held = np.arange(blocks.shape[1]) < count[:, None]
-    rank[blocks[held]] = np.repeat(np.arange(ranks), count)
+    filled = np.arange(blocks.shape[1]) < count[:, None]
+    rank[blocks[filled]] = np.repeat(np.arange(ranks), count)
     return rank
 
 
 def excess(work: np.ndarray, rank: np.ndarray, ranks: int) -> float:
-    """Largest work of a rank over the mean, less 1; 0 without work. work: int `[B]`, rank: int `[B]`."""
+    """Divide the largest work of a rank by the mean, less 1; 0 without work. work: int `[B]`, rank: int `[B]`."""
     load = np.zeros(ranks, np.int64)
     np.add.at(load, rank, work)
     return float(load.max() / load.mean() - 1) if load.any() else 0.0
 
 
 def token_order(rank: np.ndarray, tokens: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The order of tokens in which each rank's are together, and its inverse: int32 `[T]` both.
+    """Order tokens so that each rank's are contiguous; return the order and its inverse, int32 `[T]` both.
 
     A rank's blocks stay in their order: `x[order]` is what ranks 0, 1, .. hold one after the other, and
     `x[order][inverse]` is `x`. rank: int `[ceil(T / block)]`. Cornstarch, section 4.3.2.
     """
     blocks = np.argsort(rank, kind="stable").astype(np.int32)
+    # block = 4: block 2 becomes tokens 8 .. 11; tokens of a short last block that do not exist are dropped.
     order = (blocks[:, None] * np.int32(block) + np.arange(block, dtype=np.int32)).ravel()
     order = order[order < tokens]
     inverse = np.empty_like(order)
@@ -54,21 +55,24 @@ def token_order(rank: np.ndarray, tokens: int, block: int) -> tuple[np.ndarray, 
 
 
 def check_ranks(ranks: int) -> None:
-    """Raises ValueError for ranks below 1."""
+    """Raise ValueError for ranks below 1."""
     if ranks < 1:
         raise ValueError(f"{ranks} ranks; needed is one or more")
 
 
 @njit(cache=True)
 def _deal(work, heaviest_first, ranks):
-    """Each rank's blocks, heaviest first, int64 [ranks, rounds], and how many; its work, int64 [ranks]."""
+    """Deal blocks to ranks, heaviest first, int64 [ranks, rounds]; return also their counts and work, int64 [ranks]."""
     rounds = -(-len(work) // ranks)
     blocks = np.empty((ranks, rounds), np.int64)
-    count, load = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    count = np.zeros(ranks, np.int64)
+    load = np.zeros(ranks, np.int64)
     for begin in range(0, len(work), ranks):
+        # Sorted once a round: each rank receives one block of it.
         least_first = np.argsort(load, kind="mergesort")
         for i in range(begin, min(begin + ranks, len(work))):
-            block, rank = heaviest_first[i], least_first[i - begin]
+            block = heaviest_first[i]
+            rank = least_first[i - begin]
             blocks[rank, count[rank]] = block
             count[rank] += 1
             load[rank] += work[block]
@@ -77,60 +81,71 @@ def _deal(work, heaviest_first, ranks):
 
 @njit(cache=True)
 def _exchange_while_better(work, blocks, count, load, enough):
-    """Exchanges blocks of the rank with the most work while that gains and it has more than `enough`; writes all."""
-    ranks, most = blocks.shape
+    """Exchange blocks of the rank with the most work while that gains and it has more than `enough`; writes all."""
+    ranks, rounds = blocks.shape
     for _ in range(_EXCHANGES * ranks):
         if load.max() <= enough:
             return
-        if not _exchange(work, blocks, count, load, 1) and (most > _FEW or not _exchange(work, blocks, count, load, 2)):
+        if not _exchange(work, blocks, count, load, 1) and (
+            rounds > _FEW or not _exchange(work, blocks, count, load, 2)
+        ):
             return
 
 
 @njit(cache=True)
 def _exchange(work, blocks, count, load, size):
-    """The best exchange of `size` blocks of the heaviest rank for as many of another; whether there was one."""
+    """Do the best exchange of `size` blocks of the heaviest rank for as many of another; whether there was one."""
     heavy = np.argmax(load)
-    given, given_at = _sums(work, blocks[heavy, : count[heavy]], size)
-    least, light, give, take = load[heavy], -1, np.empty(0, np.int64), np.empty(0, np.int64)
-    for other in np.argsort(load, kind="mergesort"):
-        if 2 * least <= load[heavy] + load[other]:
+    heavy_sums, heavy_sets = _sums(work, blocks[heavy, : count[heavy]], size)
+    min_load = load[heavy]
+    light = -1
+    give = np.empty(0, np.int64)
+    take = np.empty(0, np.int64)
+    for candidate in np.argsort(load, kind="mergesort"):
+        if 2 * min_load <= load[heavy] + load[candidate]:
             break  # not even equal shares of these two would be better, nor of those to come
-        taken, taken_at = _sums(work, blocks[other, : count[other]], size)
+        light_sums, light_sets = _sums(work, blocks[candidate, : count[candidate]], size)
         k = 0
-        for i in range(len(given)):
+        for i in range(len(heavy_sums)):
             # Sums descend: the best is the first so small that it would do more than equal the two, or the one before.
-            while k < len(taken) and 2 * (given[i] - taken[k]) < load[heavy] - load[other]:
+            while k < len(light_sums) and 2 * (heavy_sums[i] - light_sums[k]) < load[heavy] - load[candidate]:
                 k += 1
-            for j in range(max(k - 1, 0), min(k + 1, len(taken))):
-                moved = given[i] - taken[j]
-                larger = max(load[heavy] - moved, load[other] + moved)
-                if larger < least:
-                    least, light, give, take = larger, other, given_at[i], taken_at[j]
+            for j in range(max(k - 1, 0), min(k + 1, len(light_sums))):
+                moved = heavy_sums[i] - light_sums[j]
+                larger = max(load[heavy] - moved, load[candidate] + moved)
+                if larger < min_load:
+                    min_load = larger
+                    light = candidate
+                    give = heavy_sets[i]
+                    take = light_sets[j]
     if light < 0:
         return False
     for side in range(size):
-        mine, theirs = blocks[heavy, give[side]], blocks[light, take[side]]
+        mine = blocks[heavy, give[side]]
+        theirs = blocks[light, take[side]]
         blocks[heavy, give[side]], blocks[light, take[side]] = theirs, mine
         load[heavy] += work[theirs] - work[mine]
         load[light] += work[mine] - work[theirs]
     for rank in (heavy, light):
-        held = blocks[rank, : count[rank]].copy()
-        blocks[rank, : count[rank]] = held[np.argsort(-work[held], kind="mergesort")]
+        row = blocks[rank, : count[rank]].copy()
+        blocks[rank, : count[rank]] = row[np.argsort(-work[row], kind="mergesort")]
     return True
 
 
 @njit(cache=True)
-def _sums(work, held, size):
-    """Work of every set of one or two blocks of a rank, descending, int64 [m]; the sets' places in `held` [m, size]."""
-    n = len(held)
+def _sums(work, blocks, size):
+    """Sum the work of every set of one or two blocks, descending, int64 [m]; the sets' places in `blocks` [m, size]."""
+    n = len(blocks)
     if size == 1:
-        return work[held], np.arange(n).reshape(n, 1)
-    sums, at = np.empty(n * (n - 1) // 2, np.int64), np.empty((n * (n - 1) // 2, 2), np.int64)
+        return work[blocks], np.arange(n).reshape(n, 1)
+    sums = np.empty(n * (n - 1) // 2, np.int64)
+    sets = np.empty((n * (n - 1) // 2, 2), np.int64)
     m = 0
     for i in range(n):
         for j in range(i + 1, n):
-            sums[m] = work[held[i]] + work[held[j]]
-            at[m, 0], at[m, 1] = i, j
+            sums[m] = work[blocks[i]] + work[blocks[j]]
+            sets[m, 0] = i
+            sets[m, 1] = j
             m += 1
     order = np.argsort(-sums, kind="mergesort")
-    return sums[order], at[order]
+    return sums[order], sets[order]

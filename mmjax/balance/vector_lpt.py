@@ -25,7 +25,8 @@ _ROUNDS = 40
 _LOOSE_ROUNDS = 10  # in which the LLM may still be uneven, for the good of encoders
 LLM_FIRST = (3.0, 30.0)  # the LLM's weight in these rounds and in the others; an encoder's is 1
 ALL_ALIKE = (1.0, 1.0)
-_LLM_BELOW, _ENCODER_BELOW = 0.1, 0.05  # of the penalty above the goal
+_LLM_BELOW = 0.1  # of the penalty above the goal
+_ENCODER_BELOW = 0.05
 _LLM_TOLERANCE = 0.75  # of an encoder's
 _SURPLUS = 0.2  # by which an encoder's goal may exceed what it would have if its surplus were spread over all ranks
 _LIGHTER = 16  # ranks that one rank above its goal tries to exchange with, of
@@ -34,8 +35,8 @@ _WINDOW = 64  # samples of a rank that are tried in one exchange; others in the 
 _ENOUGH = 0.5  # of a rank's penalty: an exchange that wins as much is done without looking further
 
 
-class _Held(NamedTuple):
-    """What each rank holds: cost `[phases, ranks, places]`, sample `[ranks, places]`, count `[ranks]`.
+class _RankState(NamedTuple):
+    """Samples of each rank: cost `[phases, ranks, places]`, sample `[ranks, places]`, count `[ranks]`.
 
     Behind a rank's samples are empty places of no cost: an exchange with one of them is a move.
     load: `[phases, ranks]`.
@@ -50,7 +51,7 @@ class _Held(NamedTuple):
 
 @njit(cache=True)
 def balance_nodes(cost, order, start, size, mean, ceiling, tolerance, rank):
-    """The rank within its node of each sample, longest first and exchanges; whether each node reached its goal.
+    """Place samples on the ranks of their node, longest first and exchanges; return whether each node reached its goal.
 
     cost: float64 [n, phases], not relative; order: the samples of node k are order[start[k] : start[k + 1]]; writes
     rank. The goal is (1 + tolerance) * ceiling [nodes, phases].
@@ -65,9 +66,9 @@ def balance_nodes(cost, order, start, size, mean, ceiling, tolerance, rank):
             for p in range(phases):
                 relative[p, i] = cost[samples[i], p] / mean[k, p]
         goal = ceiling[k] * (1 + tolerance)
-        at, load = balance(relative, np.arange(len(samples)), np.ones(size[k]), weight, ceiling[k], goal)
+        local_rank, load = balance(relative, np.arange(len(samples)), np.ones(size[k]), weight, ceiling[k], goal)
         for i in range(len(samples)):
-            rank[samples[i]] = at[i]
+            rank[samples[i]] = local_rank[i]
         for r in range(size[k]):
             for p in range(phases):
                 reached[k] &= load[p, r] <= goal[p]
@@ -76,7 +77,7 @@ def balance_nodes(cost, order, start, size, mean, ceiling, tolerance, rank):
 
 @njit(cache=True)
 def balance(cost, order, size, weight, ceiling, goal):
-    """The rank of each sample, int64 [n], and the load [phases, ranks]: longest first on vectors, then exchanges."""
+    """Place samples longest first on vectors, then exchange: each one's rank, int64 [n], and load [phases, ranks]."""
     rank = np.zeros(cost.shape[1], np.int64)
     _longest_first(cost, order, size, weight, rank)
     return rank, even(cost, size, weight, ceiling, goal, rank)
@@ -96,47 +97,51 @@ def even(cost, size, weight, ceiling, goal, rank):
             load[p, rank[s]] += cost[p, s] / size[rank[s]]
     if _above(load, goal, stuck) < 0:
         return load
-    held = _hold(cost, rank, size)
-    scratch = np.empty(held.sample.shape[1])
+    state = _build_state(cost, rank, size)
+    scratch = np.empty(state.sample.shape[1])
     for attempt in range(_TRIES * len(size)):
-        worst = _above(held.load, goal, stuck)
+        worst = _above(state.load, goal, stuck)
         if worst < 0:
             break
-        stuck[worst] = not _relieve(held, worst, ceiling, weight, attempt, scratch)
+        stuck[worst] = not _relieve(state, worst, ceiling, weight, attempt, scratch)
     for r in range(len(size)):
-        for i in range(held.count[r]):
-            rank[held.sample[r, i]] = r
-    return held.load
+        for i in range(state.count[r]):
+            rank[state.sample[r, i]] = r
+    return state.load
 
 
 @njit(cache=True)
 def _longest_first(cost, order, size, weight, rank):
-    """Each sample to the rank where the sum of squared loads grows least; writes rank."""
-    phases, ranks = len(cost), len(size)
+    """Assign each sample to the rank where the sum of squared loads grows least; writes rank."""
+    phases = len(cost)
+    ranks = len(size)
     load = np.zeros((phases, ranks))
     for s in order:
-        best, least = 0, np.inf
+        best = 0
+        min_growth = np.inf
         for r in range(ranks):
+            # size * sum of weight * ((load + part)^2 - load^2), the growth of the squared load.
             growth = 0.0
             for p in range(phases):
                 part = cost[p, s] / size[r]
                 growth += weight[p] * part * (2 * load[p, r] + part)
             growth *= size[r]
-            if growth < least:
-                best, least = r, growth
+            if growth < min_growth:
+                best = r
+                min_growth = growth
         rank[s] = best
         for p in range(phases):
             load[p, best] += cost[p, s] / size[best]
 
 
 @njit(cache=True)
-def _hold(cost, rank, size):
+def _build_state(cost, rank, size):
     phases, n = cost.shape
     count = np.zeros(len(size), np.int64)
     for s in range(n):
         count[rank[s]] += 1
     places = count.max() + _SLACK
-    held = _Held(
+    state = _RankState(
         np.zeros((phases, len(size), places)),
         np.full((len(size), places), -1, np.int64),
         np.zeros(len(size), np.int64),
@@ -145,22 +150,24 @@ def _hold(cost, rank, size):
     )
     for s in range(n):
         r = rank[s]
-        held.sample[r, held.count[r]] = s
+        state.sample[r, state.count[r]] = s
         for p in range(phases):
-            held.cost[p, r, held.count[r]] = cost[p, s]
-            held.load[p, r] += cost[p, s] / size[r]
-        held.count[r] += 1
-    return held
+            state.cost[p, r, state.count[r]] = cost[p, s]
+            state.load[p, r] += cost[p, s] / size[r]
+        state.count[r] += 1
+    return state
 
 
 @njit(cache=True)
 def _above(load, goal, stuck):
-    """The rank that is furthest above its goal in a phase and not stuck; -1 = none."""
-    worst, most = -1, 0.0
+    """Find the rank that is furthest above its goal in a phase and not stuck; -1 = none."""
+    worst = -1
+    max_excess = 0.0
     for r in range(load.shape[1]):
         for p in range(len(load)):
-            if load[p, r] - goal[p] > most and not stuck[r]:
-                worst, most = r, load[p, r] - goal[p]
+            if load[p, r] - goal[p] > max_excess and not stuck[r]:
+                worst = r
+                max_excess = load[p, r] - goal[p]
     return worst
 
 
@@ -170,82 +177,97 @@ def _penalty(above):
 
 
 @njit(cache=True)
-def _relieve(held, heavy, ceiling, weight, attempt, scratch):
-    """Do the best exchange of a rank with one of the ranks that promise most; whether there was any."""
-    promise = np.zeros(len(held.size))  # what would be won if the two ranks became equal
+def _relieve(state, heavy, ceiling, weight, attempt, scratch):
+    """Do the best exchange of a rank with one of the ranks that promise most; return whether there was any."""
+    promise = np.zeros(len(state.size))  # what would be won if the two ranks became equal
     promise[heavy] = -1
-    for r in range(len(held.size)):
+    for r in range(len(state.size)):
         if r != heavy:
             for p in range(len(ceiling)):
-                a, b = held.load[p, heavy] - ceiling[p], held.load[p, r] - ceiling[p]
+                a = state.load[p, heavy] - ceiling[p]
+                b = state.load[p, r] - ceiling[p]
+                # Penalties of both ranks now, less those if both had the mean load of the two.
                 promise[r] += weight[p] * (_penalty(a) + _penalty(b) - 2 * _penalty((a + b) / 2))
-    most, at, partner, partner_at = _LEAST_GAIN, -1, -1, -1
-    for _ in range(min(_PARTNERS, len(held.size) - 1)):
+    max_gain = _LEAST_GAIN
+    place = partner = partner_at = -1
+    for _ in range(min(_PARTNERS, len(state.size) - 1)):
         r = np.argmax(promise)
-        if promise[r] <= most:
+        if promise[r] <= max_gain:
             break
-        gain, a, b = _best_exchange(held, heavy, r, ceiling, weight, attempt, scratch)
-        if gain > most:
-            most, at, partner, partner_at = gain, a, r, b
+        gain, a, b = _best_exchange(state, heavy, r, ceiling, weight, attempt, scratch)
+        if gain > max_gain:
+            max_gain = gain
+            place = a
+            partner = r
+            partner_at = b
             if gain > promise[r] / 2:
                 break
         promise[r] = -1
     if partner >= 0:
-        _exchange(held, heavy, at, partner, partner_at)
+        _exchange(state, heavy, place, partner, partner_at)
     return partner >= 0
 
 
 @njit(cache=True)
-def _best_exchange(held, heavy, light, ceiling, weight, attempt, scratch):
-    """What the best exchange of two ranks wins, and the places in both; empty ones take part where there is room."""
-    places = held.sample.shape[1]
-    of_heavy, of_light = min(held.count[heavy] + 1, places), min(held.count[light] + 1, places)
+def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
+    """Find the best exchange of two ranks: its gain and places in both; empty ones take part where there is room."""
+    places = state.sample.shape[1]
+    of_heavy = min(state.count[heavy] + 1, places)
+    of_light = min(state.count[light] + 1, places)
+    # With more than _PAIRS pairs only every step-th sample of the heavy rank is tried, others in the next attempt.
     step = min(max(of_heavy * of_light // _PAIRS, 1), of_heavy)
-    before = 0.0
+    old_penalty = 0.0
     for p in range(len(ceiling)):
-        before += weight[p] * _penalty(held.load[p, heavy] - ceiling[p])
-        before += weight[p] * _penalty(held.load[p, light] - ceiling[p])
-    least, best_a, best_b = before, -1, -1
-    heavy_part, light_part = 1 / held.size[heavy], 1 / held.size[light]
+        old_penalty += weight[p] * _penalty(state.load[p, heavy] - ceiling[p])
+        old_penalty += weight[p] * _penalty(state.load[p, light] - ceiling[p])
+    min_penalty = old_penalty
+    best_a = best_b = -1
+    heavy_part = 1 / state.size[heavy]
+    light_part = 1 / state.size[light]
     for a in range(attempt % step, of_heavy, step):
         for b in range(of_light):
             scratch[b] = 0.0
         for p in range(len(ceiling)):
-            without = held.load[p, heavy] - ceiling[p] - held.cost[p, heavy, a] * heavy_part
-            more = held.load[p, light] - ceiling[p] + held.cost[p, heavy, a] * light_part
-            cost = held.cost[p, light]
+            without = state.load[p, heavy] - ceiling[p] - state.cost[p, heavy, a] * heavy_part
+            received = state.load[p, light] - ceiling[p] + state.cost[p, heavy, a] * light_part
+            cost = state.cost[p, light]
             for b in range(of_light):  # written so that it becomes SIMD instructions
-                u, v = without + cost[b] * heavy_part, more - cost[b] * light_part
+                u = without + cost[b] * heavy_part
+                v = received - cost[b] * light_part
                 scratch[b] += weight[p] * (u * u * (1.0 if u > 0 else _BELOW) + v * v * (1.0 if v > 0 else _BELOW))
         for b in range(of_light):
-            if scratch[b] < least:
-                least, best_a, best_b = scratch[b], a, b
-    return before - least, best_a, best_b
+            if scratch[b] < min_penalty:
+                min_penalty = scratch[b]
+                best_a = a
+                best_b = b
+    return old_penalty - min_penalty, best_a, best_b
 
 
 @njit(cache=True)
-def _exchange(held, x, a, y, b):
-    for p in range(len(held.cost)):
-        change = held.cost[p, x, a] - held.cost[p, y, b]
-        held.load[p, x] -= change / held.size[x]
-        held.load[p, y] += change / held.size[y]
-        held.cost[p, x, a], held.cost[p, y, b] = held.cost[p, y, b], held.cost[p, x, a]
-    held.sample[x, a], held.sample[y, b] = held.sample[y, b], held.sample[x, a]
-    _close_gap(held, x, a)
-    _close_gap(held, y, b)
+def _exchange(state, x, a, y, b):
+    for p in range(len(state.cost)):
+        change = state.cost[p, x, a] - state.cost[p, y, b]
+        state.load[p, x] -= change / state.size[x]
+        state.load[p, y] += change / state.size[y]
+        state.cost[p, x, a], state.cost[p, y, b] = state.cost[p, y, b], state.cost[p, x, a]
+    state.sample[x, a], state.sample[y, b] = state.sample[y, b], state.sample[x, a]
+    _close_gap(state, x, a)
+    _close_gap(state, y, b)
 
 
 @njit(cache=True)
-def _close_gap(held, r, at):
+def _close_gap(state, r, place):
     """Count what came to an empty place, or bring the last sample to one that has become empty."""
-    if held.sample[r, at] >= 0:
-        held.count[r] = max(held.count[r], at + 1)
-    elif at < held.count[r]:
-        held.count[r] -= 1
-        last = held.count[r]
-        held.sample[r, at], held.sample[r, last] = held.sample[r, last], -1
-        for p in range(len(held.cost)):
-            held.cost[p, r, at], held.cost[p, r, last] = held.cost[p, r, last], 0.0
+    if state.sample[r, place] >= 0:
+        state.count[r] = max(state.count[r], place + 1)
+    elif place < state.count[r]:
+        state.count[r] -= 1
+        last = state.count[r]
+        state.sample[r, place] = state.sample[r, last]
+        state.sample[r, last] = -1
+        for p in range(len(state.cost)):
+            state.cost[p, r, place] = state.cost[p, r, last]
+            state.cost[p, r, last] = 0.0
 
 
 @njit(cache=True)
@@ -254,17 +276,18 @@ def longest_first_in_blocks(cost, order, start, size, rank):
 
     order: the samples of block k are order[start[k] : start[k + 1]]; size: int64 [blocks], its ranks.
     """
-    phases, first = len(cost), 0
+    phases = len(cost)
+    first = 0
     for k in range(len(size)):
         samples = order[start[k] : start[k + 1]]
         part = np.empty((phases, len(samples)))
         for i in range(len(samples)):
             for p in range(phases):
                 part[p, i] = cost[p, samples[i]]
-        at = np.zeros(len(samples), np.int64)
-        _longest_first(part, np.arange(len(samples)), np.ones(size[k]), np.ones(phases), at)
+        local_rank = np.zeros(len(samples), np.int64)
+        _longest_first(part, np.arange(len(samples)), np.ones(size[k]), np.ones(phases), local_rank)
         for i in range(len(samples)):
-            rank[samples[i]] = first + at[i]
+            rank[samples[i]] = first + local_rank[i]
         first += size[k]
 
 
@@ -278,35 +301,39 @@ def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
     LLM_FIRST or ALL_ALIKE. Returns the load.
     """
     phases = len(cost)
-    held = _hold(cost, rank, np.ones(ranks))
+    state = _build_state(cost, rank, np.ones(ranks))
     scratch = np.empty(_WINDOW)
-    weight, below = np.ones(phases), np.full(phases, _ENCODER_BELOW)
+    weight = np.ones(phases)
+    below = np.full(phases, _ENCODER_BELOW)
     below[0] = _LLM_BELOW
-    goal, aim, excess = np.empty(phases), np.empty(phases), np.empty(ranks)
+    goal = np.empty(phases)
+    aim = np.empty(phases)
+    excess = np.empty(ranks)
     visited = 0
     for turn in range(_ROUNDS):
         weight[0] = llm_weight[0] if turn < _LOOSE_ROUNDS else llm_weight[1]
-        _set_goals(held.load, ceiling, tolerance, goal, aim)
+        _set_goals(state.load, ceiling, tolerance, goal, aim)
         for r in range(ranks):
-            excess[r] = _excess(held.load, goal, weight, r)
+            excess[r] = _excess(state.load, goal, weight, r)
         for heavy in np.argsort(-excess):
             if excess[heavy] <= 0:
                 break
-            if _excess(held.load, goal, weight, heavy) > 0:
+            if _excess(state.load, goal, weight, heavy) > 0:
                 visited += 1
-                _relieve_anywhere(held, heavy, goal, aim, weight, below, visited, scratch)
+                _relieve_anywhere(state, heavy, goal, aim, weight, below, visited, scratch)
         if excess.max() <= 0:
             break
     for r in range(ranks):
-        for i in range(held.count[r]):
-            rank[held.sample[r, i]] = r
-    return held.load
+        for i in range(state.count[r]):
+            rank[state.sample[r, i]] = r
+    return state.load
 
 
 @njit(cache=True)
 def _set_goals(load, ceiling, tolerance, goal, aim):
-    """Writes the goals of all phases, and what exchanges aim at, to have some distance from the goals."""
+    """Set the goals of all phases, and what exchanges aim at, to have some distance from the goals."""
     for p in range(len(load)):
+        # Level: the mean of max(load, 1) over ranks; 1 for the LLM.
         level = 1.0
         if p > 0:
             level = 0.0
@@ -327,55 +354,71 @@ def _excess(load, goal, weight, r):
 
 
 @njit(cache=True)
-def _relieve_anywhere(held, heavy, goal, aim, weight, below, visited, scratch):
+def _relieve_anywhere(state, heavy, goal, aim, weight, below, visited, scratch):
     """Do the best exchange of a rank with ranks that have room in the phase in which it is furthest above its goal."""
-    phase, most, ranks = 0, 0.0, held.load.shape[1]
+    phase = 0
+    max_excess = 0.0
+    ranks = state.load.shape[1]
     for p in range(len(goal)):
-        above = max(held.load[p, heavy] - goal[p], 0.0)
-        if weight[p] * above * above > most:
-            phase, most = p, weight[p] * above * above
-    enough = _ENOUGH * _excess(held.load, aim, weight, heavy)
-    gain, at, partner, partner_at, tried = _LEAST_GAIN, -1, -1, -1, 0
+        above = max(state.load[p, heavy] - goal[p], 0.0)
+        if weight[p] * above * above > max_excess:
+            phase = p
+            max_excess = weight[p] * above * above
+    enough = _ENOUGH * _excess(state.load, aim, weight, heavy)
+    gain = _LEAST_GAIN
+    place = partner = partner_at = -1
+    tried = 0
     for k in range(min(_LOOKED_AT, ranks - 1)):
         # Begins elsewhere each time, else the same ranks would take part in every exchange.
         r = (heavy + 1 + (visited * _LIGHTER + k) % (ranks - 1)) % ranks
-        if held.load[phase, r] < goal[phase]:
-            won, a, b = _best_of_window(held, heavy, r, aim, weight, below, visited, scratch)
+        if state.load[phase, r] < goal[phase]:
+            won, a, b = _best_of_window(state, heavy, r, aim, weight, below, visited, scratch)
             if won > gain:
-                gain, at, partner, partner_at = won, a, r, b
+                gain = won
+                place = a
+                partner = r
+                partner_at = b
             tried += 1
             if gain > enough or tried == _LIGHTER:
                 break
     if partner >= 0:
-        _exchange(held, heavy, at, partner, partner_at)
+        _exchange(state, heavy, place, partner, partner_at)
 
 
 @njit(cache=True)
-def _best_of_window(held, heavy, light, aim, weight, below, visited, scratch):
-    """What the best exchange of two ranks wins, and its places, of the samples in one window of each."""
-    places = held.sample.shape[1]
-    of_heavy, of_light = min(held.count[heavy] + 1, places), min(held.count[light] + 1, places)
-    many_heavy, many_light = min(of_heavy, _WINDOW), min(of_light, _WINDOW)
+def _best_of_window(state, heavy, light, aim, weight, below, visited, scratch):
+    """Find the best exchange of two ranks, its gain and places, among the samples in one window of each."""
+    places = state.sample.shape[1]
+    of_heavy = min(state.count[heavy] + 1, places)
+    of_light = min(state.count[light] + 1, places)
+    many_heavy = min(of_heavy, _WINDOW)
+    many_light = min(of_light, _WINDOW)
+    # The window of samples moves along with the visits, so that all take part in time.
     from_heavy = visited * _WINDOW % (of_heavy - many_heavy + 1)
     from_light = visited * _WINDOW % (of_light - many_light + 1)
-    before = 0.0
+    old_penalty = 0.0
     for p in range(len(aim)):
         for r in (heavy, light):
-            above = held.load[p, r] - aim[p]
-            before += weight[p] * above * above * (1.0 if above > 0 else below[p])
-    least, best_a, best_b = before, -1, -1
+            above = state.load[p, r] - aim[p]
+            old_penalty += weight[p] * above * above * (1.0 if above > 0 else below[p])
+    min_penalty = old_penalty
+    best_a = best_b = -1
     for a in range(from_heavy, from_heavy + many_heavy):
         for b in range(many_light):
             scratch[b] = 0.0
         for p in range(len(aim)):
-            without = held.load[p, heavy] - aim[p] - held.cost[p, heavy, a]
-            more = held.load[p, light] - aim[p] + held.cost[p, heavy, a]
-            over, under = weight[p], weight[p] * below[p]
-            cost = held.cost[p, light, from_light : from_light + many_light]
+            without = state.load[p, heavy] - aim[p] - state.cost[p, heavy, a]
+            received = state.load[p, light] - aim[p] + state.cost[p, heavy, a]
+            over = weight[p]
+            under = weight[p] * below[p]
+            cost = state.cost[p, light, from_light : from_light + many_light]
             for b in range(many_light):  # written so that it becomes SIMD instructions
-                u, v = without + cost[b], more - cost[b]
+                u = without + cost[b]
+                v = received - cost[b]
                 scratch[b] += u * u * (over if u > 0 else under) + v * v * (over if v > 0 else under)
         for b in range(many_light):
-            if scratch[b] < least:
-                least, best_a, best_b = scratch[b], a, from_light + b
-    return before - least, best_a, best_b
+            if scratch[b] < min_penalty:
+                min_penalty = scratch[b]
+                best_a = a
+                best_b = from_light + b
+    return old_penalty - min_penalty, best_a, best_b
