@@ -201,31 +201,25 @@ def _compute_figures(
             f"predicted_mean_gain_post_over_{mode}": float(flops[mode].sum() / flops["post"].sum()),
             f"core_gain_post_over_{mode}": float(np.median(busy[mode] / busy["post"])),
         }
-    figures["shapes"] = len(
-        {m.shape for mode_plans in plans.values() for plan in mode_plans for m in plan.microbatches}
-    )
+    figures["shapes"] = len({m.shape for planned in plans.values() for plan in planned for m in plan.microbatches})
     figures["programs_compiled"] = max(int(p["compiled"]) for p in measured)
     arrays = {"seconds": seconds, "core_seconds": busy, "flops": flops}
-    return figures, {name: np.stack([by_mode[m] for m in MODES]) for name, by_mode in arrays.items()} | {
-        "tokens": tokens
-    }
+    stacked = {name: np.stack([by_mode[m] for m in MODES]) for name, by_mode in arrays.items()}
+    return figures, stacked | {"tokens": tokens}
 
 
 def _draw_picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
     """Draw, and return each panel's mean dist ratio."""
     from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
-    ranks = args.picture_ranks
-    trial = make_trial(index, folder / "lengths.npz", ranks, args.picture_per_rank, args.seed)
+    trial = make_trial(index, folder / "lengths.npz", args.picture_ranks, args.picture_per_rank, args.seed)
     flops = trial.planners["none"].placer.flops
     planned = {m: [work_per_rank(plan) for plan in trial.plans(m, args.picture_steps)] for m in ("none", "llm", "post")}
     waits = {m: float(np.mean([straggler_wait(step, flops) for step in work])) for m, work in planned.items()}
     works = {m: dict(zip(PHASES, np.stack(work, axis=1), strict=True)) for m, work in planned.items()}
     headings = {m: f"balance {m}: {MEANINGS[m]}; ranks wait {wait:.1%} of the step" for m, wait in waits.items()}
-    title = f"{ranks} ranks, {args.picture_per_rank} samples each, {args.picture_steps} steps"
+    title = f"{args.picture_ranks} ranks, {args.picture_per_rank} samples each, {args.picture_steps} steps"
     plot_work(args.picture, works, headings, title)
     return {
-        f"picture_dist_ratio_{m}_{p}": float(dist_ratio(w).mean())
-        for m, phases in works.items()
-        for p, w in phases.items()
+        f"picture_dist_ratio_{m}_{p}": float(dist_ratio(w).mean()) for m, work in works.items() for p, w in work.items()
     }

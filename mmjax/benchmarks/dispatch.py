@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Measurement:
     plan = _plan(costs, ranks, peers, args.locality)
     peers = ranks if args.locality == "off" else peers
     planned = median_seconds(lambda: _plan(costs, ranks, peers, args.locality))
-    moved = [_rearrange_items(costs, plan.item_rank, plan.sample_rank, ranks, p) for p in range(1, costs.phases)]
+    moved = [_rearrange(costs, plan.item_rank, plan.sample_rank, ranks, p) for p in range(1, costs.phases)]
     counted = [_run_exchange(m, int(w), ranks, peers, args.hidden) for m, w in zip(moved, plan.width, strict=True)]
 
     size = 4 * args.hidden
@@ -69,9 +69,7 @@ def _plan(costs: Costs, ranks: int, peers: int, locality: str) -> PhasePlan:
     return place_jointly(costs, ranks, peers, usual_widths(costs))
 
 
-def _rearrange_items(
-    costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int
-) -> Rearrangement:
+def _rearrange(costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int) -> Rearrangement:
     """Rearrange one encoder's items from where they are encoded to where their samples are trained on."""
     items = np.flatnonzero(costs.item_phase == phase)
     return rearrange(costs.item_tokens[items], source[items], sample_rank[costs.item_sample[items]], ranks)
@@ -83,8 +81,8 @@ def _two_step_tokens(costs: Costs, ranks: int) -> int:
     in_order = place_in_order(costs, ranks)
     total = 0
     for p in range(1, costs.phases):
-        back = _rearrange_items(costs, plan.item_rank, in_order.sample_rank, ranks, p)
-        forth = _rearrange_items(costs, in_order.item_rank, plan.sample_rank, ranks, p)
+        back = _rearrange(costs, plan.item_rank, in_order.sample_rank, ranks, p)
+        forth = _rearrange(costs, in_order.item_rank, plan.sample_rank, ranks, p)
         total += ranks * (ranks - 1) * (width(back) + width(forth))
     return total
 

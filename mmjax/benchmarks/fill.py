@@ -129,9 +129,7 @@ def _measure(
     plans = [planner.plan(step) for step in range(steps)]
     seconds = time.perf_counter() - began
     microbatches = [m for plan in plans for m in plan.microbatches]
-    room, useful = (
-        np.array(positions) for positions in zip(*(room_and_use(m, index) for m in microbatches), strict=True)
-    )
+    room, useful = map(np.array, zip(*(room_and_use(m, index) for m in microbatches), strict=True))
     aligned = [np.bincount(m.module, m.length, len(modules)) for m in microbatches]
     figures = {
         "fill": fill(useful, room),
@@ -142,9 +140,7 @@ def _measure(
     sent = [m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches]
     encoded = [int(index.tokens(m.samples)[m.module != LLM].sum()) for m in microbatches]
     idle = [(np.array(m.shape.widths) > 0) & (_count_moved_items(m, len(modules)) == 0) for m in microbatches]
-    by_module = {
-        f"{key}_{m}": float(x) for key, values in figures.items() for m, x in zip(modules, values, strict=True)
-    }
+    by_module = {f"{key}_{m}": float(x) for key, row in figures.items() for m, x in zip(modules, row, strict=True)}
     del by_module["width_llm"]
     return {
         "steps": steps,

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Measurement:
     grouped = _group_by_budget(lengths, args) if args.method in BUDGETED else _group_by_count(lengths, args)
     rng = np.random.default_rng(args.seed)
     figures = {
-        **_compute_figures(lengths, data.get("source"), grouped, args),
+        **_measure(lengths, data.get("source"), grouped, args),
         "seconds": grouped.seconds,
         "permutation_seconds": median_seconds(lambda: rng.permutation(len(lengths))),
     }
@@ -141,9 +141,7 @@ def _group_by_count(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     return Rows(row, np.array([int(lengths[:, 0].max()) * args.samples_per_row, items]), (), seconds)
 
 
-def _compute_figures(
-    lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: argparse.Namespace
-) -> dict[str, Any]:
+def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: argparse.Namespace) -> dict[str, Any]:
     inside = grouped.row >= 0
     row = grouped.row[inside]
     lengths = lengths[inside]

@@ -87,15 +87,7 @@ def _config(model: ModelConfig, mix: dict[str, Any], chunks: int) -> Config:
 
 def _llm(layers: int, vocab: int = 65_536) -> DecoderConfig:
     return DecoderConfig(
-        layers=layers,
-        width=2048,
-        heads=16,
-        kv_heads=4,
-        head_width=128,
-        mlp_width=8192,
-        vocab=vocab,
-        tied=False,
-        attention="blockwise",
+        layers, 2048, 16, 4, head_width=128, mlp_width=8192, vocab=vocab, tied=False, attention="blockwise"
     )
 
 

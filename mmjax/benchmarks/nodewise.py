@@ -36,11 +36,7 @@ def run(args: argparse.Namespace) -> Measurement:
     start = source[present]
 
     baseline = balance_packed(length, args.ranks)
-    to, solved = (
-        _plan_nodewise(args, length, start)
-        if args.method == "best"
-        else _plan_by_program(args, length, start, baseline)
-    )
+    to, solved = _plan(args, length, start) if args.method == "best" else _solve(args, length, start, baseline)
     without = inter_node(length, start, baseline, args.ranks, args.ranks_per_node)
     traffic = inter_node(length, start, to, args.ranks, args.ranks_per_node)
     cost = np.bincount(to, length, args.ranks)
@@ -80,9 +76,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--time-limit {args.time_limit}: give some seconds")
 
 
-def _plan_nodewise(
-    args: argparse.Namespace, length: np.ndarray, start: np.ndarray
-) -> tuple[np.ndarray, dict[str, Any]]:
+def _plan(args: argparse.Namespace, length: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
     def plan() -> np.ndarray:
         return balance_nodewise(length, start, args.ranks, args.ranks_per_node, args.tolerance)
 
@@ -90,7 +84,7 @@ def _plan_nodewise(
     return to, {"milliseconds": 1e3 * median_seconds(plan)}
 
 
-def _plan_by_program(
+def _solve(
     args: argparse.Namespace, length: np.ndarray, start: np.ndarray, baseline: np.ndarray
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Solve once only: it may take all of its time limit, beside which nothing else counts."""

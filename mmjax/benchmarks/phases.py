@@ -58,9 +58,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, plan in balances(args.ranks, peers).items():
         plan(steps[0])  # compiles
         over = args.ranks if name == "apart" else peers
-        ratios: list[np.ndarray] = []
-        sent: list[float] = []
-        seconds: list[float] = []
+        ratios, sent, seconds = [], [], []
         for costs in steps:
             placed, took = _time_plan(plan, costs)
             seconds.append(took)
@@ -113,9 +111,8 @@ def costs_of_step(lengths: Mapping[str, np.ndarray], sample: np.ndarray, scale: 
     phase_lengths = np.where(phase_lengths > 0, np.maximum(phase_lengths // scale, 1), 0)
     owner, encoder = np.nonzero(phase_lengths[:, 1:])
     items = phase_lengths[owner, 1 + encoder]
-    return costs_of(
-        phase_lengths[:, LLM], owner, 1 + encoder, items, -(-items // length_options.PER_TOKEN), len(PHASES)
-    )
+    tokens = -(-items // length_options.PER_TOKEN)
+    return costs_of(phase_lengths[:, LLM], owner, 1 + encoder, items, tokens, len(PHASES))
 
 
 def draw(lengths: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[np.ndarray]:

@@ -146,19 +146,17 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
     steps = len(planned.plans)
     step_room: list[np.ndarray] = []
     step_use: list[np.ndarray] = []
-    ratios: list[np.ndarray] = []
     sent = encoded = 0
     for plan in planned.plans:
         room, use = zip(*(room_and_use(m, index) for m in plan.microbatches), strict=True)
         step_room.append(sum(room))
         step_use.append(sum(use))
-        ratios.append(rank_dist_ratios(plan.microbatches))
         for m in plan.microbatches:
             sent += int(wire(np.array(m.shape.widths), m.topology.ranks, m.topology.peers).sum())
             encoded += int(index.tokens(m.samples)[m.module != LLM].sum())
     used = np.array(step_use)
     room = np.array(step_room)
-    dist_ratio = np.array(ratios)
+    dist_ratio = np.array([rank_dist_ratios(plan.microbatches) for plan in planned.plans])
     sample = np.concatenate([plan.samples() for plan in planned.plans])
     step = np.repeat(np.arange(steps), [len(plan.samples()) for plan in planned.plans])
     modules = ("llm", *planned.encoders)

@@ -105,13 +105,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _config(args: argparse.Namespace) -> Config:
     width = args.width
     llm = DecoderConfig(
-        layers=args.layers,
-        width=width,
-        heads=width // 64,
-        kv_heads=width // 256,
-        head_width=64,
-        mlp_width=4 * width,
-        vocab=512,
+        args.layers, width, heads=width // 64, kv_heads=width // 256, head_width=64, mlp_width=4 * width, vocab=512
     )
     half = width // 2
     vision = VisionConfig(args.layers, half, half // 64, 4 * half, 14, connector=ConnectorConfig(mlp_width=half))
@@ -133,12 +127,11 @@ def _speed(config: Config, batch: DeviceBatch, device: jax.Device) -> Speed:
 
 
 def _fit(config: Config, batch: DeviceBatch, speed: Speed, room: float) -> MemoryPlan:
-    saved_bytes = {
-        name: saved_bytes_per_layer(config.model, name, shape, jnp.float32) for name, shape in batch.shape.items()
-    }
+    model = config.model
+    saved_bytes = {name: saved_bytes_per_layer(model, name, shape, jnp.float32) for name, shape in batch.shape.items()}
     activation = ACTIVATION[config.training.precision]
     return plan_memory(
-        config.model, [batch], [saved_bytes], ModelSharding(), activation, config.optimizer, speed, MemoryLimit(room)
+        model, [batch], [saved_bytes], ModelSharding(), activation, config.optimizer, speed, MemoryLimit(room)
     )
 
 

@@ -65,8 +65,7 @@ def balance_nodewise(
         rank = _balance(length, source, order, ranks, ranks_per_node, largest, level, margin == _MARGINS[-1])
         cost = _totals(rank, length, ranks).max()
         if cost < smallest:
-            best_rank = rank
-            smallest = cost
+            best_rank, smallest = rank, cost
         if cost <= largest:
             break
     return best_rank.astype(np.int32)

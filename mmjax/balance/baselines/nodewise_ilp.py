@@ -48,9 +48,8 @@ def _solve(volume: np.ndarray, first: np.ndarray, time_limit: float) -> tuple[np
     # Variables: x row by row, then the largest volume. Sent by rank i of node k: sum_j V[i, j] * (1 - x[j, k]).
     source_node = np.repeat(np.arange(nodes), np.diff(first))
     source, batch = np.nonzero(volume)
-    not_sent = coo_matrix(
-        (-volume[source, batch], (source, batch * nodes + source_node[source])), (ranks, ranks * nodes)
-    )
+    entry = (source, batch * nodes + source_node[source])
+    not_sent = coo_matrix((-volume[source, batch], entry), (ranks, ranks * nodes))
     sent = hstack([not_sent, -np.ones((ranks, 1))])
     one_node = hstack([kron(csr_matrix(np.eye(ranks)), np.ones((1, nodes))), csr_matrix((ranks, 1))])
     full_nodes = hstack([kron(np.ones((1, ranks)), csr_matrix(np.eye(nodes))), csr_matrix((nodes, 1))])

@@ -1,8 +1,7 @@
 """For comparison only: the post-balancing algorithms of OrchMLLM (section 5.1, appendix A) as the paper has them.
 
 `mmjax.balance.baselines.postbalance` is never worse. Only what would crash, or lose items, is mended; each function
-says what. Lengths are int `[n]`, tokens, none negative; results int32 `[n]`. All raise
-ValueError for less than one rank.
+says what. Lengths: int `[n]`, tokens, none negative; results: int32 `[n]`; ValueError for less than one rank.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ def _search_batches(length, ranks):
 def _batches(length, bound):
     """Return the batch of each item, int64 [n] (GetLeastBatches); a first item above the bound leaves batch 0 empty."""
     batch = np.zeros(len(length), np.int64)
-    current = 0
-    count = 0
+    current = count = 0
     for i in range(len(length)):
         if (count + 1) * length[i] > bound:
             current += 1
@@ -125,8 +123,7 @@ def _lpt_with_tolerance(length, order, rank, ranks, tolerance):
             if not _less(heap[child], top, total, squares, tolerance):
                 break
             heap[hole] = heap[child]
-            hole = child
-            child = 2 * child + 1
+            hole, child = child, 2 * child + 1
         heap[hole] = top
 
 
@@ -140,8 +137,7 @@ def _less(a, b, total, squares, tolerance):
 @njit(cache=True)
 def _fill_batches(length, order, rank, load, bound):
     """Place items of `order` until the ranks run out (lines 4 to 10); write rank and load, return their number."""
-    batch = 0
-    count = 0
+    batch = count = 0
     for i in range(len(order)):
         if (count + 1) * length[order[i]] > bound:
             if batch + 1 == len(load):

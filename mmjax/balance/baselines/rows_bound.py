@@ -97,38 +97,31 @@ def _single_type_columns(types: np.ndarray, capacity: np.ndarray) -> np.ndarray:
 @njit(cache=True)
 def _dearest_row(types, prices, capacity):
     """Find the dearest multiset of types in a row: its price, and how many of each. Exact 2-D knapsack."""
-    # The best price of every smaller row [a, b], and its last step: a type, -2 or -3 for the price of [a - 1, b] or
-    # [a, b - 1], -1 for an empty row.
+    # The best price of each smaller row [a, b] and its last step: a type, -2: as [a - 1, b], -3: as [a, b - 1], -1: empty.
     rows = capacity[0] + 1
     columns = capacity[1] + 1
     price = np.zeros((rows, columns))
     last = np.full((rows, columns), -1)
     for a in range(rows):
         for b in range(columns):
-            best = 0.0
-            chosen = -1
+            best, chosen = 0.0, -1
             if a > 0:
-                best = price[a - 1, b]
-                chosen = -2
+                best, chosen = price[a - 1, b], -2
             if b > 0 and price[a, b - 1] > best:
-                best = price[a, b - 1]
-                chosen = -3
+                best, chosen = price[a, b - 1], -3
             for t in range(len(types)):
-                rest_a = a - types[t, 0]
-                rest_b = b - types[t, 1]
+                rest_a, rest_b = a - types[t, 0], b - types[t, 1]
                 if (
                     rest_a >= 0
                     and rest_b >= 0
                     and (rest_a < a or rest_b < b)
                     and price[rest_a, rest_b] + prices[t] > best
                 ):
-                    best = price[rest_a, rest_b] + prices[t]
-                    chosen = t
+                    best, chosen = price[rest_a, rest_b] + prices[t], t
             price[a, b] = best
             last[a, b] = chosen
     row_counts = np.zeros(len(types), np.int64)
-    a = rows - 1
-    b = columns - 1
+    a, b = rows - 1, columns - 1
     while last[a, b] != -1:
         t = last[a, b]
         if t == -2:
