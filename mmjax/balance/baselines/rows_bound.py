@@ -97,7 +97,7 @@ def _single_type_columns(types: np.ndarray, capacity: np.ndarray) -> np.ndarray:
 @njit(cache=True)
 def _dearest_row(types, prices, capacity):
     """Find the dearest multiset of types in a row: its price, and how many of each. Exact 2-D knapsack."""
-    # The best price of each smaller row [a, b] and its last step: a type; -2: as [a - 1, b]; -3: as [a, b - 1]; -1: none.
+    # Best price of each smaller row [a, b] and its last step: a type; -2: as [a - 1, b]; -3: as [a, b - 1]; -1: none.
     rows = capacity[0] + 1
     columns = capacity[1] + 1
     price = np.zeros((rows, columns))
