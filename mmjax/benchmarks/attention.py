@@ -1,4 +1,4 @@
-"""Dense against blockwise attention, forward and backward, on packed rows."""
+"""Compare dense with blockwise attention, forward and backward, on packed rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmjax.models.attention import MaskSpec, attention
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--samples", type=int, default=4, help="equal samples packed in the row")
     parser.add_argument("--heads", type=int, default=4)
@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds and temporary memory of both backends, interleaved, the best of the repeats; ratios to dense."""
+    """Measure milliseconds and temporary memory of both backends, interleaved, best of the repeats; ratios to dense."""
     inputs = [jax.random.normal(jax.random.key(i), (1, args.tokens, args.heads, args.width)) for i in range(3)]
     pos = jnp.arange(args.tokens, dtype=jnp.int32)[None]
-    one = jnp.ones_like(pos)
-    mask = MaskSpec(sample=pos * args.samples // args.tokens, pos=pos, span=0 * pos, kind=one, sees=one)
+    ones = jnp.ones_like(pos)
+    mask = MaskSpec(sample=pos * args.samples // args.tokens, pos=pos, span=0 * pos, kind=ones, sees=ones)
     programs = {}
     for backend in ("dense", "blockwise"):
         loss = lambda q, k, v, mask, backend=backend: jnp.square(attention(q, k, v, mask, backend)).sum()  # noqa: E731

@@ -1,4 +1,4 @@
-"""What balancing gains: real processes of one core each train the same steps with balance none, llm, off and post."""
+"""Measure what balancing gains: processes of one core each train equal steps with balance none, llm, off and post."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from mmjax.errors import UserError
 from mmjax.outputs import PLOT_SUFFIXES, check_output
 
 KEYS = ("vision", "audio", "llm_tokens")
-LINES = 40  # of what a failed process said
+LINES = 40  # of a failed process's log
 PREDICTED = ((8, 16), (64, 16))  # ranks x samples of each
 PAPER = {"gain_post_over_none": "1.4-1.9 (OrchMLLM 8.1: throughput on 2560 GPUs)"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     length_options.add_arguments(parser)
     parser.add_argument("--scale", type=int, default=64, help="divide all lengths by this, to at least 1")
     parser.add_argument("--per-rank", type=int, default=4, help="samples of a step for each rank")
@@ -61,13 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Measurement:
-    """Plan, draw, run; what was run is the median of all steps, and a step takes as long as its slowest process."""
+    """Plan, draw, run; return medians over all steps, where a step takes as long as its slowest process."""
     _check(args)
-    found = read_lengths(args.lengths, KEYS) if args.lengths else omni_corpus(args.samples, args.seed)
-    source = scaled(found, args.scale)
+    lengths = read_lengths(args.lengths, KEYS) if args.lengths else omni_corpus(args.samples, args.seed)
+    source = scaled(lengths, args.scale)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        index = _written(source, folder)
+        index = _write_samples(source, folder)
         figures: dict[str, Any] = {}
         arrays: dict[str, np.ndarray] = {}
         if args.steps:
@@ -76,19 +76,19 @@ def run(args: argparse.Namespace) -> Measurement:
                 mode: StepLoader(config, trial.budget, trial.layouts[mode], folder / "index", folder)
                 for mode, config in trial.configs.items()
             }
-            measured = _processes(Task(loaders, args.steps), folder, args.processes)
-            figures, arrays = _figures(trial, measured, index, args.steps)
+            measured = _run_processes(Task(loaders, args.steps), folder, args.processes)
+            figures, arrays = _compute_figures(trial, measured, index, args.steps)
             for ranks, per_rank in PREDICTED:
                 predicted = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)
                 figures[f"predicted_gain_{ranks}x{per_rank}"] = predicted_gain(predicted, args.steps)
         if args.picture is not None:
-            figures |= _picture(args, index, folder)
+            figures |= _draw_picture(args, index, folder)
     return Measurement(figures, arrays, PAPER if args.steps else {})
 
 
 def _check(args: argparse.Namespace) -> None:
-    least_one = ("scale", "per_rank", "processes", "samples", "picture_ranks", "picture_per_rank", "picture_steps")
-    for option in least_one:
+    positive = ("scale", "per_rank", "processes", "samples", "picture_ranks", "picture_per_rank", "picture_steps")
+    for option in positive:
         if getattr(args, option) < 1:
             raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give at least 1")
     if args.steps < 0 or (args.steps == 0 and args.picture is None):
@@ -99,8 +99,8 @@ def _check(args: argparse.Namespace) -> None:
         check_output("--picture", args.picture, PLOT_SUFFIXES)
 
 
-def _written(source: LengthSource, folder: Path) -> LengthIndex:
-    """The samples and their index, where processes find them."""
+def _write_samples(source: LengthSource, folder: Path) -> LengthIndex:
+    """Write the samples and their index where processes find them."""
     np.savez(folder / "lengths.npz", text=source.text, vision=source.vision, audio=source.audio)
     index = build_index({"lengths": source}, MODEL.encoders)
     index.save(folder / "index")
@@ -110,7 +110,7 @@ def _written(source: LengthSource, folder: Path) -> LengthIndex:
 # -------------------------------------------------------------------------------------------------------- processes
 
 
-def _processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]:
+def _run_processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]:
     """Start the processes, wait for them and read what each measured."""
     (folder / "task.pickle").write_bytes(pickle.dumps(task))
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -125,9 +125,9 @@ def _processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]:
         for p in range(count):
             core = cores[p % len(cores)] if cores else CORES_LEFT
             command = [sys.executable, "-m", "mmjax.benchmarks.balance_worker", str(folder), str(core)]
-            with (folder / f"{p}.txt").open("w") as said:
-                own = environment | {"MMJAX_PROCESS": str(p)}
-                started.append(subprocess.Popen(command, env=own, stdout=said, stderr=subprocess.STDOUT))
+            with (folder / f"{p}.txt").open("w") as log:
+                variables = environment | {"MMJAX_PROCESS": str(p)}
+                started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
         _wait(started, folder)
     finally:
         for process in started:
@@ -137,7 +137,7 @@ def _processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def _environment() -> dict[str, str]:
-    """One core a process, for JAX and for NumPy."""
+    """Return variables that give a process one core, for JAX and for NumPy."""
     one_core = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     path = [str(Path(mmjax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -151,7 +151,7 @@ def _environment() -> dict[str, str]:
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended well. Where one fails, its last lines are said, and the command ends as it did."""
+    """Wait until all have ended well. Where one fails, print its last lines and end the command with an error."""
     codes = [process.poll() for process in started]
     while None in codes and not any(codes):
         time.sleep(0.05)
@@ -159,13 +159,13 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
     if not any(codes):
         return
     first = next(p for p, code in enumerate(codes) if code)
-    said = {p: (folder / f"{p}.txt").read_text(errors="replace").splitlines() for p in range(len(started))}
-    # A mistake that all processes find is said by one of them.
-    mistakes = [line for lines in (said[first], *said.values()) for line in lines if line.startswith("error: ")]
+    logs = {p: (folder / f"{p}.txt").read_text(errors="replace").splitlines() for p in range(len(started))}
+    # A mistake that all processes find is reported by one of them.
+    mistakes = [line for lines in (logs[first], *logs.values()) for line in lines if line.startswith("error: ")]
     if codes[first] == 2 and mistakes:
         raise UserError(mistakes[0].removeprefix("error: "))
     ended = f"process {first} of {len(started)} ended with code {codes[first]}"
-    print(*said[first][-LINES:], ended, sep="\n", file=sys.stderr, flush=True)
+    print(*logs[first][-LINES:], ended, sep="\n", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
@@ -176,22 +176,22 @@ def _warn(line: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- figures
 
 
-def _figures(
+def _compute_figures(
     trial: Trial, measured: Sequence[Mapping[str, Any]], index: LengthIndex, steps: int
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What `--json` prints and what `--out` writes: seconds and operations of each step by mode, `[modes, steps]`."""
+    """Compute what `--json` prints and `--out` writes: seconds and operations of every step, `[modes, steps]`."""
     plans = {mode: trial.plans(mode, steps) for mode in MODES}
     tokens = np.array([index.llm_tokens[plan.samples()].sum() for plan in plans["none"]])
     flops = {mode: np.array(list(map(executed_flops, plans[mode]))) for mode in MODES}
     seconds, busy = ({m: np.max([p[key][m] for p in measured], axis=0) for m in MODES} for key in ("seconds", "busy"))
-    of_position = trial.planners["none"].placer.flops
+    position_flops = trial.planners["none"].placer.flops
     figures: dict[str, Any] = {}
     for mode in MODES:
         figures |= {
             f"useful_tokens_per_second_{mode}": float(np.median(tokens / seconds[mode])),
             f"step_seconds_{mode}": float(np.median(seconds[mode])),
             f"core_seconds_{mode}": float(np.median(busy[mode])),
-            f"wait_{mode}": float(np.mean([straggler_wait(work_per_rank(p), of_position) for p in plans[mode]])),
+            f"wait_{mode}": float(np.mean([straggler_wait(work_per_rank(p), position_flops) for p in plans[mode]])),
         }
     for mode in ("none", "llm", "off"):
         figures |= {
@@ -201,24 +201,25 @@ def _figures(
             f"predicted_mean_gain_post_over_{mode}": float(flops[mode].sum() / flops["post"].sum()),
             f"core_gain_post_over_{mode}": float(np.median(busy[mode] / busy["post"])),
         }
-    figures["shapes"] = len({m.shape for of_mode in plans.values() for plan in of_mode for m in plan.microbatches})
+    figures["shapes"] = len({m.shape for planned in plans.values() for plan in planned for m in plan.microbatches})
     figures["programs_compiled"] = max(int(p["compiled"]) for p in measured)
     arrays = {"seconds": seconds, "core_seconds": busy, "flops": flops}
-    return figures, {name: np.stack([of[m] for m in MODES]) for name, of in arrays.items()} | {"tokens": tokens}
+    stacked = {name: np.stack([by_mode[m] for m in MODES]) for name, by_mode in arrays.items()}
+    return figures, stacked | {"tokens": tokens}
 
 
-def _picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
+def _draw_picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
     """Draw, and return each panel's mean dist ratio."""
     from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
-    ranks, per_rank, steps = args.picture_ranks, args.picture_per_rank, args.picture_steps
-    trial = make_trial(index, folder / "lengths.npz", ranks, per_rank, args.seed)
+    trial = make_trial(index, folder / "lengths.npz", args.picture_ranks, args.picture_per_rank, args.seed)
     flops = trial.planners["none"].placer.flops
-    planned = {m: [work_per_rank(plan) for plan in trial.plans(m, steps)] for m in ("none", "llm", "post")}
-    waits = {m: float(np.mean([straggler_wait(of_step, flops) for of_step in of])) for m, of in planned.items()}
-    works = {m: dict(zip(PHASES, np.stack(of, axis=1), strict=True)) for m, of in planned.items()}
+    planned = {m: [work_per_rank(plan) for plan in trial.plans(m, args.picture_steps)] for m in ("none", "llm", "post")}
+    waits = {m: float(np.mean([straggler_wait(step, flops) for step in work])) for m, work in planned.items()}
+    works = {m: dict(zip(PHASES, np.stack(work, axis=1), strict=True)) for m, work in planned.items()}
     headings = {m: f"balance {m}: {MEANINGS[m]}; ranks wait {wait:.1%} of the step" for m, wait in waits.items()}
-    plot_work(args.picture, works, headings, f"{ranks} ranks, {per_rank} samples each, {steps} steps")
+    title = f"{args.picture_ranks} ranks, {args.picture_per_rank} samples each, {args.picture_steps} steps"
+    plot_work(args.picture, works, headings, title)
     return {
-        f"picture_dist_ratio_{m}_{p}": float(dist_ratio(w).mean()) for m, of in works.items() for p, w in of.items()
+        f"picture_dist_ratio_{m}_{p}": float(dist_ratio(w).mean()) for m, work in works.items() for p, w in work.items()
     }

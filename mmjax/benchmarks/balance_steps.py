@@ -84,29 +84,31 @@ class LengthSource:
         return len(self.text)
 
     def fingerprint(self) -> str:
-        """Nothing keeps an index of these."""
+        """Return no fingerprint: nothing keeps an index of these."""
         return ""
 
     def facts(self, index: int) -> SampleLengths:
-        """An image is a strip of two rows of patches, so that it has as many as wanted, or one more."""
+        """Make an image a strip of two rows of patches, so that it has as many as the length, or one more."""
         items: list[tuple[str, tuple[int, ...]]] = []
-        vision, clips = MODEL.encoders["vision"], MODEL.encoders["audio"].clips
+        clips = MODEL.encoders["audio"].clips
         if patches := int(self.vision[index]):
-            items.append(("vision", (2 * vision.patch, -(-patches // 2) * vision.patch)))
+            side = MODEL.encoders["vision"].patch
+            items.append(("vision", (2 * side, -(-patches // 2) * side)))  # 7 patches: 2 rows of 4
         if frames := int(self.audio[index]):
             items.append(("audio", (clips.window + (frames - 1) * clips.hop,)))
         return SampleLengths(int(self.text[index]), tuple(items))
 
     def sample(self, index: int) -> Sample:
-        """Items first; every text token but a sample's very first is learned."""
-        count, encoders = int(self.text[index]), [encoder for encoder, _ in self.facts(index).items]
+        """Put items first, then text; every text token but a sample's very first is learned."""
+        count = int(self.text[index])
+        encoders = [encoder for encoder, _ in self.facts(index).items]
         tokens = np.random.default_rng((index, 0)).integers(VOCAB, size=count, dtype=np.int32)
         weights = np.ones(count, np.float32)
         weights[0] = len(encoders) > 0
         return Sample((*(Item(encoder, k) for k, encoder in enumerate(encoders)), Text(tokens, weights)))
 
     def item(self, index: int, number: int) -> np.ndarray:
-        """Noise."""
+        """Draw noise of the item's size."""
         encoder, size = self.facts(index).items[number]
         rng = np.random.default_rng((index, 1 + number))
         if encoder == "vision":
@@ -114,13 +116,13 @@ class LengthSource:
         return rng.uniform(-1, 1, size).astype(np.float32)
 
 
-def scaled(found: Mapping[str, np.ndarray], scale: int) -> LengthSource:
-    """Samples with all lengths divided by `scale`, to at least 1 where there is anything; LLM tokens hold the items."""
+def scaled(corpus: Mapping[str, np.ndarray], scale: int) -> LengthSource:
+    """Divide all lengths by `scale`, to at least 1 where there is anything; LLM tokens hold the items."""
 
     def divided(length: np.ndarray) -> np.ndarray:
         return np.where(length > 0, np.maximum(length // scale, 1), 0)
 
-    vision, audio, llm = (divided(found[key]) for key in ("vision", "audio", "llm_tokens"))
+    vision, audio, llm = (divided(corpus[key]) for key in ("vision", "audio", "llm_tokens"))
     items = sum(
         -(-length // positions_per_token(MODEL.encoders[name]))
         for name, length in (("vision", vision), ("audio", audio))
@@ -129,7 +131,7 @@ def scaled(found: Mapping[str, np.ndarray], scale: int) -> LengthSource:
 
 
 def open_lengths(file: str, split: str) -> LengthSource:
-    """The samples that were written to an `.npz` file; for `FunctionSource`."""
+    """Open the samples that were written to an `.npz` file; for `FunctionSource`."""
     del split
     with np.load(file) as lengths:
         return LengthSource(**{key: lengths[key] for key in lengths.files})
@@ -148,12 +150,12 @@ class Trial:
     layouts: dict[str, RankLayout]
 
     def plans(self, mode: str, steps: int) -> list[StepPlan]:
-        """The first steps' plans."""
+        """Plan the first steps."""
         return [self.planners[mode].plan(step) for step in range(steps)]
 
 
 def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, seed: int) -> Trial:
-    """Steps of `per_rank` samples a rank, one row per rank and module. lengths: the file that `open_lengths` reads."""
+    """Plan steps of `per_rank` samples a rank, one row per rank and module. lengths: the file of `open_lengths`."""
     config = Config(
         name="balance-run",
         data=DataConfig({"lengths": FunctionSource(f"{__name__}:open_lengths", {"file": str(lengths)})}, workers=0),
@@ -172,14 +174,14 @@ def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, see
     grouper = StepGrouper(index, config.batch, [1.0], seed, budget)
     per_node = next(n for n in range(min(ranks, RANKS_PER_NODE), 0, -1) if ranks % n == 0)
     topology = Topology(ranks, per_node, per_node)
-    alike = lay_out(grouper, config, topology, tuple(MODES[m] for m in MODES if m != "off"))
-    layouts = dict.fromkeys(MODES, alike) | {"off": lay_out(grouper, configs["off"], topology)}
+    common_layout = lay_out(grouper, config, topology, tuple(MODES[m] for m in MODES if m != "off"))
+    layouts = dict.fromkeys(MODES, common_layout) | {"off": lay_out(grouper, configs["off"], topology)}
     planners = {m: StepPlanner(grouper, make_placer(grouper, c, layouts[m])) for m, c in configs.items()}
     return Trial(configs, planners, budget, layouts)
 
 
 def work_per_rank(plan: StepPlan) -> np.ndarray:
-    """Positions of each module on each rank, int64 `[modules, ranks]`: no padding of rows."""
+    """Count positions of each module on each rank, int64 `[modules, ranks]`: no padding of rows."""
     first = plan.microbatches[0]
     work = np.zeros((len(first.rows), first.topology.ranks), np.int64)
     for m in plan.microbatches:
@@ -188,12 +190,12 @@ def work_per_rank(plan: StepPlan) -> np.ndarray:
 
 
 def straggler_wait(work: np.ndarray, flops: np.ndarray) -> float:
-    """The share of the step for which a rank waits, on average, for the fullest of each phase. flops `[modules]`."""
+    """Compute the share of a step that a rank waits, on average, for each phase's fullest. flops `[modules]`."""
     return float(1 - flops @ work.mean(1) / (flops @ work.max(1)))
 
 
 def executed_flops(plan: StepPlan) -> float:
-    """What a rank computes in a step, forward and backward, by the shapes that it runs in."""
+    """Count what a rank computes in a step, forward and backward, by the shapes that it runs in."""
     return float(sum(_executed(m) for m in plan.microbatches))
 
 
@@ -203,6 +205,6 @@ def _executed(plan: MicrobatchPlan) -> int:
 
 
 def predicted_gain(trial: Trial, steps: int) -> float:
-    """How many times as long a step of `none` takes as with `post`, median over steps, by executed operations."""
+    """Predict how many times as long `none` takes as `post`, median over steps, by executed operations."""
     none, post = (np.array([executed_flops(p) for p in trial.plans(mode, steps)]) for mode in ("none", "post"))
     return float(np.median(none / post))

@@ -1,4 +1,4 @@
-"""One process of `balance-run`: ``python -m mmjax.benchmarks.balance_worker FOLDER CORE``, started by the command.
+"""Run one process of `balance-run`: ``python -m mmjax.benchmarks.balance_worker FOLDER CORE``, started by the command.
 
 It trains the steps that FOLDER's `task.pickle` names in every mode, one mode after the other within each step, and
 writes how long they took to FOLDER's `<process>.json`.
@@ -39,14 +39,14 @@ CORES_LEFT = -1  # in place of a core's number: do not pin
 
 @dataclass(frozen=True)
 class Task:
-    """What all processes do. loaders: by mode; they load the same samples for each step."""
+    """Hold what all processes do. loaders: by mode; they load the same samples for each step."""
 
     loaders: dict[str, StepLoader]
     steps: int
 
 
 class Prepared(NamedTuple):
-    """One step of one mode, on the devices."""
+    """Hold one step of one mode, on the devices."""
 
     arrays: tuple[Microbatch, ...]
     loaded: LoadedStep
@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
 
 @dataclass
 class Trainer:
-    """An executor and the state that it trains."""
+    """Hold an executor and the state that it trains."""
 
     executor: Executor
     state: TrainState
@@ -62,18 +62,19 @@ class Trainer:
     hyper: Hyperparameters
 
     def step(self, step: Prepared) -> bool:
-        """One update, done when this returns; whether all processes had planned the same."""
-        said = Said(int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops))
-        self.state, self.accumulated, told = self.executor.step(
-            self.state, self.accumulated, step.arrays, self.hyper, said
+        """Run one update to its end; return whether all processes had planned the same."""
+        report = Said(int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops))
+        self.state, self.accumulated, outcome = self.executor.step(
+            self.state, self.accumulated, step.arrays, self.hyper, report
         )
-        jax.block_until_ready((self.state, self.accumulated, told))
-        return bool(told.agreed)
+        jax.block_until_ready((self.state, self.accumulated, outcome))
+        return bool(outcome.agreed)
 
 
 def main() -> None:
-    """The command line."""
-    folder, core = Path(sys.argv[1]), int(sys.argv[2])
+    """Run the command line."""
+    folder = Path(sys.argv[1])
+    core = int(sys.argv[2])
     if core != CORES_LEFT:
         os.sched_setaffinity(0, {core})  # before JAX starts its threads, which inherit it
     with coordination.process_group():
@@ -82,19 +83,21 @@ def main() -> None:
 
 
 def measure(task: Task) -> dict[str, object]:
-    """Seconds of each step by mode, and how many programs were compiled while they ran."""
-    trainer = _trainer(next(iter(task.loaders.values())).config)
-    meet = _meeting(trainer.executor)
+    """Measure seconds of each step by mode, and count the programs compiled while they ran."""
+    trainer = _make_trainer(next(iter(task.loaders.values())).config)
+    barrier = _make_barrier(trainer.executor)
     steps = [_prepare(task, trainer.executor, step) for step in range(task.steps)]
-    _warm_up(trainer, steps, meet)
-    programs, modes = CompileCounter(), list(task.loaders)
+    _warm_up(trainer, steps, barrier)
+    programs = CompileCounter()
+    modes = list(task.loaders)
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     busy: dict[str, list[float]] = {mode: [] for mode in modes}
     for number, step in enumerate(steps):
-        # Whatever drifts meanwhile meets all modes alike.
+        # Step 0 runs modes 0 1 2 3, step 1 modes 1 2 3 0: whatever drifts meanwhile meets all modes alike.
         for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
-            meet()
-            began, busy_before = time.perf_counter(), time.process_time()
+            barrier()
+            began = time.perf_counter()
+            busy_before = time.process_time()
             agreed = trainer.step(step[mode])
             seconds[mode].append(time.perf_counter() - began)
             busy[mode].append(time.process_time() - busy_before)
@@ -103,8 +106,8 @@ def measure(task: Task) -> dict[str, object]:
     return {"seconds": seconds, "busy": busy, "compiled": programs.requested}
 
 
-def _trainer(config: Config) -> Trainer:
-    """All ranks are along the data axis: every process has the model whole."""
+def _make_trainer(config: Config) -> Trainer:
+    """Build a trainer with all ranks along the data axis: every process has the model whole."""
     mesh = make_mesh(config.mesh, jax.devices())
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules(), 1)
@@ -112,8 +115,8 @@ def _trainer(config: Config) -> Trainer:
     return Trainer(executor, state, executor.zeros(), hyperparameters(config, executor.modules, 0))
 
 
-def _meeting(executor: Executor) -> Callable[[], None]:
-    """A barrier: returns when all processes' devices have come to it."""
+def _make_barrier(executor: Executor) -> Callable[[], None]:
+    """Make a barrier: it returns when all processes' devices have come to it."""
     ones = jax.make_array_from_process_local_data(
         executor.per_device, np.ones(len(executor.mesh.local_devices), np.float32)
     )
@@ -122,20 +125,20 @@ def _meeting(executor: Executor) -> Callable[[], None]:
 
 
 def _prepare(task: Task, executor: Executor, step: int) -> dict[str, Prepared]:
-    """Every mode's batches of one step, packed and put before any clock runs. Raises where they hold other samples."""
-    ranks, prepared = local_ranks(executor.mesh), {}
+    """Pack and put every mode's batches of one step before any clock runs. Raises where they hold other samples."""
+    prepared = {}
     for mode, loader in task.loaders.items():
-        loaded = replace(loader, ranks=ranks)(step)
+        loaded = replace(loader, ranks=local_ranks(executor.mesh))(step)
         prepared[mode] = Prepared(tuple(executor.put(b) for b in loaded.microbatches), loaded)
-    first, *others = (np.sort(p.loaded.samples) for p in prepared.values())
-    if not all(np.array_equal(first, other) for other in others):
+    first, *rest = (np.sort(p.loaded.samples) for p in prepared.values())
+    if not all(np.array_equal(first, samples) for samples in rest):
         raise AssertionError(f"step {step} has different samples by mode")
     return prepared
 
 
-def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]], meet: Callable[[], None]) -> None:
+def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]], barrier: Callable[[], None]) -> None:
     """Compile everything, and run a step with each shape: first runs also allocate."""
-    meet()
+    barrier()
     shapes: dict[Shape, tuple[Microbatch, Prepared]] = {}
     for step in steps:
         for prepared in step.values():

@@ -1,4 +1,4 @@
-"""How compile time grows with depth: a gradient step of many equal layers against few."""
+"""Measure how compile time grows with depth: a gradient step of many equal layers against few."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mmjax.models.model import Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--layers", type=int, nargs=2, default=(6, 48), metavar=("FEW", "MANY"))
     parser.add_argument("--repeats", type=int, default=3)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds to trace, lower and compile at both depths, interleaved, the best of the repeats; and their ratio."""
+    """Time tracing, lowering and compiling at both depths, interleaved, the best of the repeats; and their ratio."""
     seconds = {n: [] for n in args.layers}
     for _ in range(args.repeats):
         for n in args.layers:

@@ -1,4 +1,4 @@
-"""Blocks of tokens for the ranks of context parallelism: how equal their attention is, and the time to decide it."""
+"""Distribute blocks of tokens over the ranks of context parallelism: how equal attention is, and the time it takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {  # from wor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the row")
     parser.add_argument("--block", type=int, default=128, help="tokens that stay together")
     parser.add_argument("--ranks", type=int, default=64)
@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Measurement:
-    """Excess of the largest rank's allowed pairs over the mean, blocks a rank, and times, medians of five."""
-    for name, least in (("tokens", LEAST_TOKENS), ("block", 1), ("ranks", 1), ("seed", 0)):
-        if (value := getattr(args, name)) < least:
-            raise UserError(f"--{name} {value}: give at least {least}")
+    """Measure the largest rank's excess of allowed pairs over the mean, blocks a rank, and times, medians of five."""
+    for name, minimum in (("tokens", LEAST_TOKENS), ("block", 1), ("ranks", 1), ("seed", 0)):
+        if (value := getattr(args, name)) < minimum:
+            raise UserError(f"--{name} {value}: give at least {minimum}")
     mask = KINDS[args.mask](args.tokens, np.random.default_rng(args.seed))
-    work, workload = _timed(lambda: block_work(mask, args.block))
-    rank, distribution = _timed(lambda: METHODS[args.method](work, args.ranks, args.seed))
+    work, workload = _time_call(lambda: block_work(mask, args.block))
+    rank, distribution = _time_call(lambda: METHODS[args.method](work, args.ranks, args.seed))
     counts = np.bincount(rank, minlength=args.ranks)
     figures = {
         "excess": excess(work, rank, args.ranks),
@@ -54,6 +54,6 @@ def run(args: argparse.Namespace) -> Measurement:
     return Measurement(figures, {"rank": rank, "workload": work}, {"milliseconds": "< 1 (Cornstarch 4.3.2)"})
 
 
-def _timed(call: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
-    """What it returns, and its milliseconds once it is compiled."""
+def _time_call(call: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
+    """Return the call's result, and its milliseconds once it is compiled."""
     return call(), 1e3 * median_seconds(call)

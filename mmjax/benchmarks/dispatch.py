@@ -1,4 +1,4 @@
-"""How many bytes encoder outputs are on the wire, by how a step is planned; the exchange runs and is checked."""
+"""Count the bytes of encoder outputs on the wire, by how a step is planned; the exchange runs and is checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmjax.parallel.mesh import make_mesh, rows_sharding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     phases.add_step_arguments(parser)
     parser.add_argument("--devices", type=int, default=8, help="ranks, each a device")
     parser.add_argument("--hidden", type=int, default=64, help="width of an encoder's output, float32")
@@ -31,18 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Measurement:
     """Plan a step, send its encoder outputs, and count what leaves the ranks, padding included."""
     phases.check(args, "devices", "per_rank", "scale", "hidden", "samples")
-    ranks, peers = args.devices, args.ranks_per_node or args.devices
+    ranks = args.devices
+    peers = args.ranks_per_node or ranks
     if ranks % peers:
         raise UserError(f"--ranks-per-node {peers}: give a number that divides --devices {ranks}")
-    found = phases.read(args)
-    available, count = len(found["llm_tokens"]), ranks * args.per_rank
+    lengths = phases.read(args)
+    available = len(lengths["llm_tokens"])
+    count = ranks * args.per_rank
     sample = np.random.default_rng(args.seed).choice(available, count, replace=count > available)
-    costs = phases.costs_of_step(found, sample, args.scale)
+    costs = phases.costs_of_step(lengths, sample, args.scale)
     plan = _plan(costs, ranks, peers, args.locality)
     peers = ranks if args.locality == "off" else peers
     planned = median_seconds(lambda: _plan(costs, ranks, peers, args.locality))
-    moved = [_moved(costs, plan.item_rank, plan.sample_rank, ranks, p) for p in range(1, costs.phases)]
-    counted = [_run(m, int(w), ranks, peers, args.hidden) for m, w in zip(moved, plan.width, strict=True)]
+    moved = [_rearrange(costs, plan.item_rank, plan.sample_rank, ranks, p) for p in range(1, costs.phases)]
+    counted = [_run_exchange(m, int(w), ranks, peers, args.hidden) for m, w in zip(moved, plan.width, strict=True)]
 
     size = 4 * args.hidden
     total = int(costs.item_tokens.sum())
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> Measurement:
             "useful_bytes": size * useful,
             "wire_bytes": size * int(wire(plan.width, ranks, peers).sum()),
             "allgather_bytes": size * total * (ranks - 1),
-            "two_step_bytes": size * _two_steps(costs, ranks),
+            "two_step_bytes": size * _two_step_tokens(costs, ranks),
             "all_to_alls": sum(counted),
             "output_bytes": size * total,
             "plan_milliseconds": 1e3 * planned,
@@ -67,41 +69,42 @@ def _plan(costs: Costs, ranks: int, peers: int, locality: str) -> PhasePlan:
     return place_jointly(costs, ranks, peers, usual_widths(costs))
 
 
-def _moved(costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int) -> Rearrangement:
-    """One encoder's items from where they are encoded to where their samples are trained on."""
+def _rearrange(costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int) -> Rearrangement:
+    """Rearrange one encoder's items from where they are encoded to where their samples are trained on."""
     items = np.flatnonzero(costs.item_phase == phase)
     return rearrange(costs.item_tokens[items], source[items], sample_rank[costs.item_sample[items]], ranks)
 
 
-def _two_steps(costs: Costs, ranks: int) -> int:
-    """Tokens on the wire where every phase is balanced apart and each output goes home first: two all-to-alls."""
-    plan, home = place_apart(costs, ranks), place_in_order(costs, ranks)
+def _two_step_tokens(costs: Costs, ranks: int) -> int:
+    """Count tokens on the wire where every phase is balanced apart and each output goes home first: two all-to-alls."""
+    plan = place_apart(costs, ranks)
+    in_order = place_in_order(costs, ranks)
     total = 0
     for p in range(1, costs.phases):
-        back = _moved(costs, plan.item_rank, home.sample_rank, ranks, p)
-        there = _moved(costs, home.item_rank, plan.sample_rank, ranks, p)
-        total += ranks * (ranks - 1) * (width(back) + width(there))
+        back = _rearrange(costs, plan.item_rank, in_order.sample_rank, ranks, p)
+        forth = _rearrange(costs, in_order.item_rank, plan.sample_rank, ranks, p)
+        total += ranks * (ranks - 1) * (width(back) + width(forth))
     return total
 
 
-def _run(moved: Rearrangement, chunk: int, ranks: int, peers: int, hidden: int) -> int:
+def _run_exchange(moved: Rearrangement, chunk: int, ranks: int, peers: int, hidden: int) -> int:
     """Send the tokens, check that each arrived where it should, and count the all-to-alls of the program."""
     if len(jax.devices()) < ranks:
         raise UserError(f"--devices {ranks}: there are {len(jax.devices())}; on a CPU set JAX_NUM_CPU_DEVICES={ranks}")
     mesh = make_mesh(MeshConfig(data=ranks), jax.devices()[:ranks])
-    size, capacity = (max(int(np.max(at.offset + moved.length, initial=0)), 1) for at in (moved.before, moved.after))
+    size, capacity = (max(int(np.max(end.offset + moved.length, initial=0)), 1) for end in (moved.before, moved.after))
     nodes = [range(first, first + peers) for first in range(0, ranks, peers)]
-    found = [tables(moved, chunk, capacity, peers=node) for node in nodes]
-    send, gather = (np.concatenate([getattr(t, f) for t in found]) for f in ("send", "gather"))
+    exchange_tables = [tables(moved, chunk, capacity, peers=node) for node in nodes]
+    send, gather = (np.concatenate([getattr(t, f) for t in exchange_tables]) for f in ("send", "gather"))
     tokens = np.random.default_rng(0).standard_normal((ranks, size, hidden), np.float32)
     program = jax.jit(lambda *arrays: dispatch(*arrays, mesh))
     arrays = jax.device_put((tokens, send, gather), rows_sharding(mesh))
     arrived = np.asarray(program(*arrays))
-    wanted = np.zeros_like(arrived)
-    for n, source, at, rank, to in zip(
+    expected = np.zeros_like(arrived)
+    for n, source, start, rank, to in zip(
         moved.length, moved.before.rank, moved.before.offset, moved.after.rank, moved.after.offset, strict=True
     ):
-        wanted[rank, to : to + n] = tokens[source, at : at + n]
-    if not np.array_equal(arrived, wanted):
+        expected[rank, to : to + n] = tokens[source, start : start + n]
+    if not np.array_equal(arrived, expected):
         raise AssertionError("a token did not arrive where the plan wants it")
     return program.lower(*arrays).compile().as_text().count(" all-to-all(")

@@ -1,4 +1,4 @@
-"""How full the rows of every module are, and how equal the ranks, by grouping and balance: plans, loads nothing."""
+"""Measure how full every module's rows are, and how equal the ranks, by grouping and balance: plans, loads nothing."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
 
-PACK, ISF, NONE = ("pack", PackGrouping()), ("isf", IsfGrouping()), ("none", NoGrouping())
+PACK = ("pack", PackGrouping())
+ISF = ("isf", IsfGrouping())
+NONE = ("none", NoGrouping())
 BALANCES = (NoBalance(), LlmBalance(), PostBalance())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--config", default="", help="a config's file or name (default: tiny_omni)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config")
     parser.add_argument("--steps", type=int, default=300)
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each grouping, balance (where there are ranks) and seed.
+    """Measure one row for each grouping, balance (where there are ranks) and seed.
 
     shapes: those in use; fill_*: useful positions / budget, alignment inside items is padding; aligned_*: it is none;
     dist_ratio_*: over ranks, OmniBal eq. 2; width_*: tokens that a rank may send to each peer, mean of microbatches;
@@ -70,7 +72,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise UserError("--samples and --epochs: give 0 or more")
     check(args, "ranks", "steps", "seeds", "scale", "per_rank")
     config = load(find_config(args.config) if args.config else default_config(), args.overrides)
-    topology, rows = _topology(args), []
+    topology = _make_topology(args)
+    rows: list[dict[str, Any]] = []
     for seed in range(args.seeds):
         config = replace(config, seed=seed)
         if args.lengths:
@@ -79,22 +82,23 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             index = index_of_samples(read, encoders, args.samples or len(read["llm_tokens"]), args.scale)
             weights = [1.0]
         else:
-            index, weights = _of_sources(config)
+            index, weights = _index_sources(config)
         for name, batch in _variants(config, args):
             measured = _measure(replace(config, batch=batch), index, weights, topology, args)
             rows.append({"grouping": name, "balance": batch.balance.kind, "seed": seed} | measured)
     return rows
 
 
-def _topology(args: argparse.Namespace) -> Topology:
-    together = args.ranks_per_node or args.ranks
-    if args.ranks % together:
-        raise UserError(f"--ranks-per-node {together}: choose a divisor of --ranks {args.ranks}")
-    return Topology(args.ranks, together, together)
+def _make_topology(args: argparse.Namespace) -> Topology:
+    per_node = args.ranks_per_node or args.ranks
+    if args.ranks % per_node:
+        raise UserError(f"--ranks-per-node {per_node}: choose a divisor of --ranks {args.ranks}")
+    return Topology(args.ranks, per_node, per_node)
 
 
 def _variants(config: Config, args: argparse.Namespace) -> list[tuple[str, BatchConfig]]:
-    batch, balances = config.batch, BALANCES if args.ranks > 1 else BALANCES[:1]
+    batch = config.batch
+    balances = BALANCES if args.ranks > 1 else BALANCES[:1]
     groupings = [(*grouping, batch.shapes) for grouping in (PACK, ISF, NONE)] + [("none, one shape", NONE[1], 1)]
     if args.lengths:
         rows = dict.fromkeys(("llm", *config.model.encoders), args.ranks)
@@ -107,8 +111,8 @@ def _variants(config: Config, args: argparse.Namespace) -> list[tuple[str, Batch
     ]
 
 
-def _of_sources(config: Config) -> tuple[LengthIndex, list[float]]:
-    """The index of the config's data, and the weights of its sources."""
+def _index_sources(config: Config) -> tuple[LengthIndex, list[float]]:
+    """Build the index of the config's data; return it and the weights of its sources."""
     with tempfile.TemporaryDirectory() as nowhere:
         index = build_index(open_sources(config, "train", Path(nowhere)), config.model.encoders)
     return index, [source.weight for source in config.data.sources.values()]
@@ -125,7 +129,7 @@ def _measure(
     plans = [planner.plan(step) for step in range(steps)]
     seconds = time.perf_counter() - began
     microbatches = [m for plan in plans for m in plan.microbatches]
-    room, useful = (np.array(of) for of in zip(*(room_and_use(m, index) for m in microbatches), strict=True))
+    room, useful = map(np.array, zip(*(room_and_use(m, index) for m in microbatches), strict=True))
     aligned = [np.bincount(m.module, m.length, len(modules)) for m in microbatches]
     figures = {
         "fill": fill(useful, room),
@@ -134,16 +138,16 @@ def _measure(
         "width": np.mean([(0, *m.shape.widths) for m in microbatches], axis=0),
     }
     sent = [m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches]
-    made = [int(index.tokens(m.samples)[m.module != LLM].sum()) for m in microbatches]
-    idle = [(np.array(m.shape.widths) > 0) & (_moved(m, len(modules)) == 0) for m in microbatches]
-    by_module = {f"{key}_{m}": float(x) for key, of in figures.items() for m, x in zip(modules, of, strict=True)}
+    encoded = [int(index.tokens(m.samples)[m.module != LLM].sum()) for m in microbatches]
+    idle = [(np.array(m.shape.widths) > 0) & (_count_moved_items(m, len(modules)) == 0) for m in microbatches]
+    by_module = {f"{key}_{m}": float(x) for key, row in figures.items() for m, x in zip(modules, row, strict=True)}
     del by_module["width_llm"]
     return {
         "steps": steps,
         "samples": float(np.mean([len(m.samples) for m in microbatches])),
         "shapes": len({m.shape for m in microbatches}),
         **by_module,
-        "wire_share": sum(sent) / max(sum(made), 1),
+        "wire_share": sum(sent) / max(sum(encoded), 1),
         "idle_exchanges": float(np.mean(idle)) if modules[1:] else 0.0,
         "split_steps": sum(len(plan.microbatches) > config.batch.microbatches for plan in plans),
         "plan_ms": 1e3 * seconds / steps,
@@ -151,20 +155,22 @@ def _measure(
 
 
 def room_and_use(m: MicrobatchPlan, index: LengthIndex) -> tuple[np.ndarray, np.ndarray]:
-    """Positions that all ranks compute of each module, and those that hold something, int64 `[modules]` each."""
+    """Count positions that all ranks compute of each module, and those that hold something, int64 `[modules]` each."""
     room = m.topology.ranks * np.multiply(m.rows, m.shape.lengths)
     return room, np.bincount(m.module, index.useful(m.samples), len(m.rows)).astype(np.int64)
 
 
-def _moved(microbatch: MicrobatchPlan, modules: int) -> np.ndarray:
-    """How many items of each encoder run on another rank than their sample, int64 `[encoders]`."""
+def _count_moved_items(microbatch: MicrobatchPlan, modules: int) -> np.ndarray:
+    """Count the items of each encoder that run on another rank than their sample, int64 `[encoders]`."""
     rank = microbatch.rank()
-    home = rank[microbatch.part_start[:-1]][microbatch.sample_of()]
-    return np.bincount(microbatch.module[rank != home], minlength=modules)[1:]
+    sample_rank = rank[microbatch.part_start[:-1]][microbatch.sample_of()]
+    return np.bincount(microbatch.module[rank != sample_rank], minlength=modules)[1:]
 
 
 def rank_dist_ratios(microbatches: Sequence[MicrobatchPlan]) -> np.ndarray:
-    """Of the positions that each rank has of each module in one step, float64 `[modules]`."""
-    modules, ranks = len(microbatches[0].rows), microbatches[0].topology.ranks
+    """Compute the dist ratio over ranks of each module's positions in one step, float64 `[modules]`."""
+    modules = len(microbatches[0].rows)
+    ranks = microbatches[0].topology.ranks
+    # One count per pair: rank 1 of module 2 with 4 ranks is number 2 * 4 + 1.
     flat = sum(np.bincount(m.module * ranks + m.rank(), m.length, modules * ranks) for m in microbatches)
     return dist_ratio(flat.reshape(modules, ranks))

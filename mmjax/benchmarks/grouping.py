@@ -1,4 +1,4 @@
-"""How full, equal and random the rows of a grouping are, and how long it takes (OmniBal section 5.3)."""
+"""Measure how full, equal and random the rows of a grouping are, and how long it takes (OmniBal section 5.3)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PUBLISHED["pack"] = {name: f"{value} (ISF)" for name, value in PUBLISHED["isf"].
 
 @dataclass(frozen=True)
 class Rows:
-    """row: int32 `[n]`, -1 = oversize; `maximum` `[2]`, tokens and items; what ISF's iterations kept; seconds."""
+    """Hold row, int32 `[n]`, -1 = oversize; maximum `[2]`, tokens and items; what ISF's iterations kept; seconds."""
 
     row: np.ndarray
     maximum: np.ndarray
@@ -47,7 +47,7 @@ class Rows:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     length_options.add_arguments(parser)
     parser.add_argument("--method", choices=("random", "length", "device", *BUDGETED), default="pack")
     for name, default in (("items", 9), ("tokens", 4096)):
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> Measurement:
     lengths = np.stack([data["llm_tokens"], data["vision_items"]], axis=1)
     if lengths[:, 0].min() < 1:
         raise UserError(f"sample {int(lengths[:, 0].argmin())} has no llm_tokens; every sample needs at least 1")
-    grouped = _budgeted(lengths, args) if args.method in BUDGETED else _baseline(lengths, args)
+    grouped = _group_by_budget(lengths, args) if args.method in BUDGETED else _group_by_count(lengths, args)
     rng = np.random.default_rng(args.seed)
     figures = {
-        **_figures(lengths, data.get("source"), grouped, args),
+        **_measure(lengths, data.get("source"), grouped, args),
         "seconds": grouped.seconds,
         "permutation_seconds": median_seconds(lambda: rng.permutation(len(lengths))),
     }
@@ -87,28 +87,27 @@ def run(args: argparse.Namespace) -> Measurement:
     return Measurement(figures, arrays, PUBLISHED[args.method])
 
 
-def _given(args: argparse.Namespace) -> np.ndarray:
-    """The budgets asked for, tokens and items; 0 for `auto`."""
-    given = []
+def _parse_budgets(args: argparse.Namespace) -> np.ndarray:
+    """Parse the budgets, tokens and items; 0 for `auto`."""
+    budgets = []
     for option in ("--max-tokens", "--max-items"):
         text = getattr(args, option[2:].replace("-", "_"))
         if text != "auto" and (not text.isdecimal() or int(text) < 1):
             raise UserError(f"{option} {text}: give a number of at least 1, or auto")
-        given.append(0 if text == "auto" else int(text))
-    return np.array(given)
+        budgets.append(0 if text == "auto" else int(text))
+    return np.array(budgets)
 
 
-def _budgeted(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
-    given = _given(args)
-    wanted = (args.samples_per_row, args.samples_per_row + 1)
+def _group_by_budget(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
+    budgets = _parse_budgets(args)
+    samples_per_row = (args.samples_per_row, args.samples_per_row + 1)
     try:
         if args.method == "isf":
-            bounds = choose_bounds(lengths, wanted, given=given)
-            maximum, minimum = bounds.maximum, bounds.minimum
-            if np.all(given > 0):
-                minimum = np.maximum(given - PAPER_TOLERANCE, 1)
+            bounds = choose_bounds(lengths, samples_per_row, given=budgets)
+            maximum = bounds.maximum
+            minimum = np.maximum(budgets - PAPER_TOLERANCE, 1) if np.all(budgets > 0) else bounds.minimum
         else:
-            maximum = choose_row_maximum(lengths, wanted, given)
+            maximum = choose_row_maximum(lengths, samples_per_row, budgets)
     except ValueError as error:
         raise UserError(f"{error}; raise --max-items or --max-tokens") from None
     fits = np.flatnonzero(np.all(lengths <= maximum, axis=1))
@@ -129,8 +128,8 @@ def _budgeted(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     return Rows(np.where(row >= 0, shuffled[row], -1).astype(np.int32), maximum, iterations, seconds)
 
 
-def _baseline(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
-    """Rows of a fixed number of samples, padded to the longest; their budget is what the largest row takes."""
+def _group_by_count(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
+    """Group a fixed number of samples a row, padded to the longest; the budget is what the largest row takes."""
     groups: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
         "random": lambda rng: random_groups(len(lengths), args.samples_per_row, rng),
         "length": lambda rng: length_groups(lengths, args.samples_per_row, args.ranks, rng),
@@ -142,9 +141,10 @@ def _baseline(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     return Rows(row, np.array([int(lengths[:, 0].max()) * args.samples_per_row, items]), (), seconds)
 
 
-def _figures(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: argparse.Namespace) -> dict[str, Any]:
     inside = grouped.row >= 0
-    row, lengths = grouped.row[inside], lengths[inside]
+    row = grouped.row[inside]
+    lengths = lengths[inside]
     rows = int(row.max()) + 1
     total = np.stack([np.bincount(row, column, rows) for column in lengths.T], axis=1)
     steps = rows // args.ranks
@@ -172,7 +172,7 @@ def _figures(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args
 
 
 def _pad_ratio(length: np.ndarray, row: np.ndarray) -> float:
-    """OmniBal eq. 1, meaned over rows, which are full but for the last."""
+    """Compute OmniBal eq. 1, meaned over rows, which are full but for the last."""
     order = np.argsort(row, kind="stable")
     per_row = int(np.bincount(row).max())
     full = len(order) // per_row * per_row

@@ -1,4 +1,4 @@
-"""How fast headers of images are read: local ones against decoding, those of a late server against one by one."""
+"""Measure how fast image headers are read: local ones against decoding, those of a late server against one by one."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from mmjax.data.sources.processors import PROBES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--images", type=int, default=2000, help="of 640 x 480, JPEG")
     parser.add_argument("--delay", type=float, default=0.05, help="seconds after which the server answers")
     parser.add_argument("--repeats", type=int, default=3)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Images per second, the best of the repeats, and how many times as many as by the plainer way."""
+    """Measure images per second, the best of the repeats, and how many times as many as by the plainer way."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write(folder / "images", args.images)
-        records = [{"image": f"{i}.jpg", "conversations": _TALK} for i in range(args.images)]
+        records = [{"image": f"{i}.jpg", "conversations": _CONVERSATION} for i in range(args.images)]
         (folder / "d.json").write_text(json.dumps(records))
         decoded = _rate(lambda k: [decode_image(p.read_bytes()) for p in (folder / "images").iterdir()], args)
         local = _rate(partial(_read, folder, str(folder / "images")), args)
-        with _served(folder / "images", args.delay) as url:
+        with _serve_late(folder / "images", args.delay) as url:
             late = _rate(partial(_read, folder, url), args)
     return [
         {"headers": "local", "images_per_second": local, "ratio": local / decoded},
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-_TALK = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "yes"}]
+_CONVERSATION = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "yes"}]
 
 
 def _write(folder: Path, count: int) -> None:
@@ -66,7 +66,7 @@ def _read(folder: Path, images: str, repeat: int) -> None:
 
 
 def _rate(work: Callable[[int], object], args: argparse.Namespace) -> float:
-    """Images per second of the fastest repeat."""
+    """Time the work; return images per second of the fastest repeat."""
     seconds = []
     for repeat in range(args.repeats):
         began = time.perf_counter()
@@ -79,26 +79,26 @@ class _Late(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1
 
-    def __init__(self, *given: Any, delay: float, **named: Any) -> None:
+    def __init__(self, *args: Any, delay: float, **kwargs: Any) -> None:
         self._delay = delay
-        super().__init__(*given, **named)
+        super().__init__(*args, **kwargs)
 
     def do_GET(self) -> None:
-        self._late()
+        self._send_late()
 
     def do_HEAD(self) -> None:
-        self._late()
+        self._send_late()
 
-    def _late(self) -> None:
-        """The whole file, or as much of its beginning as is asked for."""
+    def _send_late(self) -> None:
+        """Send the whole file, or the range of bytes that the request names."""
         time.sleep(self._delay)
         content = Path(self.translate_path(self.path)).read_bytes()
-        asked = self.headers.get("Range", "").removeprefix("bytes=").split("-")
-        begin, end = (int(asked[0]), int(asked[1]) + 1) if len(asked) == 2 else (0, len(content))
-        self.send_response(206 if len(asked) == 2 else 200)
+        byte_range = self.headers.get("Range", "").removeprefix("bytes=").split("-")
+        begin, end = (int(byte_range[0]), int(byte_range[1]) + 1) if len(byte_range) == 2 else (0, len(content))
+        self.send_response(206 if len(byte_range) == 2 else 200)
         for key, value in (("Content-Length", len(content[begin:end])), ("Accept-Ranges", "bytes"), ("ETag", '"1"')):
             self.send_header(key, str(value))
-        if len(asked) == 2:
+        if len(byte_range) == 2:
             self.send_header("Content-Range", f"bytes {begin}-{min(end, len(content)) - 1}/{len(content)}")
         self.end_headers()
         if self.command == "GET":
@@ -110,8 +110,8 @@ class _Late(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def _served(folder: Path, delay: float) -> Iterator[str]:
-    """The URL of a folder behind a server that answers late."""
+def _serve_late(folder: Path, delay: float) -> Iterator[str]:
+    """Serve a folder at the yielded URL, answering late."""
     ThreadingHTTPServer.request_queue_size = 256
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Late, directory=str(folder), delay=delay))
     thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""Options of the benchmarks that say which lengths samples have, and which of them a step holds."""
+"""Define options for which lengths the benchmarks' samples have, and which of them a step holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TILE = 1024  # patches of one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say which lengths."""
+    """Add the options that say which lengths."""
     parser.add_argument(
         "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="default: made from --seed"
     )
@@ -27,14 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step_arguments(parser: argparse.ArgumentParser, ranks: int) -> None:
-    """The options that say which samples a step holds, and which phase of it is balanced."""
+    """Add the options that say which samples a step holds, and which phase of it is balanced."""
     parser.add_argument("--phase", choices=("llm_tokens", "vision", "audio"), default="llm_tokens")
     parser.add_argument("--ranks", type=int, default=ranks)
     parser.add_argument("--per-rank", type=int, default=60, help="samples drawn for each rank")
 
 
 def draw_step(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Samples drawn for one step, int64 `[n]`, the rank that each is drawn for, and its length in the phase.
+    """Draw samples for one step, int64 `[n]`, the rank that each is drawn for, and its length in the phase.
 
     A sample is drawn twice only where there are too few. A length of 0: it takes no part in the phase.
     """
@@ -43,17 +43,18 @@ def draw_step(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, np.ndar
             raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give at least 1")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: give at least 0")
-    found = read_lengths(args.lengths, (args.phase,)) if args.lengths else omni_corpus(args.samples, args.seed)
-    available, count = len(found[args.phase]), args.ranks * args.per_rank
+    lengths = read_lengths(args.lengths, (args.phase,)) if args.lengths else omni_corpus(args.samples, args.seed)
+    available = len(lengths[args.phase])
+    count = args.ranks * args.per_rank
     sample = np.random.default_rng(args.seed).choice(available, count, replace=count > available)
-    length = found[args.phase][sample]
+    length = lengths[args.phase][sample]
     if not length.any():
         raise UserError(f"--phase {args.phase}: no drawn sample takes part in it; draw more with --per-rank")
     return sample, np.repeat(np.arange(args.ranks, dtype=np.int32), args.per_rank), length
 
 
 def index_of_samples(read: Mapping[str, np.ndarray], encoders: Sequence[str], samples: int, scale: int) -> LengthIndex:
-    """The index of so many samples, those of `read` as often as needed, as one source of data.
+    """Build the index of so many samples, those of `read` as often as needed, as one source of data.
 
     encoders: keys of `read`. An encoder's length is one item, `vision_items` counts tiles. Lengths in positions are
     divided by `scale`, to at least 1 where there is anything.
@@ -61,12 +62,13 @@ def index_of_samples(read: Mapping[str, np.ndarray], encoders: Sequence[str], sa
     chosen = np.arange(samples) % len(read["llm_tokens"])
     scaled = {k: n if k == TILES else np.where(n > 0, np.maximum(n // scale, 1), 0) for k, n in read.items()}
     lengths = {key: scaled[key][chosen] for key in ("llm_tokens", *encoders)}
-    # Of every sample and encoder: how many items, and how long each of them is.
+    # Of every sample and encoder: how many items, and how long each of them is. 5 tiles are 5 items of 1,024 patches,
+    # 700 audio frames 1 item of 700.
     count = np.stack([lengths[k] if k == TILES else np.minimum(lengths[k], 1) for k in encoders], axis=1)
     length = np.stack([np.full(len(chosen), TILE) if k == TILES else lengths[k] for k in encoders], axis=1)
-    each = count.ravel()
-    encoder = np.repeat(np.tile(np.arange(len(encoders)), len(chosen)), each)
-    positions = np.repeat(length.ravel(), each).astype(np.int32)
+    items_per_pair = count.ravel()
+    encoder = np.repeat(np.tile(np.arange(len(encoders)), len(chosen)), items_per_pair)
+    positions = np.repeat(length.ravel(), items_per_pair).astype(np.int32)
     tokens = count * -(-length // PER_TOKEN)
     return LengthIndex(
         source_name=np.array(["lengths"]),

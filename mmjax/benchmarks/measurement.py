@@ -1,4 +1,4 @@
-"""What one benchmark measured: its figures, the result that they follow from, and what a paper says of the same."""
+"""Hold what one benchmark measured: its figures, the result that they follow from, and a paper's figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Measurement:
-    """figures: what `--json` prints. arrays: what `--out` writes. paper: by figure, the published one beside it."""
+    """Hold figures, which `--json` prints, arrays, which `--out` writes, and the figures that the paper published."""
 
     figures: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
@@ -21,7 +21,7 @@ class Measurement:
 
 
 def median_seconds(run: Callable[[], object], within: float = 10.0) -> float:
-    """Median duration of five runs; of fewer, one at least, where they take longer than `within` seconds in all."""
+    """Time five runs, or fewer where they take longer than `within` seconds in all; return the median."""
     seconds: list[float] = []
     while len(seconds) < 5 and sum(seconds) <= within:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Predicted against compiled: the memory of the real train step on absent H100s, by model, remat and loss chunks."""
+"""Compare predicted with compiled memory of the real train step on absent H100s, by model, remat and loss chunks."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ SPEED = Speed(Rates(1.0, 1.0, 1.0))  # nothing is chosen here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--model", choices=sorted(MODELS), action="append", help="default: all")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each model, mix and number of loss chunks.
+    """Measure one row for each model, mix and number of loss chunks.
 
     `predicted` and `compiled` are GB of a device, `off` by which part they differ.
     Models of one to two billion parameters in bfloat16, sharded over 8 devices, with one row of each module on each.
     """
-    devices, rows = aot_h100(DEVICES), []
+    devices = aot_h100(DEVICES)
+    rows: list[dict[str, Any]] = []
     for name in args.model or sorted(MODELS):
         model, lengths = MODELS[name]
         for mix, chunks in product(MIXES, LOSS_CHUNKS.get(name, (1,))):
-            found = _compare(_config(model, mix, chunks), lengths, devices)
+            comparison = _compare(_config(model, mix, chunks), lengths, devices)
             remat = "/".join(mix[tower] for tower in lengths)
-            rows.append({"model": name, "remat": remat, "loss_chunks": chunks} | found)
+            rows.append({"model": name, "remat": remat, "loss_chunks": chunks} | comparison)
     return rows
 
 
@@ -60,12 +61,12 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     model = config.model
     shape = {name: (1, length) for name, length in lengths.items()}
     batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 64), DEVICES)
-    kept = {name: saved_bytes_per_layer(model, name, shape[name], config.training.precision) for name in shape}
+    saved_bytes = {name: saved_bytes_per_layer(model, name, shape[name], config.training.precision) for name in shape}
     spread = sharding_spread(config.mesh, {"fsdp": DEVICES, "tensor": 1})
     activation = ACTIVATION[config.training.precision]
     chunks = config.training.loss_chunks
     predicted = plan_memory(
-        model, [batch], [kept], spread, activation, config.optimizer, SPEED, MemoryLimit(0), (chunks,)
+        model, [batch], [saved_bytes], spread, activation, config.optimizer, SPEED, MemoryLimit(0), (chunks,)
     ).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
@@ -85,7 +86,9 @@ def _config(model: ModelConfig, mix: dict[str, Any], chunks: int) -> Config:
 
 
 def _llm(layers: int, vocab: int = 65_536) -> DecoderConfig:
-    return DecoderConfig(layers, 2048, 16, 4, 128, 8192, vocab, tied=False, attention="blockwise")
+    return DecoderConfig(
+        layers, 2048, 16, 4, head_width=128, mlp_width=8192, vocab=vocab, tied=False, attention="blockwise"
+    )
 
 
 def _vision(layers: int) -> VisionConfig:

@@ -1,4 +1,4 @@
-"""How little balancing sends between nodes when they are chosen first, or by an integer programme (OrchMLLM 5.2)."""
+"""Measure what balancing sends between nodes when these are chosen first, or by an integer programme (OrchMLLM 5.2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmjax.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     length_options.add_arguments(parser)
     length_options.add_step_arguments(parser, ranks=512)
     parser.add_argument("--ranks-per-node", type=int, default=8)
@@ -32,10 +32,11 @@ def run(args: argparse.Namespace) -> Measurement:
     sample, source, drawn = length_options.draw_step(args)
     _check(args)
     present = drawn > 0
-    length, start = drawn[present], source[present]
+    length = drawn[present]
+    start = source[present]
 
     baseline = balance_packed(length, args.ranks)
-    to, solved = _best(args, length, start) if args.method == "best" else _ilp(args, length, start, baseline)
+    to, solved = _plan(args, length, start) if args.method == "best" else _solve(args, length, start, baseline)
     without = inter_node(length, start, baseline, args.ranks, args.ranks_per_node)
     traffic = inter_node(length, start, to, args.ranks, args.ranks_per_node)
     cost = np.bincount(to, length, args.ranks)
@@ -57,8 +58,8 @@ def run(args: argparse.Namespace) -> Measurement:
         arrays={
             "sample": sample,
             "source": source,
-            "rank": _of_samples(to, present),
-            "baseline_rank": _of_samples(baseline, present),
+            "rank": _scatter_to_samples(to, present),
+            "baseline_rank": _scatter_to_samples(baseline, present),
         },
         paper={"total_reduction": "0.44-0.72 (OrchMLLM figure 13)"},
     )
@@ -75,7 +76,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--time-limit {args.time_limit}: give some seconds")
 
 
-def _best(args: argparse.Namespace, length: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+def _plan(args: argparse.Namespace, length: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
     def plan() -> np.ndarray:
         return balance_nodewise(length, start, args.ranks, args.ranks_per_node, args.tolerance)
 
@@ -83,10 +84,10 @@ def _best(args: argparse.Namespace, length: np.ndarray, start: np.ndarray) -> tu
     return to, {"milliseconds": 1e3 * median_seconds(plan)}
 
 
-def _ilp(
+def _solve(
     args: argparse.Namespace, length: np.ndarray, start: np.ndarray, baseline: np.ndarray
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Once only: it may take all of its time limit, beside which nothing else counts."""
+    """Solve once only: it may take all of its time limit, beside which nothing else counts."""
     tokens = volume(rearrange(length, start, baseline, args.ranks))
     began = time.perf_counter()
     permutation = permute_batches(tokens, args.ranks_per_node, args.time_limit)
@@ -98,7 +99,7 @@ def _reduction(volume_with: float, volume_without: float) -> float:
     return float(1 - volume_with / volume_without) if volume_without else 0.0
 
 
-def _of_samples(to: np.ndarray, present: np.ndarray) -> np.ndarray:
+def _scatter_to_samples(to: np.ndarray, present: np.ndarray) -> np.ndarray:
     rank = np.full(len(present), -1, np.int32)
     rank[present] = to
     return rank

@@ -1,4 +1,4 @@
-"""How equal the ranks are in every phase, by how samples are placed, and what travels: plans steps, runs nothing."""
+"""Measure how equal ranks are in each phase, by how samples are placed, and what travels: plans steps, runs nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PHASES = ("llm_tokens", "vision", "audio")
 
 
 def add_step_arguments(parser: argparse.ArgumentParser, per_rank: int = 60) -> None:
-    """The options that say what steps hold."""
+    """Add the options that say what steps hold."""
     length_options.add_arguments(parser)
     parser.add_argument("--per-rank", type=int, default=per_rank, help="samples drawn for each rank")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: all)")
@@ -38,28 +38,29 @@ def add_step_arguments(parser: argparse.ArgumentParser, per_rank: int = 60) -> N
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     add_step_arguments(parser)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=100)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each way of placing samples; `bound` is the larger of the mean and the longest part of each phase.
+    """Measure a row for each way of placing samples; `bound` is the larger of a phase's mean and its longest part.
 
     `ms`: of a core. `sorts`: how many times as long that is as sorting the same lengths by index.
     """
     check(args, "ranks", "steps", "per_rank", "scale", "samples")
-    found, peers = read(args), args.ranks_per_node or args.ranks
-    steps = [costs_of_step(found, sample, args.scale) for sample in draw(found, args)]
-    sorting = np.median([_seconds(_sort, costs)[1] for costs in steps])
+    lengths = read(args)
+    peers = args.ranks_per_node or args.ranks
+    steps = [costs_of_step(lengths, sample, args.scale) for sample in draw(lengths, args)]
+    sorting = np.median([_time_plan(_sort_lengths, costs)[1] for costs in steps])
     rows = []
     for name, plan in balances(args.ranks, peers).items():
         plan(steps[0])  # compiles
         over = args.ranks if name == "apart" else peers
         ratios, sent, seconds = [], [], []
         for costs in steps:
-            placed, took = _seconds(plan, costs)
+            placed, took = _time_plan(plan, costs)
             seconds.append(took)
             ratios.append(dist_ratio(cost_per_rank(costs, placed, args.ranks).T))
             sent.append(wire(placed.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1))
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def balances(ranks: int, peers: int) -> dict[str, Callable[[Costs], PhasePlan]]:
-    """Ways of placing the samples of a step, named as in `batch.balance`; "apart": each phase by itself."""
+    """Return ways of placing the samples of a step, named as in `batch.balance`; "apart": each phase by itself."""
     return {
         "none": lambda costs: place_in_order(costs, ranks),
         "llm": lambda costs: place_by_llm(costs, ranks),
@@ -81,17 +82,17 @@ def balances(ranks: int, peers: int) -> dict[str, Callable[[Costs], PhasePlan]]:
     }
 
 
-def _seconds(plan: Callable[[Costs], Any], costs: Costs) -> tuple[Any, float]:
+def _time_plan(plan: Callable[[Costs], Any], costs: Costs) -> tuple[Any, float]:
     began = time.process_time()
     return plan(costs), time.process_time() - began
 
 
-def _sort(costs: Costs) -> list[np.ndarray]:
+def _sort_lengths(costs: Costs) -> list[np.ndarray]:
     return [np.argsort(cost, kind="stable") for cost in costs.sample.T.astype(np.int64)]
 
 
 def check(args: argparse.Namespace, *options: str) -> None:
-    """Raises UserError for options below 1, and for nodes of a size that does not go."""
+    """Raise UserError for options below 1, and for nodes of a size that does not go."""
     for option in options:
         if getattr(args, option) < 1:
             raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give at least 1")
@@ -100,23 +101,25 @@ def check(args: argparse.Namespace, *options: str) -> None:
 
 
 def read(args: argparse.Namespace) -> Mapping[str, np.ndarray]:
-    """The lengths that the options ask for."""
+    """Read or make the lengths that the options ask for."""
     return read_lengths(args.lengths, PHASES) if args.lengths else omni_corpus(args.samples, args.seed)
 
 
-def costs_of_step(found: Mapping[str, np.ndarray], sample: np.ndarray, scale: int) -> Costs:
-    """Packed costs of these samples: lengths / scale, at least 1 where there is anything; one item per encoder."""
-    length = np.stack([found[phase][sample] for phase in PHASES], axis=1)
-    length = np.where(length > 0, np.maximum(length // scale, 1), 0)
-    owner, encoder = np.nonzero(length[:, 1:])
-    items = length[owner, 1 + encoder]
-    return costs_of(length[:, LLM], owner, 1 + encoder, items, -(-items // length_options.PER_TOKEN), len(PHASES))
+def costs_of_step(lengths: Mapping[str, np.ndarray], sample: np.ndarray, scale: int) -> Costs:
+    """Compute packed costs of samples: lengths / scale, at least 1 where there is anything; one item per encoder."""
+    phase_lengths = np.stack([lengths[phase][sample] for phase in PHASES], axis=1)
+    phase_lengths = np.where(phase_lengths > 0, np.maximum(phase_lengths // scale, 1), 0)
+    owner, encoder = np.nonzero(phase_lengths[:, 1:])
+    items = phase_lengths[owner, 1 + encoder]
+    tokens = -(-items // length_options.PER_TOKEN)
+    return costs_of(phase_lengths[:, LLM], owner, 1 + encoder, items, tokens, len(PHASES))
 
 
-def draw(found: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[np.ndarray]:
-    """Consecutive steps of a shuffle, of as many shuffles as they need."""
-    rng, size = np.random.default_rng(args.seed), args.ranks * args.per_rank
-    samples = len(found[PHASES[0]])
+def draw(lengths: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[np.ndarray]:
+    """Draw consecutive steps of a shuffle, of as many shuffles as they need."""
+    rng = np.random.default_rng(args.seed)
+    size = args.ranks * args.per_rank
+    samples = len(lengths[PHASES[0]])
     shuffles = -(-args.steps * size // samples)
     order = np.concatenate([rng.permutation(samples) for _ in range(shuffles)])
     return iter(order[: args.steps * size].reshape(args.steps, size))

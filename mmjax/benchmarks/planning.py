@@ -1,4 +1,4 @@
-"""How long planning steps takes, how full and equal they are, and what travels: as a training run plans them."""
+"""Measure how long planning steps takes, how full and equal they are, and what travels, as in a training run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--lengths", nargs="+", type=Path, required=True, metavar="F.npz", help="of samples")
     parser.add_argument("--ranks", type=int, default=8, help="each with one row of every module")
     parser.add_argument("--per-rank", type=int, default=16, help="samples of a step, for each rank")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> Measurement:
 
 @dataclass
 class _Planned:
-    """Steps planned one after the other, and the CPU seconds that this took."""
+    """Hold steps planned one after the other, and the CPU seconds that this took."""
 
     encoders: Sequence[str]
     planner: StepPlanner
@@ -92,7 +92,8 @@ class _Planned:
 
 
 def _plan(args: argparse.Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str, str]) -> _Planned:
-    available, step = len(read["llm_tokens"]), args.ranks * args.per_rank
+    available = len(read["llm_tokens"])
+    step = args.ranks * args.per_rank
     samples = -(-2 * args.steps * step // available) * available  # whole chunks may be more than these steps
     index = index_of_samples(read, tuple(encoders.values()), samples, 1)
     config = _config(args, tuple(encoders))
@@ -103,14 +104,15 @@ def _plan(args: argparse.Namespace, read: Mapping[str, np.ndarray], encoders: Ma
         planner.plan(0)
         return planner
 
-    planned = _Planned(tuple(encoders), *_cpu_seconds(first_step))
-    grouper = replace(planned.planner.grouper, first_steps=[0])  # without the chunks that are in memory
+    planner, seconds = _cpu_seconds(first_step)
+    planned = _Planned(tuple(encoders), planner, first_step_seconds=seconds)
+    grouper = replace(planner.grouper, first_steps=[0])  # without the chunks that are in memory
     number = 0
     while number < args.steps or number not in grouper.first_steps:  # chunks are grouped as a whole
         groups, seconds = _cpu_seconds(grouper.step, number)
         planned.grouping_seconds += seconds
         if args.grouping == "pack" or number < args.steps:  # without grouping the end of a chunk is as its beginning
-            microbatches, seconds = _cpu_seconds(_place, planned.planner.placer, groups)
+            microbatches, seconds = _cpu_seconds(_place, planner.placer, groups)
             planned.placing_seconds += seconds
             planned.plans.append(StepPlan(number, tuple(microbatches)))
             planned.longest_wait = max(planned.longest_wait, grouper.longest_wait(number))
@@ -124,7 +126,7 @@ def _place(placer: Placer, groups: Sequence[Group]) -> list[MicrobatchPlan]:
 
 
 def _config(args: argparse.Namespace, encoders: Sequence[str]) -> Config:
-    """A small model with these encoders: what it costs matters to balancing alone."""
+    """Build a small model with these encoders: what it costs matters to balancing alone."""
     config = load(default_config(), ())
     model = replace(config.model, encoders={name: config.model.encoders[name] for name in encoders})
     batch = replace(
@@ -140,17 +142,21 @@ def _config(args: argparse.Namespace, encoders: Sequence[str]) -> Config:
 
 
 def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
-    index, steps = planned.planner.placer.index, len(planned.plans)
-    step_room, step_use, ratios, sent, made = [], [], [], 0, 0
+    index = planned.planner.placer.index
+    steps = len(planned.plans)
+    step_room: list[np.ndarray] = []
+    step_use: list[np.ndarray] = []
+    sent = encoded = 0
     for plan in planned.plans:
         room, use = zip(*(room_and_use(m, index) for m in plan.microbatches), strict=True)
         step_room.append(sum(room))
         step_use.append(sum(use))
-        ratios.append(rank_dist_ratios(plan.microbatches))
         for m in plan.microbatches:
             sent += int(wire(np.array(m.shape.widths), m.topology.ranks, m.topology.peers).sum())
-            made += int(index.tokens(m.samples)[m.module != LLM].sum())
-    used, room, dist_ratio = np.array(step_use), np.array(step_room), np.array(ratios)
+            encoded += int(index.tokens(m.samples)[m.module != LLM].sum())
+    used = np.array(step_use)
+    room = np.array(step_room)
+    dist_ratio = np.array([rank_dist_ratios(plan.microbatches) for plan in planned.plans])
     sample = np.concatenate([plan.samples() for plan in planned.plans])
     step = np.repeat(np.arange(steps), [len(plan.samples()) for plan in planned.plans])
     modules = ("llm", *planned.encoders)
@@ -162,7 +168,7 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
         "worst_fill": _by_module(modules, (used / room).min(0)),
         "longest_wait": planned.longest_wait,
         "dist_ratio": _by_module(modules, dist_ratio.mean(0)),
-        "wire_share": sent / max(made, 1),
+        "wire_share": sent / max(encoded, 1),
         "overdispersion": None if source is None else overdispersion(source[sample % len(source)], step),
         "steps": steps,
     }
@@ -174,7 +180,7 @@ def _by_module(modules: Sequence[str], values: np.ndarray) -> dict[str, float]:
 
 
 def _cpu_seconds(work: Callable[..., T], *args: Any) -> tuple[T, float]:
-    """What the work returns, and the CPU seconds of this process that it took."""
+    """Do the work; return its result and the CPU seconds of this process that it took."""
     began = time.process_time()
     result = work(*args)
     return result, time.process_time() - began

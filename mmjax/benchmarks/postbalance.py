@@ -1,4 +1,4 @@
-"""How even post-balancing makes the ranks of one phase, and how long it takes (OrchMLLM section 5.1)."""
+"""Measure how even post-balancing makes the ranks of one phase, and how long it takes (OrchMLLM section 5.1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAM = 1e-4  # per token: attention costs as much as the rest at 10,000 tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     length_options.add_arguments(parser)
     length_options.add_step_arguments(parser, ranks=512)
     parser.add_argument("--cost", choices=("packed", "padded", "quadratic", "conv"), default="packed")
@@ -43,25 +43,25 @@ def run(args: argparse.Namespace) -> Measurement:
     present = drawn > 0
     length = drawn[present]
 
-    balance = _method(args, length)
+    balance = _make_method(args, length)
     to = balance()  # compiles
     cost = rank_costs(args.cost, length, to, args.ranks, LAM)
     bound = lower_bound(args.cost, length, args.ranks, LAM)
     # Of every item alone, so without padding, whatever the ranks pad.
     weight = {"padded": "packed", "conv": "quadratic"}.get(args.cost, args.cost)
     mean = rank_costs(weight, length, to, args.ranks, LAM).mean()
-    before = rank_costs(args.cost, length, source[present], args.ranks, LAM).max()
+    unbalanced = rank_costs(args.cost, length, source[present], args.ranks, LAM).max()
     packed = args.cost == "packed"
-    least = -(-int(length.sum()) // args.ranks)
+    mean_load = -(-int(length.sum()) // args.ranks)
     rank = np.full(len(sample), -1, np.int32)
     rank[present] = to
     return Measurement(
         figures={
-            "before": float(before / mean),
+            "before": float(unbalanced / mean),
             "after": float(cost.max() / mean),
             "lower_bound": float(bound / mean),
-            "gap": int(cost.max()) - least if packed else None,
-            "gap_bound": int(least_largest_load(length, args.ranks)) - least if packed else None,
+            "gap": int(cost.max()) - mean_load if packed else None,
+            "gap_bound": int(least_largest_load(length, args.ranks)) - mean_load if packed else None,
             "milliseconds": 1e3 * median_seconds(balance),
             "sort_milliseconds": 1e3 * median_seconds(lambda: np.sort(length)),
             "items": len(length),
@@ -77,8 +77,9 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--tolerance {args.tolerance}: give at least 0 tokens")
 
 
-def _method(args: argparse.Namespace, length: np.ndarray) -> Callable[[], np.ndarray]:
-    ranks, equal = args.ranks, args.equal_counts
+def _make_method(args: argparse.Namespace, length: np.ndarray) -> Callable[[], np.ndarray]:
+    ranks = args.ranks
+    equal = args.equal_counts
     tolerance = float(length.mean()) if args.tolerance is None else args.tolerance
     return {
         ("packed", "best"): lambda: balance_packed(length, ranks, equal),

@@ -1,4 +1,4 @@
-"""What computing again costs: predicted from layers' measured times, and measured in whole steps on this device."""
+"""Measure what recomputing costs: predicted from layers' measured times, and measured in whole steps on this device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from mmjax.runtime.optimizer import make_optimizer
 from mmjax.runtime.step import Executor
 
 GB = 1e9
-AUTO, STEP = "auto", "step"
+AUTO = "auto"
+STEP = "step"
 MIXES: dict[str, tuple[Remat, Remat]] = {  # of the LLM's layers and of the encoder's
     "none": ("none", "none"),
     "full": ("full", "full"),
@@ -49,7 +50,7 @@ TOKENS = 64  # that the encoder gives to the text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--width", type=int, default=1536, help="of the LLM; the encoder has half of it")
     parser.add_argument("--layers", type=int, default=4, help="of each tower")
     parser.add_argument("--length", type=int, default=256, help="positions of the row of each tower")
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each mix of remat policies, and `auto` with the memory for activations cut to `--room`.
+    """Measure one row for each mix of remat policies, and `auto` with the memory for activations cut to `--room`.
 
     `activations`: GB that it keeps. `step`: seconds of a step's forward and backward pass. `measured`: how much longer
     than that of the fastest mix; `predicted`: the same from layers that were timed alone. All are medians of rounds in
@@ -69,12 +70,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise UserError("--width must be a multiple of 256, --length of 8, and --layers at least 1")
     if not 0 <= args.room <= 1:
         raise UserError(f"--room {args.room}: give a part between 0 and 1")
-    config, device = _config(args), jax.devices()[0]
+    config = _config(args)
+    device = jax.devices()[0]
     batch = DeviceBatch({"llm": (1, args.length), "vision": (1, args.length)}, {"vision": TOKENS})
     speed = _speed(config, batch, device)
     fits = {name: _fit(_mixed(config, mix), batch, speed, np.inf) for name, mix in MIXES.items()}
-    least, most = (fits[name].device for name in ("full", "none"))
-    fits[AUTO] = _fit(config, batch, speed, least + args.room * (most - least))
+    smallest, largest = (fits[name].device for name in ("full", "none"))
+    fits[AUTO] = _fit(config, batch, speed, smallest + args.room * (largest - smallest))
     states: dict[str, list[Any]] = {}
     programs: dict[tuple[str, str], Callable[[], Any]] = {
         (STEP, name): _gradients(replace(config, model=fitted.applied(config.model)), batch, states)
@@ -82,16 +84,17 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     for tower, shape in batch.shape.items():
         programs |= {(tower, name): run for name, run in layer_programs(config, tower, shape, device).items()}
-    found = typical_seconds(programs, args.seconds)
-    steps = {name: found[STEP, name] for name in fits}
+    typical = typical_seconds(programs, args.seconds)
+    steps = {name: typical[STEP, name] for name in fits}
     layers = {
-        name: sum(found[tower, policy] / STACK for tower, own in fitted.policies.items() for policy in own)
+        name: sum(typical[tower, policy] / STACK for tower, policies in fitted.policies.items() for policy in policies)
         for name, fitted in fits.items()
     }
     first = min(steps, key=lambda name: steps[name])
     rows = []
     for name, seconds in steps.items():
-        measured, predicted = seconds - steps[first], layers[name] - layers[first]
+        measured = seconds - steps[first]
+        predicted = layers[name] - layers[first]
         off = predicted / measured - 1 if measured else 0.0
         row = {"remat": name, "activations": sum(fits[name].activations.values()) / GB, "step": seconds}
         gained = (steps["full"] - seconds) / (steps["full"] - steps["none"])
@@ -101,7 +104,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _config(args: argparse.Namespace) -> Config:
     width = args.width
-    llm = DecoderConfig(args.layers, width, width // 64, width // 256, 64, 4 * width, 512)
+    llm = DecoderConfig(
+        args.layers, width, heads=width // 64, kv_heads=width // 256, head_width=64, mlp_width=4 * width, vocab=512
+    )
     half = width // 2
     vision = VisionConfig(args.layers, half, half // 64, 4 * half, 14, connector=ConnectorConfig(mlp_width=half))
     return replace(load("tiny_omni"), model=ModelConfig(llm, {"vision": vision}), mesh=MeshConfig())
@@ -122,22 +127,24 @@ def _speed(config: Config, batch: DeviceBatch, device: jax.Device) -> Speed:
 
 
 def _fit(config: Config, batch: DeviceBatch, speed: Speed, room: float) -> MemoryPlan:
-    kept = {name: saved_bytes_per_layer(config.model, name, shape, jnp.float32) for name, shape in batch.shape.items()}
+    model = config.model
+    saved_bytes = {name: saved_bytes_per_layer(model, name, shape, jnp.float32) for name, shape in batch.shape.items()}
     activation = ACTIVATION[config.training.precision]
     return plan_memory(
-        config.model, [batch], [kept], ModelSharding(), activation, config.optimizer, speed, MemoryLimit(room)
+        model, [batch], [saved_bytes], ModelSharding(), activation, config.optimizer, speed, MemoryLimit(room)
     )
 
 
 def _gradients(config: Config, batch: DeviceBatch, states: dict[str, list[Any]]) -> Callable[[], jax.Array]:
-    """The program that accumulates gradients. Models of the same runs of layers share what lies in `states`."""
+    """Build the program that accumulates gradients. Models of the same runs of layers share what lies in `states`."""
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules.of(config.mesh), 1)
     runs = str({tower: [run.name for run in plan] for tower, plan in model.runs.items()})
     if runs not in states:
         states[runs] = [executor.born()(jax.random.key(0)), executor.zeros()]
-    arrays, weight = executor.put(_microbatch(config, batch)), np.float32(batch.shape["llm"][1])
+    arrays = executor.put(_microbatch(config, batch))
+    weight = np.float32(batch.shape["llm"][1])
 
     def step() -> jax.Array:
         params, accumulated = states[runs]
@@ -148,7 +155,7 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, list[Any]])
 
 
 def _microbatch(config: Config, batch: DeviceBatch) -> Microbatch:
-    """Full rows of one sample each; the encoder's tokens stand at the beginning of the text."""
+    """Make full rows of one sample each; the encoder's tokens stand at the beginning of the text."""
     zeros = partial(jax.tree.map, lambda x: np.zeros(x.shape, x.dtype))
     text, item = (zeros(tower_batch(config.model, name, batch.shape[name])) for name in ("llm", "vision"))
     along = np.broadcast_to(np.arange(batch.shape["llm"][1], dtype=np.int32), text.token.shape)

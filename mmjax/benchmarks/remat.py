@@ -1,4 +1,4 @@
-"""What must be computed again to fit a device's memory, by how samples are balanced: plans steps, runs nothing."""
+"""Plan what must be computed again to fit a device's memory, by how samples are balanced: plans steps, runs nothing."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from mmjax.planning.work import CONV_STRIDE, layer_positions, row_work
 
 PRESETS = ("omni-10b", "omni-18b", "omni-84b")
 GB = 1e9
-PRECISION, ACTIVATION = "bfloat16", 2
+PRECISION = "bfloat16"
+ACTIVATION = 2  # bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--preset", choices=PRESETS, default=PRESETS[-1])
     parser.add_argument("--memory", type=float, default=80, metavar="GB", help="of a device")
     parser.add_argument("--host-memory", type=float, default=0, metavar="GB", help="of the host, for each device")
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each way of placing samples.
+    """Plan one row for each way of placing samples.
 
     A rank has one row of each module, as long as the fullest rank of all steps needs it. `policies`: how many layers of
     each tower have which. `recompute_share`: FLOPs computed again / all others; `all` if every layer were computed
@@ -57,8 +58,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give more than 0")
     if not args.host_memory >= 0:
         raise UserError(f"--host-memory {args.host_memory}: give at least 0")
-    model, found = load(args.preset.replace("-", "_")).model, read(args)
-    steps = [costs_of_step(found, sample, args.scale) for sample in draw(found, args)]
+    model = load(args.preset.replace("-", "_")).model
+    lengths = read(args)
+    steps = [costs_of_step(lengths, sample, args.scale) for sample in draw(lengths, args)]
     places = balances(args.ranks, args.ranks_per_node or args.ranks)
     rows = []
     for balance in ("none", "llm", "post"):
@@ -69,35 +71,35 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _row(model: ModelConfig, longest: np.ndarray, args: argparse.Namespace) -> dict[str, Any]:
-    """The best mix for rows of these positions `[modules]`."""
+    """Plan the best mix for rows of these positions `[modules]`."""
     shape = _shape(model, longest)
-    work, frozen = row_work(model, shape), frozen_modules(model)
+    work = row_work(model, shape)
     towers = {"llm": model.llm, **model.encoders}
-    kept = {name: saved_bytes_per_layer(model, name, shape[name], PRECISION) for name in towers}
+    saved_bytes = {name: saved_bytes_per_layer(model, name, shape[name], PRECISION) for name in towers}
     speed = Speed(Rates(args.tflops * 1e12, args.memory_gbs * GB, args.host_gbs * GB))
     room = MemoryLimit(args.memory * GB, args.host_memory * GB)
     batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 0))
-    found = plan_memory(model, [batch], [kept], ModelSharding(args.shards), ACTIVATION, AdamW(), speed, room)
-    everything = sum(f.total for f in executed(model, shape, frozen).values())
+    plan = plan_memory(model, [batch], [saved_bytes], ModelSharding(args.shards), ACTIVATION, AdamW(), speed, room)
+    everything = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
 
-    def again(name: str, policy: Remat) -> int:
+    def again_flops(name: str, policy: Remat) -> int:
         return recompute_flops(towers[name], work[name], policy)
 
-    full = sum(config.layers * again(name, "full") for name, config in towers.items())
-    share = sum(again(name, policy) for name, own in found.policies.items() for policy in own) / everything
+    full = sum(config.layers * again_flops(name, "full") for name, config in towers.items())
+    share = sum(again_flops(name, policy) for name, mix in plan.policies.items() for policy in mix) / everything
     row = {f"length_{name}": length for name, (_, length) in shape.items()}
-    row |= {"policies": {name: dict(Counter(own)) for name, own in found.policies.items()}, "recompute_share": share}
-    row |= {"seconds": found.seconds, "bound": found.least, "pflops": everything * (1 + share) / 1e15}
-    if not found.fits:
+    row |= {"policies": {name: dict(Counter(mix)) for name, mix in plan.policies.items()}, "recompute_share": share}
+    row |= {"seconds": plan.seconds, "bound": plan.least, "pflops": everything * (1 + share) / 1e15}
+    if not plan.fits:
         row |= dict.fromkeys(("policies", "recompute_share", "seconds", "bound", "pflops"))
-    return row | {"all": full / everything, "memory": found.device / GB}
+    return row | {"all": full / everything, "memory": plan.device / GB}
 
 
 def _shape(model: ModelConfig, longest: np.ndarray) -> dict[str, tuple[int, int]]:
-    """One row of each tower with at least these positions in its layers."""
+    """Shape one row of each tower with at least these positions in its layers."""
     shape = {"llm": (1, int(longest[LLM]))}
     for (name, encoder), positions in zip(model.encoders.items(), longest[1:], strict=True):
         group = layer_positions(encoder)
-        whole = -(-int(positions) // group) * group
-        shape[name] = (1, whole * (CONV_STRIDE if isinstance(encoder, AudioConfig) else 1))
+        rounded = -(-int(positions) // group) * group
+        shape[name] = (1, rounded * (CONV_STRIDE if isinstance(encoder, AudioConfig) else 1))
     return shape

@@ -16,13 +16,13 @@ from mmjax.startup import end_loading, start_clock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Add the options of the command."""
     parser.add_argument("config", nargs="?", default="tiny_omni", help="its name or file (default: tiny_omni)")
     parser.add_argument("changes", nargs="*", metavar="a.b=value", help="changes to it")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds of every activity, cold and warm, largest first; then their sums.
+    """Time every activity, cold and warm, largest first; then their sums.
 
     Cold: Numba's and XLA's programs are compiled. Warm: a second run of the same config in the same folder of runs.
     """

@@ -22,7 +22,7 @@ class Permutation:
 
 
 def permute_batches(volume: np.ndarray, ranks_per_node: int, time_limit: float = 30.0) -> Permutation:
-    """The permutation of batches that minimises the largest rank's volume sent to other nodes.
+    """Find the permutation of batches that minimises the largest rank's volume sent to other nodes.
 
     volume: `[ranks, ranks]`, tokens from each source rank to each batch. time_limit: seconds. The paper's x has a wrong
     shape; it is `[ranks, nodes]` here, x[j, k] = 1 where node k processes batch j. Out of time, the best permutation
@@ -42,32 +42,35 @@ def permute_batches(volume: np.ndarray, ranks_per_node: int, time_limit: float =
 
 
 def _solve(volume: np.ndarray, first: np.ndarray, time_limit: float) -> tuple[np.ndarray | None, bool]:
-    """Algorithm 3 by HiGHS: the node of each batch, int64 `[ranks]`, or None where time ended before any was found."""
-    ranks, nodes = len(volume), len(first) - 1
+    """Solve algorithm 3 by HiGHS: the node of each batch, int64 `[ranks]`, or None where time ended before any."""
+    ranks = len(volume)
+    nodes = len(first) - 1
     # Variables: x row by row, then the largest volume. Sent by rank i of node k: sum_j V[i, j] * (1 - x[j, k]).
-    home = np.repeat(np.arange(nodes), np.diff(first))
+    source_node = np.repeat(np.arange(nodes), np.diff(first))
     source, batch = np.nonzero(volume)
-    kept = coo_matrix((-volume[source, batch], (source, batch * nodes + home[source])), (ranks, ranks * nodes))
-    sent = hstack([kept, -np.ones((ranks, 1))])
+    entry = (source, batch * nodes + source_node[source])
+    not_sent = coo_matrix((-volume[source, batch], entry), (ranks, ranks * nodes))
+    sent = hstack([not_sent, -np.ones((ranks, 1))])
     one_node = hstack([kron(csr_matrix(np.eye(ranks)), np.ones((1, nodes))), csr_matrix((ranks, 1))])
     full_nodes = hstack([kron(np.ones((1, ranks)), csr_matrix(np.eye(nodes))), csr_matrix((nodes, 1))])
-    found = milp(
+    seats = np.append(np.ones(ranks), np.diff(first))  # each batch has one node, each node as many as it has ranks
+    solution = milp(
         np.append(np.zeros(ranks * nodes), 1.0),
         integrality=np.append(np.ones(ranks * nodes), 0),
         bounds=Bounds(0, np.append(np.ones(ranks * nodes), np.inf)),
         constraints=[
             LinearConstraint(sent.tocsr(), -np.inf, -volume.sum(1)),
-            LinearConstraint(vstack([one_node, full_nodes]).tocsr(), *[np.append(np.ones(ranks), np.diff(first))] * 2),
+            LinearConstraint(vstack([one_node, full_nodes]).tocsr(), seats, seats),
         ],
         options={"time_limit": time_limit},
     )
-    if found.x is None:
+    if solution.x is None:
         return None, False
-    return found.x[:-1].reshape(ranks, nodes).argmax(1), found.status == 0
+    return solution.x[:-1].reshape(ranks, nodes).argmax(1), solution.status == 0
 
 
 def _least_total(volume: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """The node of each batch with the least total volume between nodes: one seat for each rank, int64 `[ranks]`."""
+    """Assign batches to nodes at the least total volume between nodes: one seat for each rank, int64 `[ranks]`."""
     within = np.add.reduceat(volume, first[:-1], axis=0)
     seat = np.repeat(np.arange(len(first) - 1), np.diff(first))
     batch, taken = linear_sum_assignment(within[seat].T, maximize=True)
@@ -77,5 +80,5 @@ def _least_total(volume: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def _largest_sent(volume: np.ndarray, node: np.ndarray, first: np.ndarray) -> float:
-    home = np.repeat(np.arange(len(first) - 1), np.diff(first))
-    return float(np.where(home[:, None] != node, volume, 0).sum(1).max())
+    source_node = np.repeat(np.arange(len(first) - 1), np.diff(first))
+    return float(np.where(source_node[:, None] != node, volume, 0).sum(1).max())

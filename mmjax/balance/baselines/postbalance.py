@@ -1,4 +1,4 @@
-"""Post-balancing: which rank each item goes to, so that the most loaded rank has the least to do (OrchMLLM 5.1, A).
+"""Choose the rank of each item so that the most loaded rank has the least to do: post-balancing (OrchMLLM 5.1, A).
 
 What a rank costs, by kind, for b items of lengths l and f(l) = l + lam * l^2 (lam per token):
 
@@ -22,7 +22,7 @@ _TOLERANCE = 2e-4  # of the mean, above which exchanges still go on where costs 
 
 
 def balance_packed(length: np.ndarray, ranks: int, equal_counts: bool = False) -> np.ndarray:
-    """The rank of each item, by the sum of lengths; with many items a rank mostly at `least_largest_load`.
+    """Choose the rank of each item by the sum of lengths; with many items a rank mostly at `least_largest_load`.
 
     length: int `[n]`, tokens, none negative. equal_counts: the ranks' counts of items differ by at most one. Returns
     int32 `[n]`. Raises ValueError. OrchMLLM section 5.1, algorithm 1, then exchanges.
@@ -33,20 +33,21 @@ def balance_packed(length: np.ndarray, ranks: int, equal_counts: bool = False) -
 
 
 def balance_quadratic(length: np.ndarray, ranks: int, lam: float, equal_counts: bool = False) -> np.ndarray:
-    """The rank of each item, by the sum of f(l) = l + lam * l^2: as packed, on f(l).
+    """Choose the rank of each item by the sum of f(l) = l + lam * l^2: as packed, on f(l).
 
     length: int `[n]`, tokens; lam: per token. Returns int32 `[n]`. Raises ValueError. OrchMLLM appendix A, objective of
     algorithm 4.
     """
     length = _checked(length, ranks, lam)
-    cost = _own_cost("quadratic", length, lam)
-    longest, mean = cost.max(initial=0.0), cost.sum() / ranks
+    cost = _item_cost("quadratic", length, lam)
+    longest = cost.max(initial=0.0)
+    mean = cost.sum() / ranks
     target = max(longest, mean * (1 + _TOLERANCE))
     return _balance_sums(cost, longest_first(length), ranks, target, max(longest, mean), equal_counts)
 
 
 def balance_padded(length: np.ndarray, ranks: int, equal_counts: bool = False) -> np.ndarray:
-    """The rank of each item, by count times longest; no assignment has a smaller largest cost.
+    """Choose the rank of each item by count times longest; no assignment has a smaller largest cost.
 
     length: int `[n]`, tokens. Returns int32 `[n]`. Raises ValueError. OrchMLLM section 5.1, objective of algorithm 2.
     """
@@ -54,7 +55,7 @@ def balance_padded(length: np.ndarray, ranks: int, equal_counts: bool = False) -
 
 
 def balance_conv(length: np.ndarray, ranks: int, lam: float, equal_counts: bool = False) -> np.ndarray:
-    """The rank of each item, by count times f(longest); no assignment has a smaller largest cost.
+    """Choose the rank of each item by count times f(longest); no assignment has a smaller largest cost.
 
     Contiguous runs of the sorted items suffice. Give the rank with the longest item all of the longest items, as many
     as it holds, in exchange for its own: its cost stays, the others get shorter items for longer ones at the same
@@ -66,19 +67,19 @@ def balance_conv(length: np.ndarray, ranks: int, lam: float, equal_counts: bool 
     """
     length = _checked(length, ranks, lam)
     order = longest_first(length)
-    fewest, most = (len(length) // ranks, -(-len(length) // ranks)) if equal_counts else (0, len(length))
-    count = _least_split(_own_cost("conv", length, lam)[order], ranks, fewest, most)
+    min_count, max_count = (len(length) // ranks, -(-len(length) // ranks)) if equal_counts else (0, len(length))
+    count = _least_split(_item_cost("conv", length, lam)[order], ranks, min_count, max_count)
     rank = np.empty(len(length), np.int32)
     rank[order] = np.repeat(np.arange(ranks), count)
     return rank
 
 
 def rank_costs(kind: Kind, length: np.ndarray, rank: np.ndarray, ranks: int, lam: float = 0.0) -> np.ndarray:
-    """What each rank costs, float64 `[ranks]`, tokens: the costs of OrchMLLM section 5.1 and appendix A, alpha = 1.
+    """Compute each rank's cost, float64 `[ranks]`, tokens: those of OrchMLLM section 5.1 and appendix A, alpha = 1.
 
     length: int `[n]`; rank: int `[n]`; lam: per token, read by quadratic and conv.
     """
-    cost = _own_cost(kind, np.asarray(length, np.int64), lam)
+    cost = _item_cost(kind, np.asarray(length, np.int64), lam)
     if kind in ("packed", "quadratic"):
         return np.bincount(rank, cost, ranks)
     longest = np.zeros(ranks)
@@ -87,11 +88,11 @@ def rank_costs(kind: Kind, length: np.ndarray, rank: np.ndarray, ranks: int, lam
 
 
 def lower_bound(kind: Kind, length: np.ndarray, ranks: int, lam: float = 0.0) -> float:
-    """No assignment's largest cost is below this, tokens: the costliest item's own cost, and the mean over ranks.
+    """Bound every assignment's largest cost from below, tokens: the costliest item's cost, and the mean over ranks.
 
     For packed the mean is rounded up. length: int `[n]`; lam: per token. Raises ValueError.
     """
-    cost = _own_cost(kind, _checked(length, ranks, lam), lam)
+    cost = _item_cost(kind, _checked(length, ranks, lam), lam)
     mean = cost.sum() / ranks
     return float(max(cost.max(initial=0.0), np.ceil(mean) if kind == "packed" else mean))
 
@@ -107,8 +108,8 @@ def _checked(length: np.ndarray, ranks: int, lam: float = 0.0) -> np.ndarray:
     return length
 
 
-def _own_cost(kind: Kind, length: np.ndarray, lam: float) -> np.ndarray:
-    """What each item would cost alone, float64 `[n]`."""
+def _item_cost(kind: Kind, length: np.ndarray, lam: float) -> np.ndarray:
+    """Compute what each item would cost alone, float64 `[n]`."""
     cost = length.astype(np.float64)
     return cost + lam * cost * cost if kind in ("quadratic", "conv") else cost
 
@@ -117,7 +118,8 @@ def _balance_sums(
     weight: np.ndarray, order: np.ndarray, ranks: int, target: float, bound: float, equal_counts: bool
 ) -> np.ndarray:
     n = len(weight)
-    rank, load = np.zeros(n, np.int32), np.zeros(ranks, weight.dtype)
+    rank = np.zeros(n, np.int32)
+    load = np.zeros(ranks, weight.dtype)
     place = deal if equal_counts else lpt
     place(weight, order, rank, load)
     polish(weight, order, rank, load, target)
@@ -127,8 +129,8 @@ def _balance_sums(
 
 
 @njit(cache=True)
-def _least_split(cost, ranks, fewest, most):
-    """How many items each rank takes in turn, int64 [ranks], so that the largest cost is least.
+def _least_split(cost, ranks, min_count, max_count):
+    """Count the items that each rank takes in turn, int64 [ranks], so that the largest cost is least.
 
     cost: float64 [n], falling. Bisection between the bound below and the largest cost found so far. A bound that fails
     rules out all up to the next one at which a rank would take an item more, so that it ends at the optimum itself.
@@ -137,45 +139,48 @@ def _least_split(cost, ranks, fewest, most):
     if len(cost) == 0:
         return count
     low = max(cost[0], cost.sum() / ranks)
-    high, _ = _split(cost, fewest, most, cost[0] * -(-len(cost) // ranks), count)
+    high, _ = _split(cost, min_count, max_count, cost[0] * -(-len(cost) // ranks), count)
     while low < high:
         bound = low + (high - low) / 2
         if bound >= high:  # neighbours as floating-point numbers
             bound = low
-        largest, following = _split(cost, fewest, most, bound, count)
+        largest, following = _split(cost, min_count, max_count, bound, count)
         if largest < np.inf:
             high = largest
         else:
             low = following
-    _split(cost, fewest, most, high, count)
+    _split(cost, min_count, max_count, high, count)
     return count
 
 
 @njit(cache=True)
-def _split(cost, fewest, most, bound, count):
-    """Give each rank in turn as many items, longest first, as `bound` and `most` allow; writes count.
+def _split(cost, min_count, max_count, bound, count):
+    """Give each rank in turn as many items, longest first, as `bound` and `max_count` allow; writes count.
 
-    Returns the largest cost, infinite where items remain or a rank would get fewer than `fewest`; and the next bound
+    Returns the largest cost, infinite where items remain or a rank would get fewer than `min_count`; and the next bound
     above this one that can change a count.
     """
-    n, ranks = len(cost), len(count)
-    begin, largest, following = 0, 0.0, np.inf
+    n = len(cost)
+    ranks = len(count)
+    begin = 0
+    largest = 0.0
+    following = np.inf
     for r in range(ranks):
-        left = n - begin - (ranks - 1 - r) * fewest
+        available = n - begin - (ranks - 1 - r) * min_count
         count[r] = 0
-        if left == 0:
+        if available == 0:
             continue
-        each = cost[begin]
-        fit = most if most * each <= bound else int(bound / each)
-        while fit < most and (fit + 1) * each <= bound:  # the division rounds
-            fit += 1
-        while fit * each > bound:
-            fit -= 1
-        if fit < most:
-            following = min(following, (fit + 1) * each)
-        count[r] = min(fit, left)
-        if count[r] < fewest:
+        item_cost = cost[begin]
+        fitting = max_count if max_count * item_cost <= bound else int(bound / item_cost)
+        while fitting < max_count and (fitting + 1) * item_cost <= bound:  # the division rounds
+            fitting += 1
+        while fitting * item_cost > bound:
+            fitting -= 1
+        if fitting < max_count:
+            following = min(following, (fitting + 1) * item_cost)
+        count[r] = min(fitting, available)
+        if count[r] < min_count:
             return np.inf, following
         begin += count[r]
-        largest = max(largest, count[r] * each)
+        largest = max(largest, count[r] * item_cost)
     return (largest if begin == n else np.inf), following

@@ -1,8 +1,7 @@
 """For comparison only: the post-balancing algorithms of OrchMLLM (section 5.1, appendix A) as the paper has them.
 
 `mmjax.balance.baselines.postbalance` is never worse. Only what would crash, or lose items, is mended; each function
-says what. Lengths are int `[n]`, tokens, none negative; results int32 `[n]`. All raise
-ValueError for less than one rank.
+says what. Lengths: int `[n]`, tokens, none negative; results: int32 `[n]`; ValueError for less than one rank.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from mmjax.balance.lpt import longest_first, lpt
 
 
 def paper_packed(length: np.ndarray, ranks: int) -> np.ndarray:
-    """Algorithm 1: each item, longest first, to the rank with the least sum of lengths."""
+    """Give each item, longest first, to the rank with the least sum of lengths: algorithm 1."""
     length = _checked(length, ranks)
     rank = np.zeros(len(length), np.int32)
     lpt(length, longest_first(length), rank, np.zeros(ranks, np.int64))
@@ -22,7 +21,7 @@ def paper_packed(length: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def paper_padded(length: np.ndarray, ranks: int) -> np.ndarray:
-    """Algorithm 2: batches of ascending items within a bound on count times longest, found by binary search.
+    """Cut ascending items into batches within a bound on count times longest, by binary search: algorithm 2.
 
     As printed, the search runs from the shortest item to (n / d + 1) times it, which may all be too little, and the
     batches are those of the last bound tried, which may be more than d. Mended: batch d + i joins batch i, and where
@@ -37,7 +36,7 @@ def paper_padded(length: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def paper_quadratic(length: np.ndarray, ranks: int, tolerance: float) -> np.ndarray:
-    """Algorithm 4: as algorithm 1, but of two sums that differ by less than `tolerance` the lesser sum of squares wins.
+    """Follow algorithm 4: as 1, but of two sums that differ by less than `tolerance` the lesser sum of squares wins.
 
     tolerance: v of the paper, tokens. That order is not transitive, so which rank is on top of the heap depends on how
     the heap came about.
@@ -49,7 +48,7 @@ def paper_quadratic(length: np.ndarray, ranks: int, tolerance: float) -> np.ndar
 
 
 def paper_conv(length: np.ndarray, ranks: int) -> np.ndarray:
-    """Algorithm 5: batches of descending items within algorithm 1's largest sum; what remains goes to the least sums.
+    """Batch descending items within algorithm 1's largest sum; what remains goes to the least sums: algorithm 5.
 
     The paper leaves `b` and `len` undefined. Here b is the bound of its line 2, algorithm 1's largest sum, and len the
     number of batches. Mended: it stops at d batches, not above. As printed, an item that joins is compared by its own
@@ -57,11 +56,13 @@ def paper_conv(length: np.ndarray, ranks: int) -> np.ndarray:
     """
     length = _checked(length, ranks)
     order = longest_first(length)
-    rank, load = np.zeros(len(length), np.int32), np.zeros(ranks, np.int64)
+    rank = np.zeros(len(length), np.int32)
+    load = np.zeros(ranks, np.int64)
     lpt(length, order, rank, load)
-    bound, load = load.max(), np.zeros(ranks, np.int64)
-    placed = _fill_batches(length, order, rank, load, bound)
-    lpt(length, order[placed:], rank, load)
+    bound = load.max()
+    load = np.zeros(ranks, np.int64)
+    batched = _fill_batches(length, order, rank, load, bound)
+    lpt(length, order[batched:], rank, load)
     return rank
 
 
@@ -73,29 +74,31 @@ def _checked(length: np.ndarray, ranks: int) -> np.ndarray:
 
 @njit(cache=True)
 def _search_batches(length, ranks):
-    """The batch of each item in the last trial, int64 [n]. length: int64 [n], ascending."""
-    left, right = length[0], int(length[0] * (len(length) / ranks + 1))
-    if left >= right:
-        return _batches(length, right)
+    """Return the batch of each item in the last trial, int64 [n]. length: int64 [n], ascending."""
+    low = length[0]
+    high = int(length[0] * (len(length) / ranks + 1))
+    if low >= high:
+        return _batches(length, high)
     batch = np.zeros(len(length), np.int64)
-    while left < right:
-        middle = (left + right) // 2
+    while low < high:
+        middle = (low + high) // 2
         batch = _batches(length, middle)
         if batch[-1] + 1 <= ranks:
-            right = middle
+            high = middle
         else:
-            left = middle + 1
+            low = middle + 1
     return batch
 
 
 @njit(cache=True)
 def _batches(length, bound):
-    """GetLeastBatches: the batch of each item, int64 [n]; a first item above the bound leaves batch 0 empty."""
+    """Return the batch of each item, int64 [n] (GetLeastBatches); a first item above the bound leaves batch 0 empty."""
     batch = np.zeros(len(length), np.int64)
-    current, count = 0, 0
+    current = count = 0
     for i in range(len(length)):
         if (count + 1) * length[i] > bound:
-            current, count = current + 1, 0
+            current += 1
+            count = 0
         batch[i] = current
         count += 1
     return batch
@@ -103,13 +106,17 @@ def _batches(length, bound):
 
 @njit(cache=True)
 def _lpt_with_tolerance(length, order, rank, ranks, tolerance):
-    heap, total, squares = np.arange(ranks), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    heap = np.arange(ranks)
+    total = np.zeros(ranks, np.int64)
+    squares = np.zeros(ranks, np.int64)
     for item in order:
         top = heap[0]
         rank[item] = top
         total[top] += length[item]
         squares[top] += length[item] * length[item]
-        hole, child = 0, 1
+        # Sift down: the children of place k of the heap are 2 k + 1 and 2 k + 2.
+        hole = 0
+        child = 1
         while child < ranks:
             if child + 1 < ranks and _less(heap[child + 1], heap[child], total, squares, tolerance):
                 child += 1
@@ -129,13 +136,14 @@ def _less(a, b, total, squares, tolerance):
 
 @njit(cache=True)
 def _fill_batches(length, order, rank, load, bound):
-    """Lines 4 to 10: how many items of `order` found a place before the ranks ran out; writes rank and load."""
-    batch, count = 0, 0
+    """Place items of `order` until the ranks run out (lines 4 to 10); write rank and load, return their number."""
+    batch = count = 0
     for i in range(len(order)):
         if (count + 1) * length[order[i]] > bound:
             if batch + 1 == len(load):
                 return i
-            batch, count = batch + 1, 0
+            batch += 1
+            count = 0
         rank[order[i]] = batch
         load[batch] += length[order[i]]
         count += 1

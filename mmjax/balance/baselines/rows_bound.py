@@ -1,4 +1,4 @@
-"""How few rows can hold all samples: proven lower bounds for bin packing in one and more dimensions.
+"""Prove how few rows can hold all samples: lower bounds for bin packing in one and more dimensions.
 
 In one dimension Martello and Toth's L2. In two, the configuration linear program: samples are rounded down to types, a
 row may hold any multiset of types that fits, and the least (fractional) number of rows that holds all is found by
@@ -21,12 +21,13 @@ _CONVERGED = 1e-4
 
 
 def rows_lower_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
-    """How many rows any grouping needs at least for samples `[n, D]` and row budgets `[D]`.
+    """Bound from below the rows that any grouping needs for samples `[n, D]` and row budgets `[D]`.
 
     The largest of the bounds of all single dimensions and all pairs of dimensions. Raises ValueError for a sample
     above its budget.
     """
-    lengths, budget = np.asarray(lengths, np.int64), np.asarray(budget, np.int64)
+    lengths = np.asarray(lengths, np.int64)
+    budget = np.asarray(budget, np.int64)
     if np.any(above := np.any(lengths > budget, axis=1)):
         raise ValueError(f"sample {int(np.argmax(above))} is longer than its row's budget")
     if len(lengths) == 0:
@@ -37,7 +38,7 @@ def rows_lower_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
 
 
 def martello_toth(length: np.ndarray, budget: int) -> int:
-    """L2 in one dimension, for lengths `[n]` up to the budget.
+    """Compute L2 in one dimension, for lengths `[n]` up to the budget.
 
     For any a <= budget / 2, samples over budget - a have a row alone, those over budget / 2 a row each, and those of
     a .. budget / 2 must go to what these leave or to new rows:
@@ -46,72 +47,81 @@ def martello_toth(length: np.ndarray, budget: int) -> int:
     """
     length = np.sort(length)
     total = np.concatenate([[0], np.cumsum(length)])
-    half = np.searchsorted(length, budget // 2, side="right")  # the first that is over budget / 2
-    least = np.unique(np.concatenate([[0], length[:half]]))
-    alone = np.searchsorted(length, budget - least, side="right")  # the first that is over budget - a
-    single = alone - half
-    room = single * budget - (total[alone] - total[half])
-    small = total[half] - total[np.searchsorted(length, least)]
-    return int((len(length) - half + np.maximum(0, -(-(small - room) // budget))).max())
+    first_large = np.searchsorted(length, budget // 2, side="right")  # the first that is over budget / 2
+    threshold = np.unique(np.concatenate([[0], length[:first_large]]))
+    first_alone = np.searchsorted(length, budget - threshold, side="right")  # the first that is over budget - a
+    single = first_alone - first_large
+    free = single * budget - (total[first_alone] - total[first_large])
+    small = total[first_large] - total[np.searchsorted(length, threshold)]
+    return int((len(length) - first_large + np.maximum(0, -(-(small - free) // budget))).max())
 
 
 def configuration_bound(lengths: np.ndarray, budget: np.ndarray) -> int:
-    """The configuration linear program's bound for two dimensions: samples `[n, 2]`, row budgets `[2]`.
+    """Compute the configuration linear program's bound for two dimensions: samples `[n, 2]`, row budgets `[2]`.
 
     Lengths are rounded down to at most 128 levels of each budget, so whatever fits a row still does.
     """
     unit = np.maximum(-(-budget // _LEVELS), 1)
-    room = budget // unit
+    capacity = budget // unit
     types, count = np.unique(lengths // unit, axis=0, return_counts=True)
-    types, count = types[types.any(1)], count[types.any(1)]  # the others take no room
+    count = count[types.any(1)]  # samples of type 0, 0 take no room
+    types = types[types.any(1)]
     if len(types) == 0:
         return 0
-    columns = [_alone(types, room)]
+    columns = [_single_type_columns(types, capacity)]
     rng = np.random.default_rng(0)
     best = 0.0
     for _ in range(_ROUNDS):
         matrix = coo_array(np.concatenate(columns, axis=1))
-        solved = linprog(np.ones(matrix.shape[1]), A_ub=-matrix, b_ub=-count, method="highs")
-        prices = np.maximum(-solved.ineqlin.marginals, 0)
-        worth, held = _dearest_row(types, prices, room)
-        best = max(best, float(prices @ count) / max(worth, 1.0))
-        if worth <= 1 + _CONVERGED:
+        solution = linprog(np.ones(matrix.shape[1]), A_ub=-matrix, b_ub=-count, method="highs")
+        prices = np.maximum(-solution.ineqlin.marginals, 0)
+        row_price, row_counts = _dearest_row(types, prices, capacity)
+        best = max(best, float(prices @ count) / max(row_price, 1.0))
+        if row_price <= 1 + _CONVERGED:
             break
-        found = [held]
+        new_columns = [row_counts]
         for _ in range(_PRICINGS - 1):
-            held = _dearest_row(types, prices * rng.uniform(0.8, 1.2, len(types)), room)[1]
-            if prices @ held > 1 + 1e-6:
-                found.append(held)
-        columns.append(np.unique(found, axis=0).T)
+            row_counts = _dearest_row(types, prices * rng.uniform(0.8, 1.2, len(types)), capacity)[1]
+            if prices @ row_counts > 1 + 1e-6:
+                new_columns.append(row_counts)
+        columns.append(np.unique(new_columns, axis=0).T)
     return int(np.ceil(best * (1 - 1e-9) - 1e-6))
 
 
-def _alone(types: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """One column for each type: as many of it as a row holds, int64 `[types, types]`."""
-    fitting = np.where(types > 0, room // np.maximum(types, 1), np.iinfo(np.int32).max).min(1)
+def _single_type_columns(types: np.ndarray, capacity: np.ndarray) -> np.ndarray:
+    """Return one column for each type: as many of it as a row holds, int64 `[types, types]`."""
+    fitting = np.where(types > 0, capacity // np.maximum(types, 1), np.iinfo(np.int32).max).min(1)
     return np.diag(fitting)
 
 
 @njit(cache=True)
-def _dearest_row(types, prices, room):
-    """The dearest multiset of types in a row, and how many of each: knapsack in two dimensions, exact."""
-    first, second = room[0] + 1, room[1] + 1
-    worth = np.zeros((first, second))
-    last = np.full((first, second), -1)
-    for a in range(first):
-        for b in range(second):
+def _dearest_row(types, prices, capacity):
+    """Find the dearest multiset of types in a row: its price, and how many of each. Exact 2-D knapsack."""
+    # Best price of each smaller row [a, b] and its last step: a type; -2: as [a - 1, b]; -3: as [a, b - 1]; -1: none.
+    rows = capacity[0] + 1
+    columns = capacity[1] + 1
+    price = np.zeros((rows, columns))
+    last = np.full((rows, columns), -1)
+    for a in range(rows):
+        for b in range(columns):
             best, chosen = 0.0, -1
             if a > 0:
-                best, chosen = worth[a - 1, b], -2
-            if b > 0 and worth[a, b - 1] > best:
-                best, chosen = worth[a, b - 1], -3
+                best, chosen = price[a - 1, b], -2
+            if b > 0 and price[a, b - 1] > best:
+                best, chosen = price[a, b - 1], -3
             for t in range(len(types)):
-                x, y = a - types[t, 0], b - types[t, 1]
-                if x >= 0 and y >= 0 and (x < a or y < b) and worth[x, y] + prices[t] > best:
-                    best, chosen = worth[x, y] + prices[t], t
-            worth[a, b], last[a, b] = best, chosen
-    held = np.zeros(len(types), np.int64)
-    a, b = first - 1, second - 1
+                rest_a, rest_b = a - types[t, 0], b - types[t, 1]
+                if (
+                    rest_a >= 0
+                    and rest_b >= 0
+                    and (rest_a < a or rest_b < b)
+                    and price[rest_a, rest_b] + prices[t] > best
+                ):
+                    best, chosen = price[rest_a, rest_b] + prices[t], t
+            price[a, b] = best
+            last[a, b] = chosen
+    row_counts = np.zeros(len(types), np.int64)
+    a, b = rows - 1, columns - 1
     while last[a, b] != -1:
         t = last[a, b]
         if t == -2:
@@ -119,7 +129,7 @@ def _dearest_row(types, prices, room):
         elif t == -3:
             b -= 1
         else:
-            held[t] += 1
+            row_counts[t] += 1
             a -= types[t, 0]
             b -= types[t, 1]
-    return worth[first - 1, second - 1], held
+    return price[rows - 1, columns - 1], row_counts
