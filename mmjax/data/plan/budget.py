@@ -166,8 +166,8 @@ def _isf_budget(
     A row of each module must hold the longest sample; fewer rows keep the number of samples where that makes them long.
     """
     mean = np.maximum(lengths.mean(0), 1e-9)
-    samples_per_group = float((lengths.max(0) / mean).max())  # in units of the mean sample
-    count = int(np.clip(samples / batch.microbatches // samples_per_group, 1, rows[0]))
+    group_samples = float((lengths.max(0) / mean).max())  # in units of the mean sample
+    count = int(np.clip(samples / batch.microbatches // group_samples, 1, rows[0]))
     mean = samples / (count * batch.microbatches)
     bounds = choose_bounds(lengths, (0.9 * mean, 1.25 * mean), alignment)
     budget = _budget(np.full(len(rows), count), bounds.maximum, samples, longest, bounds.minimum)
@@ -176,7 +176,7 @@ def _isf_budget(
     groups = grouping.groups + grouping.leftover_groups
     reached = len(lengths) / groups * count * batch.microbatches
     notes = (
-        f"{count} rows of each module instead of {rows[0]}, since a group must hold {samples_per_group:.1f} mean samples",
+        f"{count} rows of each module instead of {rows[0]}, since a group must hold {group_samples:.1f} mean samples",
         f"isf leaves {np.mean(grouping.group >= grouping.groups):.0%} of the samples over after {iterations} iterations"
         f"; they form {grouping.leftover_groups} of {groups} groups, which are trained on like the others",
     )
