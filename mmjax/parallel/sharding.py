@@ -119,8 +119,7 @@ def cut_in_shards(x: jax.Array, parts: int, *axes: str | None) -> jax.Array:
     """
     current = active()
     shard = len(x) if current is None else sharding(current.mesh, current.rules, x.shape, axes).shard_shape(x.shape)[0]
-    # 8 rows in 2 shards as 2 parts: rows 0 1 | 2 3 of the first shard and 4 5 | 6 7 of the second become parts 0 1 4 5
-    # and 2 3 6 7.
+    # 8 rows in 2 shards, cut in 2 parts: 0 1 2 3 | 4 5 6 7 become 0 1 4 5 and 2 3 6 7.
     pieces = x.reshape(len(x) // shard, parts, shard // parts, *x.shape[1:])
     return constrain(jnp.moveaxis(pieces, 1, 0).reshape(parts, -1, *x.shape[1:]), *axes)
 

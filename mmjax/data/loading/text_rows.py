@@ -192,8 +192,7 @@ def _tokens_of(segment: Item | ArrangedItems, places: Sequence[Place], arrays: A
     token = segment.tokens.token
     have = sum(p.tokens for p in places[segment.number :][: segment.items])
     if not NEWLINE <= token.min(initial=NO_TOKEN) <= token.max(initial=NO_TOKEN) < have:
-        first = token[token != NO_TOKEN].min()
-        last = token.max()
+        first, last = token[token != NO_TOKEN].min(), token.max()
         raise ValueError(
             f"its items from {segment.number} on have {have} tokens, and it places those from {first} to {last}"
         )
@@ -221,8 +220,7 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
                 numbers.append(number)
             lengths.append(_tokens_of(segment, places, arrays))
             continue
-        tokens = segment.tokens
-        weights = segment.weights
+        tokens, weights = segment.tokens, segment.weights
         lengths.append(len(tokens))
         if not 0 <= segment.branch <= MAX_BRANCHES:
             raise ValueError(f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}")

@@ -45,7 +45,6 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     should be drawn from has none left.
     """
     batch = config.batch
-    seed = config.seed
     modules = ("llm", *config.model.encoders)
     by_tokens = isinstance(batch.size, Tokens)
     longest = batch.size.count // batch.microbatches if by_tokens else int(index.llm_tokens.max(initial=0))
@@ -54,7 +53,7 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     alignment = math.lcm(batch.alignment, *index.positions_per_token.tolist())
     pools = pools_of(index, weights, np.flatnonzero(index.llm_tokens > longest))
     size = int(np.clip(sum(len(p) for p, w in zip(pools, weights, strict=True) if w > 0), *TYPICAL))
-    typical = typical_samples(pools, weights, size, seed)
+    typical = typical_samples(pools, weights, size, config.seed)
     mean = float(index.llm_tokens[typical].mean())
     samples = max(1.0, batch.size.count / mean) if by_tokens else float(batch.size.count)
     extremes = _extremes(index, pools, weights)
@@ -68,7 +67,7 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
             return _isf_budget(lengths, samples, rows, batch, iterations, alignment, longest)
         case NoGrouping():
             samples = round(samples)
-            stream = stream_of(batch, samples, pools, weights, seed)
+            stream = stream_of(batch, samples, pools, weights, config.seed)
             steps = _first_steps(stream, samples)
             # Each extreme sample must fit alone, also where no dry-run step draws it.
             needs = _needs(index, [*steps, *extremes[:, None]], rows, batch)

@@ -182,9 +182,8 @@ class StepGrouper:
         microbatch, in_microbatch = np.divmod(row, rows)
         count = max(count, int(microbatch.max(initial=0)) + 1)  # what a step's rows do not hold comes in one more
         chosen = [np.flatnonzero(microbatch[parts.sample_start[:-1]] == m) for m in range(count)]
-        return [
-            Group(samples[indices], in_microbatch[parts.of_samples(indices)].astype(np.int32)) for indices in chosen
-        ]
+        in_microbatch = in_microbatch.astype(np.int32)
+        return [Group(samples[indices], in_microbatch[parts.of_samples(indices)]) for indices in chosen]
 
     def _group_chunk(self, chunk: int) -> _Chunk:
         grouping = self.batch.grouping

@@ -94,20 +94,17 @@ def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.nd
     return np.concatenate([price, np.full(len(rows) - 1, width)])
 
 
-def _shapes(
-    grouper: StepGrouper, config: Config, placers: Sequence[Placer], max_steps: int | None
-) -> tuple[Shape, ...]:
+def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], steps: int | None) -> tuple[Shape, ...]:
     """Choose shapes for the microbatches of the first steps, placed by each of these; all fit the last one."""
-    budget = grouper.budget
     placer = placers[0]
     fixed = not isinstance(config.batch.grouping, NoGrouping)
     modules = len(placer.rows)
-    lengths = np.array(budget.lengths)
+    lengths = np.array(grouper.budget.lengths)
     if (fixed and placer.topology.ranks == 1) or placer.in_columns:
-        return (Shape(budget.lengths, (0,) * (modules - 1)),)
-    filled = np.array(placer.rows) * placer.topology.ranks == budget.rows
+        return (Shape(grouper.budget.lengths, (0,) * (modules - 1)),)
+    filled = np.array(placer.rows) * placer.topology.ranks == grouper.budget.rows
     min_lengths = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter
-    groups = _dry_run(grouper, config, max_steps)
+    groups = _dry_run(grouper, config, steps)
     choices = []
     # Rows as long as grouping filled them may take a wide exchange, or leave others half empty: the cheaper is chosen.
     for limit in (lengths, None) if fixed else (None,):
@@ -161,10 +158,9 @@ def _with_room_for_all(
 
 
 def _tokens_per_token(index: LengthIndex) -> int:
-    """Count the most tokens that encoders make for one of the LLM in any sample: above 1 where images are unpadded."""
-    encoder_tokens = np.bincount(
-        np.repeat(np.arange(len(index)), np.diff(index.item_start)), index.item_tokens, len(index)
-    )
+    """Return the most tokens that encoders make for one of the LLM in any sample: above 1 where images are unpadded."""
+    sample = np.repeat(np.arange(len(index)), np.diff(index.item_start))
+    encoder_tokens = np.bincount(sample, index.item_tokens, len(index))
     return max(1, math.ceil((encoder_tokens / np.maximum(index.llm_tokens, 1)).max(initial=1)))
 
 
