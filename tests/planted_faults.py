@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "a sample that every chunk skips",
         "data/plan/sampler.py",
-        "ids = [self.pools[s].draw(of.begin, of.end, key_of(self.seed, s)) for",
-        "ids = [self.pools[s].draw(of.begin, max(of.begin, of.end - 1), key_of(self.seed, s)) for",
+        "ids = [self.pools[s].draw(draw.begin, draw.end, key_of(self.seed, s)) for",
+        "ids = [self.pools[s].draw(draw.begin, max(draw.begin, draw.end - 1), key_of(self.seed, s)) for",
         ("data/test_stream.py::test_chunks_end_where_epochs_do_and_every_epoch_holds_every_sample_once",),
     ),
     Fault(
@@ -106,8 +106,8 @@ FAULTS = (
     Fault(
         "ranks swapped in the all-to-all",
         "parallel/encoder_exchange.py",
-        "own = jnp.concatenate([received.reshape(-1, own.shape[-1]), own])",
-        "own = jnp.concatenate([received[::-1].reshape(-1, own.shape[-1]), own])",
+        "local = jnp.concatenate([received.reshape(-1, local.shape[-1]), local])",
+        "local = jnp.concatenate([received[::-1].reshape(-1, local.shape[-1]), local])",
         (
             "parallel/test_dispatch.py::test_every_token_arrives_where_the_rearrangement_wants_it_and_its_gradient_comes_back",
         ),

@@ -1,4 +1,4 @@
-"""Encoder outputs from the ranks that made them to the rows that train on them: one all-to-all (OrchMLLM 6).
+"""Send encoder outputs from the ranks that made them to the rows that train on them: one all-to-all (OrchMLLM 6).
 
 The plan is data: tables of fixed shape, made on the host by `balance.rearrangement.tables`, so another plan compiles
 nothing. Tokens that stay on their rank never enter the all-to-all, and a width of 0 leaves no collective at all.
@@ -28,7 +28,7 @@ def dispatch(
     mesh: Mesh | None,
     exchange: Exchange = "padded",
 ) -> Float[Array, "ranks capacity width"]:
-    """Each rank's tokens as `gather` wants them, zeros where it is -1; one all-to-all among `peers` neighbouring ranks.
+    """Bring each rank its tokens as `gather` says, zeros where it is -1, by one all-to-all among `peers` neighbours.
 
     send, gather: as in `balance.rearrangement.Tables`, of all ranks; `peers` divides their number. All arrays lie over
     the ranks of the mesh; without one, all ranks are on one device. exchange: `padded` sends chunks of equal size,
@@ -43,13 +43,15 @@ def dispatch(
     if ranks != row_ranks(mesh):
         raise ValueError(f"a batch made for {ranks} ranks cannot run on a mesh of {row_ranks(mesh)}")
     way = _Way(_groups(ranks, peers), exchange, mesh.shape[TENSOR])
-    length, over = tokens.shape[1], PartitionSpec(RANKS)
+    length = tokens.shape[1]
+    over = PartitionSpec(RANKS)
 
     def of_ranks(part: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return jax.shard_map(partial(part, way), mesh=mesh, in_specs=over, out_specs=over, check_vma=False)
 
     # By JAX's own rules the devices of a rank would add up their equal gradients in an all-reduce.
-    forward, backward = of_ranks(_bring), of_ranks(partial(_return, length=length))
+    forward = of_ranks(_bring)
+    backward = of_ranks(partial(_return, length=length))
     moved = jax.custom_vjp(forward)
     moved.defvjp(
         lambda tokens, send, gather: (forward(tokens, send, gather), (send, gather)),
@@ -59,7 +61,7 @@ def dispatch(
 
 
 class _Way(NamedTuple):
-    """How ranks exchange. groups: of ranks that do, None = all together. tensor: devices that each rank is."""
+    """A way to exchange. groups: of ranks that do, None = all together. tensor: devices that each rank is."""
 
     groups: list[list[int]] | None
     exchange: Exchange
@@ -71,33 +73,35 @@ def _groups(ranks: int, peers: int) -> list[list[int]] | None:
 
 
 def _bring(way: _Way, tokens: jax.Array, send: jax.Array, gather: jax.Array) -> jax.Array:
-    """One rank's part: leading axes of 1."""
-    own, send, gather = tokens[0], send[0], gather[0]
+    """Run one rank's part of the exchange, on arrays with leading axes of 1."""
+    local, send, gather = tokens[0], send[0], gather[0]
     if send.size:
         sizes = (send >= 0).sum(1, dtype=jnp.int32)
-        received = _swap(way, _pick(own, send), sizes, outward=True)
-        own = jnp.concatenate([received.reshape(-1, own.shape[-1]), own])
-    return _pick(own, gather)[None]
+        received = _swap(way, _pick(local, send), sizes, outward=True)
+        local = jnp.concatenate([received.reshape(-1, local.shape[-1]), local])
+    return _pick(local, gather)[None]
 
 
 def _return(way: _Way, back: jax.Array, send: jax.Array, gather: jax.Array, length: int) -> jax.Array:
-    """The transpose of `_bring`: what arrives of a rank's `length` tokens' gradients, from its rows and its peers."""
+    """Transpose `_bring`: return what arrives of a rank's `length` tokens' gradients, from its rows and its peers."""
     back, send, gather = back[0], send[0], gather[0]
-    width, arrived = back.shape[-1], send.size
+    width = back.shape[-1]
+    arrived = send.size  # tokens from peers, which lie before the rank's `length` tokens as `_bring` puts them
     placed = _unpick(back, gather, arrived + length)
-    own = placed[arrived:]
+    local = placed[arrived:]
     if arrived:
         sizes = (send >= 0).sum(1, dtype=jnp.int32)
-        own += _unpick(_swap(way, placed[:arrived].reshape(*send.shape, width), sizes, outward=False), send, length)
-    return own[None]
+        local += _unpick(_swap(way, placed[:arrived].reshape(*send.shape, width), sizes, outward=False), send, length)
+    return local[None]
 
 
 def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
-    """What the peers have for this rank in place of what it has for them, `[peers, chunk, width]`.
+    """Exchange the chunks `[peers, chunk, width]` that this rank has for its peers for those they have for it.
 
     sizes: how many tokens it sends to each in the forward pass, int32 `[peers]`; outward: whether this is that.
     """
-    part, cut = chunks, way.tensor > 1 and chunks.shape[-1] % way.tensor == 0
+    cut = way.tensor > 1 and chunks.shape[-1] % way.tensor == 0
+    part = chunks
     if cut:
         width = chunks.shape[-1] // way.tensor
         part = jax.lax.dynamic_slice_in_dim(chunks, jax.lax.axis_index(TENSOR) * width, width, axis=-1)
@@ -109,20 +113,22 @@ def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.
 
 
 def _ragged(chunks: jax.Array, sizes: jax.Array, groups: list[list[int]] | None, outward: bool) -> jax.Array:
-    """The filled tokens of every chunk `[peers, chunk, width]`, where a padded exchange puts them."""
+    """Exchange the filled tokens of chunks `[peers, chunk, width]`; they arrive where a padded exchange puts them."""
     arriving = jax.lax.all_to_all(sizes, RANKS, 0, 0, axis_index_groups=groups, tiled=True)
+    # The backward pass returns to each peer as many tokens as came from it.
     sent, received = (sizes, arriving) if outward else (arriving, sizes)
     peers, chunk, width = chunks.shape
+    # Every rank's chunk for peer 2 of 4 begins at 2 * chunk here; at peer 2 it lands at (this rank % 4) * chunk.
     begins = jnp.arange(peers, dtype=jnp.int32) * chunk
     mine = jnp.full(peers, jax.lax.axis_index(RANKS) % peers * chunk, jnp.int32)
     flat = chunks.reshape(peers * chunk, width)
     options = {"axis_name": RANKS, "axis_index_groups": groups}
-    found = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), begins, sent, mine, received, **options)
-    return found.reshape(chunks.shape)
+    exchanged = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), begins, sent, mine, received, **options)
+    return exchanged.reshape(chunks.shape)
 
 
 def _on_one_device(tokens: jax.Array, send: jax.Array, gather: jax.Array) -> jax.Array:
-    """The same with the arrays of all ranks at hand: what rank a sends to b is what b gets from a."""
+    """Exchange with the arrays of all ranks on one device: what rank a sends to b is what b gets from a."""
     ranks, peers, chunk = send.shape
     width = tokens.shape[-1]
     chunks = jax.vmap(_pick)(tokens, send).reshape(ranks // peers, peers, peers, chunk, width)
@@ -130,12 +136,12 @@ def _on_one_device(tokens: jax.Array, send: jax.Array, gather: jax.Array) -> jax
     return jax.vmap(_pick)(jnp.concatenate([received, tokens], axis=1), gather)
 
 
-def _pick(tokens: jax.Array, at: jax.Array) -> jax.Array:
-    """The tokens at these positions, zeros where they are -1."""
-    return jnp.where((at >= 0)[..., None], tokens[jnp.maximum(at, 0)], 0)
+def _pick(tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Pick the tokens at these positions, zeros where they are -1."""
+    return jnp.where((positions >= 0)[..., None], tokens[jnp.maximum(positions, 0)], 0)
 
 
-def _unpick(back: jax.Array, at: jax.Array, length: int) -> jax.Array:
-    """The transpose of `_pick`: each of `length` tokens gets the sum of what its places have."""
+def _unpick(back: jax.Array, positions: jax.Array, length: int) -> jax.Array:
+    """Transpose `_pick`: each of `length` tokens gets the sum of what its places have."""
     tokens = jax.ShapeDtypeStruct((length, back.shape[-1]), back.dtype)
-    return jax.linear_transpose(partial(_pick, at=at), tokens)(back)[0]
+    return jax.linear_transpose(partial(_pick, positions=positions), tokens)(back)[0]

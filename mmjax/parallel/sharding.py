@@ -43,11 +43,11 @@ class ShardingRules:
 
     @classmethod
     def of(cls, config: MeshConfig) -> ShardingRules:
-        """The rules that a config asks for."""
+        """Make the rules that a config asks for."""
         return cls(item_rows=encoder_axes(config))
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """The partition spec of these logical axes. Raises ValueError for an unknown or a clashing axis."""
+        """Build the partition spec of these logical axes. Raises ValueError for an unknown or a clashing axis."""
         known = {f.name for f in fields(self)}
         used: set[str] = set()
         entries: list[tuple[str, ...] | None] = []
@@ -55,6 +55,7 @@ class ShardingRules:
             if axis is not None and axis not in known:
                 raise ValueError(f"unknown logical axis {axis!r} in {axes}; known: {', '.join(sorted(known))}")
             mesh_axes = () if axis is None else getattr(self, axis)
+            # JAX would refuse it too, but without the name of the logical axes.
             if clash := used.intersection(mesh_axes):
                 raise ValueError(f"logical axes {axes} put mesh axis {sorted(clash)[0]!r} on two dimensions")
             used.update(mesh_axes)
@@ -63,7 +64,7 @@ class ShardingRules:
 
 
 class Active(NamedTuple):
-    """Where a program's activations lie, and how encoder tokens travel between its ranks."""
+    """The mesh and rules that shard a program's activations, and how encoder tokens travel between its ranks."""
 
     mesh: Mesh
     rules: ShardingRules
@@ -75,7 +76,7 @@ _active: contextvars.ContextVar[Active | None] = contextvars.ContextVar("active"
 
 @contextlib.contextmanager
 def activations_on(mesh: Mesh, rules: ShardingRules, exchange: Exchange = "padded") -> Iterator[None]:
-    """While tracing inside, `constrain` lays activations out on this mesh, and encoder tokens travel over it."""
+    """Lay out activations by `constrain` on this mesh while tracing inside, and send encoder tokens over it."""
     token = _active.set(Active(mesh, rules, exchange))
     try:
         yield
@@ -85,19 +86,19 @@ def activations_on(mesh: Mesh, rules: ShardingRules, exchange: Exchange = "padde
 
 @contextlib.contextmanager
 def encoding() -> Iterator[None]:
-    """While tracing inside, `rows` are those of encoders."""
-    found = _active.get()
-    if found is None:
+    """Take `rows` for those of encoders while tracing inside."""
+    current = _active.get()
+    if current is None:
         yield
     else:
-        with activations_on(found.mesh, replace(found.rules, rows=found.rules.item_rows), found.exchange):
+        with activations_on(current.mesh, replace(current.rules, rows=current.rules.item_rows), current.exchange):
             yield
 
 
 def active() -> Active | None:
-    """What `activations_on` says here; None for one device, or a bare call."""
-    found = _active.get()
-    return None if found is None or found.mesh.size == 1 else found
+    """Return what `activations_on` set; None for one device, or a bare call."""
+    current = _active.get()
+    return None if current is None or current.mesh.size == 1 else current
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -105,25 +106,26 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
     A dimension that does not divide stays whole, like the parameter it meets, or XLA would replicate one for the other.
     """
-    found = active()
-    if found is None:
+    current = active()
+    if current is None:
         return x
-    return jax.lax.with_sharding_constraint(x, sharding(found.mesh, found.rules, x.shape, axes))
+    return jax.lax.with_sharding_constraint(x, sharding(current.mesh, current.rules, x.shape, axes))
 
 
 def cut_in_shards(x: jax.Array, parts: int, *axes: str | None) -> jax.Array:
-    """`x` `[n, ...]` as `[parts, n / parts, ...]`, each part with an equal piece of every shard of the first axis.
+    """Cut `x` `[n, ...]` into `[parts, n / parts, ...]`, each with an equal piece of every shard of the first axis.
 
     So a scan over the parts moves nothing between devices. `axes` are those of `x`; `parts` must divide a shard.
     """
-    found = active()
-    shard = len(x) if found is None else sharding(found.mesh, found.rules, x.shape, axes).shard_shape(x.shape)[0]
+    current = active()
+    shard = len(x) if current is None else sharding(current.mesh, current.rules, x.shape, axes).shard_shape(x.shape)[0]
+    # 8 rows in 2 shards, cut in 2 parts: 0 1 2 3 | 4 5 6 7 become 0 1 4 5 and 2 3 6 7.
     pieces = x.reshape(len(x) // shard, parts, shard // parts, *x.shape[1:])
     return constrain(jnp.moveaxis(pieces, 1, 0).reshape(parts, -1, *x.shape[1:]), *axes)
 
 
 def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axes) -> NamedSharding:
-    """Where an array of this shape lies; a dimension that its mesh axes do not divide stays whole on them.
+    """Return the sharding of an array of this shape; a dimension that its mesh axes do not divide stays whole on them.
 
     Raises ValueError where there are more axes than dimensions.
     """

@@ -1,4 +1,4 @@
-"""From a microbatch's plan to its arrays: only what the wanted rows hold is opened and decoded."""
+"""Pack a planned microbatch into arrays: only what the wanted rows hold is opened and decoded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mmjax.errors import UserError
 
 @dataclass(frozen=True)
 class Reader:
-    """How the loader gets at samples: by global id."""
+    """Access to samples, their lengths and their items by global id."""
 
     sample: Callable[[int], Sample]
     facts: Callable[[int], SampleLengths]
@@ -40,7 +40,7 @@ def pack_microbatch(
     encoder_ranks: range | None = None,
     spoiled: dict[int, str] | None = None,
 ) -> Microbatch:
-    """The rows of `plan` on these ranks (on all), of items on these encoder ranks (on those of the ranks), as arrays.
+    """Pack the rows of `plan` on these ranks (all), and of items on these encoder ranks (those of the ranks).
 
     A sample that can't be read, or is not what the length index promised, goes into `spoiled` with the reason; what
     of it was read stays in its place, and must weigh nothing. Without `spoiled` it is a UserError that names it.
@@ -57,12 +57,12 @@ def pack_microbatch(
 
 
 def _share(ranks: range, rows: int) -> range:
-    """The rows of these ranks, where each has so many."""
+    """Return the rows of these ranks, where each has so many."""
     return range(ranks.start * rows, ranks.stop * rows)
 
 
 class Sent(NamedTuple):
-    """How an encoder's tokens reach the text of these ranks."""
+    """The exchange of an encoder's tokens: what is sent, and where in the text's input the items arrive."""
 
     send: np.ndarray  # int32 [ranks, peers, width], as in TextBatch
     slot: np.ndarray  # int64 [p], of the first token of each of the encoder's items that arrive or stay here
@@ -70,25 +70,33 @@ class Sent(NamedTuple):
 
 
 def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks: range) -> Sent:
-    """The all-to-all of one encoder: from where its items are encoded to the rank of their sample."""
-    peers, width = plan.topology.peers, plan.shape.widths[module - 1]
-    group, length = positions_per_token(arrays.encoders[encoder]), plan.shape.lengths[module]
+    """Plan the all-to-all of one encoder: from where its items are encoded to the rank of their sample."""
+    peers = plan.topology.peers
+    width = plan.shape.widths[module - 1]
+    length = plan.shape.lengths[module]
+    group = positions_per_token(arrays.encoders[encoder])
     items = np.flatnonzero(plan.module == module)
-    rank, tokens = plan.rank(), plan.length[items] // group - hidden_tokens(arrays.encoders[encoder])
-    source, home = rank[items], rank[plan.part_start[:-1]][plan.sample_of()][items]
-    row_tokens, newline = length // group + arrays.newline(encoder), peers * width + length // group
+    tokens = plan.length[items] // group - hidden_tokens(arrays.encoders[encoder])
+    rank = plan.rank()
+    encoder_rank = rank[items]
+    home_rank = rank[plan.part_start[:-1]][plan.sample_of()][items]
+    # With 2 peers of width 3 and rows of 8 positions at 4 a token: slots 0 to 5 arrive, 6 and 7 are the rank's first
+    # row, 8 is its newline (if the connector has one), and the next row begins behind it.
+    newline = peers * width + length // group
+    row_tokens = length // group + arrays.newline(encoder)
     first = plan.row[items] % plan.rows[module] * np.int64(row_tokens) + plan.offset[items] // group
-    arrived = pack_places(tokens, home, plan.topology.ranks)
-    moved = Rearrangement(tokens, Places(source, first), arrived, plan.topology.ranks)
+    arrived = pack_places(tokens, home_rank, plan.topology.ranks)
+    moved = Rearrangement(tokens, Places(encoder_rank, first), arrived, plan.topology.ranks)
     capacity = int((arrived.offset + tokens).max(initial=1))
-    slot, send = np.full(len(plan.module), PADDING, np.int64), []
+    slot = np.full(len(plan.module), PADDING, np.int64)
+    send = []
     for node in range(ranks.start // peers, -(-ranks.stop // peers)):
         among = range(node * peers, (node + 1) * peers)
         mine = range(max(ranks.start, among.start), min(ranks.stop, among.stop))
-        found = tables(moved, width, capacity, mine, among)
-        here = (home >= mine.start) & (home < mine.stop)
-        slot[items[here]] = found.gather[home[here] - mine.start, arrived.offset[here]]
-        send.append(found.send)
+        exchange = tables(moved, width, capacity, mine, among)
+        local = (home_rank >= mine.start) & (home_rank < mine.stop)
+        slot[items[local]] = exchange.gather[home_rank[local] - mine.start, arrived.offset[local]]
+        send.append(exchange.send)
     return Sent(np.concatenate(send), slot, newline if arrays.newline(encoder) else PADDING)
 
 
@@ -123,33 +131,38 @@ def _pack_items(
     values = np.zeros((*shape, arrays.features(encoder)), arrays.dtype(encoder))
     item = np.full(shape, PADDING, np.int32)
     coordinates = np.zeros((*shape, 3), np.int32)
-    owner, offset = np.full(shape, PADDING, np.int32), np.zeros(shape, np.int32)
-    in_row = np.zeros(len(share), np.int32)
+    owner = np.full(shape, PADDING, np.int32)
+    offset = np.zeros(shape, np.int32)
+    in_row = np.zeros(len(share), np.int32)  # items that each row has so far
     sample_of = plan.sample_of()
-    before = _before_in_sample(plan, module, sample_of)
-    here = (plan.module == module) & (plan.row >= share.start) & (plan.row < share.stop)
-    for part in np.flatnonzero(here):
-        sample, number = int(plan.samples[sample_of[part]]), int(part - plan.part_start[sample_of[part]] - 1)
-        row, begin, length = plan.row[part] - share.start, plan.offset[part], plan.length[part]
-        at = slice(begin, begin + length)
-        owner[row, at], offset[row, at] = sample, before[part] + np.arange(length)
+    preceding = _before_in_sample(plan, module, sample_of)
+    local = (plan.module == module) & (plan.row >= share.start) & (plan.row < share.stop)
+    for part in np.flatnonzero(local):
+        sample = int(plan.samples[sample_of[part]])
+        number = int(part - plan.part_start[sample_of[part]] - 1)  # part_start is the sample's LLM part
+        row = plan.row[part] - share.start
+        length = plan.length[part]
+        span = slice(plan.offset[part], plan.offset[part] + length)
+        owner[row, span] = sample
+        offset[row, span] = preceding[part] + np.arange(length)
         with _reading(reader, sample, spoiled, f"item {number} ({encoder})"):
             value, place, valid = encoder_input(arrays.encoders[encoder], reader.item(sample, number))
             if len(value) != length:
                 raise ValueError(f"it has {len(value)} positions where its source's facts() promised {length}")
             if value.dtype != np.uint8 and not np.isfinite(value).all():
                 raise ValueError("it holds NaN or Inf; mend the file or leave the sample out of its source")
-            values[row, at], coordinates[row, at] = value, place
-            item[row, at] = np.where(valid, in_row[row], PADDING)
+            values[row, span] = value
+            coordinates[row, span] = place
+            item[row, span] = np.where(valid, in_row[row], PADDING)
             in_row[row] += 1
     return ItemBatch(values, item, coordinates, owner, offset)
 
 
 def _before_in_sample(plan: MicrobatchPlan, module: int, sample_of: np.ndarray) -> np.ndarray:
-    """Positions of this module that the parts before each one take in its sample, int64 `[p]`."""
+    """Count the positions of this module that the parts before each one take in its sample, int64 `[p]`."""
     length = np.where(plan.module == module, plan.length, 0)
-    before = np.cumsum(length) - length
-    return before - before[plan.part_start[:-1]][sample_of]
+    preceding = np.cumsum(length) - length
+    return preceding - preceding[plan.part_start[:-1]][sample_of]
 
 
 # ------------------------------------------------------------------------------------------------------------- text
@@ -165,20 +178,24 @@ def _pack_text(
 ) -> TextBatch:
     batch = empty_text((len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()})
     sources = reader.source_of(plan.samples)
-    samples, spans = np.zeros(len(share), np.int32), np.zeros(len(share), np.int32)
+    # Samples and items that each row has so far: they number the next sample and its items' attention spans.
+    samples = np.zeros(len(share), np.int32)
+    spans = np.zeros(len(share), np.int32)
     for index, sample in enumerate(plan.samples.tolist()):
         part, end = plan.part_start[index : index + 2]
         row = plan.row[part] - share.start
         if not 0 <= row < len(share):
             continue
-        at = slice(plan.offset[part], plan.offset[part] + plan.length[part])
+        span = slice(plan.offset[part], plan.offset[part] + plan.length[part])
         with _reading(reader, sample, spoiled):
             places = [_place(plan, arrays, item, sent) for item in range(part + 1, end)]
             if arrays.axes:
                 places = _with_grids(places, arrays, reader.facts(sample))
-            write_sample(stretch(batch, row, at), reader.sample(sample), arrays, places, spans[row])
-        batch.sample[row, at], batch.source[row, at] = samples[row], sources[index]
-        batch.owner[row, at], batch.offset[row, at] = sample, np.arange(plan.length[part])
+            write_sample(stretch(batch, row, span), reader.sample(sample), arrays, places, spans[row])
+        batch.sample[row, span] = samples[row]
+        batch.source[row, span] = sources[index]
+        batch.owner[row, span] = sample
+        batch.offset[row, span] = np.arange(plan.length[part])
         samples[row] += 1
         spans[row] += end - part - 1
     return batch
@@ -192,10 +209,10 @@ def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent
 
 
 def _with_grids(places: Sequence[Place], arrays: Arrays, facts: SampleLengths) -> list[Place]:
-    """Every image's place with its grid, by the sizes in its source's facts. ValueError where they have changed."""
+    """Give every image's place its grid, by the sizes in its source's facts. ValueError where they have changed."""
     if len(places) != len(facts.items):
         raise ValueError(f"its source's facts() have {len(facts.items)} items and promised {len(places)}")
-    found = []
+    placed = []
     for number, (place, (_, size)) in enumerate(zip(places, facts.items, strict=True)):
         encoder = arrays.encoders[place.encoder]
         grid = token_grid(encoder, size) if isinstance(encoder, VisionConfig) else None
@@ -203,5 +220,5 @@ def _with_grids(places: Sequence[Place], arrays: Arrays, facts: SampleLengths) -
             raise ValueError(
                 f"its item {number} has {place.tokens} tokens, and by its source's facts() the size {size}"
             )
-        found.append(place._replace(grid=grid))
-    return found
+        placed.append(place._replace(grid=grid))
+    return placed

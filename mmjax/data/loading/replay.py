@@ -1,4 +1,4 @@
-"""A past step made again from a run's folder and its data: what lay in each row, and where each item was encoded."""
+"""Make a past step again from a run's folder and its data: what lay in each row, and where each item was encoded."""
 
 from __future__ import annotations
 
@@ -75,68 +75,76 @@ class Replayed:
 
     @cached_property
     def plan(self) -> StepPlan:
-        """The placement of every sample; nothing is opened for it."""
+        """Plan the placement of every sample; nothing is opened for it."""
         return self.loader.plan(self.step)
 
     @cached_property
     def loaded(self) -> LoadedStep:
-        """All rows of all ranks."""
+        """Load all rows of all ranks."""
         return self.loader(self.step)
 
     @property
     def content(self) -> str:
-        """The hash of all rows, as the log has it."""
+        """Spell the hash of all rows as the log has it."""
         return spelled(int(self.loaded.content))
 
     def rows(self, rank: int | None = None) -> Iterator[PackedRow]:
-        """The rows of the LLM that hold something, of one rank or of all."""
+        """Yield the rows of the LLM that hold something, of one rank or of all."""
         for number, plan in enumerate(self.plan.microbatches):
             llm = plan.part_start[:-1]
             for row in np.unique(plan.row[llm]):
-                of = np.flatnonzero(plan.row[llm] == row)
-                at, on = divmod(int(row), plan.rows[LLM])
-                if rank in (None, at):
-                    samples = [self._placed(plan, int(k)) for k in of[np.argsort(plan.offset[llm[of]])]]
-                    yield PackedRow(number, at, on, plan.shape.lengths[LLM], tuple(samples))
+                in_row = np.flatnonzero(plan.row[llm] == row)
+                row_rank, row_on_rank = divmod(int(row), plan.rows[LLM])
+                if rank in (None, row_rank):
+                    samples = [self._placed(plan, int(k)) for k in in_row[np.argsort(plan.offset[llm[in_row]])]]
+                    yield PackedRow(number, row_rank, row_on_rank, plan.shape.lengths[LLM], tuple(samples))
 
     def text_of(self, row: PackedRow) -> TextBatch:
-        """The arrays of a row, `[T]`."""
+        """Return the arrays of a row, `[T]`."""
         text = self.loaded.microbatches[row.microbatch].text
-        at = row.rank * self.plan.microbatches[row.microbatch].rows[LLM] + row.row
-        fields = {f: getattr(text, f)[at] for f in TextBatch._fields if f not in ("slots", "send")}
+        index = row.rank * self.plan.microbatches[row.microbatch].rows[LLM] + row.row
+        fields = {f: getattr(text, f)[index] for f in TextBatch._fields if f not in ("slots", "send")}
         return TextBatch(**fields, slots={}, send={})
 
     def _placed(self, plan: MicrobatchPlan, k: int) -> PlacedSample:
-        first, end = plan.part_start[k : k + 2].tolist()
+        first, stop = plan.part_start[k : k + 2].tolist()  # its LLM part, then one part for each item
         encoders = list(self.loader.config.model.encoders)
         items = []
-        for part in range(first + 1, end):
+        for part in range(first + 1, stop):
             module = int(plan.module[part])
             rank, row = divmod(int(plan.row[part]), plan.rows[module])
-            place = rank, row, int(plan.offset[part]), int(plan.length[part])
-            items.append(PlacedItem(part - first - 1, encoders[module - 1], *place))
-        sample, begin = int(plan.samples[k]), int(plan.offset[first])
-        placed = begin, begin + int(plan.length[first]), tuple(items)
-        return PlacedSample(sample, self.loader.index.name(sample), *placed)
+            item = PlacedItem(
+                number=part - first - 1,
+                encoder=encoders[module - 1],
+                rank=rank,
+                row=row,
+                begin=int(plan.offset[part]),
+                positions=int(plan.length[part]),
+            )
+            items.append(item)
+        sample = int(plan.samples[k])
+        begin = int(plan.offset[first])
+        end = begin + int(plan.length[first])
+        return PlacedSample(sample, self.loader.index.name(sample), begin, end, tuple(items))
 
     def pieces(self, sample: int) -> list[Piece]:
-        """The text of a sample as it was tokenized, with what is trained on, and its items' places."""
+        """Decode the text of a sample as it was tokenized, with what is trained on, and its items' places."""
         source = self._source(sample)
         read: Sample = self.loader.reader.sample(sample)
-        found = []
+        pieces = []
         for segment in read.segments:
             if not isinstance(segment, Text):
-                found.append(Piece(f"<{segment.encoder}>", item=segment.number))
+                pieces.append(Piece(f"<{segment.encoder}>", item=segment.number))
                 continue
             trained = segment.weights > 0
             borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
             for begin, end in pairwise(borders):
                 text = spoken(source, segment.tokens[begin:end].tolist())
-                found.append(Piece(text, bool(trained[begin]), segment.branch))
-        return found
+                pieces.append(Piece(text, bool(trained[begin]), segment.branch))
+        return pieces
 
     def item(self, sample: int, number: int) -> np.ndarray:
-        """An item as it was decoded: uint8 `[height, width, channels]`, or float32 `[samples]`."""
+        """Read an item as it was decoded: uint8 `[height, width, channels]`, or float32 `[samples]`."""
         return self.loader.reader.item(sample, number)
 
     def _source(self, sample: int) -> Source:

@@ -87,21 +87,24 @@ class StepLoader:
         begin = time.perf_counter()
         plan = self.plan(int(step))
         planned = time.perf_counter()
-        held, spoiled = (self.ranks, self.encoder_ranks), dict[int, str]()
-        batches = tuple(pack_microbatch(m, self.arrays, self.reader, *held, spoiled) for m in plan.microbatches)
+        spoiled: dict[int, str] = {}
+        batches = tuple(
+            pack_microbatch(m, self.arrays, self.reader, self.ranks, self.encoder_ranks, spoiled)
+            for m in plan.microbatches
+        )
         return LoadedStep(
-            np.int64(step),
-            np.int64(plan.digest()),
-            np.uint64(self._content(batches)),
-            plan.samples(),
-            np.float64(self.planner.grouper.epochs_after(int(step))),
-            np.float64(planned - begin),
-            np.float64(time.perf_counter() - planned),
-            np.float64(sum(map(self._needed_flops, batches))),
-            sum(self._tokens(m) for m in plan.microbatches),
-            tuple(self._work(m) for m in plan.microbatches),
-            batches,
-            tuple(Unreadable(*of) for of in spoiled.items()),
+            step=np.int64(step),
+            digest=np.int64(plan.digest()),
+            content=np.uint64(self._content(batches)),
+            samples=plan.samples(),
+            epoch=np.float64(self.planner.grouper.epochs_after(int(step))),
+            plan_seconds=np.float64(planned - begin),
+            load_seconds=np.float64(time.perf_counter() - planned),
+            needed_flops=np.float64(sum(map(self._needed_flops, batches))),
+            tokens=sum(self._tokens(m) for m in plan.microbatches),
+            work=tuple(self._work(m) for m in plan.microbatches),
+            microbatches=batches,
+            spoiled=tuple(Unreadable(sample, reason) for sample, reason in spoiled.items()),
         )
 
     @cached_property
@@ -115,9 +118,17 @@ class StepLoader:
     @cached_property
     def planner(self) -> StepPlanner:
         weights = [s.weight for s in self.config.data.sources.values()]
-        segment = self.segment
-        of_segment = self._known_chunks(), segment.first, segment.read_due(), segment.epochs
-        grouper = StepGrouper(self.index, self.config.batch, weights, self.config.seed, self.budget, *of_segment)
+        grouper = StepGrouper(
+            index=self.index,
+            batch=self.config.batch,
+            weights=weights,
+            seed=self.config.seed,
+            budget=self.budget,
+            first_steps=self._known_chunks(),
+            first=self.segment.first,
+            due=self.segment.read_due(),
+            epochs_before=self.segment.epochs,
+        )
         return StepPlanner(grouper, make_placer(grouper, self.config, self.layout))
 
     def _known_chunks(self) -> list[int]:
@@ -144,7 +155,7 @@ class StepLoader:
         return reader_of(self.sources, self.index)
 
     def plan(self, step: int) -> StepPlan:
-        """The plan alone, nothing loaded."""
+        """Plan a step without loading anything."""
         with self._keep_chunks():
             return self.planner.plan(step)
 
@@ -167,25 +178,34 @@ class StepLoader:
 
     def _content(self, batches: Sequence[Microbatch]) -> int:
         parts = self.layout.topology.encoders_per_rank
-        of_encoders = self.encoder_ranks or range(self.ranks.start * parts, self.ranks.stop * parts)
-        held = self.ranks, of_encoders
-        return reduce(plus, (content_of(b, m, *held, self.own or held) for m, b in enumerate(batches)))
+        encoder_ranks = self.encoder_ranks or range(self.ranks.start * parts, self.ranks.stop * parts)
+        counted = self.own or (self.ranks, encoder_ranks)
+        return reduce(plus, (content_of(b, m, self.ranks, encoder_ranks, counted) for m, b in enumerate(batches)))
 
     def _needed_flops(self, batch: Microbatch) -> float:
         """Count the FLOPs of this process's ranks; encoder ranks that other processes hold count as its own."""
-        model, of_ranks = self.config.model, len(self.ranks) * self.layout.topology.encoders_per_rank
-        share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / of_ranks
+        model = self.config.model
+        own_encoder_ranks = len(self.ranks) * self.layout.topology.encoders_per_rank
+        share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / own_encoder_ranks
         return step_needed(model, batch.text, batch.items, frozen_modules(model), share)
 
     def _work(self, plan: MicrobatchPlan) -> PlannedWork:
-        modules, ranks, rank = len(plan.rows), plan.topology.ranks, plan.rank()
-        useful = np.zeros((modules, ranks * max(plan.rows)), np.int64)
+        modules = len(plan.rows)
+        rank = plan.rank()
+        useful = np.zeros((modules, plan.topology.ranks * max(plan.rows)), np.int64)
         np.add.at(useful, (plan.module, plan.row), self.index.useful(plan.samples))
         away = rank != rank[plan.part_start[:-1]][plan.sample_of()]
         moved = np.bincount(plan.module[away], plan.length[away], modules)[1:].astype(np.int64)
+        # An item is moved as tokens, of which each takes several positions of the encoder's row.
         moved //= self.index.positions_per_token
-        shape = (np.array(of, np.int64) for of in plan.shape)
-        return PlannedWork(useful, *shape, moved, plan.work(), plan.unbalanced)
+        return PlannedWork(
+            useful=useful,
+            lengths=np.array(plan.shape.lengths, np.int64),
+            widths=np.array(plan.shape.widths, np.int64),
+            moved=moved,
+            balanced=plan.work(),
+            unbalanced=plan.unbalanced,
+        )
 
     def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
         per_token = np.array([1, *self.index.positions_per_token])
@@ -199,7 +219,7 @@ class StepLoader:
 
 
 def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
-    """Access by global id to several sources, one after the other."""
+    """Give access by global id to several sources, one after the other."""
     opened = list(sources.values())
 
     def locate(sample: int) -> tuple[Source, int]:

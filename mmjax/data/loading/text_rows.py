@@ -1,4 +1,4 @@
-"""A sample's tokens, and the places of its items' tokens, written into a row of the text."""
+"""Write a sample's tokens, and the places of its items' tokens, into a row of the text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_BRANCHES = 30 - FIRST_BRANCH_BIT
 
 @dataclass(frozen=True)
 class Arrays:
-    """What the arrays look like: the encoders in their order, and how an item's tokens attend in the LLM."""
+    """The layout of a batch's arrays: the encoders in their order, and how an item's tokens attend in the LLM."""
 
     encoders: dict[str, VisionConfig | AudioConfig]
     items: str  # DecoderConfig.items
@@ -32,31 +32,31 @@ class Arrays:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Arrays:
-        """The arrays of a model's batches. Raises UserError where it has more encoders than the mask can tell apart."""
+        """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its encoders apart."""
         if (count := len(model.encoders)) > MAX_ENCODERS:
             raise UserError(f"model.encoders has {count}; the attention mask tells {MAX_ENCODERS} apart")
         return cls(dict(model.encoders), model.llm.items, model.llm.vocab, len(model.llm.rope_sections))
 
     def features(self, encoder: str) -> int:
-        """Width of one patch or frame."""
+        """Return the width of one patch or frame."""
         config = self.encoders[encoder]
         return config.patch**2 * config.channels if isinstance(config, VisionConfig) else config.mels
 
     def dtype(self, encoder: str) -> type:
-        """Of the patches or frames."""
+        """Return the dtype of the patches or frames."""
         return np.uint8 if isinstance(self.encoders[encoder], VisionConfig) else np.float32
 
     def newline(self, encoder: str) -> bool:
-        """Whether there is a token that stands behind rows of an image."""
+        """Tell whether the connector has a newline token, which follows every row of an image."""
         return self.encoders[encoder].connector.newline
 
     def bit(self, encoder: str) -> int:
-        """The kind of an encoder's tokens."""
+        """Return the kind bit of an encoder's tokens."""
         return TEXT_KIND << 1 + list(self.encoders).index(encoder)
 
 
 class Place(NamedTuple):
-    """Where an item's tokens come from."""
+    """The slots from which an item's tokens come."""
 
     encoder: str
     slot: int  # of the first, in what the rank of its sample got and made
@@ -66,10 +66,10 @@ class Place(NamedTuple):
 
 
 def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarray]) -> TextBatch:
-    """Rows `[R, T]` with nothing in them."""
+    """Make rows `[R, T]` with nothing in them."""
 
-    def full(value: int, *more: int) -> np.ndarray:
-        return np.full((*shape, *more), value, np.int32)
+    def full(value: int, *trailing: int) -> np.ndarray:
+        return np.full((*shape, *trailing), value, np.int32)
 
     def mixed() -> WeightedSlots:
         return WeightedSlots(full(PADDING, CORNERS), np.zeros((*shape, CORNERS), np.float32))
@@ -95,14 +95,15 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
     )
 
 
-def stretch(batch: TextBatch, row: int, at: slice) -> TextBatch:
-    """Views `[n]` of the part of a row that a sample gets."""
+def stretch(batch: TextBatch, row: int, span: slice) -> TextBatch:
+    """Return views `[n]` of the part of a row that a sample gets."""
     slots = {}
-    for encoder, of in batch.slots.items():
-        slots[encoder] = (
-            WeightedSlots(of.slot[row, at], of.share[row, at]) if isinstance(of, WeightedSlots) else of[row, at]
-        )
-    views = {f: getattr(batch, f)[row, at] for f in TextBatch._fields if f not in ("slots", "send")}
+    for encoder, rows in batch.slots.items():
+        if isinstance(rows, WeightedSlots):
+            slots[encoder] = WeightedSlots(rows.slot[row, span], rows.share[row, span])
+        else:
+            slots[encoder] = rows[row, span]
+    views = {f: getattr(batch, f)[row, span] for f in TextBatch._fields if f not in ("slots", "send")}
     return TextBatch(**views, slots=slots, send={})
 
 
@@ -115,60 +116,69 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
     after it there.
     """
     lengths = _checked_lengths(sample, arrays, places, len(row.token))
-    position: dict[int, int] = {0: 0}  # that follows in each branch
+    position: dict[int, int] = {0: 0}  # of the next token in each branch
     last: dict[int, int] = {}  # index of the last token of each branch
-    at = 0
+    offset = 0
     for segment, n in zip(sample.segments, lengths, strict=True):
         branch = segment.branch if isinstance(segment, Text) else 0
         begin = position.get(branch, position[0]) if segment.start is None else segment.start
-        here = slice(at, at + n)
-        along = np.arange(n)
+        span = slice(offset, offset + n)
+        along = np.arange(n)  # positions within the segment; `[n, 3]` for an image's grid where positions have axes
         if isinstance(segment, Text):
-            _write_text(row, here, segment, arrays, last.get(branch))
+            _write_text(row, span, segment, arrays, last.get(branch))
         else:
-            _write_tokens(row, here, segment, places, arrays, first_span + segment.number + 1)
+            _write_tokens(row, span, segment, places, arrays, first_span + segment.number + 1)
             if isinstance(segment, Item) and (grid := places[segment.number].grid) is not None:
                 along = np.stack(np.unravel_index(along, grid), axis=-1)
-        row.position[here] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
+        row.position[span] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
         position[branch] = begin + along.max(initial=-1) + 1
-        at += n
+        offset += n
         if n:
-            last[branch] = at - 1
+            last[branch] = offset - 1
 
 
-def _write_text(row: TextBatch, here: slice, text: Text, arrays: Arrays, before: int | None) -> None:
-    """Tokens, whom they see, and what they predict. `before` is the index of the token before them in their branch.
+def _write_text(row: TextBatch, span: slice, text: Text, arrays: Arrays, previous: int | None) -> None:
+    """Write tokens, whom they see and what they predict. previous: index of the token before them in their branch.
 
     Branches see branch 0 and themselves: each has a kind of its own, so the mask spec needs nothing more.
     """
-    own = 1 << (FIRST_BRANCH_BIT + text.branch - 1) if text.branch else TEXT_KIND
-    row.token[here], row.kind[here], row.sees[here] = text.tokens, own, _everyone(arrays) | own
-    predict = slice(here.start, max(here.stop - 1, here.start))
-    row.target[predict], row.weight[predict] = text.tokens[1:], text.weights[1:]
-    if before is not None and len(text.tokens):
-        row.target[before], row.weight[before] = text.tokens[0], text.weights[0]
+    kind = 1 << (FIRST_BRANCH_BIT + text.branch - 1) if text.branch else TEXT_KIND
+    row.token[span] = text.tokens
+    row.kind[span] = kind
+    row.sees[span] = _everyone(arrays) | kind
+    # Tokens 5, 6, 7 at 10 to 12: 10 predicts 6, 11 predicts 7; 12 has no target unless text of its branch follows.
+    predict = slice(span.start, max(span.stop - 1, span.start))
+    row.target[predict] = text.tokens[1:]
+    row.weight[predict] = text.weights[1:]
+    if previous is not None and len(text.tokens):
+        row.target[previous] = text.tokens[0]
+        row.weight[previous] = text.weights[0]
     elif len(text.tokens) and text.weights[0]:
         raise ValueError(f"the first token of branch {text.branch} has a loss weight, but none before it predicts it")
 
 
 def _write_tokens(
-    row: TextBatch, here: slice, segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays, span: int
+    row: TextBatch, span: slice, segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays, group: int
 ) -> None:
-    """Tokens of items: where they come from, and how they see each other and what is before them."""
-    encoder, of = segment.encoder, places[segment.number : segment.number + _items(segment)]
-    came = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in of])
-    slots, shares = came[:, None], np.ones((1, 1), np.float32)
+    """Write items' tokens: their slots, and how they see each other and what is before them. group: their `span`."""
+    encoder = segment.encoder
+    item_places = places[segment.number : segment.number + _items(segment)]
+    item_slots = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in item_places])
+    slots = item_slots[:, None]
+    shares = np.ones((1, 1), np.float32)
     if isinstance(segment, ArrangedItems):
-        codes = np.array([of[0].newline, PADDING])  # at the end, as NEWLINE and NOTHING count from there
-        slots, shares = np.concatenate([came, codes])[segment.tokens.token], segment.tokens.share
+        codes = np.array([item_places[0].newline, PADDING])  # at the end, as NEWLINE and NO_TOKEN count from there
+        slots = np.concatenate([item_slots, codes])[segment.tokens.token]
+        shares = segment.tokens.share
     into = row.slots[encoder]
     if isinstance(into, WeightedSlots):
-        into.slot[here, : slots.shape[1]], into.share[here, : slots.shape[1]] = slots, shares
+        into.slot[span, : slots.shape[1]] = slots
+        into.share[span, : slots.shape[1]] = shares
     else:
-        into[here] = slots[:, 0]
-    row.kind[here] = arrays.bit(encoder)
-    row.sees[here] = 0 if arrays.items == "isolated" else _everyone(arrays)
-    row.span[here] = 0 if arrays.items == "causal" else span
+        into[span] = slots[:, 0]
+    row.kind[span] = arrays.bit(encoder)
+    row.sees[span] = 0 if arrays.items == "isolated" else _everyone(arrays)
+    row.span[span] = 0 if arrays.items == "causal" else group
 
 
 def _items(segment: Item | ArrangedItems) -> int:
@@ -176,10 +186,11 @@ def _items(segment: Item | ArrangedItems) -> int:
 
 
 def _tokens_of(segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays) -> int:
-    """Tokens of the LLM that a segment takes. ValueError where they are arranged as they cannot be."""
+    """Count the tokens of the LLM that a segment takes. ValueError where they are arranged as they cannot be."""
     if isinstance(segment, Item):
         return places[segment.number].tokens
-    token, have = segment.tokens.token, sum(p.tokens for p in places[segment.number :][: segment.items])
+    token = segment.tokens.token
+    have = sum(p.tokens for p in places[segment.number :][: segment.items])
     if not NEWLINE <= token.min(initial=NO_TOKEN) <= token.max(initial=NO_TOKEN) < have:
         first, last = token[token != NO_TOKEN].min(), token.max()
         raise ValueError(
@@ -193,13 +204,14 @@ def _tokens_of(segment: Item | ArrangedItems, places: Sequence[Place], arrays: A
 
 
 def _everyone(arrays: Arrays) -> int:
-    """The kinds of branch 0: text and all encoders."""
+    """Return the kinds of branch 0: text and all encoders."""
     return (TEXT_KIND << 1 + len(arrays.encoders)) - 1
 
 
 def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], promised: int) -> list[int]:
-    """Tokens of each segment. ValueError where the sample isn't what its source's facts() say, or can't be written."""
-    lengths, numbers = [], []
+    """Count segments' tokens. ValueError where the sample isn't what its source's facts() say or can't be written."""
+    lengths: list[int] = []
+    numbers: list[int] = []
     for segment in sample.segments:
         if not isinstance(segment, Text):
             for number in range(segment.number, segment.number + _items(segment)):

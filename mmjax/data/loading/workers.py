@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 def to_block(value: Any) -> Block:
-    """`value`, which can be pickled and has at least one array that is not empty, with a copy of its arrays."""
+    """Pack `value`, which can be pickled and has at least one array that is not empty, with a copy of its arrays."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     parts = [np.asarray(buffer.raw()) for buffer in buffers]
@@ -41,7 +41,7 @@ def to_block(value: Any) -> Block:
 
 
 def from_block(block: Block) -> Any:
-    """What went into `to_block`, each array in memory of its own: JAX may keep one to the end."""
+    """Unpack what went into `to_block`, each array in memory of its own: JAX may keep one to the end."""
     parts = np.split(np.asarray(block.data), block.ends[:-1])
     return pickle.loads(block.head, buffers=[np.array(part) for part in parts])
 
@@ -66,7 +66,7 @@ class _InWorker:
 
 
 def refuse_in_worker() -> None:
-    """A data worker imports the script that training was started from; there, UserError.
+    """Raise UserError in a data worker, which imports the script that training was started from.
 
     Else a script that trains at its top level would do so in each of its workers too.
     """
@@ -82,23 +82,23 @@ _SHOW_STACKS = signal.SIGQUIT
 
 
 @contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """No signal that workers do not end by reaches those that are started here before they are ready for it.
+def _signals_blocked() -> Iterator[None]:
+    """Block the signals that do not end workers until those that are started here are ready for them.
 
-    They inherit what this thread holds back, also where a thread that is started here starts them later.
+    They inherit what this thread blocks, also where a thread that is started here starts them later.
     """
-    held = {*_FOR_PARENTS, _SHOW_STACKS}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    blocked = {*_FOR_PARENTS, _SHOW_STACKS}
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         resource_tracker.ensure_running()  # which lets some of them through again
-        signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _start_worker(worker: int, workers: int) -> None:
-    """Workers end when their parent does, also when that was killed; SIGQUIT has them write where they stand."""
+    """End this worker when its parent ends, also when that was killed; SIGQUIT has it write its stacks."""
     for of_parent in _FOR_PARENTS:
         signal.signal(of_parent, signal.SIG_IGN)
     faulthandler.register(_SHOW_STACKS)
@@ -112,7 +112,7 @@ def _end_with_parent() -> None:
 
 
 def steps(loader: StepLoader, first: int, last: int, workers: int, prefetch: int) -> Iterator[LoadedStep]:
-    """Loaded steps `first` to `last` - 1, in order, prefetched by `workers` persistent processes (0: by a thread).
+    """Load steps `first` to `last` - 1 in order, prefetched by `workers` persistent processes (0: by a thread).
 
     They start at once. Grain only loads and prefetches what the plan names: step numbers go in, whole steps come out.
     What loading raises is raised here: UserError as it was, anything else from a worker as LoadingFailed. A worker that
@@ -139,7 +139,7 @@ def _start_workers(loader: StepLoader, first: int, last: int, workers: int, pref
     iterable = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
     try:
-        with _signals_held_back():
+        with _signals_blocked():
             iterator = iter(iterable.mp_prefetch(options, worker_init_fn=_start_worker))
             iterator.get_state()  # makes what start_prefetch starts: otherwise each worker waits for the one before it
             iterator.start_prefetch()
@@ -151,7 +151,7 @@ def _start_workers(loader: StepLoader, first: int, last: int, workers: int, pref
 
 
 def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[LoadedStep]:
-    """Nothing at first, then every step, or an error: Grain ends early without a word when it loses count."""
+    """Yield None at first, then every step, or raise: Grain ends early without a word when it loses count."""
     exhausted = False
     try:
         yield None
@@ -170,9 +170,9 @@ def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[
         threading.Thread(target=_end, args=(iterator, exhausted)).start()
 
 
-def _how_it_ended(said: str, step: int) -> str:
-    cause = said.split(".")[0]
-    if "exit code -" not in said:
+def _how_it_ended(message: str, step: int) -> str:
+    cause = message.split(".")[0]
+    if "exit code -" not in message:
         return f"a data worker ended before step {step}: {cause}. What it said is above; mend that"
     return (
         f"a data worker was killed before step {step}: {cause}. If memory or /dev/shm ran out, "

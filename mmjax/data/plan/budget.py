@@ -1,4 +1,4 @@
-"""What every step must fit into: rows of all modules and their lengths, from the config and the data before step 0."""
+"""Choose the rows of every module and their lengths, into which every step must fit, before step 0."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Budget:
     notes: tuple[str, ...] = ()
 
     def room(self) -> Budgets:
-        """The room of one microbatch."""
+        """Return the room of one microbatch."""
         return Budgets(np.array(self.rows), np.array(self.lengths), self.samples_per_step)
 
 
@@ -44,7 +44,8 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     A sample with more LLM tokens than a microbatch of `batch.size` is not used. Raises UserError where a source that
     should be drawn from has none left.
     """
-    batch, seed, modules = config.batch, config.seed, ("llm", *config.model.encoders)
+    batch = config.batch
+    modules = ("llm", *config.model.encoders)
     by_tokens = isinstance(batch.size, Tokens)
     longest = batch.size.count // batch.microbatches if by_tokens else int(index.llm_tokens.max(initial=0))
     rows = np.array([batch.rows[m] for m in modules])
@@ -52,7 +53,7 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     alignment = math.lcm(batch.alignment, *index.positions_per_token.tolist())
     pools = pools_of(index, weights, np.flatnonzero(index.llm_tokens > longest))
     size = int(np.clip(sum(len(p) for p, w in zip(pools, weights, strict=True) if w > 0), *TYPICAL))
-    typical = typical_samples(pools, weights, size, seed)
+    typical = typical_samples(pools, weights, size, config.seed)
     mean = float(index.llm_tokens[typical].mean())
     samples = max(1.0, batch.size.count / mean) if by_tokens else float(batch.size.count)
     extremes = _extremes(index, pools, weights)
@@ -66,8 +67,9 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
             return _isf_budget(lengths, samples, rows, batch, iterations, alignment, longest)
         case NoGrouping():
             samples = round(samples)
-            stream = stream_of(batch, samples, pools, weights, seed)
+            stream = stream_of(batch, samples, pools, weights, config.seed)
             steps = _first_steps(stream, samples)
+            # Each extreme sample must fit alone, also where no dry-run step draws it.
             needs = _needs(index, [*steps, *extremes[:, None]], rows, batch)
             return _budget(rows, -(-np.maximum(needs.max(0), 1) // alignment) * alignment, samples, longest)
 
@@ -76,7 +78,8 @@ def stream_of(
     batch: BatchConfig, samples_per_step: float, pools: Sequence[Pool], weights: Sequence[float], seed: int
 ) -> Stream:
     """Make the stream of a run, whose chunks have about `chunk_steps` steps; `pack` has fewer where steps are large."""
-    steps, multiple = batch.grouping.chunk_steps, 1.0
+    steps = batch.grouping.chunk_steps
+    multiple = 1.0
     match batch.grouping:
         case PackGrouping():
             steps = min(steps, max(2, round(128 * (128 / samples_per_step) ** 0.5)))
@@ -95,13 +98,14 @@ def steps_for(samples: int, per_step: float) -> int:
 def _first_steps(stream: Stream, per_step: int) -> list[np.ndarray]:
     """Return the samples of the first steps without grouping, of as many as a dry run takes."""
     steps: list[np.ndarray] = []
-    chunk, wanted = 0, max(1, min(DRY_RUN[0], DRY_RUN[1] // per_step))
-    while len(steps) < wanted:
+    chunk = 0
+    max_steps = max(1, min(DRY_RUN[0], DRY_RUN[1] // per_step))
+    while len(steps) < max_steps:
         order = stream.chunk(chunk)
         count = steps_for(len(order), per_step)
         steps += np.split(order, np.arange(1, count) * len(order) // count)
         chunk += 1
-    return steps[:wanted]
+    return steps[:max_steps]
 
 
 def _budget(
@@ -112,27 +116,33 @@ def _budget(
     minimum: Sequence[int] = (),
     notes: tuple[str, ...] = (),
 ) -> Budget:
-    tuples = (tuple(map(int, values)) for values in (rows, lengths))
-    return Budget(*tuples, float(samples_per_step), longest, tuple(map(int, minimum)), notes)
+    return Budget(
+        rows=tuple(map(int, rows)),
+        lengths=tuple(map(int, lengths)),
+        samples_per_step=float(samples_per_step),
+        longest=longest,
+        minimum=tuple(map(int, minimum)),
+        notes=notes,
+    )
 
 
 def _extremes(index: LengthIndex, pools: Sequence[Pool], weights: Sequence[float]) -> np.ndarray:
-    """Samples that may be drawn and have the largest total or the largest item of a module."""
+    """Find the samples that may be drawn and have the largest total or the largest item of a module."""
     usable = np.zeros(len(index), bool)
     for pool, weight in zip(pools, weights, strict=True):
         if weight > 0:
             usable[pool.start : pool.stop] = True
             usable[pool.excluded] = False
     largest = [np.argmax(np.where(usable, total, -1)) for total in index.totals.T]
-    of_item = np.repeat(usable, np.diff(index.item_start))
-    for encoder in np.unique(index.item_encoder[of_item]):
-        item = np.argmax(np.where(of_item & (index.item_encoder == encoder), index.item_positions, -1))
+    item_usable = np.repeat(usable, np.diff(index.item_start))
+    for encoder in np.unique(index.item_encoder[item_usable]):
+        item = np.argmax(np.where(item_usable & (index.item_encoder == encoder), index.item_positions, -1))
         largest.append(np.searchsorted(index.item_start, item, side="right") - 1)
     return np.unique(np.array(largest, np.int64))
 
 
 def _needs(index: LengthIndex, steps: Sequence[np.ndarray], rows: np.ndarray, batch: BatchConfig) -> np.ndarray:
-    """Positions of each module's fullest row in each of these steps, int64 `[steps, modules]`."""
+    """Count the positions of each module's fullest row in each of these steps, int64 `[steps, modules]`."""
     needs = []
     for samples in steps:
         parts = index.parts(samples)
@@ -155,8 +165,8 @@ def _isf_budget(
     A row of each module must hold the longest sample; fewer rows keep the number of samples where that makes them long.
     """
     mean = np.maximum(lengths.mean(0), 1e-9)
-    least = float((lengths.max(0) / mean).max())  # samples of a group
-    count = int(np.clip(samples / batch.microbatches // least, 1, rows[0]))
+    group_samples = float((lengths.max(0) / mean).max())  # in units of the mean sample
+    count = int(np.clip(samples / batch.microbatches // group_samples, 1, rows[0]))
     mean = samples / (count * batch.microbatches)
     bounds = choose_bounds(lengths, (0.9 * mean, 1.25 * mean), alignment)
     budget = _budget(np.full(len(rows), count), bounds.maximum, samples, longest, bounds.minimum)
@@ -165,7 +175,7 @@ def _isf_budget(
     groups = grouping.groups + grouping.leftover_groups
     reached = len(lengths) / groups * count * batch.microbatches
     notes = (
-        f"{count} rows of each module instead of {rows[0]}, since a group must hold {least:.1f} mean samples",
+        f"{count} rows of each module instead of {rows[0]}, since a group must hold {group_samples:.1f} mean samples",
         f"isf leaves {np.mean(grouping.group >= grouping.groups):.0%} of the samples over after {iterations} iterations"
         f"; they form {grouping.leftover_groups} of {groups} groups, which are trained on like the others",
     )
@@ -173,7 +183,7 @@ def _isf_budget(
 
 
 def isf_groups(lengths: np.ndarray, budget: Budget, iterations: int, rng: Shuffler) -> Grouping:
-    """ISF groups of samples `[n, modules]`, what it leaves over as groups of their own behind the others."""
+    """Group samples `[n, modules]` by ISF; what it leaves over forms further groups behind the others."""
     maximum = np.array(budget.lengths)
     grouping = isf(lengths, maximum, np.array(budget.minimum), iterations, rng)
     return group_leftovers(lengths, grouping, maximum)

@@ -29,7 +29,7 @@ class Segment:
     epochs: float = 0.0  # that were done before
 
     def read_due(self) -> Due:
-        """By source, as `write_due` was given it."""
+        """Read the ids that are due, by source, as `write_due` stored them."""
         if self.due is None:
             return ()
         try:
@@ -46,7 +46,7 @@ WHOLE_RUN = Segment()
 
 
 def write_due(folder: Path, first: int, due: Due) -> Path:
-    """Keep what is due from step `first` on, in a file under its content's name."""
+    """Store what is due from step `first` on, in a file under its content's name."""
     folder.mkdir(exist_ok=True)
     path = folder / f"due-{first}-{_digest(due)}.npz"
     partial = path.with_suffix(".partial.npz")
@@ -56,20 +56,21 @@ def write_due(folder: Path, first: int, due: Due) -> Path:
 
 
 def _digest(due: Due) -> str:
-    whole = hashlib.sha256(repr([len(ids) for ids in due]).encode())
+    digest = hashlib.sha256(repr([len(ids) for ids in due]).encode())
     for ids in due:
-        whole.update(np.ascontiguousarray(ids, np.int64).tobytes())
-    return whole.hexdigest()[:16]
+        digest.update(np.ascontiguousarray(ids, np.int64).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def still_due(grouper: StepGrouper, step: int) -> list[np.ndarray]:
     """Return, by source, the sorted ids left of the current epoch before `step`; none where one has just ended."""
     draws, used = grouper.used(step)
     due = [np.zeros(0, np.int64)] * len(grouper.pools)
-    for s, of in draws.items():
-        pool, key = grouper.pools[s], key_of(grouper.seed, s)
-        epoch = pool.draw(of.first, of.last, key)
-        had = np.union1d(epoch[: of.begin - of.first], np.intersect1d(epoch[of.begin - of.first :], used))
+    for s, draw in draws.items():
+        pool = grouper.pools[s]
+        epoch = pool.draw(draw.first, draw.last, key_of(grouper.seed, s))
+        # Draws before `begin` belong to earlier chunks; later ones count where earlier steps of this chunk used them.
+        had = np.union1d(epoch[: draw.begin - draw.first], np.intersect1d(epoch[draw.begin - draw.first :], used))
         if len(had):
             due[s] = np.setdiff1d(epoch, had)
     return due
@@ -84,7 +85,7 @@ class Held:
 
     @cached_property
     def start(self) -> dict[str, int]:
-        """The first id of every source."""
+        """Return the first id of every source."""
         return dict(zip(self.index.source_name.tolist(), self.index.source_start[:-1].tolist(), strict=True))
 
 
@@ -94,37 +95,38 @@ def carried(due: Due, old: Held, pools: Sequence[Pool], new: Held) -> list[np.nd
     pools: of the old data. Samples that are not there any more are owed no longer.
     """
     of_source = dict(zip(old.index.source_name.tolist(), zip(due, pools, strict=True), strict=True))
-    found = []
+    translated = []
     for name in new.index.source_name.tolist():
         owed, pool = of_source.get(name, ((), None))
         if pool is None or not len(owed):
-            found.append(np.zeros(0, np.int64))
+            translated.append(np.zeros(0, np.int64))
             continue
-        now = _now(old.files[name], new.files[name])
-        usable = now[pool.ids(np.arange(len(pool))) - old.start[name]]
+        new_number = _new_numbers(old.files[name], new.files[name])
+        usable = new_number[pool.ids(np.arange(len(pool))) - old.start[name]]
         every = np.arange(sum(count for _, count in new.files[name]))
-        ids = np.union1d(now[owed - old.start[name]], np.setdiff1d(every, usable))
-        found.append(new.start[name] + ids[ids >= 0])
-    return found
+        ids = np.union1d(new_number[owed - old.start[name]], np.setdiff1d(every, usable))
+        translated.append(new.start[name] + ids[ids >= 0])
+    return translated
 
 
-def _now(old: Files, new: Files) -> np.ndarray:
-    """The number in the new files of each sample of the old ones, int64; -1 = it is gone."""
-    known, same = {}, _same_names([name for name, _ in old], [name for name, _ in new])
-    at = 0
+def _new_numbers(old: Files, new: Files) -> np.ndarray:
+    """Return the number in the new files of each sample of the old ones, int64; -1 = it is gone."""
+    known = {}
+    same = _same_names([name for name, _ in old], [name for name, _ in new])
+    start = 0
     for name, count in new:
-        known[name] = at, count
-        at += count
-    found = []
+        known[name] = start, count
+        start += count
+    numbers = []
     for name, count in old:
-        start, there = known.get(same.get(name, ""), (0, 0))
+        start, new_count = known.get(same.get(name, ""), (0, 0))
         number = np.arange(count)
-        found.append(np.where(number < there, start + number, -1))
-    return np.concatenate(found)
+        numbers.append(np.where(number < new_count, start + number, -1))
+    return np.concatenate(numbers)
 
 
 def _same_names(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
-    """The new name of each old file: the same, or where none is, the one whose last part alone is the same."""
+    """Return the new name of each old file: the same, or where none is, the one whose last part alone is the same."""
     if set(old) & set(new):
         return {name: name for name in old}
     last = {Path(name).name: name for name in new}

@@ -42,7 +42,7 @@ class _Chunk(NamedTuple):
     waited: np.ndarray | None = None  # int32 [n]: steps; None = nobody waits
 
     def step(self, k: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The samples of the k-th step and their parts' rows."""
+        """Return the samples of the k-th step and their parts' rows."""
         a, b = self.step_start[k : k + 2]
         return self.samples[a:b], None if self.row is None else self.row[self.part_start[a] : self.part_start[b]]
 
@@ -73,27 +73,27 @@ class StepGrouper:
         self._chunk = lru_cache(maxsize=2)(self._group_chunk)
 
     def step(self, step: int) -> list[Group]:
-        """The microbatches of step `step`. Chunks whose start is not known are grouped first, one after the other."""
-        chunk, at = self._place_of(step)
-        return self._microbatches(*self._chunk(chunk).step(at))
+        """Return the microbatches of a step. Chunks whose start is not known are grouped first, one after the other."""
+        chunk, position = self._place_of(step)
+        return self._microbatches(*self._chunk(chunk).step(position))
 
     def longest_wait(self, step: int) -> int:
         """Return for how many steps a sample of this step waited at most, from when it could have been chosen."""
-        chunk, at = self._place_of(step)
+        chunk, position = self._place_of(step)
         grouped = self._chunk(chunk)
-        first, last = grouped.step_start[at : at + 2]
+        first, last = grouped.step_start[position : position + 2]
         return 0 if grouped.waited is None else int(grouped.waited[first:last].max(initial=0))
 
     def used(self, step: int) -> tuple[dict[int, Draws], np.ndarray]:
         """Return what the chunk of a step has of each source, and the ids of its samples that came before the step."""
-        chunk, at = self._place_of(step)
+        chunk, position = self._place_of(step)
         grouped = self._chunk(chunk)
-        return self._stream.draws(chunk), grouped.samples[: grouped.step_start[at]]
+        return self._stream.draws(chunk), grouped.samples[: grouped.step_start[position]]
 
     def epochs_after(self, step: int) -> float:
         """Return how many epochs are done after a step: one is as many samples as all sources together have."""
-        chunk, at = self._place_of(step)
-        drawn = self._samples_before(chunk) + int(self._chunk(chunk).step_start[at + 1])
+        chunk, position = self._place_of(step)
+        drawn = self._samples_before(chunk) + int(self._chunk(chunk).step_start[position + 1])
         due, rest = self._due
         epochs = rest * drawn / due if drawn < due else rest + (drawn - due) / self.epoch_samples
         return self.epochs_before + epochs
@@ -101,23 +101,28 @@ class StepGrouper:
     def steps_for_epochs(self, epochs: float) -> int:
         """Return with which number of steps of the run so many epochs are done. Groups every chunk up to there."""
         due, rest = self._due
-        left = max(0.0, epochs - self.epochs_before)
-        wanted = round(left / rest * due if left < rest else due + (left - rest) * self.epoch_samples)
+        remaining = max(0.0, epochs - self.epochs_before)
+        # The first `due` samples complete `rest` of an epoch; after them every epoch has `epoch_samples`.
+        if remaining < rest:
+            samples = round(remaining / rest * due)
+        else:
+            samples = round(due + (remaining - rest) * self.epoch_samples)
         chunk = 0
-        while self._samples_before(chunk + 1) < wanted:
+        while self._samples_before(chunk + 1) < samples:
             chunk += 1
-        of_chunk = np.searchsorted(self._chunk(chunk).step_start, wanted - self._samples_before(chunk))
-        return self.first + self._first_step(chunk) + int(of_chunk)
+        steps_in_chunk = np.searchsorted(self._chunk(chunk).step_start, samples - self._samples_before(chunk))
+        return self.first + self._first_step(chunk) + int(steps_in_chunk)
 
     def _samples_before(self, chunk: int) -> int:
-        return sum(of.begin for of in self._stream.draws(chunk).values())
+        return sum(draw.begin for draw in self._stream.draws(chunk).values())
 
     def epoch_notes(self) -> tuple[str, ...]:
         """Say where epochs are so short that steps suffer, as a source's samples come at most once in a step."""
-        draws, per_step = self._stream.draws(0), self.budget.samples_per_step
-        if (chunk := sum(of.end - of.begin for of in draws.values())) >= 8 * per_step:
+        draws = self._stream.draws(0)
+        per_step = self.budget.samples_per_step
+        if (chunk := sum(draw.end - draw.begin for draw in draws.values())) >= 8 * per_step:
             return ()
-        sizes = {s: of.last - of.first for s, of in draws.items()}
+        sizes = {s: draw.last - draw.first for s, draw in draws.items()}
         shortest = min(sizes, key=lambda s: sizes[s] / self.weights[s])
         name = self.index.source_name[shortest]
         key = f"data.sources.{name}.weight" if len(draws) > 1 else "batch.size.count"
@@ -128,7 +133,7 @@ class StepGrouper:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of an epoch: all that are used of the sources that are drawn from."""
+        """Count the samples of an epoch: all that are used of the sources that are drawn from."""
         return sum(len(pool) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)
 
     @property
@@ -138,7 +143,7 @@ class StepGrouper:
         return due, 1 - self.epochs_before % 1 if due else 0.0
 
     def _place_of(self, step: int) -> tuple[int, int]:
-        """The chunk of a step of the run, and which of its steps it is."""
+        """Return the chunk of a step of the run, and which of its steps it is."""
         step -= self.first
         while self.first_steps[-1] <= step:
             self._first_step(len(self.first_steps))
@@ -165,20 +170,23 @@ class StepGrouper:
         return steps_for(samples, self.budget.samples_per_step)
 
     def steps_of(self, samples: np.ndarray) -> list[list[Group]]:
-        """Steps that hold exactly these samples, each once (packed; for evaluation)."""
+        """Plan steps that hold exactly these samples, each once (packed; for evaluation)."""
         chunk = self._packed(samples, PackGrouping().pool_steps)
         return [self._microbatches(*chunk.step(k)) for k in range(len(chunk))]
 
     def _microbatches(self, samples: np.ndarray, row: np.ndarray | None) -> list[Group]:
-        parts, count = self.index.parts(samples), self.batch.microbatches
+        parts = self.index.parts(samples)
+        count = self.batch.microbatches
         if row is None:
             microbatch = split(parts.totals(len(self.budget.rows)), count)
             return [Group(samples[microbatch == m], None) for m in range(count)]
         rows = np.array(self.budget.rows)[parts.module]
+        # With 4 rows of a module, row 6 of the step is row 2 of microbatch 1.
         microbatch, in_microbatch = np.divmod(row, rows)
         count = max(count, int(microbatch.max(initial=0)) + 1)  # what a step's rows do not hold comes in one more
         chosen = [np.flatnonzero(microbatch[parts.sample_start[:-1]] == m) for m in range(count)]
-        return [Group(samples[of], in_microbatch[parts.of_samples(of)].astype(np.int32)) for of in chosen]
+        in_microbatch = in_microbatch.astype(np.int32)
+        return [Group(samples[indices], in_microbatch[parts.of_samples(indices)]) for indices in chosen]
 
     def _group_chunk(self, chunk: int) -> _Chunk:
         grouping = self.batch.grouping
@@ -197,15 +205,15 @@ class StepGrouper:
     def _packed(self, order: np.ndarray, pool_steps: int, steps: int = 0) -> _Chunk:
         """Pack samples into so many steps; 0 = as few as can be."""
         parts = self.index.parts(order)
-        count, columns = self.batch.microbatches, self.columns
-        packing = pack(parts, np.arange(len(order)), self.budget.room(), count, pool_steps, columns, steps=steps)
+        count = self.batch.microbatches
+        packing = pack(parts, np.arange(len(order)), self.budget.room(), count, pool_steps, self.columns, steps=steps)
         return _chunk_of(order, parts, packing.step, packing.row, packing.waited)
 
     def _isf(self, order: np.ndarray, iterations: int, rng: Shuffler) -> _Chunk:
         parts = self.index.parts(order)
         grouping = isf_groups(self.index.totals[order], self.budget, iterations, rng)
-        groups, per_step = grouping.groups + grouping.leftover_groups, self.budget.rows[0] * self.batch.microbatches
-        steps = -(-groups // per_step)
+        groups = grouping.groups + grouping.leftover_groups
+        steps = -(-groups // (self.budget.rows[0] * self.batch.microbatches))
         # What is left over comes among the rest, and the last step is about as full as the others.
         position = rng.permutation(groups)[grouping.group]
         first = np.arange(steps + 1) * groups // steps
@@ -214,7 +222,7 @@ class StepGrouper:
 
 
 def _oversize(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: Budget) -> np.ndarray:
-    """Ids of the samples that fit no budget, int64, sorted. wide: those that fill more than a row of a module."""
+    """Find the samples that fit no budget: ids, int64, sorted. wide: those that fill more than a row of a module."""
     too_wide = wide
     if not isinstance(batch.grouping, IsfGrouping):  # whose groups fill one row of each module
         too_wide = wide[oversize(index.parts(wide), budget.room())]
@@ -222,7 +230,7 @@ def _oversize(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: 
 
 
 def _columns(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: Budget) -> int:
-    """How many columns the budget's rows make: equal groups of rows, in one of which all parts of a sample lie."""
+    """Count the columns of the budget's rows: equal groups of rows, one of which holds all parts of a sample."""
     if not isinstance(batch.grouping, PackGrouping):
         return 1
     return columns_for(index.parts(wide), budget.room())

@@ -19,7 +19,7 @@ from mmjax.planning.work import CONV_STRIDE
 
 
 def read_lengths(files: Sequence[Path], keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """These keys of all files, one after the other: int64 `[n]` each. A key that only some files have is left out.
+    """Read these keys of all files, one after the other: int64 `[n]` each. A key that only some files have is left out.
 
     Where several files have no `source`, it is the number of the file. Raises UserError for what is no such file.
     """
@@ -33,26 +33,27 @@ def read_lengths(files: Sequence[Path], keys: Sequence[str], optional: Sequence[
 def _read(path: Path, keys: Sequence[str], optional: Sequence[str]) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = {key: file[key] for key in (*keys, *optional) if key in file.files}
+            lengths = {key: file[key] for key in (*keys, *optional) if key in file.files}
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UserError(f"--lengths {path}: not a readable .npz file ({type(error).__name__})") from None
     for key in keys:
-        if key not in found:
+        if key not in lengths:
             raise UserError(f"--lengths {path}: no key {key!r}; needed are {', '.join(keys)}")
-    size = len(found[keys[0]]) if found[keys[0]].ndim == 1 else -1
-    for key, value in found.items():
+    size = len(lengths[keys[0]]) if lengths[keys[0]].ndim == 1 else -1
+    for key, value in lengths.items():
         if value.ndim != 1 or len(value) != size or not np.issubdtype(value.dtype, np.integer):
             raise UserError(f"--lengths {path}: {key!r} must be integers [{max(size, 0)}], one for each sample")
         if size == 0 or value.min() < 0:
             raise UserError(f"--lengths {path}: {key!r} must hold at least one sample and no negative length")
-    return {key: value.astype(np.int64) for key, value in found.items()}
+    return {key: value.astype(np.int64) for key, value in lengths.items()}
 
 
 def visual_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
-    """Images and text like an instruction-tuning corpus: 1 to 5 tiles, ten sources, a few very long texts."""
+    """Draw images and text like an instruction-tuning corpus: 1 to 5 tiles, ten sources, a few very long texts."""
     rng = np.random.default_rng(seed)
     source = rng.choice(10, samples, p=np.array([4, 3, 3, 2, 2, 2, 1, 1, 1, 1]) / 20)
-    tiles_of, text_of = rng.dirichlet([0.9, 0.2, 0.05, 0.25], 10), rng.uniform(4.2, 6.4, 10)
+    tiles_of = rng.dirichlet([0.9, 0.2, 0.05, 0.25], 10)  # of a source: how often an image has 1, 3, 4 or 5 tiles
+    text_of = rng.uniform(4.2, 6.4, 10)  # of a source: mean of the logarithm of its text tokens
     tiles = np.array([1, 3, 4, 5])[(rng.random((samples, 1)) > np.cumsum(tiles_of[source], 1)[:, :-1]).sum(1)]
     text = rng.lognormal(text_of[source], 0.7)
     return {
@@ -63,7 +64,7 @@ def visual_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
 
 
 def omni_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
-    """Text, images and audio of incoherent lengths: half of the samples have images, a third audio, few both."""
+    """Draw text, images and audio of incoherent lengths: half of the samples have images, a third audio, few both."""
     rng = np.random.default_rng(seed)
     kind = rng.choice(4, samples, p=[0.2, 0.45, 0.28, 0.07])  # text, vision, audio, both
     vision = np.where((kind == 1) | (kind == 3), np.clip(rng.lognormal(7.2, 0.6, samples), 64, 4096), 0)
@@ -74,7 +75,7 @@ def omni_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
 
 
 def index_of_lengths(lengths: Mapping[str, np.ndarray], encoders: Encoders) -> LengthIndex:
-    """The index of samples of which only lengths are known: `llm_tokens`, and of every encoder by name, int `[n]`.
+    """Make the index of samples of which only lengths are known: `llm_tokens`, and of every encoder by name, int `[n]`.
 
     An encoder's lengths count positions in its layers; where there are any, they are one item, which is rounded up to
     whole tokens. The rest of a sample's LLM tokens is text.
@@ -86,7 +87,7 @@ def index_of_lengths(lengths: Mapping[str, np.ndarray], encoders: Encoders) -> L
     sample, encoder = np.nonzero(useful)
     tokens = -(-useful // per_token)
     llm = np.maximum(llm, tokens.sum(1) + 1)  # at least one token of text
-    of_items = useful[sample, encoder], tokens[sample, encoder]
+    item_tokens = tokens[sample, encoder]
     return LengthIndex(
         source_name=np.array(["lengths"]),
         source_start=np.array([0, len(llm)]),
@@ -94,8 +95,8 @@ def index_of_lengths(lengths: Mapping[str, np.ndarray], encoders: Encoders) -> L
         totals=np.concatenate([llm[:, None], tokens * per_token], axis=1).astype(np.int32),
         item_start=np.concatenate([[0], np.cumsum((useful > 0).sum(1))]),
         item_encoder=encoder.astype(np.int32),
-        item_positions=(of_items[1] * per_token[encoder]).astype(np.int32),
-        item_useful=of_items[0].astype(np.int32),
-        item_tokens=of_items[1].astype(np.int32),
+        item_positions=(item_tokens * per_token[encoder]).astype(np.int32),
+        item_useful=useful[sample, encoder].astype(np.int32),
+        item_tokens=item_tokens.astype(np.int32),
         positions_per_token=per_token.astype(np.int32),
     )

@@ -1,7 +1,7 @@
 """The length index: how much of every module each sample needs, known before anything is decoded.
 
 Media facts come from headers (image sizes, clip durations); lengths follow from them and the encoders' preprocessing.
-What results is kept by the sources' fingerprints as flat arrays, memory-mapped by every worker.
+The index is cached by the sources' fingerprints as flat arrays, memory-mapped by every worker.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LengthIndex:
         return self.totals[:, 0]
 
     def source_of(self, samples: np.ndarray) -> np.ndarray:
-        """Number of the source of each sample."""
+        """Return the number of the source of each sample."""
         return np.searchsorted(self.source_start, samples, side="right") - 1
 
     def name(self, sample: int) -> str:
@@ -65,7 +65,8 @@ class LengthIndex:
     def longest(self) -> str:
         """Name the longest sample and its LLM tokens where it stands out, for messages; else empty."""
         tokens = self.llm_tokens
-        sample, usual = int(np.argmax(tokens)), int(np.median(tokens))
+        sample = int(np.argmax(tokens))
+        usual = int(np.median(tokens))
         if tokens[sample] < OUTLIER * max(usual, 1):
             return ""
         return f"the longest sample, {self.name(sample)}, has {tokens[sample]:,} LLM tokens, the median {usual:,}"
@@ -74,23 +75,27 @@ class LengthIndex:
         """Return the parts of samples for balancing: an LLM part each (module 0), then its items (1 + encoder)."""
         samples = np.arange(len(self)) if samples is None else samples
         start, item, is_item = self._parts_of(samples)
-        module, length = np.zeros(len(is_item), np.int32), np.empty(len(is_item), np.int64)
+        module = np.zeros(len(is_item), np.int32)
+        module[is_item] = 1 + self.item_encoder[item]
+        length = np.empty(len(is_item), np.int64)
         length[~is_item] = self.llm_tokens[samples]
-        module[is_item], length[is_item] = 1 + self.item_encoder[item], self.item_positions[item]
+        length[is_item] = self.item_positions[item]
         return Parts(start, module, length)
 
     def useful(self, samples: np.ndarray) -> np.ndarray:
-        """Positions of each of these samples' parts that hold something, int64 `[p]`: no alignment."""
+        """Count the positions of each of these samples' parts that hold something, int64 `[p]`: no alignment."""
         _, item, is_item = self._parts_of(samples)
         useful = np.empty(len(is_item), np.int64)
-        useful[~is_item], useful[is_item] = self.llm_tokens[samples], self.item_useful[item]
+        useful[~is_item] = self.llm_tokens[samples]
+        useful[is_item] = self.item_useful[item]
         return useful
 
     def tokens(self, samples: np.ndarray) -> np.ndarray:
-        """LLM tokens of each of these samples, and those that encoders make of its items, int64 `[p]`."""
+        """Count the LLM tokens of each of these samples, and those that encoders make of its items, int64 `[p]`."""
         _, item, is_item = self._parts_of(samples)
         tokens = np.empty(len(is_item), np.int64)
-        tokens[~is_item], tokens[is_item] = self.llm_tokens[samples], self.item_tokens[item]
+        tokens[~is_item] = self.llm_tokens[samples]
+        tokens[is_item] = self.item_tokens[item]
         return tokens
 
     def _parts_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -100,10 +105,11 @@ class LengthIndex:
         start = np.concatenate([[0], np.cumsum(items + 1, dtype=np.int64)])
         is_item = np.ones(start[-1], bool)
         is_item[start[:-1]] = False
+        # Samples with items 5, 6 and 9, 10, 11: first = 5, 9 and items = 2, 3, so 0..4 is shifted by 5, 5, 7, 7, 7.
         return start, np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items), is_item
 
     def fingerprint(self) -> str:
-        """A hash of everything that planning depends on."""
+        """Hash everything that planning depends on."""
         digest = hashlib.sha256()
         for f in fields(self):
             digest.update(np.ascontiguousarray(getattr(self, f.name)).tobytes())
@@ -128,7 +134,10 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
     Raises UserError where an item has no encoder or a size is impossible.
     """
     numbers = {name: k for k, name in enumerate(encoders)}
-    text, item_count, item_rows, more = [], [], [], []  # more: LLM tokens than those of text and items
+    text: list[int] = []
+    item_count: list[int] = []
+    item_rows: list[tuple[int, int, int, int]] = []  # encoder, positions, tokens, useful positions
+    extra: list[int] = []  # LLM tokens beyond those of text and items
     bad: dict[int, str] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]] = {}
     every = ((name, source, i) for name, source in sources.items() for i in range(len(source)))
@@ -137,9 +146,10 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
             try:
                 facts = source.facts(i)
                 rows = [(numbers.get(e), *_measured(encoders, e, size, sizes)) for e, size in facts.items]
-            except (BadSample, BadMedia) as found:
-                bad[len(text)] = str(found)
-                facts, rows = SampleLengths(0, ()), []
+            except (BadSample, BadMedia) as error:
+                bad[len(text)] = str(error)
+                facts = SampleLengths(0, ())
+                rows = []
             except ValueError as error:
                 raise UserError(f"sample {source_name}[{i}]: {error}") from error
             else:
@@ -150,12 +160,11 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
             text.append(facts.text_tokens)
             item_count.append(len(rows))
             item_rows += rows
-            of_items = sum(row[2] for row in rows)
-            more.append(0 if facts.item_tokens is None else facts.item_tokens - of_items)
+            extra.append(0 if facts.item_tokens is None else facts.item_tokens - sum(row[2] for row in rows))
     items = np.array(item_rows, np.int32).reshape(-1, 4)
     item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
     totals = np.zeros((len(text), 1 + len(encoders)), np.int32)
-    totals[:, 0] = np.array(text, np.int64) + np.array(more, np.int64)
+    totals[:, 0] = np.array(text, np.int64) + np.array(extra, np.int64)
     sample = np.repeat(np.arange(len(text)), item_count)
     np.add.at(totals, (sample, 0), items[:, 2])
     np.add.at(totals, (sample, 1 + items[:, 0]), items[:, 1])
@@ -181,17 +190,17 @@ def _measured(
     size: tuple[int, ...],
     known: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]],
 ) -> tuple[int, int, int]:
-    """`item_size`, of each size once. ValueError where there is no such encoder, or it cannot take the size."""
-    if (found := known.get((encoder, size))) is None:
+    """Call `item_size`, once for each size. ValueError where there is no such encoder, or it cannot take the size."""
+    if (measured := known.get((encoder, size))) is None:
         if encoder not in encoders:
             have = ", ".join(encoders) or "none"
             raise ValueError(f"it has an item for encoder {encoder!r}; the model's encoders: {have}")
-        found = known[encoder, size] = item_size(encoders[encoder], size)
-    return found
+        measured = known[encoder, size] = item_size(encoders[encoder], size)
+    return measured
 
 
 def index_key(sources: Mapping[str, Source], encoders: Encoders) -> str:
-    """The name of the folder of these sources' index: another where any of them differs."""
+    """Name the folder of these sources' index: another where any of them differs."""
     key = json.dumps(
         [
             [[name, len(source), source.fingerprint()] for name, source in sources.items()],
@@ -203,7 +212,7 @@ def index_key(sources: Mapping[str, Source], encoders: Encoders) -> str:
 
 
 def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path) -> tuple[LengthIndex, Path]:
-    """The index of these sources under `folder`, memory-mapped, and its path; built where it is not, or not whole."""
+    """Memory-map the index of these sources under `folder`; build it where missing or damaged. Return its path."""
     path = folder / index_key(sources, encoders)
     try:
         return LengthIndex.open(path), path

@@ -1,4 +1,4 @@
-"""How the rows of a step lie on ranks, and which shapes are compiled for them: found by planning the first steps."""
+"""Choose how the rows of a step lie on ranks, and the shapes compiled for them, by planning the first steps."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def lay_out(
     config: Config,
     topology: Topology,
     balances: Sequence[Balance] = (),
-    most: int | None = None,
+    max_steps: int | None = None,
 ) -> RankLayout:
     """Choose row lengths and exchange widths for these ranks, by how the first steps would be placed.
 
-    balances: to be compared in the same shapes, which serve the steps of them all; default: the config's alone. most:
-    of these steps, for a look; a run needs shapes that later steps fit too.
+    balances: to be compared in the same shapes, which serve the steps of them all; default: the config's alone.
+    max_steps: of these, for a look; a run needs shapes that later steps fit too.
     """
     if isinstance(config.batch.balance, PostBalance) and config.batch.balance.locality == "off":
         topology = replace(topology, peers=topology.ranks)
@@ -51,39 +51,40 @@ def lay_out(
     placer = make_placer(grouper, config, RankLayout(topology, rows, ()))
     placers = [replace(placer, balance=balance) for balance in balances] or [placer]
     return RankLayout(
-        topology, rows, _with_room_for_all(_shapes(grouper, config, placers, most), grouper, placer, config)
+        topology, rows, _with_room_for_all(_shapes(grouper, config, placers, max_steps), grouper, placer, config)
     )
 
 
 def _rows_of_rank(count: int, topology: Topology, llm: bool) -> int:
-    """As many rows on each rank, and of an encoder on each of its ranks, as hold `count` rows together."""
+    """Count the rows on each rank, the same on each rank of an encoder, so that all together hold `count` rows."""
     parts = 1 if llm else topology.encoders_per_rank
     return -(-count // (topology.ranks * parts)) * parts
 
 
 def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Placer:
-    """What places the grouper's microbatches by this layout."""
+    """Make the placer of the grouper's microbatches for this layout."""
     flops = relative_cost(config.model, frozen=frozen_modules(config.model))
     price = _price(grouper, flops, layout)
     return Placer(
-        grouper.index,
-        config.batch.balance,
-        layout.topology,
-        layout.rows,
-        flops,
-        price,
-        layout.shapes,
-        grouper.columns,
+        index=grouper.index,
+        balance=config.batch.balance,
+        topology=layout.topology,
+        rows=layout.rows,
+        flops=flops,
+        price=price,
+        shapes=layout.shapes,
+        columns=grouper.columns,
     )
 
 
 def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.ndarray:
-    """Of one more position in each module's rows, and of one more token of each encoder's width.
+    """Price one more position in each module's rows, and one more token of each encoder's width.
 
     By operations alone a small encoder's rows would be left half empty, and its own ranks with them: so each module
     counts between its part of the operations and an equal part.
     """
-    ranks, index = layout.topology.ranks, grouper.index
+    ranks = layout.topology.ranks
+    index = grouper.index
     samples = grouper.budget.samples_per_step / grouper.batch.microbatches
     rows = ranks * np.array(layout.rows)
     need = np.maximum(samples * index.totals.mean(0) / rows, 1)
@@ -93,47 +94,54 @@ def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.nd
     return np.concatenate([price, np.full(len(rows) - 1, width)])
 
 
-def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], most: int | None) -> tuple[Shape, ...]:
-    """For the microbatches of the first steps, placed by each of these; all of them fit the last one."""
-    budget, placer, fixed = grouper.budget, placers[0], not isinstance(config.batch.grouping, NoGrouping)
-    modules, lengths = len(placer.rows), np.array(budget.lengths)
+def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], steps: int | None) -> tuple[Shape, ...]:
+    """Choose shapes for the microbatches of the first steps, placed by each of these; all fit the last one."""
+    placer = placers[0]
+    fixed = not isinstance(config.batch.grouping, NoGrouping)
+    modules = len(placer.rows)
+    lengths = np.array(grouper.budget.lengths)
     if (fixed and placer.topology.ranks == 1) or placer.in_columns:
-        return (Shape(budget.lengths, (0,) * (modules - 1)),)
-    filled = np.array(placer.rows) * placer.topology.ranks == budget.rows
-    least = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter
-    groups, found = _dry_run(grouper, config, most), []
+        return (Shape(grouper.budget.lengths, (0,) * (modules - 1)),)
+    filled = np.array(placer.rows) * placer.topology.ranks == grouper.budget.rows
+    min_lengths = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter
+    groups = _dry_run(grouper, config, steps)
+    choices = []
     # Rows as long as grouping filled them may take a wide exchange, or leave others half empty: the cheaper is chosen.
     for limit in (lengths, None) if fixed else (None,):
         needs = _stack([p.needs(group, limit) for group in groups for p in placers])
-        needs[:, :, :modules] = np.maximum(needs[:, :, :modules], least)
-        worth, alignments = WORTH if fixed else 0.0, _alignments(grouper, config)
+        needs[:, :, :modules] = np.maximum(needs[:, :, :modules], min_lengths)
+        alignments = _alignments(grouper, config)
+        worth = WORTH if fixed else 0.0
         shapes = choose_shapes(needs, placer.price, config.batch.shapes, alignments, worth, modules - 1)
         holds = np.all(needs[:, :, None] <= shapes, axis=-1).any(1)
-        found.append((float(np.where(holds, shapes @ placer.price, np.inf).min(1).sum()), shapes.tolist()))
-    return tuple(Shape(tuple(s[:modules]), tuple(s[modules:])) for s in min(found)[1])
+        choices.append((float(np.where(holds, shapes @ placer.price, np.inf).min(1).sum()), shapes.tolist()))
+    return tuple(Shape(tuple(s[:modules]), tuple(s[modules:])) for s in min(choices)[1])
 
 
 def _stack(ways: Sequence[np.ndarray]) -> np.ndarray:
-    """What steps need, int64 `[steps, ways, columns]`; a step with fewer ways has its last one several times."""
-    most = max(map(len, ways))
-    return np.stack([np.concatenate([needs, np.repeat(needs[-1:], most - len(needs), axis=0)]) for needs in ways])
+    """Stack what steps need, int64 `[steps, ways, columns]`; a step with fewer ways has its last one several times."""
+    ways_count = max(map(len, ways))
+    return np.stack([np.concatenate([needs, np.repeat(needs[-1:], ways_count - len(needs), axis=0)]) for needs in ways])
 
 
-def _dry_run(grouper: StepGrouper, config: Config, most: int | None) -> Sequence[Group]:
-    """The microbatches of the first steps: not of more than a chunk, where finding the next one takes long."""
+def _dry_run(grouper: StepGrouper, config: Config, max_steps: int | None) -> Sequence[Group]:
+    """Return the microbatches of the first steps: not of more than a chunk, where finding the next one takes long."""
     some = int(np.clip(DRY_RUN_SAMPLES / grouper.budget.samples_per_step, 16, DRY_RUN_STEPS))
     grouping = config.batch.grouping
     steps = some if isinstance(grouping, NoGrouping) else min(some, max(16, grouping.chunk_steps // 2))
-    last = grouper.first + min(steps, most or steps)
+    last = grouper.first + min(steps, max_steps or steps)
     return [group for step in range(grouper.first, last) for group in grouper.step(step)]
 
 
 def _with_room_for_all(
     shapes: tuple[Shape, ...], grouper: StepGrouper, placer: Placer, config: Config
 ) -> tuple[Shape, ...]:
-    """The shapes, the last one so large that it holds each sample that may come, if need be spread over its node."""
-    modules, rows, alignment = len(placer.rows), np.array(placer.rows), _alignments(grouper, config)
-    lengths, spread = np.array(shapes[-1].lengths), False
+    """Enlarge the last shape so that it holds each sample that may come, if need be spread over its node."""
+    modules = len(placer.rows)
+    rows = np.array(placer.rows)
+    alignment = _alignments(grouper, config)
+    lengths = np.array(shapes[-1].lengths)
+    spread = False
     for sample in _wide(grouper, rows, lengths):
         at_home, over_peers = placer.needs_alone(sample)
         if np.all(at_home[:modules] <= lengths):
@@ -143,20 +151,21 @@ def _with_room_for_all(
     if not spread:
         return (*shapes[:-1], Shape(tuple(lengths.tolist()), shapes[-1].widths))
     # No rank makes more tokens than its rows hold, or takes more than its samples' items have.
-    taken = rows[0] * lengths[0] * _tokens_per_token(grouper.index)
-    most = np.minimum(rows[1:] * lengths[1:] // grouper.index.positions_per_token, taken)
-    widths = -(-most // alignment[modules:]) * alignment[modules:]
+    max_taken = rows[0] * lengths[0] * _tokens_per_token(grouper.index)
+    max_width = np.minimum(rows[1:] * lengths[1:] // grouper.index.positions_per_token, max_taken)
+    widths = -(-max_width // alignment[modules:]) * alignment[modules:]
     return (*shapes, Shape(tuple(lengths.tolist()), tuple(widths.tolist())))
 
 
 def _tokens_per_token(index: LengthIndex) -> int:
-    """The most tokens that encoders make for one of the LLM in any sample: above 1 where images are unpadded."""
-    made = np.bincount(np.repeat(np.arange(len(index)), np.diff(index.item_start)), index.item_tokens, len(index))
-    return max(1, math.ceil((made / np.maximum(index.llm_tokens, 1)).max(initial=1)))
+    """Return the most tokens that encoders make for one of the LLM in any sample: above 1 where images are unpadded."""
+    sample = np.repeat(np.arange(len(index)), np.diff(index.item_start))
+    encoder_tokens = np.bincount(sample, index.item_tokens, len(index))
+    return max(1, math.ceil((encoder_tokens / np.maximum(index.llm_tokens, 1)).max(initial=1)))
 
 
 def _wide(grouper: StepGrouper, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Ids of the samples that may come and might not fit the rows of one rank."""
+    """Find the ids of the samples that may come and might not fit the rows of one rank."""
     index = grouper.index
     longest = np.zeros(len(rows), np.int64)
     np.maximum.at(longest[1:], index.item_encoder, index.item_positions)
@@ -167,6 +176,8 @@ def _wide(grouper: StepGrouper, rows: np.ndarray, lengths: np.ndarray) -> np.nda
 
 
 def _alignments(grouper: StepGrouper, config: Config) -> np.ndarray:
-    """Of every module's rows, which end where a token of the LLM does, and of every encoder's width."""
-    per_token, least = grouper.index.positions_per_token, config.batch.alignment
-    return np.array([math.lcm(least, *per_token.tolist())] * (1 + len(per_token)) + [least] * len(per_token))
+    """Return the alignment of every module's rows, which end where an LLM token does, and of every encoder's width."""
+    per_token = grouper.index.positions_per_token
+    alignment = config.batch.alignment
+    row_alignment = math.lcm(alignment, *per_token.tolist())
+    return np.array([row_alignment] * (1 + len(per_token)) + [alignment] * len(per_token))

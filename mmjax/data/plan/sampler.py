@@ -48,22 +48,24 @@ class Pool:
         return np.concatenate([first, self.ids(_shuffled(rank, len(self), key, epoch))])
 
     def ids(self, ranks: np.ndarray) -> np.ndarray:
-        """The ids of the usable samples with these ranks, int64."""
+        """Return the ids of the usable samples with these ranks, int64."""
+        # Ids 10 to 15 without 11 and 13, which 1 and 2 usable ones precede: ranks 0..3 skip 0, 1, 2, 2: 10, 12, 14, 15.
         skipped = np.searchsorted(self.excluded - self.start - np.arange(len(self.excluded)), ranks, side="right")
         return self.start + ranks + skipped
 
 
 def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray, due: Due = ()) -> list[Pool]:
-    """The usable samples of every source: not those that are excluded or bad.
+    """Collect the usable samples of every source: not those that are excluded or bad.
 
     Raises UserError where a source that should be drawn from has none.
     """
-    excluded, pools = np.union1d(excluded, index.bad), []
+    excluded = np.union1d(excluded, index.bad)
+    pools = []
     for s, weight in enumerate(weights):
         start, stop = map(int, index.source_start[s : s + 2])
-        left = np.setdiff1d(due[s] if due else [], excluded).astype(np.int64)
-        own = excluded[(excluded >= start) & (excluded < stop)]
-        pools.append(Pool(start, stop, own, left))
+        remaining = np.setdiff1d(due[s] if due else [], excluded).astype(np.int64)
+        excluded_here = excluded[(excluded >= start) & (excluded < stop)]
+        pools.append(Pool(start, stop, excluded_here, remaining))
         if weight > 0 and not len(pools[-1]):
             if np.isin(np.arange(start, stop), index.bad).all() and stop > start:
                 reason = index.reason[np.searchsorted(index.bad, start)]
@@ -105,13 +107,13 @@ class Stream:
 
     def chunk(self, chunk: int) -> np.ndarray:
         """Return the sample ids of a chunk in random order, int64. Raises UserError where no weight is positive."""
-        ids = [self.pools[s].draw(of.begin, of.end, key_of(self.seed, s)) for s, of in self.draws(chunk).items()]
+        ids = [self.pools[s].draw(draw.begin, draw.end, key_of(self.seed, s)) for s, draw in self.draws(chunk).items()]
         drawn = np.concatenate(ids)
         return drawn[Shuffler(self.seed, 2, chunk).permutation(len(drawn))]
 
     def samples_in(self, chunk: int) -> int:
         """Count the samples of a chunk without drawing them."""
-        return sum(of.end - of.begin for of in self.draws(chunk).values())
+        return sum(draw.end - draw.begin for draw in self.draws(chunk).values())
 
     def draws(self, chunk: int) -> dict[int, Draws]:
         """Return what a chunk has of each source that is drawn from, by the source's number."""
@@ -119,16 +121,18 @@ class Stream:
 
     def _draws(self, source: int, chunk: int, per_epoch: float) -> Draws:
         pool = self.pools[source]
-        due, size = len(pool.due), len(pool)
-        of_due = math.ceil(per_epoch * due / size)
-        if chunk < of_due:
-            return self._share(0, due, chunk, of_due)
-        chunk -= of_due
+        due = len(pool.due)
+        size = len(pool)
+        due_chunks = math.ceil(per_epoch * due / size)
+        if chunk < due_chunks:
+            return self._share(0, due, chunk, due_chunks)
+        chunk -= due_chunks
         epoch = int((chunk + 0.5) / per_epoch)  # or, by rounding, a neighbour of this one
         while (begin := math.floor(epoch * per_epoch + 0.5)) > chunk:
             epoch -= 1
         while (end := math.floor((epoch + 1) * per_epoch + 0.5)) <= chunk:
-            begin, epoch = end, epoch + 1
+            begin = end
+            epoch += 1
         return self._share(due + epoch * size, size, chunk - begin, end - begin)
 
     def _share(self, first: int, size: int, number: int, count: int) -> Draws:
@@ -139,7 +143,7 @@ class Stream:
 
     @cached_property
     def _chunks_per_epoch(self) -> dict[int, float]:
-        """Mean number of chunks in an epoch of each source that is drawn from, at least 1."""
+        """Compute the mean number of chunks in an epoch of each source that is drawn from, at least 1."""
         drawn = {s: len(self.pools[s]) / share for s, share in enumerate(shares(self.weights)) if share}
         shortest = min(drawn.values())  # in draws of all sources
         return {s: draws / shortest * math.ceil(shortest / self.size) for s, draws in drawn.items()}
@@ -176,16 +180,19 @@ def _shuffled(rank: np.ndarray, n: int, key: np.uint64, epoch: np.ndarray) -> np
     value = rank.astype(np.uint64)
     outside = np.ones(len(value), bool)
     while outside.any():
-        left, right, own = value[outside] >> half, value[outside] & low, keys[outside]
+        high_half = value[outside] >> half
+        low_half = value[outside] & low
+        key_outside = keys[outside]
         for turn in range(_ROUNDS):
-            left, right = right, left ^ (_mixed(right ^ _mixed(own + np.uint64(turn))) & low)
-        value[outside] = left << half | right
+            mask = _mixed(low_half ^ _mixed(key_outside + np.uint64(turn))) & low
+            high_half, low_half = low_half, high_half ^ mask
+        value[outside] = high_half << half | low_half
         outside = value >= np.uint64(n)
     return value.astype(np.int64)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser: every bit of the input changes half of the output's."""
+    """Mix bits by splitmix64's finaliser: every bit of the input changes half of the output's."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

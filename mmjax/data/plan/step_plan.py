@@ -32,11 +32,11 @@ class StepPlan:
     microbatches: tuple[MicrobatchPlan, ...]
 
     def samples(self) -> np.ndarray:
-        """Ids of all samples of the step."""
+        """Return the ids of all samples of the step."""
         return np.concatenate([m.samples for m in self.microbatches])
 
     def digest(self) -> int:
-        """A 63-bit hash that processes compare before they update."""
+        """Compute a 63-bit hash that processes compare before they update."""
         digest = hashlib.sha256()
         for m in self.microbatches:
             for a in (m.samples, m.module, m.row, m.offset, np.array(m.shape.lengths + m.shape.widths)):
@@ -52,11 +52,11 @@ class StepPlanner:
     placer: Placer
 
     def plan(self, step: int) -> StepPlan:
-        """The plan of step `step`."""
+        """Plan step `step`."""
         return StepPlan(step, tuple(m for group in self.grouper.step(step) for m in self.placer.place(group)))
 
     def plan_once(self, samples: np.ndarray) -> list[MicrobatchPlan]:
-        """Microbatches that hold exactly these samples, each once (packed; for evaluation)."""
+        """Plan microbatches that hold exactly these samples, each once (packed; for evaluation)."""
         groups = [group for step in self.grouper.steps_of(samples) for group in step]
         return [m for group in groups for m in self.placer.place(group)]
 
@@ -67,13 +67,13 @@ def make_planner(
     weights: Sequence[float],
     topology: Topology = ONE_RANK,
     budget: Budget | None = None,
-    most: int | None = None,
+    max_steps: int | None = None,
     segment: Segment = WHOLE_RUN,
 ) -> tuple[StepPlanner, RankLayout]:
-    """The planner of a mixture of sources on these ranks, and the layout that it plans for.
+    """Make the planner of a mixture of sources on these ranks, and the layout that it plans for.
 
-    budget: that of the run, default: made from the index and the config. most: as in `lay_out`. Raises UserError like
-    `make_budget`.
+    budget: that of the run, default: made from the index and the config. max_steps: as in `lay_out`. Raises UserError
+    like `make_budget`.
     """
     budget = make_budget(index, config, weights) if budget is None else budget
     grouper = StepGrouper(
@@ -86,5 +86,5 @@ def make_planner(
         due=segment.read_due(),
         epochs_before=segment.epochs,
     )
-    layout = lay_out(grouper, config, topology, most=most)
+    layout = lay_out(grouper, config, topology, max_steps=max_steps)
     return StepPlanner(grouper, make_placer(grouper, config, layout)), layout

@@ -1,4 +1,4 @@
-"""Opens the sources that a config names."""
+"""Open the sources that a config names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COLUMNS = {  # of Parquet, by what they hold
 
 
 def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource:
-    """The source that a file's name or its first record says. folders: `images` and `audio`, where they are given.
+    """Choose the source that a file's name or first record says. folders: `images` and `audio`, where they are given.
 
     Raises UserError, naming `option`, where neither says what it is.
     """
@@ -72,20 +72,20 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
             f"{option} {path}: its first record has none of {', '.join(KEYS)}; name what it is in a config's "
             "data.sources and score that"
         )
-    given = {name: folder for name, folder in folders.items() if folder and name in kind.__dataclass_fields__}
-    return kind(path, **given)
+    kind_folders = {name: folder for name, folder in folders.items() if folder and name in kind.__dataclass_fields__}
+    return kind(path, **kind_folders)
 
 
 def _parquet(path: str, first: str, option: str) -> ParquetSource:
     names = column_names(first)
-    found = {what: _first(known, names) for what, known in COLUMNS.items()}
-    if found["messages"]:
-        found |= {"question": "", "answer": ""}
-    elif not (found["question"] and found["answer"]):
+    columns = {what: _first(known, names) for what, known in COLUMNS.items()}
+    if columns["messages"]:
+        columns |= {"question": "", "answer": ""}
+    elif not (columns["question"] and columns["answer"]):
         raise UserError(
             f"{option} {path}: has the columns {', '.join(names)}; expected messages, or question and answer"
         )
-    return ParquetSource(path, **found)
+    return ParquetSource(path, **columns)
 
 
 def _first(known: Sequence[str], names: Sequence[str]) -> str:
@@ -99,18 +99,18 @@ FOLDERS: Mapping[Medium, str] = {"image": "images", "audio": "audio"}  # where a
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """Where what is learned of files is kept."""
-    own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "data"
-    return Path(data.cache).expanduser() if data.cache else own
+    """Return the folder that caches what is learned of files."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "data"
+    return Path(data.cache).expanduser() if data.cache else default
 
 
 def path_of(source: FileSource, split: Split) -> str:
-    """The files of a split; empty where the source has none for it."""
+    """Return the path of a split's files; empty where the source has none for it."""
     return source.path if split == "train" else str(getattr(source, split))
 
 
 def open_conversations(source: FileSource, split: Split, cache: Path, key: str) -> Conversations:
-    """The records of a source's split. No media is read.
+    """Open the records of a source's split. No media is read.
 
     key: of the source in the config, for messages. Raises UserError where files or folders are missing or broken, or
     hold no records.
@@ -157,7 +157,8 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
 
 
 def _parent(path: str) -> str:
-    """The folder of a file, or of the first pattern in its path."""
+    """Return the folder of a file, or of the first pattern in its path."""
+    # For data/*/a-[0-9].jsonl the first pattern begins behind data/, so its folder is data.
     plain = min((path.find(mark) for mark in "*?[" if mark in path), default=len(path))
     folder = path[:plain].rpartition("/")[0]
     return folder or ("/" if path.startswith("/") else ".")
@@ -167,7 +168,7 @@ REQUIRED = ("__len__", "fingerprint", "facts", "sample", "item")  # of a Source
 
 
 def open_sources(config: Config, split: Split, config_folder: Path) -> dict[str, Source]:
-    """The sources of one split, by name, in the config's order.
+    """Open the sources of one split, by name, in the config's order.
 
     A function source is called with its arguments and the split, and must return a `Source`. Raises UserError where it
     can't be called so, or returns something else, and where there are no sources. A source of files that has none for
@@ -175,17 +176,17 @@ def open_sources(config: Config, split: Split, config_folder: Path) -> dict[str,
     """
     if not config.data.sources:
         raise UserError("data.sources is empty; name at least one, such as data.sources.digits=embedded")
-    there = {
+    sources = {
         name: source
         for name, source in config.data.sources.items()
         if not isinstance(source, FileSource) or path_of(source, split)
     }
-    chat = _chat(config, there)
-    return {name: _open(name, source, split, config, config_folder, chat) for name, source in there.items()}
+    chat = _chat(config, sources)
+    return {name: _open(name, source, split, config, config_folder, chat) for name, source in sources.items()}
 
 
 def look_again(sources: Mapping[str, Source]) -> None:
-    """See what has changed in the sources' files since they were read last."""
+    """Look up what has changed in the sources' files since they were read last."""
     for source in sources.values():
         if isinstance(source, ChatSource):
             source.read_headers()
@@ -193,7 +194,7 @@ def look_again(sources: Mapping[str, Source]) -> None:
 
 
 def files_of(source: Source) -> Files:
-    """The files that a source's samples are in, where it can tell by `files()`; else one without a name."""
+    """List the files that a source's samples are in, where it can tell by `files()`; else one without a name."""
     return source.files() if hasattr(source, "files") else [("", len(source))]
 
 
@@ -203,20 +204,20 @@ def notes_of(sources: Mapping[str, Source]) -> list[str]:
 
 
 def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:
-    """The tokenizer and template, if there are conversations."""
-    of_files = [name for name, source in sources.items() if isinstance(source, FileSource)]
-    if not of_files:
+    """Load the tokenizer and template, if there are conversations."""
+    names = [name for name, source in sources.items() if isinstance(source, FileSource)]
+    if not names:
         return None
     if config.data.chat is None:
         raise UserError(
-            f"data.sources.{of_files[0]} has conversations, but data.chat does not say how they become tokens; name "
+            f"data.sources.{names[0]} has conversations, but data.chat does not say how they become tokens; name "
             "the folder of the checkpoint whose tokenizer and chat template to use: data.chat.folder=FOLDER"
         )
     return chat_for(config.data.chat, config.model)
 
 
 def chat_for(form: ChatFormat, model: ModelConfig, load: Callable[[ChatFormat], Chat] = load_chat) -> Chat:
-    """The tokenizer and template of this model's conversations. Raises UserError where it has not so many tokens.
+    """Load the tokenizer and template of this model's conversations. Raises UserError where it has not so many tokens.
 
     load: `load_prompt_chat` where nothing is trained.
     """
@@ -244,14 +245,15 @@ def _open(
         reopen = partial(open_conversations, source, split, cache, f"data.sources.{name}")
         functions = resolve_callbacks(config.model, config_folder)
         return ChatSource(reopen, chat, config.model.encoders, cache, functions)
-    make, arguments = resolve(source.function, config_folder), {"split": split, **source.arguments}
+    make = resolve(source.function, config_folder)
+    arguments = {"split": split, **source.arguments}
     try:
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
-        given = ", ".join(arguments)
-        raise UserError(f"data.sources.{name}: {source.function} cannot be called with {given}: {error}") from None
+        names = ", ".join(arguments)
+        raise UserError(f"data.sources.{name}: {source.function} cannot be called with {names}: {error}") from None
     opened = make(**arguments)
     if missing := [method for method in REQUIRED if not hasattr(opened, method)]:
-        made = type(opened).__name__
-        raise UserError(f"data.sources.{name}: {source.function} returned {made}, which has no {missing[0]}()")
+        returned = type(opened).__name__
+        raise UserError(f"data.sources.{name}: {source.function} returned {returned}, which has no {missing[0]}()")
     return opened
