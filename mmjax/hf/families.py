@@ -142,11 +142,12 @@ def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
     if not (llm.tied and folder.has_weights):
         return llm.tied
     inner, output = find_decoder(folder)
-    first, second = f"{inner}embed_tokens.weight", f"{output}.weight"
+    first = f"{inner}embed_tokens.weight"
+    second = f"{output}.weight"
     if second not in folder.tensors:
         return True
     if folder.stored(first).shape != folder.stored(second).shape:
         return False
     starts = range(0, folder.stored(first).shape[0], ROWS)
-    parts = ((folder.read(key, slice(at, at + ROWS)) for key in (first, second)) for at in starts)
+    parts = ((folder.read(key, slice(row, row + ROWS)) for key in (first, second)) for row in starts)
     return all(np.array_equal(*pair) for pair in parts)
