@@ -91,7 +91,7 @@ class Worst(NamedTuple):
 
 
 def no_samples() -> Worst:
-    """Of a step that has not begun."""
+    """Make the initial accumulator of `worse_of`."""
     return Worst(jnp.zeros(MOST_NAMED, jnp.int32), jnp.zeros(MOST_NAMED), jnp.zeros((), jnp.int32))
 
 
@@ -101,7 +101,8 @@ def worst_samples(losses: jax.Array, text: TextBatch) -> Worst:
     Each rank names the worst of its own rows, and only these are compared over the ranks: the same for any mesh, since
     of equal losses the first counts both times.
     """
-    rows, on = (losses, text.weight, text.sample, text.owner), active()
+    rows = (losses, text.weight, text.sample, text.owner)
+    on = active()
     if on is None:
         return _worst_of_rows(*rows)
     over = PartitionSpec(on.rules.rows)
@@ -125,14 +126,15 @@ def _worst_of_rows(losses: jax.Array, weights: jax.Array, sample: jax.Array, own
 
 def worse_of(a: Worst, b: Worst) -> Worst:
     """The worst samples of both."""
-    loss, sample = jnp.concatenate([a.loss, b.loss]), jnp.concatenate([a.sample, b.sample])
+    loss = jnp.concatenate([a.loss, b.loss])
+    sample = jnp.concatenate([a.sample, b.sample])
     return _most(loss, sample, a.not_finite + b.not_finite)
 
 
 def _most(loss: jax.Array, sample: jax.Array, not_finite: jax.Array) -> Worst:
     missing = max(0, MOST_NAMED - len(loss))
-    loss, at = jax.lax.top_k(jnp.pad(loss, (0, missing)), MOST_NAMED)
-    return Worst(jnp.where(loss > 0, jnp.pad(sample, (0, missing))[at], 0), loss, not_finite)
+    loss, order = jax.lax.top_k(jnp.pad(loss, (0, missing)), MOST_NAMED)
+    return Worst(jnp.where(loss > 0, jnp.pad(sample, (0, missing))[order], 0), loss, not_finite)
 
 
 def _totals(losses: jax.Array, weights: jax.Array, sample: jax.Array) -> tuple[jax.Array, jax.Array]:

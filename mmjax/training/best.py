@@ -28,8 +28,8 @@ class BestMetric:
         """Read what a run's evaluations gave up to `step`, the same on every process."""
         best = cls(training.keep_best, training.patience)
         if best.metric and step:
-            for at, value in coordination.run_on_leader(lambda: _recorded(metrics, best.metric, step)):
-                best.update(at, {best.metric: value})
+            for evaluation_step, value in coordination.run_on_leader(lambda: _recorded(metrics, best.metric, step)):
+                best.update(evaluation_step, {best.metric: value})
         return best
 
     @property
@@ -45,7 +45,8 @@ class BestMetric:
         sign = -1 if self.metric.partition("/")[2].startswith(LOWER_IS_BETTER) else 1
         better = value == value and (not self.step or sign * value > sign * self.value)
         if better:
-            self.value, self.step = value, step
+            self.value = value
+            self.step = step
         self.stale = 0 if better else self.stale + 1
         return better
 
