@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from mmjax.config import LoraConfig
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What checkpoints of vision- and audio-language models call their parts, and where these stand in the model now.
 MOVED = {
     "language_model.model.": "model.language_model.",

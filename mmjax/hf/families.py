@@ -142,8 +142,7 @@ def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
     if not (llm.tied and folder.has_weights):
         return llm.tied
     inner, output = find_decoder(folder)
-    first = f"{inner}embed_tokens.weight"
-    second = f"{output}.weight"
+    first, second = f"{inner}embed_tokens.weight", f"{output}.weight"
     if second not in folder.tensors:
         return True
     if folder.stored(first).shape != folder.stored(second).shape:

@@ -20,8 +20,7 @@ import numpy as np
 
 from mmjax.errors import UserError
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),

@@ -55,12 +55,7 @@ FAMILIES = {
     "llava": Family("llama", CLIP_L, -2, "default"),
     "llava_next": Family("llama", CLIP_L, -2, "default", "LlavaNextImageProcessor"),
     "llava_onevision": Family(
-        text="qwen2",
-        tower=SIGLIP_SO,
-        layer=-1,
-        features="full",
-        processor="LlavaOnevisionImageProcessor",
-        most_tiles="vision_aspect_ratio",
+        "qwen2", SIGLIP_SO, -1, "full", processor="LlavaOnevisionImageProcessor", most_tiles="vision_aspect_ratio"
     ),
 }
 

@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 from mmjax.config import AnyRes, DynamicTiles, Filter, FixedSize, ImagePreparation, SmartResize, WhisperMel
 from mmjax.errors import UserError
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's number
 
 _COMMON = {
@@ -159,8 +157,7 @@ def _smart_resize(fields: _Fields) -> SmartResize:
 
 def _tiles(fields: _Fields, tiled: bool) -> DynamicTiles | FixedSize:
     size = fields.height_and_width("size")
-    min_tiles = fields.count("min_patches")
-    max_tiles = fields.count("max_patches")
+    min_tiles, max_tiles = fields.count("min_patches"), fields.count("max_patches")
     if tiled and max_tiles > 1:
         return DynamicTiles(tile=size, min_tiles=min_tiles, max_tiles=max_tiles, filter=_filter(fields))
     return FixedSize(resize=size if fields.flag("do_resize") else (), crop=(), filter=_filter(fields))

@@ -140,8 +140,7 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     )
 
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 FAMILIES = {
     "qwen2_5_vl": Family(
         decoder="qwen2",

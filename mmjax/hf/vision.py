@@ -128,8 +128,7 @@ def _two_norms(fields: Fields, activation: str, eps: float, class_token: bool) -
 
 def _patches(fields: Fields, image: int, patch: int) -> tuple[int, LearnedGrid]:
     """The side of a patch and the grid of an image, both square where one number is given."""
-    size = fields.get("image_size", (int, list), image)
-    side = fields.get("patch_size", (int, list), patch)
+    size, side = fields.get("image_size", (int, list), image), fields.get("patch_size", (int, list), patch)
     rows, columns = size if isinstance(size, list) else (size, size)
     sides = side if isinstance(side, list) else [side, side]
     if len(set(sides)) != 1:
@@ -162,8 +161,7 @@ def _clip_parts(config: VisionConfig, prefix: str) -> Parts:
 def _intern(fields: Fields) -> VisionConfig:
     fields.refuse("use_absolute_position_embeddings", True)
     fields.refuse("use_mask_token", False)
-    biased = fields.get("attention_bias", bool, False)
-    normed = fields.get("use_qk_norm", bool, False)
+    biased, normed = fields.get("attention_bias", bool, False), fields.get("use_qk_norm", bool, False)
     plain = _intern_vit(fields, (24, 1024, 16, 4096, 448), "layer_norm", biased, normed)
     # The norm after the last layer is a LayerNorm whatever `norm_type` says.
     final = not fields.get("use_mean_pooling", bool, True)
@@ -216,8 +214,7 @@ def _intern_parts(config: VisionConfig, prefix: str) -> Parts:
 
 
 def _open_intern(fields: Fields) -> VisionConfig:
-    biased = fields.get("qkv_bias", bool, False)
-    normed = fields.get("qk_normalization", bool, True)
+    biased, normed = fields.get("qkv_bias", bool, False), fields.get("qk_normalization", bool, True)
     plain = _intern_vit(fields, (48, 3200, 25, 12_800, 224), "rms_norm", biased, normed)
     return replace(plain, qk_norm_eps=plain.norm_eps)
 

@@ -127,8 +127,7 @@ class Generator:
         at_once: BatchLimits | None = None,
     ) -> None:
         self._model = model
-        self._mesh = mesh
-        self._rules = rules
+        self._mesh, self._rules = mesh, rules
         self._ends = tuple(ends)
         self._decode = decode
         self._most = most

@@ -128,8 +128,7 @@ class PromptRows:
         parts = self._index.parts(prompts)
         number = np.arange(len(prompts))
         rank = (number % ranks)[parts.sample()]
-        row = np.zeros(len(parts.module), np.int32)
-        offset = np.zeros(len(parts.module), np.int64)
+        row, offset = np.zeros(len(parts.module), np.int32), np.zeros(len(parts.module), np.int64)
         row[parts.module == LLM] = number // ranks
         # Seven prompts on two ranks: ceil(7 / 2) = 4 rows each.
         lengths = [columns]
@@ -194,8 +193,7 @@ def _power_of_two(n: int) -> int:
 
 def _first_fit(length: np.ndarray, rank: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """For each item the row on its rank, and where it begins there."""
-    row = np.zeros(len(length), np.int32)
-    offset = np.zeros(len(length), np.int64)
+    row, offset = np.zeros(len(length), np.int32), np.zeros(len(length), np.int64)
     filled: dict[int, list[int]] = {}  # by rank, how far each of its rows is taken
     for i, (n, owner) in enumerate(zip(length.tolist(), rank.tolist(), strict=True)):
         rows = filled.setdefault(owner, [])

@@ -126,8 +126,7 @@ def _worst_of_rows(losses: jax.Array, weights: jax.Array, sample: jax.Array, own
 
 def worse_of(a: Worst, b: Worst) -> Worst:
     """The worst samples of both."""
-    loss = jnp.concatenate([a.loss, b.loss])
-    sample = jnp.concatenate([a.sample, b.sample])
+    loss, sample = jnp.concatenate([a.loss, b.loss]), jnp.concatenate([a.sample, b.sample])
     return _most(loss, sample, a.not_finite + b.not_finite)
 
 

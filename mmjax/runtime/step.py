@@ -240,7 +240,7 @@ class Executor:
     ) -> tuple[TrainState, Accumulated, StepReport]:
         """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
 
-        process_report: of this process, for the others. noise: uint32 (seed, step) of dropout; None: nothing is dropped.
+        process_report: of this process, for the others. noise: uint32 (seed, step) of dropout; None: none is.
         spoiled: the samples that this process could not read. Nothing is updated, and the step does not count, where
         processes differ in the digest of its plan, where loss or gradient are not finite, where no token of the step
         has a loss weight, or where more samples are spoiled than may be left out.

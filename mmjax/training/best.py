@@ -45,8 +45,7 @@ class BestMetric:
         sign = -1 if self.metric.partition("/")[2].startswith(LOWER_IS_BETTER) else 1
         better = value == value and (not self.step or sign * value > sign * self.value)
         if better:
-            self.value = value
-            self.step = step
+            self.value, self.step = value, step
         self.stale = 0 if better else self.stale + 1
         return better
 
