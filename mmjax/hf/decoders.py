@@ -245,7 +245,7 @@ def _scaling(kind: str, rope: Fields, fields: Fields, family: Family) -> RopeSca
             # As in the paper's code, 0 stands for its default too.
             fast, slow = rope.get("beta_fast", float, 32.0) or 32.0, rope.get("beta_slow", float, 1.0) or 1.0
             truncate = rope.get("truncate", bool, True)
-            return YarnRope(factor, trained_positions, attention, fast, slow, truncate=truncate)
+            return YarnRope(factor, trained_positions, attention, fast, slow, whole=truncate)
         case "longrope":
             factor = rope.get("factor", float, max_positions / trained_positions)
             grown = math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0

@@ -145,6 +145,7 @@ def _header(path: Path) -> dict[str, Stored]:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
+            # Offsets count from the end of the header, which comes after the 8 bytes of its length.
             begin, end = entry["data_offsets"]
             tensors[name] = stored = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
             if stored.dtype not in DTYPES:

@@ -135,10 +135,8 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 def text_of(fields: Fields, kind: str) -> DecoderConfig:
-    """The decoder of a config with a `text_config`, whose kind is by default this one.
-
-    Its tables are one where either says so. Logits have no cap, for the output table belongs to the class around it.
-    """
+    """The decoder of a config with a `text_config`, whose kind is by default this one."""
+    # Its tables are one where either says so. Logits have no cap, for the output table belongs to the class around it.
     text_config = fields.get("text_config", dict, {})
     text = Fields({"model_type": kind, **text_config}, f"{fields.where}: text_config")
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)

@@ -181,11 +181,9 @@ def _any_res(fields: _Fields, several: str) -> AnyRes:
 
 
 def _internvl_chat(fields: _Fields) -> ImageProcessing:
-    """Read image processing from the config, with the defaults of `InternVLChatConfig`.
-
-    Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives each of a sample's several
-    images its share of `max_dynamic_patch`; this is one image's.
-    """
+    """Read image processing from the config, with the defaults of `InternVLChatConfig`."""
+    # Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives each of a sample's
+    # several images its share of `max_dynamic_patch`; this is one image's.
     if fields.flag("pad2square"):
         raise fields.refused("pad2square", "only false is known")
     vision = fields.value("vision_config") or {}

@@ -232,6 +232,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         parts |= {name: _vision_parts(first, config), f"{name}.connector": _connector_parts(first, config)}
         tower = tuple(key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers))
         prefixes |= {name: tower, f"{name}.connector": mergers}
+        # The checkpoint has mergers for all of its own deepstack layers, the model perhaps for fewer.
         listed = len(folder.config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
         unused += tuple(f"{mergers[1]}{n}.*" for n in range(len(config.deepstack), listed))
     return Layout(parts, prefixes, unused)

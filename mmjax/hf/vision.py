@@ -51,6 +51,7 @@ def vision_of(fields: Fields, feature_layer: int, final_norm: bool, connector: C
     """
     kind = kind_of(fields)
     tower = TOWERS_BY_KIND[kind].read(fields)
+    # Of 24 layers, -2 is the output of the first 24 + 1 - 2 = 23.
     layers = feature_layer if feature_layer >= 0 else tower.layers + 1 + feature_layer
     if not 1 <= layers <= tower.layers:
         raise UserError(f"{fields.where}: feature layer {feature_layer} is none of {tower.layers} layers")

@@ -75,6 +75,7 @@ def keep(sampling: Sampling, scores: jax.Array) -> jax.Array:
     if sampling.top_p < 1:
         ordered = jnp.sort(scores, axis=-1, descending=True)
         share = jax.nn.softmax(ordered, axis=-1)
+        # Shares 0.5, 0.3, 0.2 with top_p = 0.6: those before each sum to 0, 0.5, 0.8, so the first two stay.
         likelier = jnp.cumsum(share, axis=-1) - share
         threshold = jnp.min(jnp.where(likelier < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         scores = jnp.where(scores < threshold, -jnp.inf, scores)

@@ -69,9 +69,8 @@ class PromptRows:
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
         if len(self._index.bad):
             raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")
-        self.one_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = (
-            None  # row lengths and rows on a rank, by module
-        )
+        # Row lengths and rows on a rank, by module.
+        self.one_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         if groups:
             self.one_shape = self._common_shape([np.asarray(group, np.int64) for group in groups])
 
@@ -162,6 +161,7 @@ class PromptRows:
             samples=chunk.prompts,
             part_start=parts.sample_start,
             module=parts.module,
+            # With 4 rows per rank, row 2 of rank 1 is row 1 * 4 + 2 = 6 of the batch.
             row=(chunk.rank * rows[parts.module] + chunk.row).astype(np.int32),
             offset=chunk.offset,
             length=parts.length,
@@ -177,6 +177,7 @@ class PromptRows:
         config = self._arrays.encoders[encoder]
         longest = max(1, int(positions.max(initial=0)))
         alike = isinstance(config, VisionConfig) and isinstance(config.images, FixedSize | DynamicTiles | AnyRes)
+        # 29 positions in units of 8: ceil(29 / 8) * 8 = 32.
         return -(-longest // unit) * unit if alike else round_up_to_step(longest, unit)
 
 

@@ -128,10 +128,8 @@ class Executor:
         return (*modules, *(f"{module}.lora" for module in adapted_modules(config)))
 
     def init(self, key: jax.Array, pretrained: Params | None = None) -> TrainState:
-        """A fresh state, every array born in its shards. pretrained: the parameters of some modules, in place.
-
-        Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
-        """
+        """A fresh state, every array born in its shards. pretrained: the parameters of some modules, in place."""
+        # Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
         pretrained = pretrained or {}
         modules = frozenset(modules_of(pretrained))
         drawn = self.born(modules)(key)
@@ -273,6 +271,7 @@ class Executor:
         """Put this process's report on each of its devices: uint32 `[devices, 5]`, float32 `[devices, 2]`."""
         words = np.zeros((len(self.mesh.local_devices), 5), np.uint32)
         numbers = np.zeros((len(words), 2), np.float32)
+        # 64-bit numbers take two words, the lower first: 0x1_0000_0002 is 2, 1.
         words[:, :2] = process_report.digest & 0xFFFFFFFF, process_report.digest >> 32
         words[0, 2:4] = process_report.content & 0xFFFFFFFF, process_report.content >> 32  # it is summed over devices
         words[:, 4] = process_report.stop
@@ -299,6 +298,7 @@ class Executor:
 def _all_spoiled(samples: jax.Array) -> Spoiled:
     """Merge the samples that each device was given, every sample once."""
     ids = -jnp.sort(-samples.reshape(-1))
+    # An id stays where it differs from the one before: 7, 7, 3, -1 becomes 7, -1, 3, -1.
     unique = jnp.where((ids >= 0) & (ids != jnp.pad(ids[:-1], (1, 0), constant_values=PADDING)), ids, PADDING)
     return Spoiled(jax.lax.top_k(unique, MOST_SPOILED)[0], (unique >= 0).sum())
 

@@ -43,6 +43,7 @@ class BestMetric:
             return False
         value = scores[self.metric]
         sign = -1 if self.metric.partition("/")[2].startswith(LOWER_IS_BETTER) else 1
+        # NaN is the only value that differs from itself.
         better = value == value and (not self.step or sign * value > sign * self.value)
         if better:
             self.value, self.step = value, step
