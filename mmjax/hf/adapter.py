@@ -53,23 +53,24 @@ def adapter_config(adapters: Mapping[str, LoraConfig], source: str, alone: bool,
     stabilized = {lora.scaling == "sqrt_rank" for lora in adapters.values()} == {True}
     rank = {path: lora.rank for path, lora in adapters.items()}
     alpha = {path: lora.alpha if stabilized else _plain_alpha(lora) for path, lora in adapters.items()}
-    most = _most(list(rank.values())), _most(list(alpha.values()))
-    of = {
+    common_rank = _most(list(rank.values()))
+    common_alpha = _most(list(alpha.values()))
+    config = {
         "base_model_name_or_path": source,
         "peft_type": "LORA",
         "task_type": None,
         "inference_mode": True,
-        "r": most[0],
-        "lora_alpha": most[1],
+        "r": common_rank,
+        "lora_alpha": common_alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": stabilized,
         "target_modules": sorted({path.rpartition(".")[2] if alone else path for path in adapters}),
         "modules_to_save": list(saved) or None,
-        "rank_pattern": {path: r for path, r in rank.items() if r != most[0]},
-        "alpha_pattern": {path: a for path, a in alpha.items() if a != most[1]},
+        "rank_pattern": {path: r for path, r in rank.items() if r != common_rank},
+        "alpha_pattern": {path: a for path, a in alpha.items() if a != common_alpha},
     }
-    return json.dumps(of, indent=2) + "\n"
+    return json.dumps(config, indent=2) + "\n"
 
 
 def _plain_alpha(lora: LoraConfig) -> float:

@@ -52,22 +52,22 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
     """
     kind = fields.get("model_type", str)
     if kind == "qwen2_audio":
-        given = fields.get("audio_config", dict, {})
-        inner = Fields({"model_type": "qwen2_audio_encoder", **given}, f"{fields.where}: audio_config")
+        audio_config = fields.get("audio_config", dict, {})
+        inner = Fields({"model_type": "qwen2_audio_encoder", **audio_config}, f"{fields.where}: audio_config")
         return encoder_of(folder, inner)
     if kind not in ENCODERS:
         raise UserError(f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}")
-    found = Fields(ENCODERS[kind] | {k: v for k, v in fields.of.items() if v is not None}, fields.where)
-    positions = found.get("max_source_positions", int, 1500)
-    clips = _clips(folder, found.get("num_mel_bins", int), positions)
+    encoder = Fields(ENCODERS[kind] | {k: v for k, v in fields.of.items() if v is not None}, fields.where)
+    positions = encoder.get("max_source_positions", int, 1500)
+    clips = _clips(folder, encoder.get("num_mel_bins", int), positions)
     return AudioConfig(
-        layers=found.get("encoder_layers", int),
-        width=found.get("d_model", int),
-        heads=found.get("encoder_attention_heads", int),
-        mlp_width=found.get("encoder_ffn_dim", int),
+        layers=encoder.get("encoder_layers", int),
+        width=encoder.get("d_model", int),
+        heads=encoder.get("encoder_attention_heads", int),
+        mlp_width=encoder.get("encoder_ffn_dim", int),
         clips=replace(clips, attended="window" if kind == "whisper" else "clip"),
         positions=StoredTable(positions),
-        activation=found.choice("activation_function", ACTIVATIONS, "gelu"),
+        activation=encoder.choice("activation_function", ACTIVATIONS, "gelu"),
         stem_activation="gelu",
         pool=1 if kind == "whisper" else 2,
     )
@@ -91,7 +91,9 @@ def _clips(folder: HfFolder, mels: int, positions: int) -> WhisperMel:
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of a Qwen2-Audio checkpoint, whichever of its modules a model has."""
-    name, tower, (inner, output) = _name(folder, model), find_tower(folder), find_decoder(folder)
+    name = _name(folder, model)
+    tower = find_tower(folder)
+    inner, output = find_decoder(folder)
     projector = next((p for p in PROJECTORS if f"{p}linear.weight" in folder.tensors), PROJECTORS[-1])
     return Layout(
         {
@@ -106,9 +108,10 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the encoder of a checkpoint; all else there, such as Whisper's decoder, is left alone."""
-    name, tower = _name(folder, model), find_tower(folder)
-    others = tuple(key for key in folder.tensors if not key.startswith(tower))
-    return Layout({name: encoder_parts(tower)}, {name: (tower,)}, others)
+    name = _name(folder, model)
+    tower = find_tower(folder)
+    unused = tuple(key for key in folder.tensors if not key.startswith(tower))
+    return Layout({name: encoder_parts(tower)}, {name: (tower,)}, unused)
 
 
 def _name(folder: HfFolder, model: ModelConfig) -> str:
@@ -118,15 +121,16 @@ def _name(folder: HfFolder, model: ModelConfig) -> str:
 
 def find_tower(folder: HfFolder) -> str:
     """The prefix of an audio encoder in a checkpoint. Raises UserError where there is none."""
-    found = next((p for p in TOWERS if f"{p}conv1.weight" in folder.tensors), None)
-    if found is None:
+    prefix = next((p for p in TOWERS if f"{p}conv1.weight" in folder.tensors), None)
+    if prefix is None:
         raise UserError(f"{folder.path} has no audio encoder: no tensor is called [...]conv1.weight")
-    return found
+    return prefix
 
 
 def encoder_parts(tower: str) -> Parts:
     """Locate an audio encoder's parameters under the prefix `tower`."""
-    layer, taps_first = f"{tower}layers.*.", (2, 1, 0)
+    layer = f"{tower}layers.*."
+    taps_first = (2, 1, 0)  # stored [width, channel, tap]
     parts = {
         "embed.first": convolution(f"{tower}conv1", taps_first),
         "embed.second": convolution(f"{tower}conv2", taps_first),

@@ -61,7 +61,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 class Family:
     """A kind of decoder: its documented defaults, and what sets it apart."""
 
-    own: Callable[[Fields, DecoderConfig], DecoderConfig]
+    adapt: Callable[[Fields, DecoderConfig], DecoderConfig]  # adds what only this family has
     width: int = 4096
     layers: int = 32
     heads: int = 32
@@ -88,7 +88,8 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
             f"{fields.where}: model_type={kind!r} is no decoder that can be read; known: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
-    width, heads = fields.get("hidden_size", int, family.width), fields.get("num_attention_heads", int, family.heads)
+    width = fields.get("hidden_size", int, family.width)
+    heads = fields.get("num_attention_heads", int, family.heads)
     # null says as many as heads, and a field that is missing the family's default.
     kv_heads = heads if "num_key_value_heads" in fields.of else family.kv_heads or heads
     head_width = fields.get("head_dim", int, family.head_width or width // heads)
@@ -113,7 +114,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         tied=own_tied if tied is None else tied,
     )
     fields.refuse("use_bidirectional_attention", False)
-    return family.own(fields, plain)
+    return family.adapt(fields, plain)
 
 
 def _qwen2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -206,14 +207,14 @@ def rope_of(fields: Fields, family: Family) -> Rope:
 
 
 def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
-    given = {name: value for name, value in fields.get(place, dict, {}).items() if value is not None}
-    rope = Fields({"rope_theta": fields.of.get("rope_theta"), **given}, f"{fields.where}: {place}")
+    values = {name: value for name, value in fields.get(place, dict, {}).items() if value is not None}
+    rope = Fields({"rope_theta": fields.of.get("rope_theta"), **values}, f"{fields.where}: {place}")
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind not in ROPE:
         raise UserError(f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}")
-    if nested := sorted(set(given) & LAYER_TYPES):
+    if nested := sorted(set(values) & LAYER_TYPES):
         raise UserError(f"{rope.where}: {nested[0]}: RoPE by the type of a layer is not supported")
-    if unread := sorted(set(given) - set(ROPE[kind]) - ROPE_ALWAYS):
+    if unread := sorted(set(values) - set(ROPE[kind]) - ROPE_ALWAYS):
         note(f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers")
     for where in (rope, fields):
         where.refuse("partial_rotary_factor", 1, 1.0)
@@ -226,29 +227,30 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
 
 
 def _scaling(kind: str, rope: Fields, fields: Fields, family: Family) -> RopeScaling:
-    most = fields.get("max_position_embeddings", int, family.positions)
+    max_positions = fields.get("max_position_embeddings", int, family.positions)
     # The field beside RoPE's own, as Phi-3 has it, wins in transformers.
     name = "original_max_position_embeddings"
-    before = fields.get(name, int, rope.get(name, int, most))
+    trained_positions = fields.get(name, int, rope.get(name, int, max_positions))
     match kind:
         case "linear":
             return LinearRope(rope.get("factor", float))
         case "dynamic":
-            return DynamicRope(rope.get("factor", float), most)
+            return DynamicRope(rope.get("factor", float), max_positions)
         case "llama3":
             low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
-            return Llama3Rope(rope.get("factor", float), low, high, before)
+            return Llama3Rope(rope.get("factor", float), low, high, trained_positions)
         case "yarn":
-            factor = rope.get("factor", float, most / before)
+            factor = rope.get("factor", float, max_positions / trained_positions)
             attention = rope.get("attention_factor", float, _yarn_attention(rope, factor))
             # As in the paper's code, 0 stands for its default too.
             fast, slow = rope.get("beta_fast", float, 32.0) or 32.0, rope.get("beta_slow", float, 1.0) or 1.0
-            return YarnRope(factor, before, attention, fast, slow, rope.get("truncate", bool, True))
+            truncate = rope.get("truncate", bool, True)
+            return YarnRope(factor, trained_positions, attention, fast, slow, whole=truncate)
         case "longrope":
-            factor = rope.get("factor", float, most / before)
-            grown = math.sqrt(1 + math.log(factor) / math.log(before)) if factor > 1 else 1.0
-            short, long = (tuple(map(float, rope.get(f"{of}_factor", list))) for of in ("short", "long"))
-            return LongRope(short, long, before, rope.get("attention_factor", float, grown))
+            factor = rope.get("factor", float, max_positions / trained_positions)
+            grown = math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0
+            short, long = (tuple(map(float, rope.get(f"{regime}_factor", list))) for regime in ("short", "long"))
+            return LongRope(short, long, trained_positions, rope.get("attention_factor", float, grown))
     return PlainRope()
 
 

@@ -147,6 +147,7 @@ def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
         return True
     if folder.stored(first).shape != folder.stored(second).shape:
         return False
+    # Some rows at a time: a whole table can be gigabytes.
     starts = range(0, folder.stored(first).shape[0], ROWS)
-    parts = ((folder.read(key, slice(at, at + ROWS)) for key in (first, second)) for at in starts)
+    parts = ((folder.read(key, slice(row, row + ROWS)) for key in (first, second)) for row in starts)
     return all(np.array_equal(*pair) for pair in parts)

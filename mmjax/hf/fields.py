@@ -32,8 +32,8 @@ class Fields:
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join(k.__name__ for k in kinds)
-            raise UserError(f"{self.where}: {name}={value!r} is no {wanted}")
+            expected = " or ".join(k.__name__ for k in kinds)
+            raise UserError(f"{self.where}: {name}={value!r} is no {expected}")
         return value
 
     def inner(self, name: str) -> Fields:
@@ -44,11 +44,11 @@ class Fields:
         """Raises UserError where a field is there and has none of these values, for which alone this is right."""
         value = self.of.get(name)
         if value is not None and value not in known:
-            others = ", ".join(map(repr, known)) or "to leave it out"
-            raise UserError(f"{self.where}: {name}={value!r} is not supported; known: {others}")
+            supported = ", ".join(map(repr, known)) or "to leave it out"
+            raise UserError(f"{self.where}: {name}={value!r} is not supported; known: {supported}")
 
     def choice(self, name: str, known: Mapping[str, Any], default: Any = _NEEDED) -> Any:
-        """What a field's text stands for. Raises UserError for a text that stands for nothing."""
+        """Map a field's text to its value in `known`. Raises UserError for a text that is not there."""
         value = self.get(name, str, default)
         if value not in known:
             raise UserError(f"{self.where}: {name}={value!r} is not supported; known: {', '.join(known)}")

@@ -75,15 +75,15 @@ class HfFolder:
             weights = read_json(self.path / INDEX).get("weight_map")
             if not isinstance(weights, dict):
                 raise UserError(f"{self.path / INDEX} has no weight_map; save the checkpoint again")
-            found = {}
+            tensors = {}
             for file in sorted(set(weights.values())):
-                found |= _header(self.path / file)
-            if missing := sorted(set(weights) - set(found)):
+                tensors |= _header(self.path / file)
+            if missing := sorted(set(weights) - set(tensors)):
                 raise UserError(
                     f"{self.path / weights[missing[0]]} lacks {missing[0]}, which {INDEX} says is there; "
                     "copy the checkpoint again"
                 )
-            return found
+            return tensors
         raise UserError(
             f"{self.path} has neither {SINGLE} nor {INDEX}; pickled weights are never loaded, so save it once with "
             "save_pretrained(..., safe_serialization=True)"
@@ -97,18 +97,18 @@ class HfFolder:
 
     def read(self, key: str, rows: slice = slice(None)) -> np.ndarray:
         """Rows of a tensor (its first axis), in its own dtype. Raises UserError where the file ends before them."""
-        at = self.stored(key)
-        dtype = DTYPES[at.dtype]
-        start, stop, _ = rows.indices(at.shape[0]) if at.shape else (0, 1, 1)
-        row = math.prod(at.shape[1:]) * dtype.itemsize
-        out = np.empty((stop - start, *at.shape[1:]) if at.shape else (), dtype)
+        stored = self.stored(key)
+        dtype = DTYPES[stored.dtype]
+        start, stop, _ = rows.indices(stored.shape[0]) if stored.shape else (0, 1, 1)
+        row = math.prod(stored.shape[1:]) * dtype.itemsize
+        out = np.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype)
         into = memoryview(out.reshape(-1).view(np.uint8)) if out.size else memoryview(b"")
-        with at.file.open("rb", buffering=0) as file:
-            file.seek(at.begin + start * row)
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.begin + start * row)
             done = 0
             while done < len(into):
                 if not (got := file.readinto(into[done : done + CHUNK])):
-                    raise UserError(f"{at.file} ends inside {key}; copy the checkpoint again")
+                    raise UserError(f"{stored.file} ends inside {key}; copy the checkpoint again")
                 done += got
         return out
 
@@ -122,14 +122,14 @@ def note(line: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UserError where there is no such file, or it holds something else."""
     try:
-        found = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object")
-    return found
+    return value
 
 
 def _header(path: Path) -> dict[str, Stored]:
@@ -141,17 +141,18 @@ def _header(path: Path) -> dict[str, Stored]:
             if not 2 <= length <= min(HEADER_LIMIT, size - 8):
                 raise UserError(f"{path} is no whole safetensors file: its header does not fit; copy it again")
             header = json.loads(file.read(length))
-        found = {}
-        for name, at in header.items():
+        tensors = {}
+        for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            begin, end = at["data_offsets"]
-            found[name] = stored = Stored(path, at["dtype"], tuple(at["shape"]), 8 + length + begin)
+            # Offsets count from the end of the header, which comes after the 8 bytes of its length.
+            begin, end = entry["data_offsets"]
+            tensors[name] = stored = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
             if stored.dtype not in DTYPES:
                 raise UserError(f"{path}: {name} is of type {stored.dtype}; known: {', '.join(DTYPES)}")
             if end - begin != math.prod(stored.shape) * DTYPES[stored.dtype].itemsize or 8 + length + end > size:
                 raise UserError(f"{path} is not whole: {name} reaches beyond its end; copy the checkpoint again")
-        return found
+        return tensors
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):

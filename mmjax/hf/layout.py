@@ -1,4 +1,4 @@
-"""Where the modules of a checkpoint lie."""
+"""Map the modules of a checkpoint to its tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Layout:
 
         Of all modules of a checkpoint together: every tensor that is not known.
         """
-        own = ("",) if set(modules) >= set(self.modules) else tuple(p for m in modules for p in self.prefixes[m])
+        prefixes = ("",) if set(modules) >= set(self.modules) else tuple(p for m in modules for p in self.prefixes[m])
         known = (*self.unused, *BUFFERS)
         return sorted(
             key
             for key in set(folder.tensors) - read
-            if key.startswith(own) and not any(fnmatchcase(key, pattern) for pattern in known)
+            if key.startswith(prefixes) and not any(fnmatchcase(key, pattern) for pattern in known)
         )

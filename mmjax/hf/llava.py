@@ -54,7 +54,9 @@ SIGLIP_SO = {
 FAMILIES = {
     "llava": Family("llama", CLIP_L, -2, "default"),
     "llava_next": Family("llama", CLIP_L, -2, "default", "LlavaNextImageProcessor"),
-    "llava_onevision": Family("qwen2", SIGLIP_SO, -1, "full", "LlavaOnevisionImageProcessor", "vision_aspect_ratio"),
+    "llava_onevision": Family(
+        "qwen2", SIGLIP_SO, -1, "full", processor="LlavaOnevisionImageProcessor", most_tiles="vision_aspect_ratio"
+    ),
 }
 
 
@@ -83,12 +85,12 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 def _check_features(fields: Fields, vision: VisionConfig, family: Family) -> None:
     """Raise UserError unless the LLM sees all patches of the tower, and no class token."""
     features = fields.get("vision_feature_select_strategy", str, family.features)
-    wanted = "default" if vision.class_token else "full"
-    if features != wanted:
+    expected = "default" if vision.class_token else "full"
+    if features != expected:
         what = "shows the LLM the class token" if vision.class_token else "drops the first patch of an image"
         raise UserError(
             f"{fields.where}: vision_feature_select_strategy={features!r} {what}, which is not supported; say "
-            f"{wanted!r}"
+            f"{expected!r}"
         )
 
 
@@ -107,13 +109,15 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
         raise UserError(f"{fields.where}: its images come in tiles, but the folder's image processor makes none")
     elif how.pinpoints != pinpoints:
         raise UserError(f"{fields.where}: image_grid_pinpoints differs from that of the folder's image processor")
-    most = 0
+    most_tiles = 0
     if family.most_tiles:
-        said = fields.get(family.most_tiles, str, "anyres_max_9")
-        if not (found := re.fullmatch(r"anyres_max_([1-9]\d*)", said)):
-            raise UserError(f"{fields.where}: {family.most_tiles}={said!r} is not supported; known: 'anyres_max_9'")
-        most = int(found[1])
-    return replace(vision, images=replace(how, pinpoints=pinpoints, order="rows", most_tiles=most))
+        aspect_ratio = fields.get(family.most_tiles, str, "anyres_max_9")
+        if not (match := re.fullmatch(r"anyres_max_([1-9]\d*)", aspect_ratio)):
+            raise UserError(
+                f"{fields.where}: {family.most_tiles}={aspect_ratio!r} is not supported; known: 'anyres_max_9'"
+            )
+        most_tiles = int(match[1])
+    return replace(vision, images=replace(how, pinpoints=pinpoints, order="rows", most_tiles=most_tiles))
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
@@ -131,21 +135,19 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 def text_of(fields: Fields, kind: str) -> DecoderConfig:
-    """The decoder of a config with a `text_config`, whose kind is by default this one.
-
-    Its tables are one where either says so. Logits have no cap, for the output table belongs to the class around it.
-    """
-    given = fields.get("text_config", dict, {})
-    text = Fields({"model_type": kind, **given}, f"{fields.where}: text_config")
+    """The decoder of a config with a `text_config`, whose kind is by default this one."""
+    # Its tables are one where either says so. Logits have no cap, for the output table belongs to the class around it.
+    text_config = fields.get("text_config", dict, {})
+    text = Fields({"model_type": kind, **text_config}, f"{fields.where}: text_config")
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
     return replace(decoder_of(text, tied), logit_cap=0.0)
 
 
 def tower_fields(fields: Fields, default: Mapping[str, object]) -> Fields:
     """The `vision_config`; the class's default where there is none."""
-    given = fields.get("vision_config", dict, {})
-    same = given.get("model_type", default.get("model_type")) == default.get("model_type")
-    return Fields((dict(default) if same else {}) | given, f"{fields.where}: vision_config")
+    vision_config = fields.get("vision_config", dict, {})
+    same = vision_config.get("model_type", default.get("model_type")) == default.get("model_type")
+    return Fields((dict(default) if same else {}) | vision_config, f"{fields.where}: vision_config")
 
 
 def whole_layout(folder: HfFolder, model: ModelConfig, fields: Fields, connector: Parts, *projector: str) -> Layout:
@@ -155,7 +157,8 @@ def whole_layout(folder: HfFolder, model: ModelConfig, fields: Fields, connector
     """
     inner, output = find_decoder(folder)
     kind = kind_of(fields)
-    vision, tower = model.encoders["vision"], find_tower(folder, kind)
+    vision = model.encoders["vision"]
+    tower = find_tower(folder, kind)
     tables = (f"{output}.weight",) if model.llm.tied else ()
     return Layout(
         {

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint, or which rows of one, each of our parameters is."""
+"""Map each of our parameters to a tensor of a checkpoint, or to rows of one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def third(leaves: Leaves, which: int, width: int) -> Leaves:
 
 @dataclass(frozen=True)
 class Parts:
-    """Where all parameters of a tower or a connector lie, by our module's path, layers as `*`."""
+    """Map the parameters of a tower or a connector to tensors, by our module's path, layers as `*`."""
 
     of: Mapping[str, Leaves]
 

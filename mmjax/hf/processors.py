@@ -64,7 +64,7 @@ def read_image_processing(folder: Path) -> ImageProcessing:
         return _internvl_chat(_Fields(folder / "config.json", "", config, {}))
     fields, processor_class = _fields(folder, "image_processor")
     kind = _kind(fields)
-    fields = _Fields(fields.file, fields.prefix, fields.given, DEFAULTS[kind])
+    fields = _Fields(fields.file, fields.prefix, fields.stored, DEFAULTS[kind])
     if kind == "Qwen2VLImageProcessor":
         how = _smart_resize(fields)
     elif kind == "GotOcr2ImageProcessor":
@@ -142,10 +142,10 @@ def _smart_resize(fields: _Fields) -> SmartResize:
         raise fields.refused("size", "give shortest_edge and longest_edge, in pixels of the image")
     bounds = []
     for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-        found = [value for value in (fields.value(name), size.get(edge), size.get(name)) if value is not None]
-        if not found or not _is_count(found[0]):
+        candidates = [value for value in (fields.value(name), size.get(edge), size.get(name)) if value is not None]
+        if not candidates or not _is_count(candidates[0]):
             raise fields.refused("size", f"give {edge}, in pixels of the image")
-        bounds.append(found[0])
+        bounds.append(candidates[0])
     return SmartResize(
         patch=fields.count("patch_size"),
         merge=fields.count("merge_size"),
@@ -157,9 +157,9 @@ def _smart_resize(fields: _Fields) -> SmartResize:
 
 def _tiles(fields: _Fields, tiled: bool) -> DynamicTiles | FixedSize:
     size = fields.height_and_width("size")
-    least, most = fields.count("min_patches"), fields.count("max_patches")
-    if tiled and most > 1:
-        return DynamicTiles(tile=size, min_tiles=least, max_tiles=most, filter=_filter(fields))
+    min_tiles, max_tiles = fields.count("min_patches"), fields.count("max_patches")
+    if tiled and max_tiles > 1:
+        return DynamicTiles(tile=size, min_tiles=min_tiles, max_tiles=max_tiles, filter=_filter(fields))
     return FixedSize(resize=size if fields.flag("do_resize") else (), crop=(), filter=_filter(fields))
 
 
@@ -168,8 +168,8 @@ def _any_res(fields: _Fields, several: str) -> AnyRes:
     tile = size[0]
     cropped = fields.value("crop_size") is not None
     if len({*size, *(fields.height_and_width("crop_size") if cropped else ())}) != 1:
-        given = f"; crop_size is {fields.value('crop_size')}" if cropped else ""
-        raise fields.refused("size", f"tiles must be square, and size and crop_size the same{given}")
+        crop = f"; crop_size is {fields.value('crop_size')}" if cropped else ""
+        raise fields.refused("size", f"tiles must be square, and size and crop_size the same{crop}")
     pinpoints = fields.value("image_grid_pinpoints")
     fits = isinstance(pinpoints, list) and len(pinpoints) > 0
     for point in pinpoints if fits else ():
@@ -181,11 +181,9 @@ def _any_res(fields: _Fields, several: str) -> AnyRes:
 
 
 def _internvl_chat(fields: _Fields) -> ImageProcessing:
-    """Read image processing from the config, with the defaults of `InternVLChatConfig`.
-
-    Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives each of a sample's several
-    images its share of `max_dynamic_patch`; this is one image's.
-    """
+    """Read image processing from the config, with the defaults of `InternVLChatConfig`."""
+    # Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives each of a sample's
+    # several images its share of `max_dynamic_patch`; this is one image's.
     if fields.flag("pad2square"):
         raise fields.refused("pad2square", "only false is known")
     vision = fields.value("vision_config") or {}
@@ -221,12 +219,12 @@ class _Fields:
 
     file: Path
     prefix: str  # of a field's name in the file
-    given: dict[str, Any]
+    stored: dict[str, Any]
     defaults: dict[str, Any]
 
     def value(self, name: str) -> Any:
-        given = self.given.get(name)
-        return self.defaults.get(name) if given is None else given
+        value = self.stored.get(name)
+        return self.defaults.get(name) if value is None else value
 
     def refused(self, name: str, remedy: str) -> UserError:
         return UserError(f"{self.file}: {self.prefix}{name}={self.value(name)!r}: {remedy}")
@@ -287,23 +285,23 @@ def _is_count(value: object) -> bool:
 
 def _fields(folder: Path, *parts: str) -> tuple[_Fields, str]:
     """The fields of a folder's processor for one modality, by its names, and the class of the processor around it."""
-    whole = folder / "processor_config.json"
-    around = _json(whole) if whole.exists() else {}
-    alone = folder / "preprocessor_config.json"
-    own = _json(alone) if alone.exists() else {}
-    processor_class = around.get("processor_class") or own.get("processor_class") or ""
+    processor_file = folder / "processor_config.json"
+    around = _json(processor_file) if processor_file.exists() else {}
+    modality_file = folder / "preprocessor_config.json"
+    preprocessor = _json(modality_file) if modality_file.exists() else {}
+    processor_class = around.get("processor_class") or preprocessor.get("processor_class") or ""
     for part in parts:
         if isinstance(around.get(part), dict):
-            return _Fields(whole, f"{part}.", around[part], {}), processor_class
-    if not alone.exists():
+            return _Fields(processor_file, f"{part}.", around[part], {}), processor_class
+    if not modality_file.exists():
         raise UserError(f"{folder}: no preprocessor_config.json, and no {parts[0]} in a processor_config.json; add one")
-    return _Fields(alone, "", own, {}), processor_class
+    return _Fields(modality_file, "", preprocessor, {}), processor_class
 
 
 def _kind(fields: _Fields) -> str:
     key = "image_processor_type" if fields.value("image_processor_type") else "feature_extractor_type"
-    given = str(fields.value(key))
-    kind = given.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    name = str(fields.value(key))
+    kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     kind = RENAMED.get(kind, kind)
     if kind not in DEFAULTS:
         raise fields.refused(key, f"known are {', '.join(DEFAULTS)}")

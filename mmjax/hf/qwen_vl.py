@@ -43,11 +43,12 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """
     family = FAMILIES[fields.get("model_type", str)]
     vision = fields.inner("vision_config")
-    vision = Fields({**family.vision, **_given(vision.of)}, vision.where)
+    vision = Fields({**family.vision, **_without_nulls(vision.of)}, vision.where)
     llm = _llm(fields, family)
     if (outputs := vision.get("out_hidden_size", int)) != llm.width:
         raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
-    merge, width = vision.get("spatial_merge_size", int), vision.get("hidden_size", int)
+    merge = vision.get("spatial_merge_size", int)
+    width = vision.get("hidden_size", int)
     connector = ConnectorConfig(merge, merge**2 * width, norm_eps=EPS, activation="gelu")
     tower = VisionConfig(
         layers=vision.get("depth", int),
@@ -68,24 +69,25 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     return ModelConfig(llm, {NAME: with_images(folder, family.tower(vision, tower))})
 
 
-def _given(of: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON's null is a field that is missing."""
-    return {name: value for name, value in of.items() if value is not None}
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the fields that are null, which count as missing."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
     """The decoder, whose fields the first checkpoints have beside `vision_config`, later ones in `text_config`."""
     flat = fields.of.get("text_config") is None
     text = fields if flat else fields.inner("text_config")
-    given = dict(text.of)
-    if "num_key_value_heads" in given and given["num_key_value_heads"] is None:
-        given["num_key_value_heads"] = given.get("num_attention_heads")
+    values = dict(text.of)
+    if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values.get("num_attention_heads")
     if not family.windows:
-        given |= {"use_sliding_window": None, "layer_types": None}
-    text = Fields({**family.text, **_given(given), "model_type": family.decoder}, text.where)
+        values |= {"use_sliding_window": None, "layer_types": None}
+    text = Fields({**family.text, **_without_nulls(values), "model_type": family.decoder}, text.where)
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
     llm = decoder_of(text, tied)
-    pairs, sections = llm.head_width // 2, llm.rope_sections or family.sections
+    pairs = llm.head_width // 2
+    sections = llm.rope_sections or family.sections
     if len(sections) != 3:
         raise UserError(f"{text.where}: mrope_section={list(sections)} must have three numbers: of t, y and x")
     if family.interleaved:
@@ -104,8 +106,9 @@ def _rope_theta(vision: Fields) -> float:
 
 
 def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
-    size, merge = vision.get("window_size", int), plain.connector.merge
-    whole = vision.get("fullatt_block_indexes", list)
+    size = vision.get("window_size", int)
+    merge = plain.connector.merge
+    full_attention = vision.get("fullatt_block_indexes", list)
     merged = size // merge // plain.patch  # tokens along one side of a window
     if merged < 1:
         raise UserError(f"{vision.where}: window_size={size} is smaller than a merged patch of {merge * plain.patch}")
@@ -113,7 +116,7 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
         plain,
         positions=RotaryGrid(_rope_theta(vision)),
         window=merged * merge,
-        windowed=tuple(i for i in range(plain.layers) if i not in whole),
+        windowed=tuple(i for i in range(plain.layers) if i not in full_attention),
         embed_bias=False,
         norm="rms",
         gated=True,
@@ -123,7 +126,8 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
 
 
 def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
-    places, deep = vision.get("num_position_embeddings", int), vision.get("deepstack_visual_indexes", list)
+    places = vision.get("num_position_embeddings", int)
+    deep = vision.get("deepstack_visual_indexes", list)
     side = round(places**0.5)
     if side**2 != places:
         raise UserError(f"{vision.where}: num_position_embeddings={places} is no square of a number")
@@ -226,15 +230,17 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         if folder.path not in taken or not isinstance(config, VisionConfig):
             continue
         parts |= {name: _vision_parts(first, config), f"{name}.connector": _connector_parts(first, config)}
-        own = tuple(key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers))
-        prefixes |= {name: own, f"{name}.connector": mergers}
+        tower = tuple(key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers))
+        prefixes |= {name: tower, f"{name}.connector": mergers}
+        # The checkpoint has mergers for all of its own deepstack layers, the model perhaps for fewer.
         listed = len(folder.config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
         unused += tuple(f"{mergers[1]}{n}.*" for n in range(len(config.deepstack), listed))
     return Layout(parts, prefixes, unused)
 
 
 def _vision_parts(first: str, config: VisionConfig) -> Parts:
-    layer, third_of = f"{first}blocks.*", linear(f"{first}blocks.*.attn.qkv")
+    layer = f"{first}blocks.*"
+    third_of = linear(f"{layer}.attn.qkv")
     names = ("gate_proj", "up_proj", "down_proj") if config.gated else ("", "linear_fc1", "linear_fc2")
     parts = {
         # Stored [width, channel, frame, row, column].

@@ -50,11 +50,12 @@ def vision_of(fields: Fields, feature_layer: int, final_norm: bool, connector: C
     last layer counts as part of it. Raises UserError for an unknown kind, or a layer that there is not.
     """
     kind = kind_of(fields)
-    whole = TOWERS_BY_KIND[kind].read(fields)
-    layers = feature_layer if feature_layer >= 0 else whole.layers + 1 + feature_layer
-    if not 1 <= layers <= whole.layers:
-        raise UserError(f"{fields.where}: feature layer {feature_layer} is none of {whole.layers} layers")
-    return replace(whole, layers=layers, head_norm=whole.head_norm and final_norm, connector=connector)
+    tower = TOWERS_BY_KIND[kind].read(fields)
+    # Of 24 layers, -2 is the output of the first 24 + 1 - 2 = 23.
+    layers = feature_layer if feature_layer >= 0 else tower.layers + 1 + feature_layer
+    if not 1 <= layers <= tower.layers:
+        raise UserError(f"{fields.where}: feature layer {feature_layer} is none of {tower.layers} layers")
+    return replace(tower, layers=layers, head_norm=tower.head_norm and final_norm, connector=connector)
 
 
 def kind_of(fields: Fields) -> str:
@@ -87,9 +88,10 @@ def unused_in(config: VisionConfig, fields: Fields, prefix: str) -> tuple[str, .
     fields: of the vision config, which says how many layers the whole tower has.
     """
     tower = TOWERS_BY_KIND[kind_of(fields)]
-    whole, parts = tower.read(fields), tower.parts(config, prefix).of
+    full_tower = tower.read(fields)
+    parts = tower.parts(config, prefix).of
     per_layer = [part.key for leaves in parts.values() for part in leaves.values() if "*" in part.key]
-    later = [key.replace("*", str(i)) for i in range(config.layers, whole.layers) for key in per_layer]
+    later = [key.replace("*", str(i)) for i in range(config.layers, full_tower.layers) for key in per_layer]
     final_norm = [] if config.head_norm else [part.key for part in parts.get("head", {}).values()]
     return (*later, *final_norm, *(f"{prefix}{name}" for name in tower.unused))
 
@@ -275,7 +277,8 @@ def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
 
 def _mismatch(vision: VisionConfig) -> str:
     """Say how the images that a processor makes differ from those of the tower; empty where they do not."""
-    how, grid = vision.images, vision.positions
+    how = vision.images
+    grid = vision.positions
     if isinstance(how, SmartResize):
         theirs, ours = (how.patch, how.merge), (vision.patch, vision.connector.merge)
         if theirs != ours and isinstance(grid, RotaryGrid | StretchedGrid):
@@ -325,9 +328,9 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     kind = kind_of(tower)
     prefix = find_tower(folder, kind)
     name, config = next((name, e) for name, e in model.encoders.items() if e.weights and Path(e.weights) == folder.path)
-    others = tuple(key for key in folder.tensors if not key.startswith(prefix))
+    unread = tuple(key for key in folder.tensors if not key.startswith(prefix))
     parts = vision_parts(config, kind, prefix)
-    return Layout({name: parts}, {name: (prefix,)}, others + unused_in(config, tower, prefix))
+    return Layout({name: parts}, {name: (prefix,)}, unread + unused_in(config, tower, prefix))
 
 
 def _inner_tower(fields: Fields, kind: str) -> Fields:

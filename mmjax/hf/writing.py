@@ -36,11 +36,12 @@ class NewTensor:
 
 def write_tensors(path: Path, tensors: Mapping[str, NewTensor]) -> None:
     """A safetensors file, made tensor by tensor."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    header = {"__metadata__": {"format": "pt"}}
+    begin = 0
     for name, tensor in tensors.items():
-        end = at + math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
+        end = begin + math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNED)
     with path.open("wb") as file:
@@ -54,10 +55,10 @@ def rewrite_tensors(folder: HfFolder, file: Path, out: Path, changed: Changed) -
 
     Tensors are asked for in the order in which they lie there. Returns how many were changed.
     """
-    own = {name: stored for name, stored in folder.tensors.items() if stored.file == file}
+    tensors = {name: stored for name, stored in folder.tensors.items() if stored.file == file}
     count = 0
     with file.open("rb") as source, out.open("wb") as target:
-        for name, stored in sorted(own.items(), key=lambda pair: pair[1].begin):
+        for name, stored in sorted(tensors.items(), key=lambda pair: pair[1].begin):
             _copy(source, target, stored.begin)  # the header, or what lies between tensors
             value = changed(name)
             if value is None:
@@ -75,23 +76,24 @@ def copy_beside(folder: HfFolder, out: Path) -> list[str]:
 
     Left out are hidden files, and weights, with their index, that the folder does not take its tensors from.
     """
-    read, left = {stored.file for stored in folder.tensors.values()}, []
+    read = {stored.file for stored in folder.tensors.values()}
+    skipped = []
     for path in sorted(folder.path.rglob("*")):
         name = path.relative_to(folder.path)
         if path.is_dir() or any(part.startswith(".") for part in name.parts) or path in read:
             continue
         if any(path.match(pattern) for pattern in WEIGHTS) or (path.name == INDEX and folder.path / SINGLE in read):
-            left.append(str(name))
+            skipped.append(str(name))
             continue
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, out / name)
-    return left
+    return skipped
 
 
 def _copy(source: BinaryIO, target: BinaryIO, end: int) -> None:
     """Bytes up to `end`, from where both files stand."""
-    while (left := end - source.tell()) > 0:
-        if not (piece := source.read(min(CHUNK, left))):
+    while (remaining := end - source.tell()) > 0:
+        if not (piece := source.read(min(CHUNK, remaining))):
             raise UserError(f"{source.name} ends too soon; copy the checkpoint again")
         target.write(piece)
 

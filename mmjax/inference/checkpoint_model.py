@@ -108,10 +108,8 @@ class CheckpointModel:
         return resolve_callbacks(self.config.model, self.path)
 
     def load(self, mesh: Mesh, rules: ShardingRules) -> tuple[Model, Params]:
-        """Build the model and load its weights on a mesh.
-
-        Weights that are only ever computed in the activations' dtype are stored in it.
-        """
+        """Build the model and load its weights on a mesh."""
+        # Weights that are only ever computed in the activations' dtype are stored in it.
         dtype = jnp.dtype(self.config.training.precision)
         if self.run is None:
             # All modules frozen: so their weights are stored in the activations' dtype.

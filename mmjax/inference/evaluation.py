@@ -122,20 +122,25 @@ class Evaluator:
         self._unusable = defaultdict[str, dict[int, str]](dict)
         self._groups = defaultdict[str, set[str]](set)  # families and tasks of each split's questions
         self._fatal = config.data.on_bad_sample == "raise"
-        self._mesh, self._rules, self._progress, self._done = mesh, rules, progress, 0
-        asked, lengths, ends = list[tuple[str, int]](), [1], set[tuple[int, ...]]()
-        measured = list[tuple[str, int]]()
+        self._mesh, self._rules = mesh, rules
+        self._progress = progress
+        self._done = 0
+        questions = list[tuple[str, int]]()  # source and sample
+        measured = list[tuple[str, int]]()  # those whose loss is computed
+        lengths = [1]  # tokens of right answers
+        ends = set[tuple[int, ...]]()
         for name, source in sources.items():
             limit = (limits or {}).get(name.split("/")[0])
             candidates = range(len(source)) if samples is None else samples[name]
             if hasattr(source, "question"):
                 groups = self._groups[name.partition("/")[0]]
                 check = partial(_check_question, source, lengths if max_tokens is None else None, groups)
-                asked += [(name, index) for index in self._usable(name, candidates, check, limit)]
+                questions += [(name, index) for index in self._usable(name, candidates, check, limit)]
                 ends.add(ends_of(source))
             if loss_chunks is not None:
                 measured += [(name, index) for index in self._usable(name, candidates, source.facts, limit)]
-        self._asked, self._measured = asked, measured
+        self._asked = questions
+        self._measured = measured
         decode: Callable[[Sequence[int]], str] = lambda tokens: ""  # noqa: E731 - each source decodes its own answers
         common_ends = ends.pop() if len(ends) == 1 else ()
         self._generator = Generator(
@@ -143,7 +148,7 @@ class Evaluator:
         )
         prompts = {name: QuestionPrompts(source) for name, source in sources.items()}
         self._questions = self._generator.rows(
-            Selection([(prompts[name], index) for name, index in asked]), _by_split(asked) if one_shape else ()
+            Selection([(prompts[name], index) for name, index in questions]), _by_split(questions) if one_shape else ()
         )
         self._samples = PromptRows(
             Selection([(sources[name], index) for name, index in measured]),
@@ -191,7 +196,8 @@ class Evaluator:
     def answer(self, params: Params, split: str = "") -> dict[str, Replies]:
         """Answer the questions of a split, or all, greedily; the answers by source, in the order of its samples."""
         numbers = [n for n, (name, _) in enumerate(self._asked) if name.startswith(split)]
-        spoiled, answers = dict[int, str](), dict[int, Answer]()
+        spoiled = dict[int, str]()
+        answers = dict[int, Answer]()
         with activity(f"answering {split} questions".replace("  ", " "), len(numbers)) as under_way:
             for number, answer in self._generator.answer_rows(params, self._questions, numbers, spoiled=spoiled):
                 answers[number] = answer
@@ -213,7 +219,8 @@ class Evaluator:
         Returns `loss`, and `loss/<source>` where there are several; nothing without samples.
         """
         numbers = [n for n, (name, _) in enumerate(self._measured) if name.startswith(split)]
-        spoiled, sums = dict[int, str](), defaultdict[str, np.ndarray](lambda: np.zeros(2))
+        spoiled = dict[int, str]()
+        sums = defaultdict[str, np.ndarray](lambda: np.zeros(2))  # by source: loss, weight
         with activity(f"computing the {split or 'mean'} loss", len(numbers)) as under_way:
             for number, batch in self._samples.batches(numbers, spoiled):
                 values = jax.device_get(self._losses(params, put_rows(batch, self._mesh, self._rules)))

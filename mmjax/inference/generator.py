@@ -29,7 +29,7 @@ IMPL = "threefry2x32"  # named, since other generators give other bits under vma
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. First the `top_k` most likely are kept, then of these the fewest with `top_p` in all."""
+    """Choose tokens. First the `top_k` most likely are kept, then of these the fewest with `top_p` in all."""
 
     temperature: float = 0.0  # 0 = the most likely token
     top_k: int = 0  # 0 = all of them
@@ -56,7 +56,7 @@ def choose(sampling: Sampling, logits: jax.Array, row: jax.Array, place: jax.Arr
     """
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    kept = keep(sampling, logits / sampling.temperature)
+    scores = keep(sampling, logits / sampling.temperature)
     seed = jax.random.key(sampling.seed, impl=IMPL)
 
     def noise(row: jax.Array) -> jax.Array:
@@ -64,20 +64,21 @@ def choose(sampling: Sampling, logits: jax.Array, row: jax.Array, place: jax.Arr
         return jax.random.gumbel(key, logits.shape[-1:], logits.dtype)
 
     # The largest of scores with Gumbel noise is a draw from their softmax.
-    return jnp.argmax(kept + jax.vmap(noise)(row), axis=-1).astype(jnp.int32)
+    return jnp.argmax(scores + jax.vmap(noise)(row), axis=-1).astype(jnp.int32)
 
 
 def keep(sampling: Sampling, scores: jax.Array) -> jax.Array:
     """Scores `[B, V]` with -inf for the tokens that are not drawn; equal ones stay together."""
     if 0 < sampling.top_k < scores.shape[-1]:
-        least = jax.lax.top_k(scores, sampling.top_k)[0][:, -1:]
-        scores = jnp.where(scores < least, -jnp.inf, scores)
+        threshold = jax.lax.top_k(scores, sampling.top_k)[0][:, -1:]
+        scores = jnp.where(scores < threshold, -jnp.inf, scores)
     if sampling.top_p < 1:
         ordered = jnp.sort(scores, axis=-1, descending=True)
         share = jax.nn.softmax(ordered, axis=-1)
+        # Shares 0.5, 0.3, 0.2 with top_p = 0.6: those before each sum to 0, 0.5, 0.8, so the first two stay.
         likelier = jnp.cumsum(share, axis=-1) - share
-        least = jnp.min(jnp.where(likelier < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-        scores = jnp.where(scores < least, -jnp.inf, scores)
+        threshold = jnp.min(jnp.where(likelier < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        scores = jnp.where(scores < threshold, -jnp.inf, scores)
     return scores
 
 
@@ -89,7 +90,7 @@ MOST = 256  # tokens of an answer, its end included
 
 @dataclass(frozen=True)
 class Answer:
-    """What was written after a prompt."""
+    """Hold the text that was generated after a prompt."""
 
     text: str  # without its end
     tokens: tuple[int, ...]  # with the token that ended it
@@ -102,7 +103,7 @@ class Writing(NamedTuple):
     cache: Cache
     row: jax.Array  # int32 [B]: number of each row's prompt
     token: jax.Array  # int32 [B]: the last one, which the model has not seen yet
-    said: jax.Array  # int32 [B, T]: NOTHING after an answer's end
+    written: jax.Array  # int32 [B, T]: NOTHING after an answer's end
     ended: jax.Array  # bool [B]: rows without a prompt too
     count: jax.Array  # int32 []: tokens that were written
 
@@ -126,11 +127,15 @@ class Generator:
         most: int = MOST,
         at_once: BatchLimits | None = None,
     ) -> None:
-        self._model, self._mesh, self._rules = model, mesh, rules
-        self._ends, self._decode, self._most, self._at_once = tuple(ends), decode, most, at_once
+        self._model = model
+        self._mesh, self._rules = mesh, rules
+        self._ends = tuple(ends)
+        self._decode = decode
+        self._most = most
+        self._at_once = at_once
         self._sampling = sampling or Sampling()
-        each = row_ranks(mesh, rules.item_rows) // row_ranks(mesh, rules.rows)
-        self.topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=each)
+        encoders_per_rank = row_ranks(mesh, rules.item_rows) // row_ranks(mesh, rules.rows)
+        self.topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank)
         shown = (None, replicated(mesh))
         self._begin = jax.jit(self._on_mesh(self._begun), out_shardings=shown)
         self._go_on = jax.jit(self._on_mesh(self._written), out_shardings=shown, donate_argnums=1)
@@ -141,8 +146,8 @@ class Generator:
         `prompts` are samples whose text ends where the answer begins, as of `AskedPrompts`, or `Prompts(source)` of a
         source with questions. Raises UserError for one that cannot be used, naming it.
         """
-        found = dict(self.answered(params, prompts, numbers))
-        return [found[n] for n in range(len(found))]
+        answers = dict(self.answered(params, prompts, numbers))
+        return [answers[n] for n in range(len(answers))]
 
     def answered(
         self,
@@ -164,7 +169,9 @@ class Generator:
 
     def rows(self, prompts: Source, groups: Sequence[Sequence[int]] = ()) -> PromptRows:
         """Lay out prompts in rows for this generator; `groups` as in `PromptRows`."""
-        return PromptRows(prompts, self._model.config, self.topology, self._most, self._at_once, groups)
+        return PromptRows(
+            prompts, self._model.config, self.topology, room=self._most, at_once=self._at_once, groups=groups
+        )
 
     def answer_rows(
         self,
@@ -189,13 +196,13 @@ class Generator:
     def _tokens(
         self, params: Params, batch: Microbatch, row: np.ndarray, every: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """`said` and `ended` of a batch, after every so many tokens and at the end."""
+        """`written` and `ended` of a batch, after every so many tokens and at the end."""
         put = jax.make_array_from_callback(row.shape, replicated(self._mesh), row.__getitem__)
         state, shown = self._begin(params, put_rows(batch, self._mesh, self._rules), put)
         for until in [*range(every, self._most, every), self._most]:
             state, shown = self._go_on(params, state, np.int32(until))
-            said, ended = jax.device_get(shown)
-            yield said, ended
+            tokens, ended = jax.device_get(shown)
+            yield tokens, ended
             if ended.all():
                 return
 
@@ -210,8 +217,10 @@ class Generator:
         """The prompts read and the first token of every answer chosen."""
         logits, cache = self._model.prefill(params, batch, self._most)
         nobody = jnp.logical_not(jnp.any(batch.text.sample >= 0, axis=1))
-        said = jnp.full((len(row), self._most), NOTHING, jnp.int32)
-        state = Writing(cache, row, jnp.zeros_like(row), said, nobody, jnp.int32(0))
+        tokens = jnp.full((len(row), self._most), NOTHING, jnp.int32)
+        state = Writing(
+            cache=cache, row=row, token=jnp.zeros_like(row), written=tokens, ended=nobody, count=jnp.int32(0)
+        )
         return _shown(self._chosen(state, logits))
 
     def _written(self, params: Params, state: Writing, until: jax.Array) -> tuple[Writing, tuple[jax.Array, jax.Array]]:
@@ -230,10 +239,10 @@ class Generator:
         """One more token of every answer that has not ended."""
         token = choose(self._sampling, constrain(logits, "rows", None), state.row, state.count)
         write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=state.count, axis=1)
-        said = write(state.said, jnp.where(state.ended, NOTHING, token)[:, None])
+        written = write(state.written, jnp.where(state.ended, NOTHING, token)[:, None])
         ended = state.ended | jnp.isin(token, jnp.array(self._ends, jnp.int32))
-        return state._replace(token=token, said=said, ended=ended, count=state.count + 1)
+        return state._replace(token=token, written=written, ended=ended, count=state.count + 1)
 
 
 def _shown(state: Writing) -> tuple[Writing, tuple[jax.Array, jax.Array]]:
-    return state, (state.said, state.ended)
+    return state, (state.written, state.ended)

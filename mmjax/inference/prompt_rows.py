@@ -24,7 +24,7 @@ UNIT = 16  # tokens: row lengths are 1, 2, 3, 4, 6, 8, 12, ... of them
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How much a rank answers together. Rows are a power of two, so that few programs are compiled."""
+    """Limit how much a rank answers together. Rows are a power of two, so that few programs are compiled."""
 
     rows: int = 64  # prompts, at most
     tokens: int = 16_384  # of their rows, answers included, at most; a longer prompt is alone
@@ -62,15 +62,15 @@ class PromptRows:
     ) -> None:
         self._index = build_index({"prompt": prompts}, model.encoders)
         self._arrays = Arrays.of(model)
-        self._room, self._at_once = room, at_once or BatchLimits()
+        self._room = room
+        self._at_once = at_once or BatchLimits()
         # Items are encoded where their prompt is, so nothing travels.
         self._topology = Topology(topology.ranks, 1, 1, topology.encoders_per_rank)
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
         if len(self._index.bad):
             raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")
-        self.one_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = (
-            None  # row lengths and rows on a rank, by module
-        )
+        # Row lengths and rows on a rank, by module.
+        self.one_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         if groups:
             self.one_shape = self._common_shape([np.asarray(group, np.int64) for group in groups])
 
@@ -122,19 +122,22 @@ class PromptRows:
 
     def _chunk(self, prompts: np.ndarray, columns: int) -> _Chunk:
         """Deal prompts to the ranks in turn; each rank's items go into its first rows that have room for them."""
-        ranks, each = self._topology.ranks, self._topology.encoders_per_rank
+        ranks = self._topology.ranks
+        encoders_per_rank = self._topology.encoders_per_rank
         parts = self._index.parts(prompts)
         number = np.arange(len(prompts))
         rank = (number % ranks)[parts.sample()]
         row, offset = np.zeros(len(parts.module), np.int32), np.zeros(len(parts.module), np.int64)
         row[parts.module == LLM] = number // ranks
-        lengths, rows = [columns], [_power_of_two(-(-len(prompts) // ranks))]
+        # Seven prompts on two ranks: ceil(7 / 2) = 4 rows each.
+        lengths = [columns]
+        rows = [_power_of_two(-(-len(prompts) // ranks))]
         for k, name in enumerate(self._arrays.encoders, start=1):
             items = np.flatnonzero(parts.module == k)
             length = self.one_shape[0][k] if self.one_shape else self._row_length(name, k, parts.length[items])
             row[items], offset[items] = _first_fit(parts.length[items], rank[items], length)
             lengths.append(length)
-            rows.append(each * _power_of_two(-(-int(row[items].max(initial=0) + 1) // each)))
+            rows.append(encoders_per_rank * _power_of_two(-(-int(row[items].max(initial=0) + 1) // encoders_per_rank)))
         if self.one_shape:
             rows = [max(pair) for pair in zip(rows, self.one_shape[1], strict=True)]
         return _Chunk(prompts, columns, parts, rank, row, offset, tuple(lengths), tuple(rows))
@@ -151,12 +154,14 @@ class PromptRows:
         return tuple(lengths), tuple(needed.max(0).tolist())
 
     def _plan(self, chunk: _Chunk) -> MicrobatchPlan:
-        parts, rows = chunk.parts, np.array(chunk.rows)
+        parts = chunk.parts
+        rows = np.array(chunk.rows)
         encoder_ranks = self._topology.ranks * self._topology.encoders_per_rank
         return MicrobatchPlan(
             samples=chunk.prompts,
             part_start=parts.sample_start,
             module=parts.module,
+            # With 4 rows per rank, row 2 of rank 1 is row 1 * 4 + 2 = 6 of the batch.
             row=(chunk.rank * rows[parts.module] + chunk.row).astype(np.int32),
             offset=chunk.offset,
             length=parts.length,
@@ -169,8 +174,10 @@ class PromptRows:
     def _row_length(self, encoder: str, module: int, positions: np.ndarray) -> int:
         """Return a row length that holds the longest of these items; in steps, where items differ in length."""
         unit = math.lcm(8, int(self._index.positions_per_token[module - 1]))
-        config, longest = self._arrays.encoders[encoder], max(1, int(positions.max(initial=0)))
+        config = self._arrays.encoders[encoder]
+        longest = max(1, int(positions.max(initial=0)))
         alike = isinstance(config, VisionConfig) and isinstance(config.images, FixedSize | DynamicTiles | AnyRes)
+        # 29 positions in units of 8: ceil(29 / 8) * 8 = 32.
         return -(-longest // unit) * unit if alike else round_up_to_step(longest, unit)
 
 
@@ -188,12 +195,13 @@ def _power_of_two(n: int) -> int:
 def _first_fit(length: np.ndarray, rank: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """For each item the row on its rank, and where it begins there."""
     row, offset = np.zeros(len(length), np.int32), np.zeros(len(length), np.int64)
-    filled: dict[int, list[int]] = {}
-    for i, (n, at) in enumerate(zip(length.tolist(), rank.tolist(), strict=True)):
-        rows = filled.setdefault(at, [])
+    filled: dict[int, list[int]] = {}  # by rank, how far each of its rows is taken
+    for i, (n, owner) in enumerate(zip(length.tolist(), rank.tolist(), strict=True)):
+        rows = filled.setdefault(owner, [])
         fits = next((k for k, taken in enumerate(rows) if taken + n <= room), len(rows))
         if fits == len(rows):
             rows.append(0)
-        row[i], offset[i] = fits, rows[fits]
+        row[i] = fits
+        offset[i] = rows[fits]
         rows[fits] += n
     return row, offset

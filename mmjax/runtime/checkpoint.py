@@ -52,11 +52,9 @@ _STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 
 @cache
 def silence_late_io_errors() -> None:
-    """Install the filters, once per process.
-
-    When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others finish later
-    in threads of TensorStore, some after the run has printed its own error; each would print a traceback.
-    """
+    """Install the filters, once per process."""
+    # When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others finish
+    # later in threads of TensorStore, some after the run has printed its own error; each would print a traceback.
     previous_hook = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
@@ -392,10 +390,8 @@ def _user_error(message: str) -> Iterator[None]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Start an event loop for saves, in a thread of its own: a notebook's main thread already runs one.
-
-    It is never closed: when one write of many fails, the others still report to it.
-    """
+    """Start an event loop for saves, in a thread of its own: a notebook's main thread already runs one."""
+    # It is never closed: when one write of many fails, the others still report to it.
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda loop, context: None)
     threading.Thread(target=loop.run_forever, daemon=True).start()

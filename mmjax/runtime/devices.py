@@ -24,10 +24,8 @@ from mmjax.planning.hardware import USABLE, Cluster, Device, find_device
 
 
 def device_description(device: jax.Device) -> Device:
-    """Return a device's peak rates and memory from its data sheet; a CPU, or an unknown device, is measured.
-
-    The devices of one CPU share its cores, its memory and the memory's bandwidth.
-    """
+    """Return a device's peak rates and memory from its data sheet; a CPU, or an unknown device, is measured."""
+    # The devices of one CPU share its cores, its memory and the memory's bandwidth.
     known = find_device(device.device_kind)
     if known is not None:
         return known

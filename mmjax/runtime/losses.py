@@ -56,11 +56,9 @@ def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunk
 
 
 def _picked(logits: jax.Array, token: jax.Array, target: jax.Array) -> jax.Array:
-    """The logit of each position's target, 0 where it is none of these tokens.
-
-    By a product, which is fused with the logits' other uses. Gathering would need them all in memory, and the zeros of
-    a selection are an array as large.
-    """
+    """The logit of each position's target, 0 where it is none of these tokens."""
+    # By a product, which is fused with the logits' other uses. Gathering would need them all in memory, and the zeros
+    # of a selection are an array as large.
     return (logits * (token == target[..., None])).sum(-1)
 
 
@@ -91,17 +89,16 @@ class Worst(NamedTuple):
 
 
 def no_samples() -> Worst:
-    """Of a step that has not begun."""
+    """Make the initial accumulator of `worse_of`."""
     return Worst(jnp.zeros(MOST_NAMED, jnp.int32), jnp.zeros(MOST_NAMED), jnp.zeros((), jnp.int32))
 
 
 def worst_samples(losses: jax.Array, text: TextBatch) -> Worst:
-    """The worst samples of a microbatch, by its tokens' weighted losses `[R, T]`.
-
-    Each rank names the worst of its own rows, and only these are compared over the ranks: the same for any mesh, since
-    of equal losses the first counts both times.
-    """
-    rows, on = (losses, text.weight, text.sample, text.owner), active()
+    """The worst samples of a microbatch, by its tokens' weighted losses `[R, T]`."""
+    # Each rank names the worst of its own rows, and only these are compared over the ranks: the same for any mesh,
+    # since of equal losses the first counts both times.
+    rows = (losses, text.weight, text.sample, text.owner)
+    on = active()
     if on is None:
         return _worst_of_rows(*rows)
     over = PartitionSpec(on.rules.rows)
@@ -131,15 +128,13 @@ def worse_of(a: Worst, b: Worst) -> Worst:
 
 def _most(loss: jax.Array, sample: jax.Array, not_finite: jax.Array) -> Worst:
     missing = max(0, MOST_NAMED - len(loss))
-    loss, at = jax.lax.top_k(jnp.pad(loss, (0, missing)), MOST_NAMED)
-    return Worst(jnp.where(loss > 0, jnp.pad(sample, (0, missing))[at], 0), loss, not_finite)
+    loss, order = jax.lax.top_k(jnp.pad(loss, (0, missing)), MOST_NAMED)
+    return Worst(jnp.where(loss > 0, jnp.pad(sample, (0, missing))[order], 0), loss, not_finite)
 
 
 def _totals(losses: jax.Array, weights: jax.Array, sample: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums from each sample's first token up to every position `[R, T]`: at its last, they are the sample's.
-
-    A scan, by which NaN does not pass from one sample to the next.
-    """
+    """Sums from each sample's first token up to every position `[R, T]`: at its last, they are the sample's."""
+    # A scan, by which NaN does not pass from one sample to the next.
     begins = jnp.concatenate([jnp.ones_like(sample[:, :1], bool), sample[:, 1:] != sample[:, :-1]], axis=1)
 
     def joined(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

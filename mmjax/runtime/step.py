@@ -39,7 +39,7 @@ class Spoiled(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What one process says of a step, for all to know when it is done."""
+    """Report one process's part of a step to all processes, with the update."""
 
     digest: int = 0  # of the step's plan, which must be the same everywhere; 63 bits
     content: int = 0  # sum of the hashes of its rows, 64 bits; a row that several processes hold counts once
@@ -49,7 +49,7 @@ class Said(NamedTuple):
 
 
 class Accumulated(NamedTuple):
-    """What microbatches add to: gradients in float32, the loss report, and the worst samples so far."""
+    """Accumulate over microbatches: gradients in float32, the loss report, and the worst samples so far."""
 
     gradients: Params
     report: LossReport
@@ -57,7 +57,7 @@ class Accumulated(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What one update tells, the same on every process."""
+    """Report one update, the same on every process."""
 
     report: LossReport
     worst: Worst
@@ -84,23 +84,41 @@ class Executor:
         exchange: Exchange = "padded",
         loss_chunks: int = 1,
     ) -> None:
-        self.exchange, self.loss_chunks = exchange, loss_chunks
-        self.model, self.optimizer, self.mesh, self.rules, self.sources = model, optimizer, mesh, rules, sources
+        self.model = model
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self.rules = rules
+        self.sources = sources
+        self.exchange = exchange
+        self.loss_chunks = loss_chunks
         self.frozen = frozenset(model.frozen)
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
-        whole = replicated(mesh)
-        sums, worst = LossReport(whole, whole), Worst(whole, whole, whole)
+        on_all = replicated(mesh)
+        sums = LossReport(on_all, on_all)
+        worst = Worst(on_all, on_all, on_all)
         accumulated = Accumulated(self.shardings.trainable, sums, worst)
-        told = StepReport(sums, worst, *(whole,) * 7)
+        step_report = StepReport(
+            report=sums,
+            worst=worst,
+            gradient_norm=on_all,
+            agreed=on_all,
+            finite=on_all,
+            stop=on_all,
+            content=on_all,
+            needed_flops=on_all,
+            busy=on_all,
+        )
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
         self.born = cache(self._born)
         self.start = jax.jit(self._start, out_shardings=(self.shardings.step, self.shardings.optimizer))
         self.zeros = jax.jit(self._zeros, out_shardings=accumulated)
         self.accumulate = jax.jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
-        self.agree = jax.jit(_all_spoiled, out_shardings=Spoiled(whole, whole))
-        self.weigh = jax.jit(_weigh, out_shardings=(whole, rows_sharding(mesh, rules.rows)))
-        self.update = jax.jit(self._update, out_shardings=(self.shardings, accumulated, told), donate_argnums=(0, 1))
+        self.agree = jax.jit(_all_spoiled, out_shardings=Spoiled(on_all, on_all))
+        self.weigh = jax.jit(_weigh, out_shardings=(on_all, rows_sharding(mesh, rules.rows)))
+        self.update = jax.jit(
+            self._update, out_shardings=(self.shardings, accumulated, step_report), donate_argnums=(0, 1)
+        )
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -109,15 +127,14 @@ class Executor:
         modules = ("llm", *(name for e in config.encoders for name in (e, f"{e}.connector")))
         return (*modules, *(f"{module}.lora" for module in adapted_modules(config)))
 
-    def init(self, key: jax.Array, given: Params | None = None) -> TrainState:
-        """A fresh state, every array born in its shards. given: the parameters of some modules, where they lie.
-
-        Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
-        """
-        given = given or {}
-        modules = frozenset(modules_of(given))
-        born, read = self.born(modules)(key), partition(given, self.frozen & modules)
-        trainable, frozen = (merge(random, stored) for random, stored in zip(born, read, strict=True))
+    def init(self, key: jax.Array, pretrained: Params | None = None) -> TrainState:
+        """A fresh state, every array born in its shards. pretrained: the parameters of some modules, in place."""
+        # Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
+        pretrained = pretrained or {}
+        modules = frozenset(modules_of(pretrained))
+        drawn = self.born(modules)(key)
+        read = partition(pretrained, self.frozen & modules)
+        trainable, frozen = (merge(random, stored) for random, stored in zip(drawn, read, strict=True))
         step, moments = self.start(trainable)
         return TrainState(step, trainable, frozen, moments)
 
@@ -173,7 +190,10 @@ class Executor:
         numbers: jax.Array,
     ) -> tuple[TrainState, Accumulated, StepReport]:
         params, moments, norm = self.optimizer.update(accumulated.gradients, state.optimizer, state.trainable, hyper)
-        digests, content, stop = words[:, :2], words[:, 2:4].sum(0, dtype=jnp.uint32), words[:, 4].any()
+        # The columns of `words`: two halves of the digest, two of the content's hash, and the request to stop.
+        digests = words[:, :2]
+        content = words[:, 2:4].sum(0, dtype=jnp.uint32)
+        stop = words[:, 4].any()
         agreed = jnp.all(digests.min(0) == digests.max(0))
         finite = jnp.isfinite(norm) & jnp.isfinite(accumulated.report.loss).all()
         # A selection, not a branch: it is part of the update's own pass over the parameters.
@@ -182,16 +202,26 @@ class Executor:
             lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, state.optimizer)
         )
         cleared = jax.tree.map(jnp.zeros_like, accumulated)
-        flops, busy = numbers[:, 0].sum(), numbers[:, 1]
-        told = StepReport(*accumulated[1:], norm, agreed, finite, stop, content, flops, busy)
-        return TrainState(state.step + valid, params, state.frozen, moments), cleared, told
+        step_report = StepReport(
+            report=accumulated.report,
+            worst=accumulated.worst,
+            gradient_norm=norm,
+            agreed=agreed,
+            finite=finite,
+            stop=stop,
+            content=content,
+            needed_flops=numbers[:, 0].sum(),
+            busy=numbers[:, 1],
+        )
+        return TrainState(state.step + valid, params, state.frozen, moments), cleared, step_report
 
     def put(self, batch: Microbatch) -> Microbatch:
         """Bring a packed microbatch to the devices: the rows of this process's ranks, as many for each rank."""
 
         def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
-            of, held = row_ranks(self.mesh, axes), len(local_ranks(self.mesh, axes))
-            shape = (len(x) * of // held, *x.shape[1:])
+            # 6 rows of this process's 2 ranks, of 8 ranks in all: 6 * 8 // 2 = 24 rows.
+            ranks = row_ranks(self.mesh, axes)
+            shape = (len(x) * ranks // len(local_ranks(self.mesh, axes)), *x.shape[1:])
             return jax.make_array_from_process_local_data(rows_sharding(self.mesh, axes), x, shape)
 
         return _put(batch, put, self.rules)
@@ -202,13 +232,13 @@ class Executor:
         accumulated: Accumulated,
         batches: Sequence[Microbatch],
         hyper: Hyperparameters,
-        said: Said | None = None,
+        process_report: Said | None = None,
         noise: np.ndarray | None = None,
         spoiled: Sequence[int] = (),
     ) -> tuple[TrainState, Accumulated, StepReport]:
         """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
 
-        said: what this process tells the others. noise: uint32 (seed, step) of dropout; without it nothing is dropped.
+        process_report: of this process, for the others. noise: uint32 (seed, step) of dropout; None: none is.
         spoiled: the samples that this process could not read. Nothing is updated, and the step does not count, where
         processes differ in the digest of its plan, where loss or gradient are not finite, where no token of the step
         has a loss weight, or where more samples are spoiled than may be left out.
@@ -218,7 +248,7 @@ class Executor:
             accumulated = self.accumulate(
                 state.trainable, state.frozen, accumulated, batch, weight, noise if self.model.drops else None
             )
-        words = self.put_said(said or Said())
+        words = self.put_said(process_report or Said())
         state, accumulated, report = self.update(state, accumulated, hyper, weight, *words)
         return state, accumulated, report._replace(spoiled=left_out)
 
@@ -226,26 +256,29 @@ class Executor:
         self, batches: Sequence[Microbatch], spoiled: Sequence[int] = ()
     ) -> tuple[jax.Array, list[Microbatch], Spoiled]:
         """The loss weight of a step, its microbatches without weight where samples are spoiled, and which all are."""
-        own = np.full((len(self.mesh.local_devices), MOST_SPOILED + 1), PADDING, np.int32)
-        given = list(spoiled)[: MOST_SPOILED + 1]
-        own[0, : len(given)] = given
-        left_out = self.agree(jax.make_array_from_process_local_data(self.per_device, own))
-        weight, weighed = np.float32(0), []
+        unreadable = np.full((len(self.mesh.local_devices), MOST_SPOILED + 1), PADDING, np.int32)
+        ids = list(spoiled)[: MOST_SPOILED + 1]
+        unreadable[0, : len(ids)] = ids
+        left_out = self.agree(jax.make_array_from_process_local_data(self.per_device, unreadable))
+        weight = np.float32(0)
+        weighed = []
         for batch in batches:
             weight, own_weight = self.weigh(weight, batch.text.weight, batch.text.owner, left_out)
             weighed.append(batch._replace(text=batch.text._replace(weight=own_weight)))
         return weight, weighed, left_out
 
-    def put_said(self, said: Said) -> tuple[jax.Array, jax.Array]:
-        """What this process says, on each of its devices: uint32 `[devices, 5]`, float32 `[devices, 2]`."""
+    def put_said(self, process_report: Said) -> tuple[jax.Array, jax.Array]:
+        """Put this process's report on each of its devices: uint32 `[devices, 5]`, float32 `[devices, 2]`."""
         words = np.zeros((len(self.mesh.local_devices), 5), np.uint32)
         numbers = np.zeros((len(words), 2), np.float32)
-        words[:, :2] = said.digest & 0xFFFFFFFF, said.digest >> 32
-        words[0, 2:4] = said.content & 0xFFFFFFFF, said.content >> 32  # it is summed over devices
-        words[:, 4], numbers[:, 1] = said.stop, said.busy
+        # 64-bit numbers take two words, the lower first: 0x1_0000_0002 is 2, 1.
+        words[:, :2] = process_report.digest & 0xFFFFFFFF, process_report.digest >> 32
+        words[0, 2:4] = process_report.content & 0xFFFFFFFF, process_report.content >> 32  # it is summed over devices
+        words[:, 4] = process_report.stop
+        numbers[:, 1] = process_report.busy
         # A rank's rows are counted once for each of the devices that share them.
         shared = len(local_ranks(self.mesh)) * self.mesh.size // row_ranks(self.mesh)
-        numbers[:, 0] = said.needed_flops / shared
+        numbers[:, 0] = process_report.needed_flops / shared
         put = partial(jax.make_array_from_process_local_data, self.per_device)
         return put(words), put(numbers)
 
@@ -263,10 +296,11 @@ class Executor:
 
 
 def _all_spoiled(samples: jax.Array) -> Spoiled:
-    """Of what each device was told, every sample once."""
+    """Merge the samples that each device was given, every sample once."""
     ids = -jnp.sort(-samples.reshape(-1))
-    found = jnp.where((ids >= 0) & (ids != jnp.pad(ids[:-1], (1, 0), constant_values=PADDING)), ids, PADDING)
-    return Spoiled(jax.lax.top_k(found, MOST_SPOILED)[0], (found >= 0).sum())
+    # An id stays where it differs from the one before: 7, 7, 3, -1 becomes 7, -1, 3, -1.
+    unique = jnp.where((ids >= 0) & (ids != jnp.pad(ids[:-1], (1, 0), constant_values=PADDING)), ids, PADDING)
+    return Spoiled(jax.lax.top_k(unique, MOST_SPOILED)[0], (unique >= 0).sum())
 
 
 def _weigh(total: jax.Array, weight: jax.Array, owner: jax.Array, spoiled: Spoiled) -> tuple[jax.Array, jax.Array]:

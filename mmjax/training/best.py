@@ -28,8 +28,8 @@ class BestMetric:
         """Read what a run's evaluations gave up to `step`, the same on every process."""
         best = cls(training.keep_best, training.patience)
         if best.metric and step:
-            for at, value in coordination.run_on_leader(lambda: _recorded(metrics, best.metric, step)):
-                best.update(at, {best.metric: value})
+            for evaluation_step, value in coordination.run_on_leader(lambda: _recorded(metrics, best.metric, step)):
+                best.update(evaluation_step, {best.metric: value})
         return best
 
     @property
@@ -43,6 +43,7 @@ class BestMetric:
             return False
         value = scores[self.metric]
         sign = -1 if self.metric.partition("/")[2].startswith(LOWER_IS_BETTER) else 1
+        # NaN is the only value that differs from itself.
         better = value == value and (not self.step or sign * value > sign * self.value)
         if better:
             self.value, self.step = value, step

@@ -116,7 +116,8 @@ class Session:
             return self._start()
 
     def _start(self) -> TrainState:
-        executor, first = self.executor, self.life.first
+        executor = self.executor
+        first = self.life.first
         metrics = self.evaluator.metrics("validation")
         if self.best.metric and self.best.metric not in metrics:
             raise UserError(
@@ -133,8 +134,8 @@ class Session:
             begin = lambda p: state_from(executor.model, executor.optimizer, executor.frozen, p)  # noqa: E731
             state = jax.jit(begin, out_shardings=executor.shardings)(params)
         else:
-            given = load_pretrained(executor.model, parameter_shardings(executor.model, self.mesh, executor.rules))
-            state = executor.init(jax.random.key(self.config.seed), given)
+            pretrained = load_pretrained(executor.model, parameter_shardings(executor.model, self.mesh, executor.rules))
+            state = executor.init(jax.random.key(self.config.seed), pretrained)
             for folder, modules in modules_by_folder(self.config.model).items():
                 print_lines(f"weights of {', '.join(modules)} from {folder}")
         if coordination.is_leader():
@@ -146,14 +147,15 @@ class Session:
 
     def _check_goes_with(self, saved: CheckpointMetadata) -> None:
         """Raises UserError where a checkpoint does not go with the data or the length of the run."""
-        step, now = saved.step, asdict(self.data_state(saved.step))
+        step = saved.step
+        current = asdict(self.data_state(step))
         begins = self.life.segment.first == step  # with other data, as was said
         if saved.data.planner != PLANNER:
             raise UserError(
                 f"{self.folder.path} was planned by another version of mmjax, which put other samples into its steps; "
                 "go on with that version, or start another run from its parameters with init_from="
             )
-        if changed := [key for key, value in asdict(saved.data).items() if now[key] != value and not begins]:
+        if changed := [key for key, value in asdict(saved.data).items() if current[key] != value and not begins]:
             raise UserError(
                 f"{self.folder.path} was trained on other data ({', '.join(changed)} differ); restore the data, go on "
                 "with what there is now by --new-data, or start another run from its parameters with init_from="
@@ -168,7 +170,8 @@ class Session:
     def _parameters_of(self, run: Path) -> Params:
         source = RunFolder(run)
         try:
-            model, adapted = self.executor.model, bool(source.read_config().model.lora)
+            model = self.executor.model
+            adapted = bool(source.read_config().model.lora)
             if adapted and not model.config.lora:
                 raise UserError(
                     "that run has adapters and this model has none: give it the same model.lora, or merge them with "
@@ -288,12 +291,14 @@ class Session:
         self.stopping = bool(report.stop)
         scalars = self._numbers.of(ready, report, self.hyperparameters(step))
         low, high = map(int, report.content)
-        more = {"batch": spelled(low + (high << 32)), "worst": self._bad_numbers.worst(report.worst)}
-        self._write(step + 1, scalars | more)
+        extra = {"batch": spelled(low + (high << 32)), "worst": self._bad_numbers.worst(report.worst)}
+        self._write(step + 1, scalars | extra)
         progress.update(step + 1, scalars)
         spoiled = [int(sample) for sample in report.spoiled.samples if sample >= 0]
-        behind = partial(samples_with_bad_gradients, self.executor, state, ready.arrays, self.noise(step), spoiled)
-        self._bad_numbers.settle(step, report, behind, ready.loaded.samples.tolist())
+        find_bad_gradients = partial(
+            samples_with_bad_gradients, self.executor, state, ready.arrays, self.noise(step), spoiled
+        )
+        self._bad_numbers.settle(step, report, find_bad_gradients, ready.loaded.samples.tolist())
         self._tell_save()
         if not self.start_seconds:
             self.start_seconds = startup.seconds()
@@ -316,8 +321,8 @@ class Session:
         self._told_save = ended.step
         if ended.error:
             saved = saved_steps(self.folder.checkpoints)
-            kept = f"the checkpoint after step {saved[-1]} is kept" if saved else "there is none yet"
-            print_lines(f"WARNING step {ended.step} could not be saved: {ended.error}; {kept}, and the run goes on")
+            newest = f"the checkpoint after step {saved[-1]} is kept" if saved else "there is none yet"
+            print_lines(f"WARNING step {ended.step} could not be saved: {ended.error}; {newest}, and the run goes on")
 
     def _check_updated(self, step: int, report: StepReport) -> None:
         """Raises UserError where the step has updated nothing."""
@@ -441,9 +446,9 @@ class Session:
             error = self.checkpoints.wait()
         if error:
             saved = saved_steps(self.folder.checkpoints)
-            kept = f"step {saved[-1]}, which is kept," if saved else "the start"
+            newest = f"step {saved[-1]}, which is kept," if saved else "the start"
             raise UserError(
-                f"the last state could not be saved: {error}; make room, and go on from {kept} with --resume",
+                f"the last state could not be saved: {error}; make room, and go on from {newest} with --resume",
                 everywhere=True,
             )
 

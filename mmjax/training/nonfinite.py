@@ -55,10 +55,8 @@ def samples_with_bad_gradients(
 
 
 def _isolate(batch: Microbatch, rows: jax.Array) -> Microbatch:
-    """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely.
-
-    A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
-    """
+    """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely."""
+    # A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
 
     def keep(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
         mask = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
