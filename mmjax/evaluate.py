@@ -129,6 +129,7 @@ def _open_evaluator(
         config,
         samples=None if samples is None else dict.fromkeys(sources, samples),
         at_once=AT_ONCE,
+        one_shape=True,
         loss_chunks=max(1, config.training.loss_chunks) if with_loss else None,
     )
     return evaluator, params, step
