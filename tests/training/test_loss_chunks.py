@@ -99,9 +99,11 @@ def test_loss_and_every_gradient_are_those_of_the_whole_logits_to_their_own_roun
 
 @pytest.mark.exhaustive
 def test_in_bfloat16_they_are_as_close_as_rounding_allows(first):
+    """Parts are hardly further from float32 than the whole is: that is rounding, in which versions of XLA differ."""
     (found, gradient), (wanted, whole) = (first(chunks, precision="bfloat16") for chunks in (4, 1))
+    exact = first(1)[1]
     assert found == pytest.approx(wanted, rel=1e-5)
-    assert worst_leaf(gradient, whole) < (0.02, "")
+    assert worst_leaf(gradient, exact)[0] < 1.1 * worst_leaf(whole, exact)[0]
 
 
 @pytest.mark.exhaustive
