@@ -238,7 +238,7 @@ def audio_tower(rng: np.random.Generator) -> Fields:
     """Whisper's encoder, and Qwen2-Audio's, for windows of one or two seconds."""
     heads = pick(rng, 1, 2, 3, 4)
     return {
-        "d_model": 2 * heads * between(rng, 2, 6),
+        "d_model": 2 * heads * between(rng, -(-5 // heads), 6),  # at least 10: see `tower_sizes`
         "encoder_layers": between(rng, 1, 4),
         "encoder_attention_heads": heads,
         "encoder_ffn_dim": between(rng, 20, 60),
