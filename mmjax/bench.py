@@ -30,8 +30,7 @@ from mmjax.benchmarks import (
 )
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.console import print_lines, table
-from mmjax.errors import exit_process, run_command
-from mmjax.outputs import check_output
+from mmjax.errors import check_output, exit_process, run_command
 
 # Benchmarks whose run() returns a list of rows, one per variant.
 COMPARISONS: dict[str, Any] = {

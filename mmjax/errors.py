@@ -1,4 +1,4 @@
-"""Report a user's mistakes in one line, handle Ctrl-C, and end commands with their exit codes."""
+"""Report a user's mistakes in one line, check output files before any work, and end commands with their exit codes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -106,3 +107,16 @@ def exit_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+PLOT_SUFFIXES = (".png", ".svg")
+
+
+def check_output(option: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:
+    """Raise UserError where the file of an option cannot be written, or has none of these suffixes."""
+    if suffixes and path.suffix not in suffixes:
+        raise UserError(f"{option} {path}: name a file that ends in {' or '.join(suffixes)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"{option} {path}: name a file in a folder that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{option} {path}: permission denied; name a file that you may write")

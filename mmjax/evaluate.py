@@ -26,6 +26,7 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.evaluation import (
+    MEASURES,
     Answered,
     Evaluator,
     Replies,
@@ -35,15 +36,11 @@ from mmjax.inference.evaluation import (
     exact_match,
 )
 from mmjax.inference.generator import MOST
-from mmjax.inference.prompt_rows import BatchLimits
-from mmjax.inference.prompts import QuestionSource
-from mmjax.inference.scores import MEASURES
+from mmjax.inference.prompts import BatchLimits, QuestionSource
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
-from mmjax.runtime.compile_cache import enable_compilation_cache
-from mmjax.runtime.devices import choose_devices
+from mmjax.runtime.devices import choose_devices, enable_compilation_cache
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings
 from mmjax.training.announce import score_table

@@ -15,19 +15,27 @@ import jax.numpy as jnp
 
 from mmjax.config import ModelConfig
 from mmjax.config.codec import did_you_mean, encode
-from mmjax.config.lora_targets import adapted_modules
+from mmjax.config.model import adapted_modules
 from mmjax.console import print_lines, table
 from mmjax.errors import UserError, exit_process, run_command
-from mmjax.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, module_path, saved_name, tensor_names
 from mmjax.hf.folder import SINGLE, HfFolder
-from mmjax.hf.parts import TRANSPOSED
-from mmjax.hf.writing import NewTensor, copy_beside, write_tensors
+from mmjax.hf.layout import TRANSPOSED
+from mmjax.hf.writing import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    NewTensor,
+    adapter_config,
+    copy_beside,
+    module_path,
+    saved_name,
+    tensor_names,
+    write_tensors,
+)
 from mmjax.hub import checkpoint_folder
 from mmjax.models.model import Model
 from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step
-from mmjax.runtime.export_weights import Exporter, Piece
-from mmjax.runtime.pretrained import modules_by_folder
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.weights import Exporter, Piece, modules_by_folder
 
 PARTS = "parts.json"  # the folder of each module of a model that is exported in parts
 

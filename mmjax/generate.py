@@ -15,19 +15,16 @@ import jax
 
 from mmjax.config import Config, MeshConfig
 from mmjax.console import print_lines, print_note
-from mmjax.data.conversation import BadSample, Medium
 from mmjax.data.media.patches import Encoders
 from mmjax.data.plan.placement import Topology
+from mmjax.data.sample import BadSample, Medium
 from mmjax.data.sources.processors import PROBES, MediaProcessors
 from mmjax.errors import BadMedia, UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.generator import MOST, Answer, Generator, Sampling
-from mmjax.inference.prompt_rows import PromptRows
-from mmjax.inference.user_prompts import UserPrompt, UserPromptSource, make_prompt
-from mmjax.parallel.mesh import check_heads, make_mesh, mesh_sizes
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.compile_cache import enable_compilation_cache
-from mmjax.runtime.devices import choose_devices
+from mmjax.inference.prompts import PromptRows, UserPrompt, UserPromptSource, make_prompt
+from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh, mesh_sizes
+from mmjax.runtime.devices import choose_devices, enable_compilation_cache
 
 EVERY = 4  # tokens between updates of a terminal
 UNFINISHED = "\ufffd"  # what a character decodes to while a token with its last bytes is still missing

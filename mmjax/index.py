@@ -22,10 +22,10 @@ from mmjax.config.loading import default_config, find_config, load
 from mmjax.console import ProgressLine, count, print_lines, table
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
+from mmjax.data.sources.chat_source import BadSampleEntry
 from mmjax.data.sources.media_sizes import MediaFacts, Progress, read_facts
 from mmjax.data.sources.opening import Split, cache_folder, open_conversations, open_sources, path_of
 from mmjax.data.sources.processors import PROBES
-from mmjax.data.sources.quarantine import BadSampleEntry
 from mmjax.data.storage.files import Conversations
 from mmjax.errors import UserError, exit_process, run_command
 

@@ -28,8 +28,7 @@ from mmjax.errors import UserError, exit_process, run_command
 from mmjax.reporting.rows import item_image
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.training.metrics import logged_records
-from mmjax.training.run_data import loader_of
-from mmjax.training.run_history import Launch, launch_of_step, read_launches
+from mmjax.training.run_data import Launch, launch_of_step, loader_of, read_launches
 
 TRAINED = "\033[1m", "\033[0m"  # around trained tokens on a terminal; elsewhere [[ and ]]
 # Grey values by `seen_by_layers`: seen by no layer, by the layers without a sliding window only, by all layers.

@@ -24,12 +24,10 @@ from mmjax.autotune.memory_plan import ACTIVATION, describe_shortage, device_spe
 from mmjax.config import Config
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.console import count, duration, print_lines, size, table
-from mmjax.data.plan.length_files import index_of_lengths, omni_corpus, read_lengths
-from mmjax.data.plan.length_index import LengthIndex, build_index
-from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.data.plan.length_index import LengthIndex, build_index, index_of_lengths, omni_corpus, read_lengths
+from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sources.opening import open_sources
-from mmjax.errors import UserError, exit_process, run_command
-from mmjax.outputs import PLOT_SUFFIXES, check_output
+from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.planning.flops import parameters
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.memory import saved_bytes

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmjax.console import print_lines, size
-from mmjax.errors import exit_process, run_command
-from mmjax.outputs import check_output
+from mmjax.errors import check_output, exit_process, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:

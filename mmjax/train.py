@@ -36,18 +36,21 @@ from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError, exit_process, raise_ctrl_c_once, run_command
 from mmjax.inference.evaluation import Evaluator, evaluation_sources
-from mmjax.inference.prompt_rows import BatchLimits
+from mmjax.inference.prompts import BatchLimits
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import check_heads, make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.planning.plan_file import plan_changes
 from mmjax.runtime.checkpoint import CheckpointStore, DamagedCheckpoint
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
-from mmjax.runtime.compile_cache import CompileCounter, enable_compilation_cache
-from mmjax.runtime.devices import choose_devices, peak_flops, set_gpu_memory_fraction
-from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.devices import (
+    CompileCounter,
+    choose_devices,
+    enable_compilation_cache,
+    peak_flops,
+    set_gpu_memory_fraction,
+)
 from mmjax.runtime.run_dir import NOTHING, AllowedChanges, Mode, RunFolder, claim, run_folder_of, run_lock_held
-from mmjax.runtime.state import TrainState
+from mmjax.runtime.state import TrainState, make_optimizer
 from mmjax.runtime.step import Executor
 from mmjax.startup import activity, end_loading
 from mmjax.training.loop import Session

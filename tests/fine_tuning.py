@@ -18,15 +18,13 @@ from mmjax.config import Config, LoraConfig, MeshConfig, Rates
 from mmjax.config.loading import load, to_json
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import CheckpointStore, DataState
 from mmjax.runtime.checkpoint_commit import Retention
-from mmjax.runtime.optimizer import make_optimizer
-from mmjax.runtime.pretrained import load_pretrained
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.state import make_optimizer, parameter_shardings
 from mmjax.runtime.step import Executor
+from mmjax.runtime.weights import load_pretrained
 from mmjax.train import train
 
 SIZES = {

@@ -19,18 +19,16 @@ from mmjax.config import Config, DataConfig, MeshConfig
 from mmjax.config.loading import apply_overrides, describe, from_json, load, to_json
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.data.sources.opening import open_sources
-from mmjax.data.sources.quarantine import BadSampleEntry, Quarantine
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import check_heads, make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.planning.memory import ModelSharding
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.runtime.checkpoint import CheckpointMetadata, CheckpointStore, DataState, read_metadata, restore_parameters
 from mmjax.runtime.checkpoint_commit import Retention
-from mmjax.runtime.optimizer import make_optimizer
 from mmjax.runtime.run_dir import RunFolder, changes_of
-from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.state import make_optimizer, parameter_shardings
 from mmjax.runtime.step import Executor
 from mmjax.training.metrics import MetricsLog
 

@@ -20,7 +20,7 @@ from mmjax.errors import UserError
 from mmjax.runtime.devices import choose_devices
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.training import loop
-from mmjax.training.run_history import launch_of_step
+from mmjax.training.run_data import launch_of_step
 
 
 @pytest.fixture(scope="module")

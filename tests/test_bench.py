@@ -8,8 +8,8 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.data.plan import row_shapes
-from mmjax.data.plan.length_files import omni_corpus, visual_corpus
+from mmjax.data.plan import step_plan
+from mmjax.data.plan.length_index import omni_corpus, visual_corpus
 
 
 def rows(capsys, *words: str) -> list[dict]:
@@ -45,7 +45,7 @@ def test_fill_compares_groupings_on_the_same_data(capsys):
 
 @pytest.fixture
 def a_short_dry_run(monkeypatch):
-    monkeypatch.setattr(row_shapes, "DRY_RUN_STEPS", 16)
+    monkeypatch.setattr(step_plan, "DRY_RUN_STEPS", 16)
 
 
 def test_fill_compares_balances_on_ranks(capsys, a_short_dry_run):

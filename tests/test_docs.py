@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmjax.bench import main as bench
 from mmjax.config.loading import load
-from mmjax.config.lora_targets import adapted_modules
+from mmjax.config.model import adapted_modules
 from mmjax.errors import run_command
 from mmjax.generate import main as generate
 from mmjax.train import main as train

@@ -11,7 +11,7 @@ from started import finish, start
 
 from mmjax import evaluate
 from mmjax.errors import UserError
-from mmjax.inference.evaluation import exact_match
+from mmjax.inference.evaluation import exact_match_by_group
 
 FAMILIES = ("image", "audio", "mixed", "text")
 TASKS = {f"exact_match_{name}" for name in ("image.read", "audio.write", "mixed.read", "text.read")}
@@ -30,7 +30,7 @@ def test_json_is_one_object_with_every_family_and_task(trained, capsys):
     scores = json.loads(ended.out)
     assert {f"exact_match_{family}" for family in FAMILIES} | {"samples"} <= set(scores)
     assert TASKS & set(scores)
-    assert all(0 <= value <= 1 for key, value in scores.items() if key.startswith("exact_match"))
+    assert all(0 <= value <= 1 for key, value in scores.items() if key.startswith("exact_match_by_group"))
     assert scores["samples"] == 24
     assert scores["step"] == 6
     assert files(trained) == before
@@ -45,7 +45,7 @@ def test_the_scores_are_those_that_training_ended_with(trained, capsys):
 def test_answers_to_some_questions_are_those_that_the_scores_count(trained, capsys):
     answered = evaluate.ask(trained, range(24))
     scores = json.loads((trained / "test.json").read_text())
-    assert {name: scores[name] for name in exact_match(answered)} == exact_match(answered)
+    assert {name: scores[name] for name in exact_match_by_group(answered)} == exact_match_by_group(answered)
     assert evaluate.ask(trained, [3, 1], source="few") == [answered[3], answered[1]]
     with pytest.raises(UserError, match="test/other has no questions; those that have: test/few"):
         evaluate.ask(trained, [0], source="other")

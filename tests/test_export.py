@@ -31,9 +31,8 @@ from mmjax.data.storage.array_store import verify_checksum, with_checksum
 from mmjax.hf.families import from_hf
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime import export_weights
+from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime import weights
 from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings
@@ -176,7 +175,7 @@ def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatc
         held.append(sum(x.nbytes for path, x in found.items() if "lora" not in path))
         return found
 
-    monkeypatch.setattr(export_weights, "GROUP_BYTES", 12_000)
+    monkeypatch.setattr(weights, "GROUP_BYTES", 12_000)
     monkeypatch.setattr(SavedParameters, "read", counted)
     export.export(tuned, tmp_path / "in turns")
     assert len(held) > 8

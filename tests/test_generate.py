@@ -29,8 +29,7 @@ from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.evaluation import evaluation_sources
 from mmjax.inference.generator import Generator
 from mmjax.inference.prompts import QuestionPrompts
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.run_dir import RunFolder
 
 QUESTION = "What colour is the upper half?"

@@ -19,7 +19,7 @@ from PIL import Image
 from mmjax import generate, index
 from mmjax.config import ChatFormat, LlavaSource, ParquetSource
 from mmjax.config.loading import load
-from mmjax.data.conversation import BadSample
+from mmjax.data.sample import BadSample
 from mmjax.data.sources.opening import Split, open_conversations
 from mmjax.data.storage.files import Conversations
 from mmjax.data.text.chat import load_chat

@@ -21,10 +21,9 @@ from mmjax.config.loading import find_config, load
 from mmjax.data.sources.opening import open_sources
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.generator import Generator
-from mmjax.inference.user_prompts import UserPromptSource, make_prompt
+from mmjax.inference.prompts import UserPromptSource, make_prompt
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.errors import UserError
-from mmjax.outputs import PLOT_SUFFIXES, check_output
+from mmjax.errors import PLOT_SUFFIXES, UserError, check_output
 
 
 def test_files_in_folders_that_exist_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

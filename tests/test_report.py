@@ -19,19 +19,18 @@ from llava_folder import save_checkpoint, save_questions
 from PIL import Image
 from started import Ended
 
-from mmjax.balance.metrics import dist_ratio
+from mmjax.balance.parts import dist_ratio
 from mmjax.config.loading import load
 from mmjax.data.loading.replay import PackedRow
 from mmjax.data.storage.array_store import verify_checksum, with_checksum
 from mmjax.inspect import replay, write
 from mmjax.models.attention import allowed
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import make_mesh
 from mmjax.report import main, report
 from mmjax.reporting.run import plan_again, read_runs
 from mmjax.runtime.run_dir import NOTHING, RunFolder
-from mmjax.training.run_data import open_data
-from mmjax.training.run_history import append_launch
+from mmjax.training.run_data import append_launch, open_data
 
 SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "history", "config")  # nothing is left out
 CHROMIUM = next(

@@ -25,7 +25,7 @@ LONG_FILES = (
     "test_processes.py", "test_hangs.py", "test_restarts.py", "test_new_data.py", "test_balanced.py", "test_train.py",
     "test_exactness.py", "test_spoiled_samples.py", "test_export.py", "test_notebooks.py", "test_llava_style.py",
     "test_absent_devices.py", "test_stacked_vision.py", "test_mutations.py", "test_plan_command.py", "test_report.py",
-    "test_workers.py", "test_generation.py", "test_recipes.py", "test_collectives.py", "test_layer_profile.py",
+    "test_workers.py", "test_generator.py", "test_recipes.py", "test_collectives.py", "test_layer_profile.py",
 )  # fmt: skip
 
 

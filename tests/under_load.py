@@ -15,13 +15,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CLOCKED = (
-    "tests/test_bench.py", "tests/test_errors.py", "tests/test_generate.py", "tests/test_hangs.py",
-    "tests/test_index_command.py", "tests/test_launch.py", "tests/test_processes.py", "tests/test_restarts.py",
-    "tests/test_supervise.py", "tests/data/test_array_records.py", "tests/data/test_chat_files.py",
-    "tests/data/test_kept.py", "tests/data/test_media_facts.py", "tests/data/test_media_folder.py",
-    "tests/data/test_parquet.py", "tests/data/test_text_lengths.py", "tests/data/test_workers.py",
-    "tests/training/test_late_ends.py", "tests/training/test_layer_profile.py",
-    "tests/training/test_metrics_log.py", "tests/training/test_run_lock.py", "tests/training/test_watchdog.py",
+    "tests/test_bench.py", "tests/test_errors.py", "tests/test_generate.py", "tests/distributed/test_hangs.py",
+    "tests/test_index_command.py", "tests/test_launch.py", "tests/distributed/test_processes.py",
+    "tests/training/test_restarts.py", "tests/test_supervise.py", "tests/data/sources/test_array_records.py",
+    "tests/data/sources/test_chat_files.py", "tests/data/storage/test_array_store.py",
+    "tests/data/sources/test_media_sizes.py", "tests/data/storage/test_archives.py",
+    "tests/data/sources/test_parquet.py", "tests/data/sources/test_token_counts.py",
+    "tests/data/loading/test_workers.py", "tests/runtime/test_late_ends.py", "tests/autotune/test_layer_profile.py",
+    "tests/training/test_metrics_log.py", "tests/runtime/test_run_lock.py", "tests/distributed/test_watchdog.py",
 )  # fmt: skip
 
 

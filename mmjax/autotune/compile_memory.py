@@ -20,10 +20,9 @@ from mmjax.config import Callbacks, Config, ModelConfig
 from mmjax.data.media.anyres_layout import CORNERS, interpolates_tokens
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import LOADED, DeviceBatch
-from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor
 
 WHEELS = "jax_cuda13_plugin"

@@ -19,14 +19,13 @@ from mmjax.autotune.memory_plan import (
     plan_memory_of_run,
     suggest_settings,
 )
-from mmjax.balance.metrics import dist_ratio
+from mmjax.balance.parts import dist_ratio
 from mmjax.config import Config, LlmBalance, NoBalance, PostBalance
-from mmjax.data.plan.budget import make_budget
+from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance
-from mmjax.data.plan.row_shapes import RankLayout
-from mmjax.data.plan.step_plan import StepPlan, make_planner
-from mmjax.parallel.mesh import check_heads, mesh_sizes
+from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
+from mmjax.parallel.sharding import check_heads, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.remat import MemoryLimit, MemoryPlan

@@ -22,21 +22,19 @@ from mmjax.config import Config, MeshConfig, Remat, Samples
 from mmjax.config.loading import apply_overrides
 from mmjax.console import size
 from mmjax.data.plan.placement import Shape
-from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.storage.array_store import verify_checksum, with_checksum
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.model import Model, parameter_group
-from mmjax.parallel.mesh import loss_choices
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, loss_choices
 from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import DeviceBatch, ModelSharding, SavedBytes
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choose_policies, plan_memory, with_policies
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description, ram_per_device
-from mmjax.runtime.optimizer import key_names
-from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.state import key_names, parameter_shardings
 
 
 @dataclass(frozen=True)

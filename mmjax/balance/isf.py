@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from mmjax.balance.budgets import choose_maximum
 from mmjax.balance.permutation import Shuffler
-from mmjax.balance.row_maximum import choose_maximum
 
 _TRIAL = 4096  # samples that minima are tried on
 _SHUFFLES = 3  # of one trial: one alone is as uncertain as bounds differ

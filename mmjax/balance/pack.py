@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmjax.balance.budgets import Budgets, units
-from mmjax.balance.lpt import longest_first, lpt, polish
+from mmjax.balance.budgets import Budgets, choose_maximum, units
+from mmjax.balance.lpt import longest_first, lpt, polish, to_rows
 from mmjax.balance.node_deal import by_leading_encoder, deal_evenly, node_means
 from mmjax.balance.pack_kernels import (
     Load,
@@ -34,8 +34,6 @@ from mmjax.balance.pack_kernels import (
     place,
 )
 from mmjax.balance.parts import LLM, Parts
-from mmjax.balance.place import to_rows
-from mmjax.balance.row_maximum import choose_maximum
 from mmjax.balance.vector_lpt import balance, balance_nodes
 
 LONGEST_WAIT = 10  # steps

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import mmjax
-from mmjax.balance.metrics import dist_ratio
-from mmjax.benchmarks import length_options
+from mmjax.balance.parts import dist_ratio
+from mmjax.benchmarks import measurement
 from mmjax.benchmarks.balance_steps import (
     MODEL,
     MODES,
@@ -36,10 +36,8 @@ from mmjax.benchmarks.balance_steps import (
 from mmjax.benchmarks.balance_worker import CORES_LEFT, Task
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.data.loading.step_loader import StepLoader
-from mmjax.data.plan.length_files import omni_corpus, read_lengths
-from mmjax.data.plan.length_index import LengthIndex, build_index
-from mmjax.errors import UserError
-from mmjax.outputs import PLOT_SUFFIXES, check_output
+from mmjax.data.plan.length_index import LengthIndex, build_index, omni_corpus, read_lengths
+from mmjax.errors import PLOT_SUFFIXES, UserError, check_output
 
 KEYS = ("vision", "audio", "llm_tokens")
 LINES = 40  # of a failed process's log
@@ -49,7 +47,7 @@ PAPER = {"gain_post_over_none": "1.4-1.9 (OrchMLLM 8.1: throughput on 2560 GPUs)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    length_options.add_arguments(parser)
+    measurement.add_arguments(parser)
     parser.add_argument("--scale", type=int, default=64, help="divide all lengths by this, to at least 1")
     parser.add_argument("--per-rank", type=int, default=4, help="samples of a step for each rank")
     parser.add_argument("--steps", type=int, default=40, help="that are measured; 0: run nothing, with --picture")

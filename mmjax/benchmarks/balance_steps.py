@@ -31,12 +31,10 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.data.media.patches import positions_per_token
-from mmjax.data.plan.budget import Budget, make_budget
-from mmjax.data.plan.grouping import StepGrouper
+from mmjax.data.plan.grouping import Budget, StepGrouper, make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology
-from mmjax.data.plan.row_shapes import RankLayout, lay_out, make_placer
-from mmjax.data.plan.step_plan import StepPlan, StepPlanner
+from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, lay_out, make_placer
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
 from mmjax.planning.flops import executed, frozen_modules
 

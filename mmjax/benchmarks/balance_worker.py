@@ -27,11 +27,9 @@ from mmjax.data.plan.placement import Shape
 from mmjax.distributed import coordination
 from mmjax.errors import exit_process, run_command
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import local_ranks, make_mesh, replicated
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.compile_cache import CompileCounter
-from mmjax.runtime.optimizer import Hyperparameters, hyperparameters, make_optimizer
-from mmjax.runtime.state import TrainState
+from mmjax.parallel.sharding import ShardingRules, local_ranks, make_mesh, replicated
+from mmjax.runtime.devices import CompileCounter
+from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
 from mmjax.runtime.step import Accumulated, Executor, Said
 
 CORES_LEFT = -1  # in place of a core's number: do not pin

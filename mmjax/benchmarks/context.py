@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mmjax.balance.baselines.mask_kinds import KINDS, LEAST_TOKENS
-from mmjax.balance.baselines.token_blocks_baselines import longest_first, random, ring, zigzag
-from mmjax.balance.mask_work import block_work
-from mmjax.balance.token_blocks import distribute, excess
+from mmjax.balance.baselines.token_blocks import KINDS, LEAST_TOKENS, longest_first, random, ring, zigzag
+from mmjax.balance.mask_work import block_work, distribute, excess
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 

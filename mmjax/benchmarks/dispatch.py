@@ -7,15 +7,14 @@ import argparse
 import jax
 import numpy as np
 
-from mmjax.balance.phase_costs import Costs
-from mmjax.balance.phases import PhasePlan, place_apart, place_in_order, place_jointly, usual_widths, wire
+from mmjax.balance.phases import Costs, PhasePlan, place_apart, place_in_order, place_jointly, usual_widths, wire
 from mmjax.balance.rearrangement import Rearrangement, rearrange, tables, width
 from mmjax.benchmarks import phases
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.config import MeshConfig
 from mmjax.errors import UserError
 from mmjax.parallel.encoder_exchange import dispatch
-from mmjax.parallel.mesh import make_mesh, rows_sharding
+from mmjax.parallel.sharding import make_mesh, rows_sharding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

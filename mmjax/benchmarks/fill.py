@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance.metrics import dist_ratio, fill
-from mmjax.balance.parts import LLM
-from mmjax.benchmarks.length_options import index_of_samples
+from mmjax.balance.parts import LLM, dist_ratio, fill
+from mmjax.benchmarks.measurement import index_of_samples
 from mmjax.benchmarks.phases import check
 from mmjax.config import (
     BatchConfig,
@@ -28,8 +27,7 @@ from mmjax.config import (
     Samples,
 )
 from mmjax.config.loading import default_config, find_config, load
-from mmjax.data.plan.length_files import read_lengths
-from mmjax.data.plan.length_index import LengthIndex, build_index
+from mmjax.data.plan.length_index import LengthIndex, build_index, read_lengths
 from mmjax.data.plan.placement import MicrobatchPlan, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources

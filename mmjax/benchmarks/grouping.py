@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance import metrics
-from mmjax.balance.baselines.grouping_baselines import device_groups, length_groups, random_groups
-from mmjax.balance.baselines.rows_bound import rows_lower_bound
+from mmjax.balance import parts
+from mmjax.balance.baselines.bounds import rows_lower_bound
+from mmjax.balance.baselines.grouping import device_groups, length_groups, random_groups
 from mmjax.balance.isf import Iteration, choose_bounds, group_leftovers, isf
 from mmjax.balance.pack import choose_row_maximum, pack_rows
-from mmjax.benchmarks import length_options
+from mmjax.benchmarks import measurement
 from mmjax.benchmarks.measurement import Measurement, median_seconds
-from mmjax.data.plan.length_files import read_lengths, visual_corpus
+from mmjax.data.plan.length_index import read_lengths, visual_corpus
 from mmjax.errors import UserError
 
 BUDGETED = ("isf", "pack")
@@ -48,7 +48,7 @@ class Rows:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    length_options.add_arguments(parser)
+    measurement.add_arguments(parser)
     parser.add_argument("--method", choices=("random", "length", "device", *BUDGETED), default="pack")
     for name, default in (("items", 9), ("tokens", 4096)):
         text = f"budget of a row in isf and pack; auto: chosen from the data (default: {default})"
@@ -149,7 +149,7 @@ def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args
     total = np.stack([np.bincount(row, column, rows) for column in lengths.T], axis=1)
     steps = rows // args.ranks
     per_step = total[: steps * args.ranks].reshape(steps, args.ranks, 2)
-    tokens, items = metrics.dist_ratio(per_step.swapaxes(1, 2)).mean(0) if steps else (0.0, 0.0)
+    tokens, items = parts.dist_ratio(per_step.swapaxes(1, 2)).mean(0) if steps else (0.0, 0.0)
     fill_tokens, fill_items = total.sum(0) / (rows * grouped.maximum)
     padded = args.method not in BUDGETED
     return {
@@ -164,8 +164,8 @@ def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args
         "pad_ratio": _pad_ratio(lengths[:, 0], row) if padded else 0.0,
         "dist_ratio_items": float(items),
         "dist_ratio_tokens": float(tokens),
-        "overdispersion": None if source is None else metrics.overdispersion(source[inside], row // args.ranks),
-        "row_correlation": metrics.row_correlation(lengths[:, 0], row),
+        "overdispersion": None if source is None else parts.overdispersion(source[inside], row // args.ranks),
+        "row_correlation": parts.row_correlation(lengths[:, 0], row),
         "max_items": int(grouped.maximum[1]),
         "max_tokens": int(grouped.maximum[0]),
     }
@@ -176,4 +176,4 @@ def _pad_ratio(length: np.ndarray, row: np.ndarray) -> float:
     order = np.argsort(row, kind="stable")
     per_row = int(np.bincount(row).max())
     full = len(order) // per_row * per_row
-    return float(metrics.pad_ratio(length[order][:full].reshape(-1, per_row)).mean())
+    return float(parts.pad_ratio(length[order][:full].reshape(-1, per_row)).mean())

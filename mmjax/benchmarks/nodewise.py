@@ -8,19 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance.baselines.nodewise import balance_nodewise, largest_cost, traffic_bounds
-from mmjax.balance.baselines.nodewise_ilp import permute_batches
+from mmjax.balance.baselines.nodewise import balance_nodewise, largest_cost, permute_batches, traffic_bounds
 from mmjax.balance.baselines.postbalance import balance_packed
 from mmjax.balance.rearrangement import inter_node, rearrange, volume
-from mmjax.benchmarks import length_options
+from mmjax.benchmarks import measurement
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    length_options.add_arguments(parser)
-    length_options.add_step_arguments(parser, ranks=512)
+    measurement.add_arguments(parser)
+    measurement.add_step_arguments(parser, ranks=512)
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--method", choices=("ilp", "best"), default="best")
     parser.add_argument("--tolerance", type=float, default=0.002, help="of method best: largest cost over mean, less 1")
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Measurement:
     """Draw the samples of one step, balance its items with and without regard to nodes, and compare what travels."""
-    sample, source, drawn = length_options.draw_step(args)
+    sample, source, drawn = measurement.draw_step(args)
     _check(args)
     present = drawn > 0
     length = drawn[present]

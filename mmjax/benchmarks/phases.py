@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance.metrics import dist_ratio
-from mmjax.balance.parts import LLM
-from mmjax.balance.phase_costs import Costs, costs_of
+from mmjax.balance.parts import LLM, dist_ratio
 from mmjax.balance.phases import (
+    Costs,
     PhasePlan,
     cost_per_rank,
+    costs_of,
     place_apart,
     place_by_llm,
     place_in_order,
@@ -22,8 +22,8 @@ from mmjax.balance.phases import (
     usual_widths,
     wire,
 )
-from mmjax.benchmarks import length_options
-from mmjax.data.plan.length_files import omni_corpus, read_lengths
+from mmjax.benchmarks import measurement
+from mmjax.data.plan.length_index import omni_corpus, read_lengths
 from mmjax.errors import UserError
 
 PHASES = ("llm_tokens", "vision", "audio")
@@ -31,7 +31,7 @@ PHASES = ("llm_tokens", "vision", "audio")
 
 def add_step_arguments(parser: argparse.ArgumentParser, per_rank: int = 60) -> None:
     """Add the options that say what steps hold."""
-    length_options.add_arguments(parser)
+    measurement.add_arguments(parser)
     parser.add_argument("--per-rank", type=int, default=per_rank, help="samples drawn for each rank")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: all)")
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths by this, to at least 1")
@@ -111,7 +111,7 @@ def costs_of_step(lengths: Mapping[str, np.ndarray], sample: np.ndarray, scale: 
     phase_lengths = np.where(phase_lengths > 0, np.maximum(phase_lengths // scale, 1), 0)
     owner, encoder = np.nonzero(phase_lengths[:, 1:])
     items = phase_lengths[owner, 1 + encoder]
-    tokens = -(-items // length_options.PER_TOKEN)
+    tokens = -(-items // measurement.PER_TOKEN)
     return costs_of(phase_lengths[:, LLM], owner, 1 + encoder, items, tokens, len(PHASES))
 
 

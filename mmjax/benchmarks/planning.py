@@ -12,17 +12,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmjax.balance.metrics import fill, overdispersion
-from mmjax.balance.parts import LLM
+from mmjax.balance.parts import LLM, fill, overdispersion
 from mmjax.balance.phases import wire
 from mmjax.benchmarks.fill import rank_dist_ratios, room_and_use
-from mmjax.benchmarks.length_options import TILES, index_of_samples
-from mmjax.benchmarks.measurement import Measurement
+from mmjax.benchmarks.measurement import TILES, Measurement, index_of_samples
 from mmjax.benchmarks.phases import check
 from mmjax.config import Config, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
 from mmjax.config.loading import default_config, load
 from mmjax.data.plan.grouping import Group
-from mmjax.data.plan.length_files import read_lengths
+from mmjax.data.plan.length_index import read_lengths
 from mmjax.data.plan.placement import Balance, MicrobatchPlan, Placer, Topology
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner
 from mmjax.errors import UserError

@@ -13,11 +13,14 @@ from mmjax.balance.baselines.postbalance import (
     balance_padded,
     balance_quadratic,
     lower_bound,
+    paper_conv,
+    paper_packed,
+    paper_padded,
+    paper_quadratic,
     rank_costs,
 )
-from mmjax.balance.baselines.postbalance_paper import paper_conv, paper_packed, paper_padded, paper_quadratic
 from mmjax.balance.lpt import least_largest_load
-from mmjax.benchmarks import length_options
+from mmjax.benchmarks import measurement
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 
@@ -26,8 +29,8 @@ LAM = 1e-4  # per token: attention costs as much as the rest at 10,000 tokens
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    length_options.add_arguments(parser)
-    length_options.add_step_arguments(parser, ranks=512)
+    measurement.add_arguments(parser)
+    measurement.add_step_arguments(parser, ranks=512)
     parser.add_argument("--cost", choices=("packed", "padded", "quadratic", "conv"), default="packed")
     parser.add_argument("--method", choices=("paper", "best"), default="best")
     parser.add_argument("--equal-counts", action="store_true", help="as many items on every rank, give or take one")
@@ -39,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Measurement:
     """Draw the samples of one step, balance the phase's items, and compare with the samples as they were drawn."""
     _check(args)
-    sample, source, drawn = length_options.draw_step(args)
+    sample, source, drawn = measurement.draw_step(args)
     present = drawn > 0
     length = drawn[present]
 

@@ -26,13 +26,12 @@ from mmjax.config import Config, ConnectorConfig, DecoderConfig, MeshConfig, Mod
 from mmjax.config.loading import load
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import DeviceBatch, ModelSharding
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description
-from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor
 
 GB = 1e9

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.autotune.layer_profile import saved_bytes_per_layer
-from mmjax.balance.metrics import dist_ratio
-from mmjax.balance.parts import LLM
+from mmjax.balance.parts import LLM, dist_ratio
 from mmjax.balance.phases import cost_per_rank
 from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_of_step, draw, read
 from mmjax.config import AdamW, AudioConfig, ModelConfig, Remat

@@ -6,35 +6,43 @@ discriminated by ``kind``. ``mmjax.config.loading`` loads, edits and stores conf
 
 # ruff: noqa: F401
 
-from mmjax.config.batch import (
-    BatchConfig,
-    IsfGrouping,
-    LlmBalance,
-    NoBalance,
-    NoGrouping,
-    PackGrouping,
-    PostBalance,
-    Samples,
-    Tokens,
-)
 from mmjax.config.data import (
     ArrayRecordSource,
+    BatchConfig,
     ChatFormat,
     ConversationFiles,
     DataConfig,
     EmbeddedSource,
     FileSource,
     FunctionSource,
+    IsfGrouping,
     LlavaSource,
+    LlmBalance,
     ManifestSource,
     MessagesSource,
+    NoBalance,
+    NoGrouping,
     Outside,
+    PackGrouping,
     ParquetSource,
     Placeholder,
+    PostBalance,
     QuestionsSource,
+    Samples,
     ShareGptSource,
+    Tokens,
 )
-from mmjax.config.experiment import Config
+from mmjax.config.experiment import (
+    AdamW,
+    Config,
+    Exchange,
+    MeshConfig,
+    Muon,
+    Rates,
+    Schedule,
+    TrainingConfig,
+    WatchConfig,
+)
 from mmjax.config.media import (
     AnyRes,
     AsIs,
@@ -73,4 +81,3 @@ from mmjax.config.model import (
     VisionConfig,
     YarnRope,
 )
-from mmjax.config.training import AdamW, Exchange, MeshConfig, Muon, Rates, Schedule, TrainingConfig, WatchConfig

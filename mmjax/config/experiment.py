@@ -1,14 +1,104 @@
-"""Config of an experiment: the root of all others."""
+"""Config of an experiment: its training section, and the root that holds all sections."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from mmjax.config.batch import BatchConfig
-from mmjax.config.data import DataConfig
+from mmjax.config.data import BatchConfig, DataConfig
 from mmjax.config.model import ModelConfig
-from mmjax.config.training import AdamW, MeshConfig, Muon, Schedule, TrainingConfig
+
+Exchange = Literal["padded", "ragged"]
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Number of devices along each axis; -1: all that the other axes leave."""
+
+    data: int = -1  # replicas of the parameters, each with samples of its own
+    fsdp: int = 1  # shards of the parameters, each with samples of its own
+    tensor: int = 1  # devices that share the heads and widths of layers
+    context: int = 1  # devices that share the tokens of a row
+    ranks_per_node: int = 0  # ranks that exchange encoder outputs; 0: those of a host
+    exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
+    encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis shards their layers too, or splits their rows
+    memory: float = 0.0  # GB of a device that may be used; 0: all that it has
+    host_memory: float = 0.0  # GB of host memory per device for offloaded activations
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rate and weight decay of one module, where they differ from the optimizer's."""
+
+    learning_rate: float | None = None  # none: the optimizer's
+    weight_decay: float | None = None  # none: the optimizer's
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW on every parameter."""
+
+    learning_rate: float = 1e-3  # at its peak
+    weight_decay: float = 0.01  # multiplied by the learning rate
+    b1: float = 0.9  # decay of the mean of gradients
+    b2: float = 0.95  # decay of the mean of their squares
+    eps: float = 1e-8  # added to the root of the squares
+    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
+    kind: Literal["adamw"] = "adamw"
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon on the matrices of the layers and connectors, AdamW on the rest."""
+
+    learning_rate: float = 0.02  # of the matrices
+    weight_decay: float = 0.01  # multiplied by the learning rate
+    adam_learning_rate: float = 3e-3  # of the rest: embeddings, norms, biases
+    momentum: float = 0.95  # of the matrices
+    b1: float = 0.9  # of AdamW: decay of the mean of gradients
+    b2: float = 0.98  # of AdamW: decay of the mean of their squares
+    eps: float = 1e-8  # of AdamW: added to the root of the squares
+    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
+    kind: Literal["muon"] = "muon"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then a cosine down to `final` of the peak at the last step."""
+
+    warmup: int = 50  # steps
+    final: float = 0.02  # share of the peak at the last step
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """Watchdog: a process without progress for too long writes its stacks and ends with exit code 3."""
+
+    seconds: float = 300.0  # that any step may take; 0: no limit
+    times: float = 20.0  # multiple of the last steps' median that a step may take, where that is longer
+    others: float = 3600.0  # seconds without progress in opening, compiling, evaluating or saving; 0: no limit
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Length and precision of training, and how often to evaluate and save."""
+
+    steps: int = 0  # optimizer updates; set these or epochs
+    epochs: float = 0.0  # passes over as many samples as all sources have
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the computation; master weights are float32
+    clip: float = 1.0  # global gradient norm
+    loss_chunks: int = 0  # parts of the vocabulary whose logits are computed one after the other; 0: as memory needs
+    evaluate_every: int = 0  # steps; 0: only at the end
+    evaluate_samples: int = 64  # of the validation split, while training
+    checkpoint_every: int = 0  # steps; 0: only at the end
+    keep: int = 2  # the newest checkpoints
+    keep_every: int = 0  # also keep those after a multiple of so many steps; 0: none
+    keep_best: str = ""  # also keep the best by a metric of evaluations, such as validation/loss
+    patience: int = 0  # evaluations without a better keep_best after which training stops; 0: never
+    bad_numbers: Literal["stop", "skip"] = "stop"  # reaction to a step whose loss or gradient is NaN or Inf
+    spike: float = 10.0  # report a gradient norm of so many times the usual, with the worst samples; 0: never
+    wandb: str = ""  # a project of Weights & Biases to send the metrics to; needs the extra `wandb`
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
 
 @dataclass(frozen=True)

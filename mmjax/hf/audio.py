@@ -9,11 +9,9 @@ from typing import Any
 from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable, WhisperMel
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, decoder_parts, find_decoder
-from mmjax.hf.fields import Fields
-from mmjax.hf.folder import HfFolder
-from mmjax.hf.layout import Layout
+from mmjax.hf.folder import Fields, HfFolder
+from mmjax.hf.layout import Layout, Parts, convolution, linear, norm, table
 from mmjax.hf.llava import text_of
-from mmjax.hf.parts import Parts, convolution, linear, norm, table
 from mmjax.hf.processors import read_audio_processing
 
 TOWERS = ("model.audio_tower.", "audio_tower.", "model.encoder.", "encoder.", "")

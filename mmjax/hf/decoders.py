@@ -20,9 +20,8 @@ from mmjax.config import (
     YarnRope,
 )
 from mmjax.errors import UserError
-from mmjax.hf.fields import Fields
-from mmjax.hf.folder import HfFolder, note
-from mmjax.hf.parts import Parts, linear, norm, table
+from mmjax.hf.folder import Fields, HfFolder, note
+from mmjax.hf.layout import Parts, linear, norm, table
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

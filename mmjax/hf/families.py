@@ -13,8 +13,7 @@ from mmjax.config.codec import did_you_mean
 from mmjax.errors import UserError
 from mmjax.hf import audio, decoders, internvl, llava, qwen_vl, vision
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
-from mmjax.hf.fields import Fields
-from mmjax.hf.folder import HfFolder
+from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.hub import checkpoint_folder
 

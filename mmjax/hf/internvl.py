@@ -5,11 +5,9 @@ from __future__ import annotations
 from mmjax.config import ConnectorConfig, ModelConfig
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, decoder_of
-from mmjax.hf.fields import Fields
-from mmjax.hf.folder import HfFolder
-from mmjax.hf.layout import Layout
+from mmjax.hf.folder import Fields, HfFolder
+from mmjax.hf.layout import Layout, Parts, linear, norm
 from mmjax.hf.llava import PROJECTORS, text_of, tower_fields, whole_layout
-from mmjax.hf.parts import Parts, linear, norm
 from mmjax.hf.vision import vision_of, with_images
 
 PROJECTOR_EPS = 1e-5  # of PyTorch's LayerNorm; no config says it

@@ -3,11 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import numpy as np
+
 from mmjax.hf.folder import HfFolder
-from mmjax.hf.parts import Parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter as a tensor, or some rows of one. A `*` in the key stands for the layer's number.
+
+    order: the tensor's axes in the order in which ours has them; ours may join several into one.
+    """
+
+    key: str
+    order: tuple[int, ...] | None = None  # None: as it is
+    rows: tuple[int, int] | None = None  # of the tensor's first axis, where it holds several of ours
+
+    def ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Our parameter of this shape, from the tensor's rows."""
+        return (tensor if self.order is None else tensor.transpose(self.order)).reshape(shape)
+
+    def theirs(self, parameter: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor's rows, of this shape, from our parameter: the inverse of `ours`."""
+        if self.order is None:
+            return parameter.reshape(shape)
+        turned = parameter.reshape([shape[axis] for axis in self.order])
+        return turned.transpose(np.argsort(self.order))
+
+
+Leaves = Mapping[str, Part]  # of one of our modules, by the attribute
+TRANSPOSED = (1, 0)
+
+
+def linear(key: str) -> Leaves:
+    """A matrix, stored [out, in], with a bias or without."""
+    return {"weight": Part(f"{key}.weight", TRANSPOSED), "bias": Part(f"{key}.bias")}
+
+
+def norm(key: str) -> Leaves:
+    """A norm's scale, and its bias if it has one."""
+    return {"scale": Part(f"{key}.weight"), "bias": Part(f"{key}.bias")}
+
+
+def table(key: str) -> Leaves:
+    """A table with one row per entry."""
+    return {"weight": Part(f"{key}.weight")}
+
+
+def vector(key: str) -> Leaves:
+    """A parameter that is a tensor by itself."""
+    return {"weight": Part(key)}
+
+
+def convolution(key: str, order: tuple[int, ...]) -> Leaves:
+    """A convolution that is computed as a matrix product; `order` as in `Part`."""
+    return {"weight": Part(f"{key}.weight", order), "bias": Part(f"{key}.bias")}
+
+
+def third(leaves: Leaves, which: int, width: int) -> Leaves:
+    """One of queries, keys and values that are stored as one matrix, each of `width` rows."""
+    rows = which * width, (which + 1) * width
+    return {name: replace(part, rows=rows) for name, part in leaves.items()}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Map the parameters of a tower or a connector to tensors, by our module's path, layers as `*`."""
+
+    of: Mapping[str, Leaves]
+
+    def find(self, path: tuple[str, ...]) -> Part | None:
+        """The part that is this parameter (its path inside the tower, layers numbered); None: there is none."""
+        *modules, leaf = path
+        number = next((name for name in modules if name.isdigit()), "")
+        named = ".".join("*" if name.isdigit() else name for name in modules)
+        part = self.of.get(named, {}).get(leaf)
+        return None if part is None else replace(part, key=part.key.replace("*", number))
+
 
 BUFFERS = ("*.rotary_emb.inv_freq", "*.position_ids", "*.masked_bias")  # that old versions saved; nothing to read
 

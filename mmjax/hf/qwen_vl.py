@@ -10,10 +10,8 @@ from typing import Any
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, RotaryGrid, StretchedGrid, VisionConfig
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder
-from mmjax.hf.fields import Fields
-from mmjax.hf.folder import HfFolder
-from mmjax.hf.layout import Layout
-from mmjax.hf.parts import Parts, convolution, linear, norm, table, third
+from mmjax.hf.folder import Fields, HfFolder
+from mmjax.hf.layout import Layout, Parts, convolution, linear, norm, table, third
 from mmjax.hf.vision import with_images
 
 NAME = "vision"  # of the encoder

@@ -21,10 +21,8 @@ from mmjax.config import (
 )
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV
-from mmjax.hf.fields import Fields
-from mmjax.hf.folder import HfFolder
-from mmjax.hf.layout import Layout
-from mmjax.hf.parts import Leaves, Part, Parts, convolution, linear, norm, third
+from mmjax.hf.folder import Fields, HfFolder
+from mmjax.hf.layout import Layout, Leaves, Part, Parts, convolution, linear, norm, third
 from mmjax.hf.processors import image_processor_file, read_image_processing
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")

@@ -15,20 +15,20 @@ from jax.sharding import Mesh
 from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, DynamicRope, MeshConfig, TrainingConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
 from mmjax.data.sources.opening import chat_for, open_sources
-from mmjax.data.text.alphabet import AlphabetFormat
 from mmjax.data.text.chat import Chat, load_prompt_chat
+from mmjax.data.text.tokenizer import AlphabetFormat
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf, frozen
 from mmjax.hf.folder import read_json
 from mmjax.hub import checkpoint_folder
-from mmjax.inference.user_prompts import PromptFormat
+from mmjax.inference.prompts import PromptFormat
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
-from mmjax.runtime.pretrained import load_pretrained
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.weights import load_pretrained
 
 Params = dict[str, Any]
 

@@ -16,12 +16,10 @@ from mmjax.batch import Microbatch
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
-from mmjax.inference.prompt_rows import BatchLimits, PromptRows
-from mmjax.inference.prompts import Selection
-from mmjax.models.kv_cache import Cache
+from mmjax.inference.prompts import BatchLimits, PromptRows, Selection
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import replicated, row_ranks
-from mmjax.parallel.sharding import ShardingRules, activations_on, constrain
+from mmjax.models.multimodal import Cache
+from mmjax.parallel.sharding import ShardingRules, activations_on, constrain, replicated, row_ranks
 from mmjax.runtime.step import put_rows
 
 IMPL = "threefry2x32"  # named, since other generators give other bits under vmap

@@ -1,16 +1,146 @@
-"""Questions without their answers, as samples to generate from, and the samples that an evaluation uses."""
+"""Prompts of users and of data sets, packed into rows for generation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mmjax.data.conversation import BadSample
-from mmjax.data.sample import Question, Sample, SampleLengths, Source, Text
+from mmjax.balance.parts import LLM, Parts
+from mmjax.batch import Microbatch
+from mmjax.config import AnyRes, DynamicTiles, FixedSize, ModelConfig, VisionConfig
+from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.media.patches import Encoders
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
+from mmjax.data.sample import (
+    MARKER,
+    BadSample,
+    Conversation,
+    MediaPlace,
+    Medium,
+    Message,
+    Question,
+    Sample,
+    SampleLengths,
+    Source,
+    Text,
+    split_markers,
+)
+from mmjax.data.sources.chat_source import DECODED
+from mmjax.data.sources.processors import (
+    PROBES,
+    Functions,
+    MediaItems,
+    MediaProcessors,
+    encoder_names,
+    merge_arranged_items,
+)
 from mmjax.data.toy.dataset import END, decode_characters
+from mmjax.errors import BadMedia, UserError
+
+
+@dataclass(frozen=True)
+class UserPrompt:
+    """A conversation that ends with a question, and the encoded files of its media in order."""
+
+    conversation: Conversation
+    media: tuple[bytes, ...] = ()
+
+
+def make_prompt(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = "") -> UserPrompt:
+    """Build a prompt of one question, with media at its `<image>` and `<audio>`; kinds without such come before it.
+
+    Raises UserError for an empty question, or where its places and the files differ in number.
+    """
+    marked = MARKER.findall(question)
+    for kind in ("image", "audio"):
+        places = marked.count(kind)
+        count = len(files.get(kind, ()))
+        if places not in (0, count):
+            raise UserError(
+                f"the question has {places} places <{kind}> for {count} file(s); give one --{kind} for each"
+            )
+    if not MARKER.sub("", question).strip():
+        raise UserError("the question is empty; say what to ask")
+    # Media of unmarked kinds first, in the order of `files`, then the question with the marked ones in their places.
+    parts: list[str | MediaPlace] = [MediaPlace(kind) for kind in files if kind not in marked for _ in files[kind]]
+    parts += split_markers(question)
+    unplaced = {kind: iter(of_kind) for kind, of_kind in files.items()}
+    media = tuple(next(unplaced[part.kind]) for part in parts if isinstance(part, MediaPlace))
+    messages = (Message("system", (system,)),) if system.strip() else ()
+    return UserPrompt(Conversation((*messages, Message("user", tuple(parts)))), media)
+
+
+class PromptFormat(Protocol):
+    """The interface that encodes questions as tokens: a `Chat`, or an `AlphabetFormat`."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return the tokens that end an answer."""
+
+    def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample: ...
+
+    def said(self, tokens: Sequence[int]) -> str:
+        """Decode generated tokens up to the end of the answer."""
+
+
+class UserPromptSource:
+    """Questions as a `Source` of prompts."""
+
+    def __init__(
+        self, prompts: Sequence[UserPrompt], chat: PromptFormat, encoders: Encoders, functions: Functions | None = None
+    ) -> None:
+        """functions: the encoders' callbacks by name."""
+        self._prompts = list(prompts)
+        self._chat = chat
+        self._senses = MediaProcessors(encoders, functions)
+        self._decoded = lru_cache(maxsize=DECODED)(self._decode)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def fingerprint(self) -> str:
+        return "asked"  # nothing is cached of user prompts
+
+    def facts(self, index: int) -> SampleLengths:
+        text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
+        return self._senses.facts(text, self._media_items(index))
+
+    def sample(self, index: int) -> Sample:
+        media = self._media_items(index)
+        return merge_arranged_items(self._chat.prompt(self._prompts[index].conversation, encoder_names(media)), media)
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        media = self._media_items(index)
+        places = [(medium, k) for medium, items in enumerate(media) for k in range(len(items.sizes))]
+        medium, k = places[number]
+        return self._decoded(index, medium)[k]
+
+    def _media_items(self, index: int) -> list[MediaItems]:
+        """Return the items of every medium. Raises BadSample."""
+        kinds = self._kinds(index)
+        media = []
+        for kind, encoded in zip(kinds, self._prompts[index].media, strict=True):
+            # Headers alone: `item` decodes.
+            try:
+                facts = PROBES[kind](io.BytesIO(encoded))
+                media.append(self._senses.items(kind, (facts[0], facts[1]), kinds.count("image")))
+            except BadMedia as bad:
+                raise BadSample(str(bad)) from None
+        return media
+
+    def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
+        kinds = self._kinds(index)
+        return self._senses.decoded(kinds[medium], self._prompts[index].media[medium], kinds.count("image"))
+
+    def _kinds(self, index: int) -> list[Medium]:
+        return [medium.kind for medium in self._prompts[index].conversation.media()]
 
 
 class QuestionSource(Source, Protocol):
@@ -113,3 +243,191 @@ def select_usable(
         except BadSample as bad:
             unusable[sample] = str(bad)
     return usable, unusable
+
+
+UNIT = 16  # tokens: row lengths are 1, 2, 3, 4, 6, 8, 12, ... of them
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Limit how much a rank answers together. Rows are a power of two, so that few programs are compiled."""
+
+    rows: int = 64  # prompts, at most
+    tokens: int = 16_384  # of their rows, answers included, at most; a longer prompt is alone
+
+
+class _Chunk(NamedTuple):
+    """Prompts of one batch, with the row on its rank and the offset in it of each of their parts."""
+
+    prompts: np.ndarray  # int64 [n]
+    columns: int
+    parts: Parts
+    rank: np.ndarray  # int64 [parts]
+    row: np.ndarray  # int32 [parts]
+    offset: np.ndarray  # int64 [parts]
+    lengths: tuple[int, ...]  # of a row of every module
+    rows: tuple[int, ...]  # of every module on a rank
+
+
+class PromptRows:
+    """Batches of a source's samples, each in a row of its own with its items on the same rank.
+
+    prompts: samples whose text ends where the answer begins, or whole samples whose loss is wanted. room: tokens that
+    an answer may take. groups: sets of prompts that will be asked together; all batches then have one shape, that of
+    the largest, so that one program serves them all. Without groups prompts of similar length share a shape.
+    """
+
+    def __init__(
+        self,
+        prompts: Source,
+        model: ModelConfig,
+        topology: Topology,
+        room: int,
+        at_once: BatchLimits | None = None,
+        groups: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self._index = build_index({"prompt": prompts}, model.encoders)
+        self._arrays = Arrays.of(model)
+        self._room = room
+        self._at_once = at_once or BatchLimits()
+        # Items are encoded where their prompt is, so nothing travels.
+        self._topology = Topology(topology.ranks, 1, 1, topology.encoders_per_rank)
+        self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
+        if len(self._index.bad):
+            raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")
+        # Row lengths and rows on a rank, by module.
+        self.one_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        if groups:
+            self.one_shape = self._common_shape([np.asarray(group, np.int64) for group in groups])
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, its items' included."""
+        return int(self._index.llm_tokens.max(initial=0))
+
+    def batches(
+        self, numbers: Sequence[int] | None = None, spoiled: dict[int, str] | None = None
+    ) -> Iterator[tuple[np.ndarray, Microbatch]]:
+        """Yield all prompts, or these, with those of similar length together.
+
+        With each batch int64 `[rows]`: the prompt in each row, or -1. One that cannot be read goes into `spoiled` with
+        the reason; without that it is a UserError that names it.
+        """
+        chosen = np.arange(len(self)) if numbers is None else np.asarray(numbers, np.int64)
+        for chunk in self._chunks(chosen):
+            plan = self._plan(chunk)
+            packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
+            present = {
+                name
+                for k, name in enumerate(self._arrays.encoders, start=1)
+                if np.any(plan.module == k) or (self.one_shape and self.one_shape[1][k])
+            }
+            prompt = np.full(len(packed.text.token), -1)
+            readable = ~np.isin(chunk.prompts, list(spoiled or ()))
+            prompt[plan.row[plan.part_start[:-1]]] = np.where(readable, chunk.prompts, -1)
+            yield prompt, packed._replace(items={n: batch for n, batch in packed.items.items() if n in present})
+
+    def _chunks(self, prompts: np.ndarray) -> Iterator[_Chunk]:
+        """Divide prompts into batches, those of similar length together."""
+        columns = np.array([round_up_to_step(int(n), UNIT) for n in self._index.llm_tokens[prompts]], np.int64)
+        if self.one_shape:
+            columns[:] = self.one_shape[0][LLM]
+        for length in np.unique(columns).tolist():
+            waiting = prompts[columns == length]
+            capacity = self._topology.ranks * self._capacity(length)
+            for first in range(0, len(waiting), capacity):
+                yield self._chunk(waiting[first : first + capacity], length)
+
+    def _capacity(self, columns: int) -> int:
+        """Return the number of prompts with rows of this length that a rank answers together: a power of two."""
+        rows = min(self._at_once.rows, max(1, self._at_once.tokens // (columns + self._room)))
+        return 1 << rows.bit_length() - 1
+
+    def _chunk(self, prompts: np.ndarray, columns: int) -> _Chunk:
+        """Deal prompts to the ranks in turn; each rank's items go into its first rows that have room for them."""
+        ranks = self._topology.ranks
+        encoders_per_rank = self._topology.encoders_per_rank
+        parts = self._index.parts(prompts)
+        number = np.arange(len(prompts))
+        rank = (number % ranks)[parts.sample()]
+        row, offset = np.zeros(len(parts.module), np.int32), np.zeros(len(parts.module), np.int64)
+        row[parts.module == LLM] = number // ranks
+        # Seven prompts on two ranks: ceil(7 / 2) = 4 rows each.
+        lengths = [columns]
+        rows = [_power_of_two(-(-len(prompts) // ranks))]
+        for k, name in enumerate(self._arrays.encoders, start=1):
+            items = np.flatnonzero(parts.module == k)
+            length = self.one_shape[0][k] if self.one_shape else self._row_length(name, k, parts.length[items])
+            row[items], offset[items] = _first_fit(parts.length[items], rank[items], length)
+            lengths.append(length)
+            rows.append(encoders_per_rank * _power_of_two(-(-int(row[items].max(initial=0) + 1) // encoders_per_rank)))
+        if self.one_shape:
+            rows = [max(pair) for pair in zip(rows, self.one_shape[1], strict=True)]
+        return _Chunk(prompts, columns, parts, rank, row, offset, tuple(lengths), tuple(rows))
+
+    def _common_shape(self, groups: Sequence[np.ndarray]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the row lengths and rows of every module that hold any batch of these groups."""
+        parts = self._index.parts()
+        lengths = [round_up_to_step(self.longest, UNIT)]
+        for k, name in enumerate(self._arrays.encoders, start=1):
+            lengths.append(self._row_length(name, k, parts.length[parts.module == k]))
+        self.one_shape = tuple(lengths), (0,) * len(lengths)
+        needed = np.array([chunk.rows for group in groups for chunk in self._chunks(group)])
+        needed[:, ~np.isin(np.arange(len(lengths)), parts.module)] = 0  # encoders that no prompt needs
+        return tuple(lengths), tuple(needed.max(0).tolist())
+
+    def _plan(self, chunk: _Chunk) -> MicrobatchPlan:
+        parts = chunk.parts
+        rows = np.array(chunk.rows)
+        encoder_ranks = self._topology.ranks * self._topology.encoders_per_rank
+        return MicrobatchPlan(
+            samples=chunk.prompts,
+            part_start=parts.sample_start,
+            module=parts.module,
+            # With 4 rows per rank, row 2 of rank 1 is row 1 * 4 + 2 = 6 of the batch.
+            row=(chunk.rank * rows[parts.module] + chunk.row).astype(np.int32),
+            offset=chunk.offset,
+            length=parts.length,
+            shape=Shape(chunk.lengths, (0,) * (len(rows) - 1)),
+            rows=chunk.rows,
+            topology=self._topology,
+            unbalanced=np.zeros((len(rows), encoder_ranks), np.int64),
+        )
+
+    def _row_length(self, encoder: str, module: int, positions: np.ndarray) -> int:
+        """Return a row length that holds the longest of these items; in steps, where items differ in length."""
+        unit = math.lcm(8, int(self._index.positions_per_token[module - 1]))
+        config = self._arrays.encoders[encoder]
+        longest = max(1, int(positions.max(initial=0)))
+        alike = isinstance(config, VisionConfig) and isinstance(config.images, FixedSize | DynamicTiles | AnyRes)
+        # 29 positions in units of 8: ceil(29 / 8) * 8 = 32.
+        return -(-longest // unit) * unit if alike else round_up_to_step(longest, unit)
+
+
+def round_up_to_step(n: int, unit: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... units that holds `n`."""
+    units = max(1, -(-n // unit))
+    power = _power_of_two(units)
+    return unit * (power * 3 // 4 if power > 2 and units <= power * 3 // 4 else power)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _first_fit(length: np.ndarray, rank: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each item the row on its rank, and where it begins there."""
+    row, offset = np.zeros(len(length), np.int32), np.zeros(len(length), np.int64)
+    filled: dict[int, list[int]] = {}  # by rank, how far each of its rows is taken
+    for i, (n, owner) in enumerate(zip(length.tolist(), rank.tolist(), strict=True)):
+        rows = filled.setdefault(owner, [])
+        fits = next((k for k, taken in enumerate(rows) if taken + n <= room), len(rows))
+        if fits == len(rows):
+            rows.append(0)
+        row[i] = fits
+        offset[i] = rows[fits]
+        rows[fits] += n
+    return row, offset

@@ -1,7 +1,8 @@
-"""The transformer layer of the image and audio encoders."""
+"""The transformer layers of decoders and encoders, with dropout."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,15 +10,68 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
 from mmjax.models.attention import DEFAULT_SCORING, Backend, MaskSpec, Scoring, attention, dense_attention
-from mmjax.models.dropout import ATTENTION, MLP_SITE, Dropout, drop
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
+
+Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time
+
+# The sites of a layer: the outputs of its attention and of its MLP, before they are added to the residual stream.
+ATTENTION = 0
+MLP_SITE = 1
+SITES = 2
+
+IMPL = "threefry2x32"  # named, since other generators give other bits under vmap
+
+
+class Dropout(NamedTuple):
+    """Random keys and rate of a layer's dropout."""
+
+    key: Array  # of every position, PRNG keys [R, L]
+    limit: Array  # uint32 []: values whose random word lies below are dropped
+    scale: Array  # float32 []: 1 / (1 - rate), factor of the values that stay
+    layer: Array  # int32 []: index in the tower, whatever the stacks and stages
+
+
+def tower_dropout(
+    noise: Noise, tower: str, rate: float, owner: Int[Array, "r l"], offset: Int[Array, "r l"]
+) -> Dropout:
+    """Set up dropout of a tower's first layer, with a key per position from its sample's id and index in the sample.
+
+    For layer i, replace `layer`. A rate of 0 to 1 (exclusive); padding, whose owner is -1, gets some key as well.
+    """
+    seed, step = noise
+    key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), step)
+    # By its name, not its number: another encoder beside it changes nothing.
+    key = jax.random.fold_in(key, np.uint32(zlib.crc32(tower.encode())))
+
+    def position_key(owner: Array, offset: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
+
+    keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset), "rows", "length")
+    return Dropout(keys, np.uint32(rate * 2**32), np.float32(1 / (1 - rate)), np.int32(0))
+
+
+def drop(x: Float[Array, "r l d"], dropout: Dropout | None, site: int) -> Float[Array, "r l d"]:
+    """Drop values of `x` at one site of a layer and scale up the others, in its own dtype; None drops nothing."""
+    if dropout is None:
+        return x
+    # A number for every site of every layer: layer 3's MLP is 3 * 2 + 1 = 7.
+    number = dropout.layer * SITES + site
+
+    def words(key: Array) -> Array:
+        return jax.random.bits(jax.random.fold_in(key, number), x.shape[-1:])
+
+    stays = jax.vmap(jax.vmap(words))(dropout.key) >= dropout.limit
+    # Rounded once, after the product: 1 / (1 - rate) itself rounded to bfloat16 would shift the mean.
+    scaled = (x.astype(jnp.float32) * dropout.scale).astype(x.dtype)
+    return jnp.where(stays, scaled, 0)
 
 
 class KeyValue(NamedTuple):

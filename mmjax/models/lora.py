@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.config import LoraConfig, ModelConfig
-from mmjax.config.lora_targets import adapters_by_layer, lora_scale
+from mmjax.config.model import adapters_by_layer, lora_scale
 from mmjax.models.layer_stacks import LayerStack
 from mmjax.models.layers import Linear
 from mmjax.models.multimodal import MultimodalModel
@@ -45,7 +45,7 @@ def attach(model: MultimodalModel, config: ModelConfig, key: Array) -> None:
 def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, LayerStack | None]]:
     """Find the linear layers of this name: a connector's only one, or one per stack of a tower.
 
-    Names are as in `mmjax.config.lora_targets`: `vision.connector.mlp.up`, `llm.layers.*.attention.query`.
+    Names are as in `mmjax.config.model`: `vision.connector.mlp.up`, `llm.layers.*.attention.query`.
     """
     tower, part, *path = name.split(".")
     if part == "connector":

@@ -15,13 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import ModelConfig, VisionConfig
-from mmjax.config.lora_targets import frozen_by_adapters
+from mmjax.config.model import frozen_by_adapters
 from mmjax.models.decoder import logits_of
-from mmjax.models.dropout import Noise
-from mmjax.models.kv_cache import Cache, prefill, step
 from mmjax.models.layer_stacks import LayerStack, plan_stacks
+from mmjax.models.layers import Noise
 from mmjax.models.lora import attach
-from mmjax.models.multimodal import Functions, MultimodalModel
+from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
 from mmjax.parallel.sharding import encoding
 
 Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays

@@ -1,26 +1,117 @@
-"""An LLM and the encoders that feed it: the batch's slots place encoder tokens in the text."""
+"""A decoder that takes encoders' outputs among its tokens: whole rows, and step by step from a KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.batch import ItemBatch, TextBatch, WeightedSlots
-from mmjax.config import ModelConfig, VisionConfig
-from mmjax.models.audio import AudioEncoder
-from mmjax.models.connector import Connector
+from mmjax.batch import PADDING, ItemBatch, TextBatch, WeightedSlots
+from mmjax.config import ConnectorConfig, ModelConfig, VisionConfig
+from mmjax.models.attention import MaskSpec
 from mmjax.models.decoder import Decoder, logits_of
-from mmjax.models.dropout import Noise, tower_dropout
-from mmjax.models.layer_stacks import LayerStack
-from mmjax.models.layers import Context
-from mmjax.models.vision import VisionEncoder
+from mmjax.models.encoders import AudioEncoder, VisionEncoder
+from mmjax.models.layer_stacks import KVCache, LayerStack
+from mmjax.models.layers import (
+    MLP,
+    Context,
+    KVCacheView,
+    LayerNorm,
+    Linear,
+    Noise,
+    PositionTable,
+    RMSNorm,
+    tower_dropout,
+)
 from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.sharding import active, constrain, encoding
+
+AXES = ("t", "y", "x")  # of `ItemBatch.coordinates`
+
+
+class Connector(nnx.Module):
+    """A norm, concatenation of each group of neighbours, an MLP or one matrix, plus learned positions if configured.
+
+    A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
+    names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
+
+    deepstack: encoder layers whose outputs are taken beside the last one's. Each has its own MLP, with a norm after the
+    merge (Qwen3-VL); their tokens are concatenated along the width.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        inputs: int,
+        outputs: int,
+        axes: tuple[int, ...],
+        eps: float,
+        rngs: nnx.Rngs,
+        deepstack: tuple[int, ...] = (),
+    ):
+        c = config
+        self.merge = c.merge
+        self.group = c.merge ** len(axes)
+        merged = self.group * inputs
+        eps = c.norm_eps or eps
+        norms = {"layer": (LayerNorm, inputs), "rms": (RMSNorm, inputs), "merged_layer": (LayerNorm, merged)}
+        norm, width = norms.get(c.norm, (None, 0))
+        self.norm = None if norm is None else norm(width, eps)
+        self.norm_merged = c.norm == "merged_layer"
+        hidden = c.mlp_width
+        self.mlp = MLP(merged, hidden, outputs, c.activation, rngs, biases=c.biases) if hidden else None
+        bias = "down" in c.biases
+        self.linear = None if hidden else Linear(merged, outputs, ("mlp", "embed"), rngs, bias=bias)
+        table_axes = axes if c.position_grid else ()
+        self.positions = nnx.Dict({AXES[axis]: PositionTable(c.position_grid, outputs, rngs) for axis in table_axes})
+        self.newline = PositionTable(1, outputs, rngs) if c.newline else None
+        self.deepstack = deepstack
+        inner = replace(c, norm="merged_layer", position_grid=0, newline=False)
+        self.deeper = nnx.Dict(
+            {str(n): Connector(inner, inputs, outputs, axes, eps, rngs=rngs) for n in range(len(deepstack))}
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "r l d"],
+        item: Int[Array, "r l"],
+        coordinates: Int[Array, "r l 3"],
+        deeper: Sequence[Float[Array, "r l d"]] = (),
+    ) -> Float[Array, "r m e"]:
+        # Positions are in merge order: the members of a group follow each other.
+        rows, length, width = x.shape
+        if length % self.group:
+            raise ValueError(f"{length} positions do not divide into groups of {self.group} to merge")
+        if self.norm is not None and not self.norm_merged:
+            x = self.norm(x)
+        # After the norm, whose bias would make padding nonzero.
+        x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group * width)
+        x = self.norm(x) if self.norm_merged else x
+        x = self.linear(x) if self.mlp is None else self.mlp(x)
+        # The first member of a group is its top left one, which an image that reaches into the group always has.
+        corner = coordinates[:, :: self.group] // self.merge
+        for name, table in self.positions.items():
+            x = x + table(corner[..., AXES.index(name)], x.dtype)
+        if deeper:
+            merged = [self.deeper[str(n)](layer, item, coordinates) for n, layer in enumerate(deeper)]
+            x = jnp.concatenate([x, *merged], axis=-1)
+        return constrain(x, "rows", "length", "width")
+
+    def with_newline(self, tokens: Float[Array, "r m e"]) -> Float[Array, "r n e"]:
+        """Append the newline token to every row, where the connector has one."""
+        if self.newline is None:
+            return tokens
+        line = self.newline(jnp.zeros((len(tokens), 1), jnp.int32), tokens.dtype)
+        # Zeros along the deepstack's part of the width: it adds nothing to the LLM's first layers.
+        line = jnp.pad(line, ((0, 0), (0, 0), (0, tokens.shape[-1] - line.shape[-1])))
+        return jnp.concatenate([tokens, line], axis=1)
+
 
 Functions = Mapping[str, Callable[..., Any]]  # callbacks by the names that configs give them
 
@@ -154,3 +245,71 @@ def _place_tokens(feature: Float[Array, "r m e"], text: TextBatch, encoder: str)
     tokens = feature.reshape(len(send), -1, feature.shape[-1])
     placed = dispatch(tokens, send, indices.reshape(len(send), -1), mesh, exchange).reshape(*indices.shape, -1)
     return jnp.sum(placed * slots.share[..., None], axis=2) if isinstance(slots, WeightedSlots) else placed
+
+
+TEXT_KIND = 1  # generated tokens are text
+
+
+class Cache(NamedTuple):
+    """Decoding state of `B` rows in `C` columns: the prompts', then one for each token to be generated."""
+
+    layers: KVCache  # of the LLM, in the activations' dtype
+    mask: MaskSpec  # [B, C], of the columns still to be written as well
+    position: Array  # int32 [B]: RoPE position of the next token
+    column: Array  # int32 []: of the next token
+
+
+def prefill(
+    model: MultimodalModel, text: TextBatch, features: dict[str, Float[Array, "r m e"]], room: int
+) -> tuple[Float[Array, "b v"], Cache]:
+    """Run the prompts; return float32 logits of each row's next token, and a cache with `room` more columns.
+
+    text: one prompt per row, from its first column on; a row without one is padding. features: as `encode` gives them.
+    """
+    prompt = text.sample >= 0
+    length = prompt.sum(1, dtype=jnp.int32)
+    x, add = model.embedded(text, features)
+    x, layers = model.llm.layers.forward_with_kv(x, model.context("llm", text, None), add)
+    last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
+    # Of a layer [B, S, heads, width], of a stack [layers, B, S, heads, width]: room goes behind the third last axis.
+    grown = jax.tree.map(lambda kv: jnp.pad(kv, [(0, 0)] * (kv.ndim - 3) + [(0, room), (0, 0), (0, 0)]), layers)
+    # With (t, y, x) positions, the next token follows the largest of all three, as in HF's Qwen-VL.
+    rope_position = text.position if text.position.ndim == 2 else text.position.max(-1)
+    next_position = 1 + jnp.max(jnp.where(prompt, rope_position, -1), axis=1)
+    cache = Cache(grown, _cache_mask(text, prompt, length, room), next_position, jnp.int32(text.token.shape[1]))
+    return _logits(model, last), cache
+
+
+def step(model: MultimodalModel, token: Int[Array, " b"], cache: Cache) -> tuple[Float[Array, "b v"], Cache]:
+    """Write one token per row into the cache and return float32 logits of the next."""
+    query_mask = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, cache.column, 1, axis=1), cache.mask)
+    position = cache.position[:, None]
+    if sections := model.llm.config.rope_sections:
+        position = jnp.broadcast_to(position[..., None], (*position.shape, len(sections)))
+    x = model.llm.embedded(token[:, None])
+    context = model.llm.context_of(query_mask, position)
+    past = KVCacheView(cache.layers, cache.mask, cache.column)
+    x, layers = model.llm.layers.forward_with_kv(x, context, past=past)
+    return _logits(model, x), Cache(layers, cache.mask, cache.position + 1, cache.column + 1)
+
+
+def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, " b"], room: int) -> MaskSpec:
+    """Build the mask of all columns: generated tokens are text, and see the kinds that the prompt's text sees."""
+
+    def filled(value: Array | int) -> Array:
+        return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (len(length), room))
+
+    sees = jnp.bitwise_or.reduce(jnp.where(prompt, text.sees, 0), axis=1)
+    new = MaskSpec(
+        sample=filled(0),
+        pos=length[:, None] + jnp.arange(room, dtype=jnp.int32),
+        span=filled(0),
+        kind=filled(TEXT_KIND),
+        sees=filled(sees[:, None]),
+    )
+    old = MaskSpec(jnp.where(prompt, 0, PADDING), text.pos, text.span, text.kind, text.sees)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
+
+
+def _logits(model: MultimodalModel, x: Float[Array, "b 1 d"]) -> Float[Array, "b v"]:
+    return logits_of(*model.llm.hidden_and_table(x), model.llm.config.logit_cap)[:, 0]

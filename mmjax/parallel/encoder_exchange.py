@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import Exchange
-from mmjax.parallel.mesh import RANKS, TENSOR, row_ranks
+from mmjax.parallel.sharding import RANKS, TENSOR, row_ranks
 
 
 def dispatch(

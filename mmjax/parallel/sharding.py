@@ -1,22 +1,147 @@
-"""Logical axes of arrays and the mesh axes they lie on.
-
-Models name what an axis means (`embed`, `heads`, ...); the executor says where that lies. Nothing here knows a model.
-"""
+"""The device mesh, and how parameters and batches are sharded over it."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mmjax.config import Exchange, MeshConfig
-from mmjax.parallel.mesh import RANKS, encoder_axes
+from mmjax.config import Exchange, MeshConfig, ModelConfig
+from mmjax.errors import UserError
+
+AXES = ("data", "fsdp", "tensor", "context")
+RANKS = ("data", "fsdp")  # axes whose product is the ranks: the rows of a batch are sharded over them
+TENSOR = "tensor"
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """Build a mesh over all of `devices`. Raises UserError where the axes' sizes do not multiply to their number."""
+    if config.exchange == "ragged" and devices[0].platform == "cpu":
+        raise UserError("mesh.exchange=ragged: a CPU has no such collective; use mesh.exchange=padded")
+    shape = tuple(mesh_sizes(config, len(devices)).values())
+    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """Resolve the size of each axis, -1 included. Raises UserError where they do not multiply to `devices`."""
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(free) > 1:
+        raise UserError(f"mesh.{free[0]} and mesh.{free[1]} are both -1; give all but one a size")
+    if any(size < 1 and size != -1 for size in sizes.values()):
+        raise UserError(f"mesh sizes must be at least 1, or -1 for one of them: {_spell(sizes)}")
+    if sizes["context"] != 1:
+        raise UserError("mesh.context must be 1: one sequence stays on one device")
+    if free:
+        if devices % known:
+            raise UserError(
+                f"mesh.{free[0]}=-1 takes what the other axes leave, but {known} ({_spell(sizes)}) does not divide the "
+                f"{devices} devices; use sizes whose product does"
+            )
+        sizes[free[0]] = devices // known
+    if math.prod(sizes.values()) != devices:
+        raise UserError(
+            f"the mesh {_spell(sizes)} needs {math.prod(sizes.values())} devices and there are {devices}; "
+            "set one axis to -1 to take what is there"
+        )
+    return sizes
+
+
+def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig) -> None:
+    """Check that tensor parallelism cuts no attention head. Raises UserError where it would."""
+    tensor = sizes["tensor"]
+    for key in ("heads", "kv_heads"):
+        if (count := getattr(model.llm, key)) % tensor:
+            raise UserError(f"mesh.tensor={tensor} does not divide model.llm.{key}={count}; use a divisor of it")
+    for name, encoder in model.encoders.items():
+        if encoder.heads % tensor and config.encoders == "tensor":
+            raise UserError(
+                f"mesh.tensor={tensor} does not divide model.encoders.{name}.heads={encoder.heads}; use a divisor of "
+                "it, or mesh.encoders=data, which cuts no encoder"
+            )
+
+
+LOSS_PARTS = (1, 2, 4, 8, 16, 32)  # numbers of vocabulary chunks to choose from
+
+
+def loss_choices(sizes: Mapping[str, int], chunks: int, model: ModelConfig) -> tuple[int, ...]:
+    """List the numbers of vocabulary chunks that the loss may be computed in: `chunks`, or powers of two if that is 0.
+
+    Raises UserError where the chunks would be unequal, on any device.
+    """
+    tensor = sizes["tensor"]
+    vocab = model.llm.vocab
+    shard = vocab if vocab % tensor else vocab // tensor  # a vocabulary that does not divide is replicated
+    if chunks == 0:
+        return tuple(n for n in LOSS_PARTS if shard % n == 0)
+    if shard % chunks:
+        nearest = min((n for n in range(1, shard + 1) if shard % n == 0), key=lambda n: abs(n - chunks))
+        cut = f", which mesh.tensor={tensor} cuts into {shard}" if shard < vocab else ""
+        raise UserError(
+            f"training.loss_chunks={chunks} does not divide model.llm.vocab={vocab}{cut}; use the nearest that does, "
+            f"training.loss_chunks={nearest}, or a vocabulary that is a multiple of {chunks * tensor}"
+        )
+    return (chunks,)
+
+
+def _spell(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def row_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> int:
+    """Count the ranks that the rows of a batch are sharded over, along these axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def encoder_axes(config: MeshConfig) -> tuple[str, ...]:
+    """Return the axes that the rows of encoders are sharded over."""
+    return (*RANKS, TENSOR) if config.encoders == "data" else RANKS
+
+
+def local_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
+    """Return the ranks whose rows, sharded over `axes`, are on this process's devices.
+
+    Raises UserError where these are not consecutive.
+    """
+    # An array with one row per rank: the slice that a device gets of it starts at its rank.
+    slices = rows_sharding(mesh, axes).addressable_devices_indices_map((row_ranks(mesh, axes),)).values()
+    ranks = sorted({rows.start or 0 for (rows,) in slices})
+    if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        raise UserError(
+            f"process {jax.process_index()} would hold the ranks {ranks} of the mesh {_spell(dict(mesh.shape))}; "
+            "choose sizes with which every process has neighbouring ranks"
+        )
+    return range(ranks[0], ranks[0] + len(ranks))
+
+
+def owned_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> tuple[int, ...]:
+    """Return the ranks of `local_ranks` that this process owns: a rank on several processes belongs to the first."""
+    # With tensor parallelism across processes, several hold the rows of a rank.
+    owner: dict[int, int] = {}
+    for device, (rows,) in rows_sharding(mesh, axes).devices_indices_map((row_ranks(mesh, axes),)).items():
+        rank = rows.start or 0
+        owner[rank] = min(owner.get(rank, device.process_index), device.process_index)
+    return tuple(rank for rank in local_ranks(mesh, axes) if owner[rank] == jax.process_index())
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Return the sharding that replicates on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def rows_sharding(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> NamedSharding:
+    """Return the sharding of the leading dimension over the ranks, or over these axes."""
+    return NamedSharding(mesh, PartitionSpec(axes))
+
 
 Axes = tuple[str | None, ...]
 

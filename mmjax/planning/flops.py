@@ -18,7 +18,7 @@ from mmjax.config import (
     StretchedGrid,
     VisionConfig,
 )
-from mmjax.config.lora_targets import (
+from mmjax.config.model import (
     Sizes,
     adapted_modules,
     adapter_parameters,

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from mmjax.console import count
-from mmjax.reporting.curves import Curve
+from mmjax.reporting.run import Curve
 
 # Widths of charts, in pixels.
 WIDE = 960

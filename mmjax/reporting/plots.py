@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.textpath import TextPath
 
 from mmjax.autotune.forecast import BalanceForecast, RunForecast
-from mmjax.balance.metrics import dist_ratio
+from mmjax.balance.parts import dist_ratio
 from mmjax.console import count, duration, size
 from mmjax.planning.flops import parameters
 

@@ -16,13 +16,12 @@ from mmjax.batch import TextBatch
 from mmjax.config import AudioConfig
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
-from mmjax.data.media.clip_items import log_mel_frames
+from mmjax.data.media.audio_features import log_mel_frames
 from mmjax.data.sample import Text
 from mmjax.errors import UserError
 from mmjax.reporting.charts import GREY, WIDE, colour_class, path
-from mmjax.reporting.curves import Worst
-from mmjax.reporting.lengths import data_uri
-from mmjax.reporting.run import Planned
+from mmjax.reporting.run import Planned, Worst
+from mmjax.reporting.training import data_uri
 
 SAMPLES = 12  # shown of a row
 WORST_LISTED = 16

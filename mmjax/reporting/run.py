@@ -1,8 +1,10 @@
-"""Read run folders: config, metrics and launches; and plan a run's last steps again."""
+"""Read run folders: config, launches, and metrics as curves of a bounded number of points; plan last steps again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,155 @@ from mmjax.config import Config
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.step_plan import StepPlan
 from mmjax.errors import UserError
-from mmjax.reporting.curves import Metrics, read_metrics
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.training.run_data import loader_of
-from mmjax.training.run_history import Launch, launch_of_step, read_launches
+from mmjax.training.metrics import logged_records
+from mmjax.training.run_data import Launch, launch_of_step, loader_of, read_launches
+
+POINTS = 1_500  # of a curve, about, at most: no chart has more pixels
+NOT_CURVES = ("step", "time")  # keys of the metrics
+WORST_STEPS = 20  # the last steps, whose worst samples are listed
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over steps. A point aggregates several steps where there are many; all arrays are float64 `[n]`."""
+
+    step: np.ndarray  # the last of a point's steps
+    mean: np.ndarray
+    low: np.ndarray  # the smallest value of a point's steps
+    high: np.ndarray  # the largest
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def thinned(self, max_points: int) -> Curve:
+        """Aggregate neighbouring points until at most `max_points` are left."""
+        if len(self) <= max_points:
+            return self
+        # reduceat reduces from each start up to the next: starts [0, 2] of 5 points reduce [0:2] and [2:5].
+        starts = np.unique(np.linspace(0, len(self), max_points, endpoint=False).astype(int))
+        counts = np.diff([*starts, len(self)])
+        return Curve(
+            step=self.step[starts + counts - 1],
+            mean=np.add.reduceat(self.mean, starts) / counts,
+            low=np.minimum.reduceat(self.low, starts),
+            high=np.maximum.reduceat(self.high, starts),
+        )
+
+    def smoothed(self) -> np.ndarray:
+        """Compute a moving average at each point: of the last twentieth of all points, of fewer at the start."""
+        window = max(1, len(self) // 20)
+        # sums[b] - sums[a] is the sum of the points a to b - 1.
+        sums = np.concatenate([[0.0], np.cumsum(self.mean)])
+        first = np.maximum(np.arange(len(self)) + 1 - window, 0)
+        last = np.arange(1, len(self) + 1)
+        return (sums[last] - sums[first]) / (last - first)
+
+    def typical(self) -> float:
+        """Compute the median of the second half, when a run has settled."""
+        return float(np.median(self.mean[len(self) // 2 :]))
+
+
+@dataclass(frozen=True)
+class Worst:
+    """A sample, by name, whose loss was among the largest of its step."""
+
+    sample: str
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Contents of a metrics.jsonl."""
+
+    curves: Mapping[str, Curve]
+    steps: int  # the last step that was logged
+    worst: tuple[Worst, ...]  # of the last steps, each sample once, the largest loss first
+    slowest: Mapping[str, tuple[int, float]]  # by process: how many steps it finished last, and their seconds in all
+    not_finite: int  # steps whose loss or gradient is not finite
+
+    def under(self, prefix: str) -> dict[str, Curve]:
+        """Select the curves whose names start with a prefix, by the rest of their names."""
+        return {key.removeprefix(prefix): curve for key, curve in self.curves.items() if key.startswith(prefix)}
+
+
+NOTHING = Metrics({}, 0, (), {}, 0)
+
+
+def read_metrics(path: Path, max_points: int = POINTS) -> Metrics:
+    """Read a metrics.jsonl as curves of at most `max_points` points. Lines that are cut off are skipped."""
+    steps_per_point = max(1, -(-_count_lines(path) // max_points))
+    reader = _MetricsReader()
+    for number, record in enumerate(logged_records(path), start=1):
+        reader.add(record)
+        if number % steps_per_point == 0:
+            reader.end_point()
+    return reader.metrics()
+
+
+def _count_lines(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+class _MetricsReader:
+    """Aggregates records of single steps into points."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[float]] = {}  # values of the point that is not complete
+        self._points: dict[str, list[tuple[float, ...]]] = {}  # (step, mean, low, high)
+        self._last: dict[str, int] = {}  # the last step with a value for a key
+        self._worst: deque[tuple[int, dict[str, Any]]] = deque(maxlen=WORST_STEPS)
+        self._slowest: Counter[str] = Counter()
+        self._slow_seconds: Counter[str] = Counter()
+        self._not_finite = self._step = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        step = self._step = record["step"]
+        for key, value in record.items():
+            if type(value) in (int, float) and key not in NOT_CURVES:  # a bool is an int to isinstance
+                self._open.setdefault(key, []).append(value)
+                self._last[key] = step
+        # NaN and Inf are logged as strings: JSON has neither.
+        self._not_finite += any(isinstance(record.get(key), str) for key in ("loss", "gradient_norm"))
+        if isinstance(worst := record.get("worst"), dict):
+            self._worst.append((step, worst))
+        if isinstance(process := record.get("slowest"), str):
+            self._slowest[process] += 1
+            self._slow_seconds[process] += float(record.get("seconds/slowest", 0.0))
+
+    def end_point(self) -> None:
+        for key, values in self._open.items():
+            mean = sum(values) / len(values)
+            self._points.setdefault(key, []).append((self._last[key], mean, min(values), max(values)))
+        self._open.clear()
+
+    def metrics(self) -> Metrics:
+        self.end_point()
+        curves = {}
+        for key, points in self._points.items():
+            step, mean, low, high = np.array(points, float).T
+            curves[key] = Curve(step, mean, low, high)
+        return Metrics(
+            curves=curves,
+            steps=self._step,
+            worst=tuple(self._worst_samples()),
+            slowest={process: (n, self._slow_seconds[process]) for process, n in self._slowest.most_common()},
+            not_finite=self._not_finite,
+        )
+
+    def _worst_samples(self) -> list[Worst]:
+        largest: dict[str, Worst] = {}
+        for step, worst in self._worst:
+            for sample, value in worst.items():
+                loss = float(value)
+                if sample not in largest or not loss <= largest[sample].loss:  # NaN is larger than any
+                    largest[sample] = Worst(sample, step, loss)
+        return sorted(largest.values(), key=lambda w: -w.loss if math.isfinite(w.loss) else -math.inf)
+
 
 PLANNED_STEPS = 32  # the last steps, whose rows and work are shown
 

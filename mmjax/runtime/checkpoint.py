@@ -42,8 +42,7 @@ from mmjax.runtime.checkpoint_commit import (
     run_and_describe_failure,
     saved_steps,
 )
-from mmjax.runtime.optimizer import key_names
-from mmjax.runtime.state import TrainState, all_parameters
+from mmjax.runtime.state import TrainState, all_parameters, key_names
 from mmjax.runtime.step import Executor
 
 # TensorStore's errors begin with a status code: "OUT_OF_RANGE: Error writing ..".

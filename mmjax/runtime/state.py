@@ -1,20 +1,139 @@
-"""The training state that steps pass on, and its shardings on the mesh."""
+"""The training state, its optimizer with schedules and groups of parameters, and its shardings on the mesh."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from mmjax.models.model import Model, merge, partition
-from mmjax.parallel.mesh import replicated
-from mmjax.parallel.sharding import ShardingRules, sharding
-from mmjax.runtime.optimizer import Optimizer, key_names
+from mmjax.config import AdamW, Config, Muon, Schedule
+from mmjax.models.model import Model, merge, parameter_group, partition
+from mmjax.parallel.sharding import Axes, ShardingRules, replicated, sharding
 
 Params = dict[str, Any]
+Path = tuple[str, ...]
+
+
+class Hyperparameters(NamedTuple):
+    """Arguments of one update, float32 scalars; `rates` by parameter group: (learning rate, weight decay)."""
+
+    rates: dict[str, tuple[jax.Array, jax.Array]]
+    clip: jax.Array
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays."""
+
+    direction: optax.GradientTransformation
+    group_of: Callable[[Path], str]
+    matrices: frozenset[Path]
+
+    def init(self, params: Params) -> optax.OptState:
+        """Return the state before the first update."""
+        return self.direction.init(params)
+
+    def update(
+        self, gradients: Params, state: optax.OptState, params: Params, hyper: Hyperparameters
+    ) -> tuple[Params, optax.OptState, jax.Array]:
+        """Return new parameters and state, and the global gradient norm before clipping.
+
+        Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms, biases, fixed
+        tables), also where the gradient is zero: an encoder that saw nothing in this step still decays.
+        """
+        norm = optax.tree.norm(gradients)
+        scale = jnp.minimum(1.0, hyper.clip / jnp.maximum(norm, 1e-12))
+        gradients = jax.tree.map(lambda g: g * scale, gradients)
+        directions, state = self.direction.update(gradients, state, params)
+
+        def apply(key_path: Any, p: jax.Array, d: jax.Array) -> jax.Array:
+            path = key_names(key_path)
+            rate, decay = hyper.rates[self.group_of(path)]
+            # Decoupled decay (AdamW): it does not pass through the moments, nor is it clipped.
+            return p - rate * (d + decay * p) if path in self.matrices else p - rate * d
+
+        return jax.tree_util.tree_map_with_path(apply, params, directions), state, norm
+
+
+def key_names(path: Any) -> Path:
+    """Convert a JAX key path of nested dicts to strings."""
+    return tuple(str(key.key) for key in path)
+
+
+def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
+    """Build the optimizer of a config. Groups: one a `parameter_group`; with Muon `<group>/matrix` and `<group>/other`.
+
+    axes: the logical axes of the model's parameters.
+    """
+    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    leaves = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
+    by_path: dict[Path, Axes] = {key_names(path): names for path, names in leaves}
+    # Logical axes leave out the leading axis of a stack of layers: stacked biases still have one.
+    matrices = frozenset(path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names)
+    if isinstance(config, AdamW):
+        return Optimizer(adam, parameter_group, matrices)
+
+    def label(path: Path) -> str:
+        # Muon is for matrices between two inner widths. Embedding tables and the first projections of pixels and
+        # frames are better left to Adam, row by row; so are adapters, whose rank has no logical axis.
+        return "matrix" if path in matrices and not {None, "vocab"} & set(by_path[path]) else "other"
+
+    def labels(params: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(lambda path, p: label(key_names(path)), params)
+
+    def dimensions(params: Params) -> Params:
+        return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
+
+    muon = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dimensions)
+    direction = optax.partition({"matrix": optax.chain(muon, _scale_by_shape()), "other": adam}, labels)
+    return Optimizer(direction, lambda path: f"{parameter_group(path)}/{label(path)}", matrices)
+
+
+def _scale_by_shape() -> optax.GradientTransformation:
+    """Scale by Muon's sqrt(max(1, out/in)): one learning rate suits matrices of every shape (Jordan et al. 2024)."""
+
+    def update(updates: Params, state: optax.EmptyState, params: Params | None = None):
+        del params
+        scaled = jax.tree.map(lambda u: u * math.sqrt(max(1.0, u.shape[-1] / u.shape[-2])), updates)
+        return scaled, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
+    """Return the share of the peak learning rate at a step: linear warm-up, then cosine to `final` at the last step."""
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    # The last of `steps` updates is number steps - 1, at which progress reaches 1.
+    progress = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
+    return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def hyperparameters(config: Config, modules: tuple[str, ...], step: int) -> Hyperparameters:
+    """Return the arguments of update `step`, NumPy scalars. Adapters without rates of their own have their module's."""
+    o = config.optimizer
+    factor = schedule_factor(config.schedule, step, config.training.steps)
+    # NumPy scalars of a fixed dtype: other values are other arguments, not another program.
+    rates: dict[str, tuple[np.float32, np.float32]] = {}
+    for module in modules:
+        override = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))
+        rate = override.learning_rate if override and override.learning_rate is not None else o.learning_rate
+        decay = override.weight_decay if override and override.weight_decay is not None else o.weight_decay
+        decay = np.float32(decay)
+        if isinstance(o, AdamW):
+            rates[module] = np.float32(factor * rate), decay
+        else:
+            rates[f"{module}/matrix"] = np.float32(factor * rate), decay
+            # A module's learning rate scales both of its groups alike.
+            rates[f"{module}/other"] = np.float32(factor * o.adam_learning_rate * rate / o.learning_rate), decay
+    return Hyperparameters(rates, np.float32(config.training.clip))
 
 
 class TrainState(NamedTuple):

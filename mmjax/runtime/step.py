@@ -18,13 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Exchange
-from mmjax.config.lora_targets import adapted_modules
+from mmjax.config.model import adapted_modules
 from mmjax.models.model import Model, merge, modules_of, partition
-from mmjax.parallel.mesh import local_ranks, replicated, row_ranks, rows_sharding
-from mmjax.parallel.sharding import ShardingRules, activations_on
+from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
 from mmjax.runtime.losses import LossReport, Worst, losses_in_chunks, no_samples, step_loss, worse_of, worst_samples
-from mmjax.runtime.optimizer import Hyperparameters, Optimizer
-from mmjax.runtime.state import TrainState, split, state_from, state_shardings
+from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, split, state_from, state_shardings
 
 Params = dict[str, Any]
 

@@ -19,11 +19,11 @@ from mmjax.config import Config
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.placement import Shape
-from mmjax.data.plan.row_shapes import RankLayout
+from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, parameter_group
 from mmjax.planning.remat import MemoryPlan
-from mmjax.runtime.optimizer import key_names
-from mmjax.training.step_metrics import balance_scalars
+from mmjax.runtime.state import key_names
+from mmjax.training.metrics import balance_scalars
 
 REPLICATED = 1.5  # warn where a device stores more than so many times its share of a module's parameters
 

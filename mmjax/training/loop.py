@@ -21,14 +21,13 @@ from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.config.loading import to_json
 from mmjax.console import ProgressLine, print_lines, size
-from mmjax.data.loading.batch_hash import spelled
-from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
 from mmjax.data.loading.workers import steps
 from mmjax.data.plan.step_plan import PLANNER
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError
-from mmjax.inference.evaluation import Answered, Evaluator, Scores, exact_match
+from mmjax.inference.evaluation import Answered, Evaluator, Scores, exact_match_by_group
 from mmjax.models.model import Model, merge, modules_of
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.checkpoint import (
@@ -39,20 +38,24 @@ from mmjax.runtime.checkpoint import (
     restore_parameters,
 )
 from mmjax.runtime.checkpoint_commit import saved_steps
-from mmjax.runtime.compile_cache import CompileCounter
-from mmjax.runtime.devices import peak_memory_used
-from mmjax.runtime.optimizer import Hyperparameters, hyperparameters
-from mmjax.runtime.pretrained import load_pretrained, modules_by_folder
+from mmjax.runtime.devices import CompileCounter, peak_memory_used
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.state import TrainState, all_parameters, parameter_shardings, state_from
+from mmjax.runtime.state import (
+    Hyperparameters,
+    TrainState,
+    all_parameters,
+    hyperparameters,
+    parameter_shardings,
+    state_from,
+)
 from mmjax.runtime.step import Accumulated, Executor, Said, StepReport
+from mmjax.runtime.weights import load_pretrained, modules_by_folder
 from mmjax.training import announce
 from mmjax.training.best import BestMetric
-from mmjax.training.metrics import MetricsLog, MetricValue
+from mmjax.training.metrics import DeviceBatch, MetricsLog, MetricValue, StepMetrics
 from mmjax.training.nonfinite import NonFiniteWatch, samples_with_bad_gradients
-from mmjax.training.run_history import Launch, append_launch
+from mmjax.training.run_data import Launch, append_launch
 from mmjax.training.signals import ProfilerTrace, StopFlags
-from mmjax.training.step_metrics import DeviceBatch, StepMetrics
 from mmjax.training.unreadable import UnreadableSamples
 
 Params = dict[str, Any]
@@ -372,7 +375,7 @@ class Session:
         params = all_parameters(state)
         replies = self.evaluator.answer(params, split)
         answered = [a for of_source in replies.values() for a in of_source.answered]
-        scores = exact_match(answered) | self.evaluator.loss(params, split)
+        scores = exact_match_by_group(answered) | self.evaluator.loss(params, split)
         self.left_out.say_questions(self.evaluator.left_out)
         scores = {f"{split}/{name}": value for name, value in scores.items()}
         if scores:

@@ -14,7 +14,7 @@ from mmjax.batch import PADDING, Microbatch
 from mmjax.config import TrainingConfig
 from mmjax.console import print_lines
 from mmjax.errors import UserError
-from mmjax.parallel.mesh import replicated
+from mmjax.parallel.sharding import replicated
 from mmjax.runtime.losses import MOST_NAMED, Worst
 from mmjax.runtime.state import TrainState
 from mmjax.runtime.step import Executor, StepReport

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from mmjax.batch import PADDING
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep
-from mmjax.data.sources.quarantine import BadSampleEntry, Quarantine
+from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.runtime.step import MOST_SPOILED, Spoiled

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mmjax.balance.metrics import (
+from mmjax.balance.parts import (
     dist_ratio,
     fill,
     overdispersion,

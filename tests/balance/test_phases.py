@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.metrics import dist_ratio
-from mmjax.balance.phase_costs import Costs, costs_of
+from mmjax.balance.parts import dist_ratio
 from mmjax.balance.phases import (
     Aim,
+    Costs,
     PhasePlan,
     cost_per_rank,
+    costs_of,
     place_apart,
     place_by_llm,
     place_in_order,
@@ -18,7 +19,7 @@ from mmjax.balance.phases import (
     step_time,
     wire,
 )
-from mmjax.data.plan.length_files import omni_corpus
+from mmjax.data.plan.length_index import omni_corpus
 
 WIDTHS = [(0, 128, 256, 512, 1024, 2048)] * 2
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import corpus
 
+from mmjax.balance.lpt import split, to_rows
 from mmjax.balance.parts import Parts
-from mmjax.balance.place import split, to_rows
 
 
 def place(parts: Parts, rows: np.ndarray, microbatches: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mmjax.balance.row_maximum import choose_maximum
+from mmjax.balance.budgets import choose_maximum
 
 
 def full_rows(lengths: np.ndarray, maximum: np.ndarray) -> float:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import corpus
 
-from mmjax.balance.place import to_rows
+from mmjax.balance.lpt import to_rows
 from mmjax.balance.shapes import assign, choose_shapes
 
 

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.baselines.mask_kinds import KINDS
-from mmjax.balance.baselines.token_blocks_baselines import longest_first
-from mmjax.balance.mask_work import block_work
-from mmjax.balance.token_blocks import distribute, excess, token_order
+from mmjax.balance.baselines.token_blocks import KINDS, longest_first
+from mmjax.balance.mask_work import block_work, distribute, excess, token_order
 
 # No training runs this: by default the examples of docs/balance.md do.
 pytestmark = pytest.mark.exhaustive

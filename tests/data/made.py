@@ -26,7 +26,7 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.data.loading.step_loader import StepLoader
-from mmjax.data.plan import row_shapes
+from mmjax.data.plan import step_plan
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.step_plan import make_planner
@@ -143,7 +143,7 @@ def load(
     index = index_of(source, made)
     index.save(folder / "index")
     ranks = range(topology.ranks) if ranks is None else ranks
-    with mock.patch.object(row_shapes, "DRY_RUN_STEPS", DRY_RUN_STEPS):
+    with mock.patch.object(step_plan, "DRY_RUN_STEPS", DRY_RUN_STEPS):
         planner, laid_out = make_planner(index, made, [1.0], topology)
     held = ranks, ranks.start == 0, encoder_ranks
     loader = StepLoader(made, planner.grouper.budget, laid_out, folder / "index", folder, *held)

@@ -11,9 +11,8 @@ import numpy as np
 from made import DRY_RUN_STEPS, ONE_RANK, config, index_of, random_samples
 
 from mmjax.config import IsfGrouping, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
-from mmjax.data.plan import row_shapes
-from mmjax.data.plan.budget import Budget, make_budget, stream_of
-from mmjax.data.plan.grouping import Group, StepGrouper
+from mmjax.data.plan import step_plan
+from mmjax.data.plan.grouping import Budget, Group, StepGrouper, make_budget, stream_of
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.sampler import pools_of
@@ -67,14 +66,14 @@ def laid_out(
     budget: Budget | None = None,
     topology: Topology = ONE_RANK,
     **changes,
-) -> tuple[StepPlanner, row_shapes.RankLayout]:
+) -> tuple[StepPlanner, step_plan.RankLayout]:
     index, made = some_index() if index is None else index, replace(config(**changes), seed=seed)
-    with mock.patch.object(row_shapes, "DRY_RUN_STEPS", DRY_RUN_STEPS):
+    with mock.patch.object(step_plan, "DRY_RUN_STEPS", DRY_RUN_STEPS):
         return make_planner(index, made, [1.0], topology, budget)
 
 
 @cache
-def one_of_all(grouping, balance, topology: Topology, microbatches: int) -> tuple[StepPlanner, row_shapes.RankLayout]:
+def one_of_all(grouping, balance, topology: Topology, microbatches: int) -> tuple[StepPlanner, step_plan.RankLayout]:
     """Sixteen samples a step in three rows of each module, in every combination of these."""
     changes = {"grouping": grouping, "balance": balance, "microbatches": microbatches}
     return laid_out(topology=topology, size=Samples(16), **changes)

@@ -21,11 +21,10 @@ from mmjax.hf.folder import HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, module_of
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.losses import step_loss, token_losses
-from mmjax.runtime.pretrained import load_pretrained
 from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.weights import load_pretrained
 
 Params = dict[str, Any]
 AT_A_KINK = 2e-6  # inputs of a ReLU this close to 0 may have either sign by rounding

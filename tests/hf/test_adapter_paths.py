@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from mmjax.hf.adapter import module_path
+from mmjax.hf.writing import module_path
 
 TEXT = {
     "model_type": "qwen2",

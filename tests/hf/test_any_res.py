@@ -35,8 +35,7 @@ from mmjax.errors import BadMedia, UserError
 from mmjax.export import export
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.flops import parameters
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder

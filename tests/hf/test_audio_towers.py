@@ -26,11 +26,10 @@ from mmjax.errors import UserError
 from mmjax.hf.families import encoder_from_hf, from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.flops import parameters
-from mmjax.runtime.pretrained import load_pretrained
 from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.weights import load_pretrained
 
 AUDIO_TOKEN = 5
 RATE, HOP = 16_000, 160

@@ -15,10 +15,9 @@ from mmjax.config import MeshConfig
 from mmjax.errors import UserError
 from mmjax.hf.families import compose, encoder_from_hf, from_hf
 from mmjax.models.model import Model, merge, modules_of
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.pretrained import load_pretrained
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.weights import load_pretrained
 
 TOWER = {
     "hidden_size": 24,

@@ -23,10 +23,9 @@ from mmjax.hf.families import from_hf
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
 from mmjax.models.rope import text_rotation
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.pretrained import load_pretrained
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.weights import load_pretrained
 
 COMMON = {
     "vocab_size": 97,

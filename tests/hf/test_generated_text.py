@@ -22,9 +22,8 @@ from test_vision_language import IMAGE, LLAMA, MEAN, QWEN2, SIDE, STD, TOWER, sa
 from mmjax.config import MeshConfig
 from mmjax.hf.families import from_hf
 from mmjax.inference.generator import Answer, Generator
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.compile_cache import CompileCounter
+from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.devices import CompileCounter
 
 MOST = 7
 Inputs = Callable[[Sequence[Part]], dict[str, Any]]  # of transformers' model, for one prompt

@@ -20,9 +20,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmjax.config import DynamicTiles, FixedSize, SmartResize, WhisperMel
+from mmjax.data.media.audio_features import whisper_log_mel
 from mmjax.data.media.image_transforms import before_encoder, prepare_image
 from mmjax.data.media.patches import patchify
-from mmjax.data.media.whisper_mel import log_mel
 from mmjax.errors import UserError
 from mmjax.hf.processors import IMAGENET_MEAN, IMAGENET_STD, read_audio_processing, read_image_processing
 
@@ -213,7 +213,7 @@ def test_whispers_extractor_is_read(nested, tmp_path):
     assert how == WhisperMel(mels=40, hop=100, seconds=3, window=300)
     wave = np.random.default_rng(0).normal(0, 0.1, 20_000).astype(np.float32)
     expected = extractor(wave, sampling_rate=16_000, return_tensors="np")["input_features"][0].T
-    np.testing.assert_allclose(log_mel(how, wave, 3000), expected, atol=1e-4)
+    np.testing.assert_allclose(whisper_log_mel(how, wave, 3000), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,10 @@ from mmjax.config import AdamW, BatchConfig, Config, DataConfig, MeshConfig, Sch
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.optimizer import hyperparameters, make_optimizer
-from mmjax.runtime.pretrained import load_pretrained
-from mmjax.runtime.state import parameter_shardings
+from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.state import hyperparameters, make_optimizer, parameter_shardings
 from mmjax.runtime.step import Executor
+from mmjax.runtime.weights import load_pretrained
 
 IMAGE, VIDEO = 90, 91  # tokens
 TEXT = {

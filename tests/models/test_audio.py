@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from packed import build, pack, random_sample, tiny
 
-from mmjax.models.audio import sinusoids, taps
+from mmjax.models.encoders import sinusoids, taps
 
 
 def convolution(x, weight, stride):

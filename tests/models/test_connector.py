@@ -4,7 +4,7 @@ import pytest
 from flax import nnx
 
 from mmjax.config import ConnectorConfig
-from mmjax.models.connector import Connector
+from mmjax.models.multimodal import Connector
 
 
 def connector(merge, grid, axes):

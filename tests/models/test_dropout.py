@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from packed import assert_trees_close, build, losses_of_logits, pack, random_sample, tiny, token_losses
 
-from mmjax.models.dropout import ATTENTION, MLP_SITE, drop, tower_dropout
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
+from mmjax.models.layers import ATTENTION, MLP_SITE, drop, tower_dropout
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain
 

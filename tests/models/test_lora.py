@@ -11,13 +11,11 @@ import pytest
 from packed import assert_trees_close, build, pack, random_sample, tiny
 
 from mmjax.config import AdamW, LoraConfig, MeshConfig, Muon
-from mmjax.config.lora_targets import lora_scale
+from mmjax.config.model import lora_scale
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge, parameter_group, partition
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.optimizer import key_names, make_optimizer
-from mmjax.runtime.state import parameter_shardings
+from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.state import key_names, make_optimizer, parameter_shardings
 
 ATTENTION = LoraConfig(("llm.*.attention.query", "*.value"), rank=3, alpha=5.0)
 REST = LoraConfig(("*.mlp.down", "vision.connector.mlp.up"), rank=5, scaling="sqrt_rank")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from packed import assert_trees_close, build, pack, random_sample, tiny, token_losses
 
-import mmjax.models.audio
+import mmjax.models.encoders
 from mmjax.models.model import Model
 
 GRIDS = [(1, 1), (1, 5), (5, 1), (2, 2), (2, 3), (3, 2), (3, 3), (4, 2), (1, 8), (3, 5), (2, 7), (5, 4)]
@@ -111,7 +111,7 @@ def test_a_convolution_that_reaches_into_the_next_clip_is_caught(monkeypatch):
         padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0)), mode="edge")
         return jnp.concatenate([padded[:, first : first + x.shape[1] : stride] for first in range(3)], axis=-1)
 
-    monkeypatch.setattr(mmjax.models.audio, "taps", leaking)
+    monkeypatch.setattr(mmjax.models.encoders, "taps", leaking)
     assert others_that_changed(losses(*build()), many_samples(), 6) > 0
 
 

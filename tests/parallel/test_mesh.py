@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from mmjax.config import DecoderConfig, MeshConfig, ModelConfig, VisionConfig
 from mmjax.errors import UserError
-from mmjax.parallel.mesh import (
+from mmjax.parallel.sharding import (
     RANKS,
     check_heads,
     encoder_axes,

@@ -6,8 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mmjax.config import MeshConfig
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules, activations_on, constrain, sharding
+from mmjax.parallel.sharding import ShardingRules, activations_on, constrain, make_mesh, sharding
 
 RULES = ShardingRules()
 

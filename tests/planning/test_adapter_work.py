@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_cost import gradient, make_batch, make_model, random_microbatch, traced_products
+from test_flops import gradient, make_batch, make_model, random_microbatch, traced_products
 
 from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
-from mmjax.config.lora_targets import linear_layers
+from mmjax.config.model import linear_layers
 from mmjax.models.layers import Linear
 from mmjax.models.model import Model, parameter_group
 from mmjax.planning.flops import executed, frozen_modules, model_flops, parameters, step_needed
 from mmjax.planning.memory import moments
 from mmjax.planning.work import useful_work
-from mmjax.runtime.optimizer import key_names, make_optimizer
-from mmjax.runtime.state import split
+from mmjax.runtime.state import key_names, make_optimizer, split
 
 SHAPE = {"llm": (2, 12), "vision": (1, 8), "audio": (2, 12)}
 PATTERNS = [

@@ -11,10 +11,9 @@ import pytest
 from mmjax.config import AdamW, Config, MeshConfig, Muon
 from mmjax.config.loading import load
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import DeviceBatch, ModelSharding, fixed_bytes
-from mmjax.runtime.optimizer import make_optimizer
+from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor
 
 BATCH = DeviceBatch({"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}, {"vision": 8, "audio": 0}, peers=4)

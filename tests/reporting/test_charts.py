@@ -10,7 +10,7 @@ import pytest
 
 from mmjax.console import count, duration, size
 from mmjax.reporting.charts import HALF, Formatter, Scale, area_chart, histogram, line_chart
-from mmjax.reporting.curves import Curve
+from mmjax.reporting.run import Curve
 from mmjax.reporting.training import percent
 
 

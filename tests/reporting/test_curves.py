@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmjax.reporting.curves import POINTS, Curve, read_metrics
+from mmjax.reporting.run import POINTS, Curve, read_metrics
 
 
 def written(path: Path, records: list[dict], torn: str = "") -> Path:

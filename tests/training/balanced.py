@@ -36,10 +36,9 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.distributed import coordination
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import encoder_axes, local_ranks, make_mesh, replicated
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, encoder_axes, local_ranks, make_mesh, replicated
 from mmjax.runtime.devices import mesh_topology
-from mmjax.runtime.optimizer import hyperparameters, make_optimizer
+from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import Executor, Said
 
 STEPS = 20

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from mmjax.config import MeshConfig
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.pretrained import load_pretrained
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.weights import load_pretrained
 
 
 def peak() -> int:

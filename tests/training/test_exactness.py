@@ -32,7 +32,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import Muon
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.runtime.devices import mesh_topology
-from mmjax.runtime.optimizer import hyperparameters
+from mmjax.runtime.state import hyperparameters
 from mmjax.runtime.step import Accumulated, Executor, Said
 
 CONFIG = tiny_config()

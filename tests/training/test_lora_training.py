@@ -18,12 +18,10 @@ from mmjax.config import MeshConfig
 from mmjax.config.loading import from_json, to_json
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import restore_parameters
-from mmjax.runtime.optimizer import key_names
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.state import key_names, parameter_shardings
 from mmjax.train import train
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from mmjax.data.loading.step_loader import LoadedStep, PlannedWork
 from mmjax.data.plan.placement import Shape, Topology
-from mmjax.data.plan.row_shapes import RankLayout
-from mmjax.training.step_metrics import balance_scalars, exchange_scalars
+from mmjax.data.plan.step_plan import RankLayout
+from mmjax.training.metrics import balance_scalars, exchange_scalars
 
 MODULES = ("llm", "vision", "audio")
 # Two ranks: of the LLM two rows each, of the encoders one.

@@ -40,10 +40,8 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import ALPHABET
 from mmjax.models.model import Model
-from mmjax.parallel.mesh import make_mesh
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.runtime.optimizer import hyperparameters, make_optimizer
-from mmjax.runtime.state import TrainState
+from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.state import TrainState, hyperparameters, make_optimizer
 from mmjax.runtime.step import Accumulated, Executor, put_rows
 
 MERGE = {"vision": 2 * 2, "audio": 2 * 2}  # encoder positions per LLM token: a square of patches; stride and merge

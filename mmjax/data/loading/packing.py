@@ -1,4 +1,4 @@
-"""Pack a planned microbatch into arrays: only what the wanted rows hold is opened and decoded."""
+"""Pack a planned microbatch into arrays, opening and decoding only the samples of the wanted rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,235 @@ import numpy as np
 
 from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
-from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
-from mmjax.config import VisionConfig
-from mmjax.data.loading.text_rows import Arrays, Place, empty_text, stretch, write_sample
+from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch, WeightedSlots
+from mmjax.config import AudioConfig, ModelConfig, VisionConfig
+from mmjax.data.media.anyres_layout import CORNERS, NEWLINE, NO_TOKEN, interpolates_tokens
 from mmjax.data.media.patches import encoder_input, hidden_tokens, positions_per_token, token_grid
 from mmjax.data.plan.placement import MicrobatchPlan
-from mmjax.data.sample import Sample, SampleLengths
+from mmjax.data.sample import ArrangedItems, Item, Sample, SampleLengths, Text
 from mmjax.errors import UserError
+
+# Bits of `kind` and `sees`: text, then the encoders, then the branches of a sample.
+TEXT_KIND = 1
+FIRST_BRANCH_BIT = 12
+MAX_ENCODERS = FIRST_BRANCH_BIT - 1
+MAX_BRANCHES = 30 - FIRST_BRANCH_BIT
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The layout of a batch's arrays: the encoders in their order, and how an item's tokens attend in the LLM."""
+
+    encoders: dict[str, VisionConfig | AudioConfig]
+    items: str  # DecoderConfig.items
+    vocab: int
+    axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Arrays:
+        """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its encoders apart."""
+        if (count := len(model.encoders)) > MAX_ENCODERS:
+            raise UserError(f"model.encoders has {count}; the attention mask tells {MAX_ENCODERS} apart")
+        return cls(dict(model.encoders), model.llm.items, model.llm.vocab, len(model.llm.rope_sections))
+
+    def features(self, encoder: str) -> int:
+        """Return the width of one patch or frame."""
+        config = self.encoders[encoder]
+        return config.patch**2 * config.channels if isinstance(config, VisionConfig) else config.mels
+
+    def dtype(self, encoder: str) -> type:
+        """Return the dtype of the patches or frames."""
+        return np.uint8 if isinstance(self.encoders[encoder], VisionConfig) else np.float32
+
+    def newline(self, encoder: str) -> bool:
+        """Tell whether the connector has a newline token, which follows every row of an image."""
+        return self.encoders[encoder].connector.newline
+
+    def bit(self, encoder: str) -> int:
+        """Return the kind bit of an encoder's tokens."""
+        return TEXT_KIND << 1 + list(self.encoders).index(encoder)
+
+
+class Place(NamedTuple):
+    """The slots from which an item's tokens come."""
+
+    encoder: str
+    slot: int  # of the first, in what the rank of its sample got and made
+    tokens: int
+    newline: int = PADDING  # where that of the encoder's connector is among them
+    grid: tuple[int, int, int] | None = None  # of an image where positions have axes: times, rows, columns of tokens
+
+
+def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarray]) -> TextBatch:
+    """Make rows `[R, T]` with nothing in them."""
+
+    def full(value: int, *trailing: int) -> np.ndarray:
+        return np.full((*shape, *trailing), value, np.int32)
+
+    def mixed() -> WeightedSlots:
+        return WeightedSlots(full(PADDING, CORNERS), np.zeros((*shape, CORNERS), np.float32))
+
+    return TextBatch(
+        token=full(0),
+        target=full(0),
+        weight=np.zeros(shape, np.float32),
+        position=np.zeros((*shape, arrays.axes) if arrays.axes else shape, np.int32),
+        sample=full(PADDING),
+        pos=np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)),
+        span=full(0),
+        kind=full(0),
+        sees=full(0),
+        source=full(PADDING),
+        owner=full(PADDING),
+        offset=full(0),
+        slots={
+            name: mixed() if interpolates_tokens(encoder) else full(PADDING)
+            for name, encoder in arrays.encoders.items()
+        },
+        send=send,
+    )
+
+
+def stretch(batch: TextBatch, row: int, span: slice) -> TextBatch:
+    """Return views `[n]` of the part of a row that a sample gets."""
+    slots = {}
+    for encoder, rows in batch.slots.items():
+        if isinstance(rows, WeightedSlots):
+            slots[encoder] = WeightedSlots(rows.slot[row, span], rows.share[row, span])
+        else:
+            slots[encoder] = rows[row, span]
+    views = {f: getattr(batch, f)[row, span] for f in TextBatch._fields if f not in ("slots", "send")}
+    return TextBatch(**views, slots=slots, send={})
+
+
+def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequence[Place], first_span: int) -> None:
+    """Write one sample into its stretch of a row (views `[n]`). ValueError where it isn't what was promised.
+
+    A position goes on from where its branch is; a new branch begins where branch 0 is. Where positions have axes, an
+    image's are its rows and columns, and what follows goes on behind the longer of both (Qwen2-VL). A token is the
+    target of the one before it in its own branch; items stand in branch 0, so an item's last token predicts the text
+    after it there.
+    """
+    lengths = _checked_lengths(sample, arrays, places, len(row.token))
+    position: dict[int, int] = {0: 0}  # of the next token in each branch
+    last: dict[int, int] = {}  # index of the last token of each branch
+    offset = 0
+    for segment, n in zip(sample.segments, lengths, strict=True):
+        branch = segment.branch if isinstance(segment, Text) else 0
+        begin = position.get(branch, position[0]) if segment.start is None else segment.start
+        span = slice(offset, offset + n)
+        along = np.arange(n)  # positions within the segment; `[n, 3]` for an image's grid where positions have axes
+        if isinstance(segment, Text):
+            _write_text(row, span, segment, arrays, last.get(branch))
+        else:
+            _write_tokens(row, span, segment, places, arrays, first_span + segment.number + 1)
+            if isinstance(segment, Item) and (grid := places[segment.number].grid) is not None:
+                along = np.stack(np.unravel_index(along, grid), axis=-1)
+        row.position[span] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
+        position[branch] = begin + along.max(initial=-1) + 1
+        offset += n
+        if n:
+            last[branch] = offset - 1
+
+
+def _write_text(row: TextBatch, span: slice, text: Text, arrays: Arrays, previous: int | None) -> None:
+    """Write tokens, whom they see and what they predict. previous: index of the token before them in their branch.
+
+    Branches see branch 0 and themselves: each has a kind of its own, so the mask spec needs nothing more.
+    """
+    kind = 1 << (FIRST_BRANCH_BIT + text.branch - 1) if text.branch else TEXT_KIND
+    row.token[span] = text.tokens
+    row.kind[span] = kind
+    row.sees[span] = _everyone(arrays) | kind
+    # Tokens 5, 6, 7 at 10 to 12: 10 predicts 6, 11 predicts 7; 12 has no target unless text of its branch follows.
+    predict = slice(span.start, max(span.stop - 1, span.start))
+    row.target[predict] = text.tokens[1:]
+    row.weight[predict] = text.weights[1:]
+    if previous is not None and len(text.tokens):
+        row.target[previous] = text.tokens[0]
+        row.weight[previous] = text.weights[0]
+    elif len(text.tokens) and text.weights[0]:
+        raise ValueError(f"the first token of branch {text.branch} has a loss weight, but none before it predicts it")
+
+
+def _write_tokens(
+    row: TextBatch, span: slice, segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays, group: int
+) -> None:
+    """Write items' tokens: their slots, and how they see each other and what is before them. group: their `span`."""
+    encoder = segment.encoder
+    item_places = places[segment.number : segment.number + _items(segment)]
+    item_slots = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in item_places])
+    slots = item_slots[:, None]
+    shares = np.ones((1, 1), np.float32)
+    if isinstance(segment, ArrangedItems):
+        codes = np.array([item_places[0].newline, PADDING])  # at the end, as NEWLINE and NO_TOKEN count from there
+        slots = np.concatenate([item_slots, codes])[segment.tokens.token]
+        shares = segment.tokens.share
+    into = row.slots[encoder]
+    if isinstance(into, WeightedSlots):
+        into.slot[span, : slots.shape[1]] = slots
+        into.share[span, : slots.shape[1]] = shares
+    else:
+        into[span] = slots[:, 0]
+    row.kind[span] = arrays.bit(encoder)
+    row.sees[span] = 0 if arrays.items == "isolated" else _everyone(arrays)
+    row.span[span] = 0 if arrays.items == "causal" else group
+
+
+def _items(segment: Item | ArrangedItems) -> int:
+    return segment.items if isinstance(segment, ArrangedItems) else 1
+
+
+def _tokens_of(segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays) -> int:
+    """Count the tokens of the LLM that a segment takes. ValueError where they are arranged as they cannot be."""
+    if isinstance(segment, Item):
+        return places[segment.number].tokens
+    token = segment.tokens.token
+    have = sum(p.tokens for p in places[segment.number :][: segment.items])
+    if not NEWLINE <= token.min(initial=NO_TOKEN) <= token.max(initial=NO_TOKEN) < have:
+        first, last = token[token != NO_TOKEN].min(), token.max()
+        raise ValueError(
+            f"its items from {segment.number} on have {have} tokens, and it places those from {first} to {last}"
+        )
+    if (token == NEWLINE).any() and not arrays.newline(segment.encoder):
+        raise ValueError(f"it places newlines, and connector.newline of {segment.encoder!r} is false")
+    if not interpolates_tokens(arrays.encoders[segment.encoder]) and (token[:, 1:] != NO_TOKEN).any():
+        raise ValueError(f"it mixes tokens of {segment.encoder!r}, whose images say nothing of interpolation")
+    return len(segment.tokens)
+
+
+def _everyone(arrays: Arrays) -> int:
+    """Return the kinds of branch 0: text and all encoders."""
+    return (TEXT_KIND << 1 + len(arrays.encoders)) - 1
+
+
+def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], promised: int) -> list[int]:
+    """Count segments' tokens. ValueError where the sample isn't what its source's facts() say or can't be written."""
+    lengths: list[int] = []
+    numbers: list[int] = []
+    for segment in sample.segments:
+        if not isinstance(segment, Text):
+            for number in range(segment.number, segment.number + _items(segment)):
+                if number >= len(places) or places[number].encoder != segment.encoder:
+                    raise ValueError(f"its item {number} of {segment.encoder!r} is not in its source's facts()")
+                numbers.append(number)
+            lengths.append(_tokens_of(segment, places, arrays))
+            continue
+        tokens, weights = segment.tokens, segment.weights
+        lengths.append(len(tokens))
+        if not 0 <= segment.branch <= MAX_BRANCHES:
+            raise ValueError(f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}")
+        if len(tokens) != len(weights):
+            raise ValueError(f"a text has {len(tokens)} tokens and {len(weights)} loss weights")
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < arrays.vocab):
+            raise ValueError(f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={arrays.vocab} has no such")
+        if not (np.isfinite(weights).all() and (weights >= 0).all()):
+            raise ValueError("a loss weight is negative, NaN or Inf")
+    if sorted(numbers) != list(range(len(places))):
+        raise ValueError(f"it places the items {numbers}, but its source's facts() have {len(places)}; each goes once")
+    if sum(lengths) != promised:
+        raise ValueError(f"it has {sum(lengths)} tokens where its source's facts() promised {promised}")
+    return lengths
 
 
 @dataclass(frozen=True)

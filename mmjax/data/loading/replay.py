@@ -13,8 +13,7 @@ import numpy as np
 from mmjax.balance.parts import LLM
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig
-from mmjax.data.loading.batch_hash import spelled
-from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.step_plan import StepPlan
 from mmjax.data.sample import Sample, Source, Text

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, LearnedGrid, LogMel, VisionConfig
-from mmjax.data.media.clip_items import CONV_STRIDE, clip_size, log_mel_frames
+from mmjax.data.media.audio_features import CONV_STRIDE, clip_size, log_mel_frames
 from mmjax.errors import BadMedia
 
 Encoders = Mapping[str, VisionConfig | AudioConfig]  # by name, in the model's order

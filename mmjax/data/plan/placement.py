@@ -13,10 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from mmjax.balance.lpt import split, to_rows
 from mmjax.balance.parts import LLM, Parts
-from mmjax.balance.phase_costs import Costs, costs_of
 from mmjax.balance.phases import (
+    Costs,
     PhasePlan,
+    costs_of,
     place_apart,
     place_by_llm,
     place_jointly,
@@ -24,10 +26,8 @@ from mmjax.balance.phases import (
     usual_widths,
     widest,
 )
-from mmjax.balance.place import split, to_rows
 from mmjax.config import LlmBalance, NoBalance, PostBalance
-from mmjax.data.plan.budget import Lengths
-from mmjax.data.plan.grouping import Group
+from mmjax.data.plan.grouping import Group, Lengths
 from mmjax.data.plan.length_index import LengthIndex
 
 Balance = PostBalance | LlmBalance | NoBalance

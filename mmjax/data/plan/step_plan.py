@@ -1,24 +1,192 @@
-"""The step plan: which samples form step n, and where each of their parts lies.
+"""The step plan: which samples form step n, where each of their parts lies, and which row shapes are compiled.
 
-A pure function of (config, seed, index, step, layout): every process and every worker computes the same plan, and
-resuming needs the step number alone. Which samples a step has does not depend on the layout.
+A pure function of (config, seed, index, step, row shapes): every process and every worker computes the same plan, and
+resuming needs the step number alone. Which samples a step has does not depend on the row shapes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mmjax.config import Config
-from mmjax.data.plan.budget import Budget, make_budget
+from mmjax.balance.parts import LLM
+from mmjax.balance.phases import Aim
+from mmjax.balance.shapes import choose_shapes
+from mmjax.config import Config, NoGrouping, PostBalance
 from mmjax.data.plan.data_change import WHOLE_RUN, Segment
-from mmjax.data.plan.grouping import StepGrouper
+from mmjax.data.plan.grouping import Budget, Group, Lengths, StepGrouper, make_budget
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import ONE_RANK, MicrobatchPlan, Placer, Topology
-from mmjax.data.plan.row_shapes import RankLayout, lay_out, make_placer
+from mmjax.data.plan.placement import ONE_RANK, Balance, MicrobatchPlan, Placer, Shape, Topology
+from mmjax.planning.flops import frozen_modules, relative_cost
+
+DRY_RUN_STEPS = 512
+DRY_RUN_SAMPLES = 100_000  # about, and at least 16 steps
+OF_OPERATIONS = 0.25  # 1: modules count by their operations; 0: all the same
+WORTH = 0.02  # where grouping fills rows, one more shape must save this share of the cost
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Decided before step 0 for the devices at hand; another one has the same samples in every step."""
+
+    topology: Topology
+    rows: Lengths  # of each module on one rank
+    shapes: tuple[Shape, ...]  # compiled ahead, the cheapest first; the last holds every sample alone
+
+
+def lay_out(
+    grouper: StepGrouper,
+    config: Config,
+    topology: Topology,
+    balances: Sequence[Balance] = (),
+    max_steps: int | None = None,
+) -> RankLayout:
+    """Choose row lengths and exchange widths for these ranks, by how the first steps would be placed.
+
+    balances: to be compared in the same shapes, which serve the steps of them all; default: the config's alone.
+    max_steps: of these, for a look; a run needs shapes that later steps fit too.
+    """
+    if isinstance(config.batch.balance, PostBalance) and config.batch.balance.locality == "off":
+        topology = replace(topology, peers=topology.ranks)
+    rows = tuple(_rows_of_rank(count, topology, k == LLM) for k, count in enumerate(grouper.budget.rows))
+    placer = make_placer(grouper, config, RankLayout(topology, rows, ()))
+    placers = [replace(placer, balance=balance) for balance in balances] or [placer]
+    return RankLayout(
+        topology, rows, _with_room_for_all(_shapes(grouper, config, placers, max_steps), grouper, placer, config)
+    )
+
+
+def _rows_of_rank(count: int, topology: Topology, llm: bool) -> int:
+    """Count the rows on each rank, the same on each rank of an encoder, so that all together hold `count` rows."""
+    parts = 1 if llm else topology.encoders_per_rank
+    return -(-count // (topology.ranks * parts)) * parts
+
+
+def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Placer:
+    """Make the placer of the grouper's microbatches for this layout."""
+    flops = relative_cost(config.model, frozen=frozen_modules(config.model))
+    price = _price(grouper, flops, layout)
+    return Placer(
+        index=grouper.index,
+        balance=config.batch.balance,
+        topology=layout.topology,
+        rows=layout.rows,
+        flops=flops,
+        price=price,
+        shapes=layout.shapes,
+        columns=grouper.columns,
+    )
+
+
+def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.ndarray:
+    """Price one more position in each module's rows, and one more token of each encoder's width.
+
+    By operations alone a small encoder's rows would be left half empty, and its own ranks with them: so each module
+    counts between its part of the operations and an equal part.
+    """
+    ranks = layout.topology.ranks
+    index = grouper.index
+    samples = grouper.budget.samples_per_step / grouper.batch.microbatches
+    rows = ranks * np.array(layout.rows)
+    need = np.maximum(samples * index.totals.mean(0) / rows, 1)
+    price = (rows * flops * need) ** OF_OPERATIONS / need
+    sent = max(samples * float(index.item_tokens.sum()) / len(index), 1.0)
+    width = Aim.exchange * float(price @ need) * ranks * (layout.topology.peers - 1) / sent
+    return np.concatenate([price, np.full(len(rows) - 1, width)])
+
+
+def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], steps: int | None) -> tuple[Shape, ...]:
+    """Choose shapes for the microbatches of the first steps, placed by each of these; all fit the last one."""
+    placer = placers[0]
+    fixed = not isinstance(config.batch.grouping, NoGrouping)
+    modules = len(placer.rows)
+    lengths = np.array(grouper.budget.lengths)
+    if (fixed and placer.topology.ranks == 1) or placer.in_columns:
+        return (Shape(grouper.budget.lengths, (0,) * (modules - 1)),)
+    filled = np.array(placer.rows) * placer.topology.ranks == grouper.budget.rows
+    min_lengths = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter
+    groups = _dry_run(grouper, config, steps)
+    choices = []
+    # Rows as long as grouping filled them may take a wide exchange, or leave others half empty: the cheaper is chosen.
+    for limit in (lengths, None) if fixed else (None,):
+        needs = _stack([p.needs(group, limit) for group in groups for p in placers])
+        needs[:, :, :modules] = np.maximum(needs[:, :, :modules], min_lengths)
+        alignments = _alignments(grouper, config)
+        worth = WORTH if fixed else 0.0
+        shapes = choose_shapes(needs, placer.price, config.batch.shapes, alignments, worth, modules - 1)
+        holds = np.all(needs[:, :, None] <= shapes, axis=-1).any(1)
+        choices.append((float(np.where(holds, shapes @ placer.price, np.inf).min(1).sum()), shapes.tolist()))
+    return tuple(Shape(tuple(s[:modules]), tuple(s[modules:])) for s in min(choices)[1])
+
+
+def _stack(ways: Sequence[np.ndarray]) -> np.ndarray:
+    """Stack what steps need, int64 `[steps, ways, columns]`; a step with fewer ways has its last one several times."""
+    ways_count = max(map(len, ways))
+    return np.stack([np.concatenate([needs, np.repeat(needs[-1:], ways_count - len(needs), axis=0)]) for needs in ways])
+
+
+def _dry_run(grouper: StepGrouper, config: Config, max_steps: int | None) -> Sequence[Group]:
+    """Return the microbatches of the first steps: not of more than a chunk, where finding the next one takes long."""
+    some = int(np.clip(DRY_RUN_SAMPLES / grouper.budget.samples_per_step, 16, DRY_RUN_STEPS))
+    grouping = config.batch.grouping
+    steps = some if isinstance(grouping, NoGrouping) else min(some, max(16, grouping.chunk_steps // 2))
+    last = grouper.first + min(steps, max_steps or steps)
+    return [group for step in range(grouper.first, last) for group in grouper.step(step)]
+
+
+def _with_room_for_all(
+    shapes: tuple[Shape, ...], grouper: StepGrouper, placer: Placer, config: Config
+) -> tuple[Shape, ...]:
+    """Enlarge the last shape so that it holds each sample that may come, if need be spread over its node."""
+    modules = len(placer.rows)
+    rows = np.array(placer.rows)
+    alignment = _alignments(grouper, config)
+    lengths = np.array(shapes[-1].lengths)
+    spread = False
+    for sample in _wide(grouper, rows, lengths):
+        at_home, over_peers = placer.needs_alone(sample)
+        if np.all(at_home[:modules] <= lengths):
+            continue
+        spread = placer.topology.peers > 1
+        lengths = np.maximum(lengths, -(-over_peers // alignment)[:modules] * alignment[:modules])
+    if not spread:
+        return (*shapes[:-1], Shape(tuple(lengths.tolist()), shapes[-1].widths))
+    # No rank makes more tokens than its rows hold, or takes more than its samples' items have.
+    max_taken = rows[0] * lengths[0] * _tokens_per_token(grouper.index)
+    max_width = np.minimum(rows[1:] * lengths[1:] // grouper.index.positions_per_token, max_taken)
+    widths = -(-max_width // alignment[modules:]) * alignment[modules:]
+    return (*shapes, Shape(tuple(lengths.tolist()), tuple(widths.tolist())))
+
+
+def _tokens_per_token(index: LengthIndex) -> int:
+    """Return the most tokens that encoders make for one of the LLM in any sample: above 1 where images are unpadded."""
+    sample = np.repeat(np.arange(len(index)), np.diff(index.item_start))
+    encoder_tokens = np.bincount(sample, index.item_tokens, len(index))
+    return max(1, math.ceil((encoder_tokens / np.maximum(index.llm_tokens, 1)).max(initial=1)))
+
+
+def _wide(grouper: StepGrouper, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Find the ids of the samples that may come and might not fit the rows of one rank."""
+    index = grouper.index
+    longest = np.zeros(len(rows), np.int64)
+    np.maximum.at(longest[1:], index.item_encoder, index.item_positions)
+    longest[0] = index.llm_tokens.max(initial=0)
+    # Longest first fills no row more than the mean of them and the longest part.
+    surely = (index.totals <= lengths) | (index.totals / rows + longest <= lengths)
+    return np.setdiff1d(np.flatnonzero(~surely.all(1)), grouper.oversize)
+
+
+def _alignments(grouper: StepGrouper, config: Config) -> np.ndarray:
+    """Return the alignment of every module's rows, which end where an LLM token does, and of every encoder's width."""
+    per_token = grouper.index.positions_per_token
+    alignment = config.batch.alignment
+    row_alignment = math.lcm(alignment, *per_token.tolist())
+    return np.array([row_alignment] * (1 + len(per_token)) + [alignment] * len(per_token))
+
 
 # Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.
 PLANNER = 6

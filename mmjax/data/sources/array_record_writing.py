@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.data.conversation import BadSample
+from mmjax.data.sample import BadSample
 from mmjax.data.sources.array_records import FACTS, INDEX, FolderIndex, ShardWriter, encode_record, to_header
 from mmjax.data.sources.media_sizes import MediaFacts
 from mmjax.data.storage.files import Conversations, hash_strings

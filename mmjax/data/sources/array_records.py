@@ -28,7 +28,7 @@ from typing import Any, get_args
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from mmjax.data.conversation import BadSample, Conversation, MediaPlace, Medium, Message
+from mmjax.data.sample import BadSample, Conversation, MediaPlace, Medium, Message
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.storage.files import FileRef, InlineBytes, file_at, hash_strings, local_copy, one_line
 from mmjax.errors import UserError

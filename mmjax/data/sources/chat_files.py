@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmjax.data.conversation import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
+from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.storage.archives import MediaFolder, unbase64
-from mmjax.data.storage.audio_segment import AudioSegment
-from mmjax.data.storage.files import FileRef, InlineBytes, hash_strings
+from mmjax.data.storage.files import AudioSegment, FileRef, InlineBytes, hash_strings
 
 KEYS: Mapping[Medium, tuple[str, ...]] = {"image": ("images", "image"), "audio": ("audios", "audio")}
 # Roles as data sets name them: OpenAI's, ShareGPT's ("human", "gpt", "observation"), Gemma's ("model").

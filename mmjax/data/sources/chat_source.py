@@ -1,19 +1,25 @@
-"""A source of conversations: text tokenized with a checkpoint's chat template, images and clips prepared for its
-encoders.
+"""A source of conversations: text tokenized with a checkpoint's chat template, media prepared for its encoders.
+
+Token counts are cached on disk, and samples that cannot be read are remembered in the run's quarantine.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from mmjax.data.conversation import BadSample, Conversation, MediaPlace
+from mmjax.config import ChatFormat, DataConfig
 from mmjax.data.media.patches import Encoders
-from mmjax.data.sample import Question, Sample, SampleLengths, Text
+from mmjax.data.sample import BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths, Text
 from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
 from mmjax.data.sources.processors import (
     PROBES,
@@ -23,10 +29,167 @@ from mmjax.data.sources.processors import (
     encoder_names,
     merge_arranged_items,
 )
-from mmjax.data.sources.token_counts import Reopen, TokenCounts, count_text, open_token_counts
-from mmjax.data.text.chat import Chat
+from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, remove_path, save_arrays
+from mmjax.data.storage.files import Conversations, hash_strings
+from mmjax.data.text.chat import Chat, load_chat
 from mmjax.data.text.chat_template import ASSISTANT
-from mmjax.errors import BadMedia
+from mmjax.errors import BadMedia, UserError
+
+
+@dataclass(frozen=True)
+class BadSampleEntry:
+    """A sample that cannot be used, by its name "source[index]", and why."""
+
+    sample: str
+    reason: str
+
+    def line(self) -> str:
+        """Return its line of the file."""
+        return json.dumps({"sample": self.sample, "reason": self.reason})
+
+
+@dataclass
+class Quarantine:
+    """The bad samples that a run has met since its start. Each has one line in `path`, also over restarts.
+
+    total: samples of the run, of which `max_bad_share` may be bad. writes: whether this process writes the file.
+    """
+
+    path: Path
+    data: DataConfig
+    total: int
+    writes: bool = True
+    _met: dict[str, BadSampleEntry] = field(default_factory=dict, repr=False)  # by sample
+
+    def __len__(self) -> int:
+        return len(self._met)
+
+    def add(self, bad: Iterable[BadSampleEntry]) -> list[BadSampleEntry]:
+        """Record samples that were not met before, and return those.
+
+        Raises UserError, after recording them, where a bad sample is fatal or there are too many.
+        """
+        new = {entry.sample: entry for entry in bad if entry.sample not in self._met}
+        self._met |= new
+        if new and self.writes:
+            self._write(new.values())
+        if not new:
+            return []
+        first = next(iter(self._met.values()))
+        message = f"{len(self):,} of {self.total:,} samples cannot be used; the first, {first.sample}: {first.reason}"
+        if self.data.on_bad_sample == "raise":
+            raise UserError(f"{message}. All are in {self.path}; mend them, or skip them with data.on_bad_sample=skip")
+        if len(self) > (share := self.data.max_bad_share) * self.total:
+            raise UserError(f"{message}. That is more than data.max_bad_share={share:g} allows; all are in {self.path}")
+        return list(new.values())
+
+    def _write(self, new: Iterable[BadSampleEntry]) -> None:
+        if self.path.is_dir():
+            raise UserError(f"{self.path} is a folder, and the bad samples are to be listed there; remove it")
+        written = self.path.read_text(errors="replace") if self.path.exists() else ""
+        written_lines = set(written.splitlines())
+        lines = [entry.line() + "\n" for entry in new if entry.line() not in written_lines]
+        # A killed run may have left half a line: end it, so that the next one stays whole.
+        line_end = "\n" if written and not written.endswith("\n") else ""
+        with self.path.open("a") as file:
+            file.write(line_end + "".join(lines))
+
+
+# Opens the conversations in another process, so it must pickle; open files and locks do not.
+Reopen = Callable[[], Conversations]
+
+_VERSION = "3"
+_NAMES = ("tokens", "bad", "reason")
+_CHUNK = 8192  # records that a killed run counts again, for each core
+_ALONE = 3 * _CHUNK  # records below which starting worker processes takes longer than counting
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Text tokens of all records of a data set."""
+
+    tokens: np.ndarray  # int32 [n]: of text, without media; 0 for a bad record
+    bad: np.ndarray  # int64 [b]: records whose text cannot be used, in order
+    reason: np.ndarray  # str [b]
+
+
+def open_token_counts(conversations: Conversations, chat: Chat, cache: Path) -> TokenCounts | None:
+    """Open the lengths that `count_text` cached for these records and this template; None if there are none."""
+    arrays = open_arrays_if_sound(_path(conversations, chat, cache), _NAMES)
+    return None if arrays is None else TokenCounts(**arrays)
+
+
+def count_text(
+    conversations: Conversations, reopen: Reopen, chat: Chat, cache: Path, progress: Progress = lambda done: None
+) -> TokenCounts:
+    """Count the text tokens of all records. A killed run resumes where it was."""
+    if (known := open_token_counts(conversations, chat, cache)) is not None:
+        return known
+    path = _path(conversations, chat, cache)
+    # Each chunk is saved in a folder of its own until all are counted.
+    parts = path.with_suffix(".parts")
+    chunks = [range(k, min(k + _CHUNK, len(conversations))) for k in range(0, len(conversations), _CHUNK)]
+    folders = {chunk: parts / f"{chunk.start}-{chunk.stop}" for chunk in chunks}
+    missing = [chunk for chunk in chunks if open_arrays_if_sound(folders[chunk], _NAMES) is None]
+    done = len(conversations) - sum(map(len, missing))
+    for chunk, lengths in _count_chunks(missing, conversations, reopen, chat):
+        save_arrays(folders[chunk], vars(lengths))
+        progress(done := done + len(chunk))
+    saved = [open_arrays(folders[chunk], _NAMES) for chunk in chunks]
+    joined = TokenCounts(**{name: np.concatenate([part[name] for part in saved]) for name in _NAMES})
+    save_arrays(path, vars(joined))
+    remove_path(parts)
+    return joined
+
+
+def _count_chunks(
+    chunks: Sequence[range], conversations: Conversations, reopen: Reopen, chat: Chat
+) -> Iterator[tuple[range, TokenCounts]]:
+    cores = len(os.sched_getaffinity(0))
+    if cores == 1 or sum(map(len, chunks)) <= _ALONE:
+        yield from ((chunk, _lengths(chunk, conversations, chat)) for chunk in chunks)
+        return
+    # Spawned, since a fork copies JAX's locks but not the threads that would release them.
+    initializer = partial(_open_in_worker, reopen, chat.form)
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer) as pool:
+        yield from zip(chunks, pool.map(_count_in_worker, chunks), strict=True)
+
+
+_opened: tuple[Conversations, Chat] | None = None  # in a worker process
+
+
+def _open_in_worker(reopen: Reopen, form: ChatFormat) -> None:
+    global _opened
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core already
+    _opened = reopen(), load_chat(form)
+
+
+def _count_in_worker(chunk: range) -> TokenCounts:
+    return _lengths(chunk, *_opened)
+
+
+def _lengths(chunk: range, conversations: Conversations, chat: Chat) -> TokenCounts:
+    readable = {}
+    bad = {}  # reasons by index
+    for index in chunk:
+        try:
+            readable[index] = conversations.conversation(index)
+        except BadSample as error:
+            bad[index] = str(error)
+    # Readable conversations are tokenized as one batch.
+    tokens = np.zeros(len(chunk), np.int32)
+    for index, count in zip(readable, chat.text_tokens(list(readable.values())), strict=True):
+        if isinstance(count, BadSample):
+            bad[index] = str(count)
+        else:
+            tokens[index - chunk.start] = count
+    indices = sorted(bad)
+    return TokenCounts(tokens, np.array(indices, np.int64), np.array([bad[k] for k in indices], np.str_))
+
+
+def _path(conversations: Conversations, chat: Chat, cache: Path) -> Path:
+    return cache / f"text-{hash_strings(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"
+
 
 DECODED = 4  # cached media, so that an image is decoded once for all its tiles
 

@@ -12,7 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from mmjax.data.conversation import BadSample
+from mmjax.data.sample import BadSample
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import hash_strings, local_copy
 from mmjax.errors import UserError

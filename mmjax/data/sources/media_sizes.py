@@ -21,8 +21,8 @@ from typing import Literal
 
 import numpy as np
 
-from mmjax.data.conversation import BadSample, Medium
 from mmjax.data.media.decode import Probe
+from mmjax.data.sample import BadSample, Medium
 from mmjax.data.sources.array_records import FACTS, ArrayRecords
 from mmjax.data.storage.array_store import (
     SUMS,
@@ -34,8 +34,7 @@ from mmjax.data.storage.array_store import (
     remove_path,
     save_arrays,
 )
-from mmjax.data.storage.audio_segment import AudioSegment
-from mmjax.data.storage.files import Conversations, FileRef, Unreadable, hash_strings, is_url, local_copy
+from mmjax.data.storage.files import AudioSegment, Conversations, FileRef, Unreadable, hash_strings, is_url, local_copy
 from mmjax.errors import UserError
 
 KINDS: tuple[Medium, ...] = ("image", "audio")

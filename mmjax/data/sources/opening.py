@@ -25,8 +25,7 @@ from mmjax.config import (
     QuestionsSource,
 )
 from mmjax.config.loading import resolve, resolve_callbacks
-from mmjax.data.conversation import Medium
-from mmjax.data.sample import Files, Source
+from mmjax.data.sample import Files, Medium, Source
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
 from mmjax.data.sources.chat_files import ChatFiles, parse_chat, parse_manifest_line, parse_question_record
 from mmjax.data.sources.chat_source import ChatSource

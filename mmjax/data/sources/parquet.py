@@ -17,7 +17,7 @@ import pyarrow.parquet
 
 from mmjax.config import ParquetSource
 from mmjax.config.codec import did_you_mean
-from mmjax.data.conversation import BadSample, Conversation, Medium
+from mmjax.data.sample import BadSample, Conversation, Medium
 from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import FileRef, file_at, filesystem, hash_strings, is_url, one_line

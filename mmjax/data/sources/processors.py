@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, VisionConfig
-from mmjax.data.conversation import Medium
 from mmjax.data.media.anyres_layout import BeforeLlm, TokenLayout, before_llm
-from mmjax.data.media.clip_items import split_clip
+from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
     ClipHeader,
     Probe,
@@ -24,7 +23,7 @@ from mmjax.data.media.decode import (
 )
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import Encoders, item_size, token_grid
-from mmjax.data.sample import ArrangedItems, Item, Sample, SampleLengths
+from mmjax.data.sample import ArrangedItems, Item, Medium, Sample, SampleLengths
 from mmjax.errors import UserError
 
 CACHED_SIZES = 1 << 16  # media whose items' sizes are cached

@@ -20,7 +20,7 @@ from urllib.parse import unquote, unquote_to_bytes
 import numpy as np
 
 from mmjax.config import Outside
-from mmjax.data.conversation import BadSample
+from mmjax.data.sample import BadSample
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import (
     ArchiveMember,

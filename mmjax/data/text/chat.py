@@ -18,10 +18,20 @@ from typing import Any
 import numpy as np
 
 from mmjax.config import ChatFormat, Placeholder
-from mmjax.data.conversation import BadSample, Conversation, Message
-from mmjax.data.sample import Item, Sample, Text
-from mmjax.data.text.chat_template import ASSISTANT, BEGIN, END, RenderedChat, Template, load_template
-from mmjax.data.text.placeholders import TokenizerInput, check_places, compile_any_of, folder_placeholders, write_media
+from mmjax.data.sample import BadSample, Conversation, Item, Message, Sample, Text
+from mmjax.data.text.chat_template import (
+    ASSISTANT,
+    BEGIN,
+    END,
+    RenderedChat,
+    Template,
+    TokenizerInput,
+    check_places,
+    compile_any_of,
+    folder_placeholders,
+    load_template,
+    write_media,
+)
 from mmjax.data.text.tokenizer import Encoded, Tokenizer, load_tokenizer
 from mmjax.errors import UserError
 from mmjax.hub import checkpoint_folder

@@ -1,0 +1,244 @@
+"""Vision and audio encoders over packed rows of items."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.batch import ItemBatch
+from mmjax.config import AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
+from mmjax.models.attention import MaskSpec, encoder_mask
+from mmjax.models.layer_stacks import LayerStack, LayerStacks
+from mmjax.models.layers import (
+    ACTIVATIONS,
+    NORMS,
+    Context,
+    FixedTable,
+    LayerNorm,
+    Linear,
+    PositionTable,
+    TransformerLayer,
+    encoder_layer_config,
+)
+from mmjax.models.rope import max_in_item, rotation_2d
+from mmjax.parallel.sharding import constrain
+
+MAX_WINDOWS = 2**15  # more windows than an image has side by side
+
+
+class PatchEmbedding(nnx.Module):
+    """Normalised pixels projected to the width; class token, learned positions and a norm as configured."""
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
+        c = config
+        self.patches = Linear(c.frames * c.patch**2 * c.channels, c.width, (None, "embed"), rngs, bias=c.embed_bias)
+        self.class_token = PositionTable(1, c.width, rngs) if c.class_token else None
+        positions = _learned_positions(c)
+        self.positions = PositionTable(positions, c.width, rngs) if positions else None
+        self.norm = NORMS[c.norm](c.width, c.norm_eps) if c.embed_norm else None
+        self.config = c
+
+    def __call__(self, items: ItemBatch, dtype: jnp.dtype) -> Float[Array, "r l d"]:
+        c = self.config
+        _, row, column = jnp.moveaxis(items.coordinates, -1, 0)
+        pixels = items.values.reshape(*items.values.shape[:2], c.patch**2, c.channels)
+        # (pixel / 255 - mean) / std, in float32 whatever the precision: bfloat16 cannot tell 256 levels apart.
+        # values * scale - shift, one multiply-add per pixel.
+        scale = 1 / (255 * np.array(c.std))
+        shift = np.array(c.mean) / np.array(c.std)
+        pixels = pixels.astype(jnp.float32) * scale.astype(np.float32) - shift.astype(np.float32)
+        pixels = jnp.where((items.item >= 0)[..., None], pixels.reshape(items.values.shape), 0).astype(dtype)
+        # A still image is repeated over the frames of a temporal patch (Qwen2-VL).
+        x = self.patches(jnp.tile(pixels, c.frames))
+        if self.class_token is not None:
+            x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)
+        if isinstance(c.positions, StretchedGrid):
+            x = x + interpolate_positions(self.positions, c.positions.side, items).astype(dtype)
+        elif self.positions is not None:
+            # Entry 0 is the class token's, where there is one; the grid follows row by row.
+            index = jnp.where(row < 0, 0, row * c.positions.columns + column + c.class_token)
+            x = x + self.positions(index, dtype)
+        return x if self.norm is None else self.norm(x)
+
+
+def _learned_positions(config: VisionConfig) -> int:
+    """Count the entries of the table of learned positions."""
+    match config.positions:
+        case LearnedGrid(rows=rows, columns=columns):
+            return rows * columns + config.class_token
+        case StretchedGrid(side=side):
+            return side**2
+    return 0
+
+
+def interpolate_positions(table: PositionTable, side: int, items: ItemBatch) -> Float[Array, "r l d"]:
+    """Interpolate a `side` x `side` grid of position vectors bilinearly, its corners aligned with those of each image.
+
+    With side 4, patch column 3 of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5: half of column 1 and half of column 2.
+    """
+    patch = jnp.maximum(items.coordinates[..., 1:], 0)
+    point = patch.astype(jnp.float32) * (side - 1) / jnp.maximum(max_in_item(patch, items.item), 1)
+    vectors = jnp.zeros((), jnp.float32)
+    for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        corner = jnp.floor(point) + jnp.array(step, jnp.float32)
+        weight = jnp.prod(1 - jnp.abs(point - corner), axis=-1, keepdims=True)
+        # Beyond the last row or column the weight is 0, so any index will do.
+        row, column = jnp.moveaxis(jnp.minimum(corner.astype(jnp.int32), side - 1), -1, 0)
+        vectors = vectors + weight * table(row * side + column, jnp.dtype(jnp.float32))
+    return vectors
+
+
+class VisionEncoder(nnx.Module):
+    """embed -> layers -> head over patches in merge order: the members of each merge group are contiguous.
+
+    A group at an image's edge may hold padded patches (item -1): they attend nothing, and nothing attends them. In an
+    encoder with a class token, an image's last group holds it (row and column -1), and padding.
+    """
+
+    def __init__(self, config: VisionConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.embed = PatchEmbedding(c, rngs)
+        block = encoder_layer_config(c)
+        self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed)
+        self.head = NORMS[c.head_norm_kind](c.width, c.norm_eps) if c.head_norm else None
+        self.config = c
+        self.dropout = c.dropout
+        self.dtype = dtype
+
+    def embedded(self, items: ItemBatch) -> Float[Array, "r l d"]:
+        return constrain(self.embed(items, self.dtype), "rows", "length", "width")
+
+    def finished(self, x: Float[Array, "r l d"]) -> Float[Array, "r l d"]:
+        """Apply the final norm, if there is one, to the output of the last layer."""
+        return x if self.head is None else self.head(x)
+
+    def context(self, items: ItemBatch) -> Context:
+        """Build the masks, and the rotary angles if positions are rotary."""
+        c = self.config
+        patch = jnp.maximum(items.coordinates[..., 1:], 0)
+        context = Context(encoder_mask(items.item), window_mask=self._window_mask(items.item, patch))
+        if isinstance(c.positions, LearnedGrid):
+            return context
+        return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta))
+
+    def _window_mask(self, item: Int[Array, "r l"], patch: Int[Array, "r l 2"]) -> MaskSpec | None:
+        """Build the mask of layers with window attention: full inside each square window of an image."""
+        if not self.config.windowed:
+            return None
+        row, column = jnp.moveaxis(patch // self.config.window, -1, 0)
+        # A query that sees no kind attends its span alone, here the window.
+        return encoder_mask(item)._replace(span=1 + row * MAX_WINDOWS + column, sees=jnp.zeros_like(item))
+
+    def origin(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l"]]:
+        """Return every position's sample id, and its index among those of the sample's images."""
+        return items.owner, items.offset
+
+    def places(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l 3"]]:
+        """Return item and coordinates of every output position."""
+        return items.item, items.coordinates
+
+
+STRIDE = 2  # frames per position after the second convolution
+MAX_TIMESCALE = 10_000.0
+
+
+def taps(x: Float[Array, "r l f"], item: Int[Array, "r l"], stride: int) -> Float[Array, "r m 3*f"]:
+    """Concatenate frames t-1, t and t+1 of every `stride`-th frame t; zero where not of the same item as t."""
+    length = item.shape[1]
+    centre = item[:, ::stride]
+    # padded[:, t + 1] is frame t, so that slices from 0, 1 and 2 are the frames before, at and after t.
+    padded_item = jnp.pad(item, ((0, 0), (1, 1)), constant_values=-1)
+    padded_x = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
+    members = []
+    for first in range(3):
+        neighbour = padded_item[:, first : first + length : stride]
+        same = (neighbour == centre) & (centre >= 0)
+        members.append(jnp.where(same[..., None], padded_x[:, first : first + length : stride], 0))
+    return jnp.concatenate(members, axis=-1)
+
+
+def sinusoids(time: Int[Array, "r l"], width: int) -> Float[Array, "r l d"]:
+    """Compute Whisper's position embedding: sines, then cosines, of `width / 2` timescales from 1 to 10000."""
+    pairs = width // 2
+    scales = jnp.exp(-jnp.log(MAX_TIMESCALE) / (pairs - 1) * jnp.arange(pairs, dtype=jnp.float32))
+    angles = time.astype(jnp.float32)[..., None] * scales
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+class AudioStem(nnx.Module):
+    """Two convolutions of kernel 3, the second of stride 2, then positions in the clip."""
+
+    def __init__(self, config: AudioConfig, rngs: nnx.Rngs):
+        c = config
+        # A convolution of kernel 3 as one matrix over the three concatenated taps.
+        self.first = Linear(3 * c.mels, c.width, (None, "embed"), rngs, bias=True)
+        self.second = Linear(3 * c.width, c.width, ("embed", None), rngs, bias=True)
+        stored = c.positions.positions if isinstance(c.positions, StoredTable) else 0
+        self.positions = FixedTable(sinusoids(jnp.arange(stored)[None], c.width)[0]) if stored else None
+        self.activation = c.stem_activation
+
+    def __call__(
+        self, x: Float[Array, "r l f"], item: Int[Array, "r l"], time: Int[Array, "r m"]
+    ) -> Float[Array, "r m d"]:
+        activation = ACTIVATIONS[self.activation]
+        x = activation(self.first(taps(x, item, 1)))
+        # Clips start at multiples of the stride, so packing does not change which frames the outputs are centred on.
+        x = activation(self.second(taps(x, item, STRIDE)))
+        if self.positions is None:
+            return x + sinusoids(time, x.shape[-1]).astype(x.dtype)
+        return x + self.positions(time, x.dtype)
+
+
+class AudioEncoder(nnx.Module):
+    """embed -> layers -> head over frames in time order; every clip starts at a multiple of the stride.
+
+    The convolutions read all frames of a clip, its padding of silence included; the layers attend those up to the end
+    of the recording (`ItemBatch.coordinates`).
+    """
+
+    def __init__(self, config: AudioConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.embed = AudioStem(c, rngs)
+        block = encoder_layer_config(c)
+        self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs)
+        self.head = LayerNorm(c.width, c.norm_eps)
+        self.pool = c.pool
+        self.dropout = c.dropout
+        self.dtype = dtype
+
+    def embedded(self, items: ItemBatch) -> Float[Array, "r m d"]:
+        if items.values.shape[1] % (STRIDE * self.pool):
+            raise ValueError(
+                f"a row of {items.values.shape[1]} audio frames is no multiple of the stride {STRIDE * self.pool}"
+            )
+        x = self.embed(items.values.astype(self.dtype), items.item, items.coordinates[:, ::STRIDE, 0] // STRIDE)
+        return constrain(x, "rows", "length", "width")
+
+    def context(self, items: ItemBatch) -> Context:
+        """Build the attention mask of a batch; the stem has added positions already."""
+        return Context(encoder_mask(self._layer_items(items)))
+
+    def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
+        """Pool the last layer's output over every `pool` positions and apply the final norm."""
+        if self.pool > 1:
+            x = x.reshape(len(x), x.shape[1] // self.pool, self.pool, x.shape[2]).mean(2)
+        return self.head(x)
+
+    def origin(self, items: ItemBatch) -> tuple[Int[Array, "r m"], Int[Array, "r m"]]:
+        """Return every position's sample id, and the index of its first frame among those of the sample's clips."""
+        return items.owner[:, ::STRIDE], items.offset[:, ::STRIDE]
+
+    def places(self, items: ItemBatch) -> tuple[Int[Array, "r n"], Int[Array, "r n 3"]]:
+        """Return item and coordinates of every output position, time in units of stride times pool.
+
+        Positions at a clip's end that are too few to be pooled are padding.
+        """
+        stride = STRIDE * self.pool
+        # The last position of each pool decides: where it is padding, the pool is incomplete.
+        return self._layer_items(items)[:, self.pool - 1 :: self.pool], items.coordinates[:, ::stride] // stride
+
+    def _layer_items(self, items: ItemBatch) -> Int[Array, "r m"]:
+        """Return the item of every position after the stem, -1 for padding and for silence behind a recording."""
+        return jnp.where(items.coordinates[..., 1] < 0, -1, items.item)[:, ::STRIDE]

@@ -1,0 +1,323 @@
+"""Load pretrained weights into sharded parameters, and write them back."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from mmjax.config import LoraConfig, ModelConfig
+from mmjax.config.model import adapters_by_layer, lora_scale
+from mmjax.errors import UserError
+from mmjax.hf.families import layout_of
+from mmjax.hf.folder import DTYPES, HfFolder
+from mmjax.hf.layout import TRANSPOSED, Part, Parts
+from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
+from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, module_of, parameter_group
+from mmjax.runtime.checkpoint import SavedParameters
+
+Params = dict[str, Any]
+Index = tuple[slice, ...]
+
+CHUNK = 2**24  # bytes of a matrix that are read, and transposed, at a time
+
+
+def modules_by_folder(config: ModelConfig) -> dict[Path, list[str]]:
+    """Return the modules that are loaded from each folder; randomly initialised modules are in none."""
+    named = {"llm": config.llm.weights}
+    for name, encoder in config.encoders.items():
+        named |= {name: encoder.weights, f"{name}.connector": encoder.connector.weights}
+    modules: dict[Path, list[str]] = defaultdict(list)
+    for module, folder in named.items():
+        if folder:
+            modules[Path(folder)].append(module)
+    return dict(modules)
+
+
+def load_pretrained(model: Model, shardings: Params) -> Params:
+    """Load the parameters of all modules that have a folder, as nested dicts, into these shardings.
+
+    Frozen modules are in the model's precision, others in float32. Raises UserError naming tensors that are missing,
+    unexpected or of another shape.
+    """
+    loaded: Params = {}
+    for path, modules in modules_by_folder(model.config).items():
+        folder = HfFolder.open(path)
+        layout = layout_of(folder, model.config)
+        sources = _sources(model, folder, {module: layout.modules[module] for module in modules})
+        read = {part.key for layers in sources.values() for part, _ in layers}
+        if strangers := layout.strangers(folder, read, modules):
+            raise UserError(
+                f"{path} has {len(strangers)} tensors that this model lacks, such as {strangers[0]}: its config.json "
+                "does not describe its weights"
+            )
+        for names, layers in sources.items():
+            dtype = jnp.dtype(model.dtype if module_of(names) in model.frozen else jnp.float32)
+            leaf = _get(model.abstract, names)
+            parent = loaded
+            for name in names[:-1]:
+                parent = parent.setdefault(name, {})
+            parent[names[-1]] = _load(folder, layers, leaf.shape, dtype, _get(shardings, names))
+    return loaded
+
+
+# The part of a checkpoint and our shape, of each layer of a stack; a single one for a parameter that is not stacked.
+Layers = list[tuple[Part, tuple[int, ...]]]
+
+
+def _sources(model: Model, folder: HfFolder, modules: Mapping[str, Parts]) -> dict[tuple[str, ...], Layers]:
+    """Find every parameter of these modules in the folder. Raises UserError for one that is missing."""
+    sources = {}
+    for path, leaf in jax.tree.leaves_with_path(model.abstract):
+        names = tuple(key.key for key in path)
+        if (module := parameter_group(names)) not in modules:
+            continue  # from another folder, or an adapter
+        inside = names[1:] if names[0] == "llm" else names[2:]
+        paths = [inside]
+        shape = leaf.shape
+        # ("layers", "runs", "4:8", ..) is a stack of layers 4 to 7; ("layers", "runs", "4", ..) is layer 4 alone.
+        if inside[:2] == ("layers", "runs"):
+            start, _, stop = inside[2].partition(":")
+            paths = [("layers", str(i), *inside[3:]) for i in range(int(start), int(stop or int(start) + 1))]
+            shape = leaf.shape[1:] if stop else leaf.shape
+        layers = []
+        for path in paths:
+            if (part := modules[module].find(path)) is None:
+                raise UserError(f"{folder.path}: nothing there is {'.'.join(path)} of {module}")
+            check_fits(folder, part, shape)
+            layers.append((part, shape))
+        sources[names] = layers
+    return sources
+
+
+def check_fits(folder: HfFolder, part: Part, shape: tuple[int, ...]) -> None:
+    """Raise UserError where a tensor is missing, or its shape does not give our parameter's."""
+    have = folder.stored(part.key).shape
+    rows = have[:1] if part.rows is None else (part.rows[1] - part.rows[0],)
+    selected = (*rows, *have[1:])
+    fits = selected == shape if part.order is None else len(part.order) == len(selected)
+    if fits and part.order is not None:
+        permuted = tuple(selected[axis] for axis in part.order)
+        # With another number of axes, such as a convolution's kernel as a matrix, only the size can be compared.
+        fits = permuted == shape if len(permuted) == len(shape) else math.prod(permuted) == math.prod(shape)
+    if not fits or (part.rows is not None and part.rows[1] > have[0]):
+        raise UserError(
+            f"{folder.path}: {part.key} has shape {list(have)}, this model's {list(shape)} does not go with it"
+        )
+
+
+def _load(
+    folder: HfFolder, layers: Layers, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding
+) -> jax.Array:
+    """Load one array. Each of this process's shards is read once, however many of its devices store it."""
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        devices[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))].append(device)
+    arrays = []
+    for bounds, replicas in devices.items():
+        index = tuple(slice(*pair) for pair in bounds)
+        shard = np.empty([stop - start for start, stop in bounds], dtype)
+        if len(shape) == len(layers[0][1]):
+            _read_into(shard, folder, *layers[0], index)
+        else:  # a stack, whose first axis counts layers
+            for row, (part, layer_shape) in enumerate(layers[index[0]]):
+                _read_into(shard[row, ...], folder, part, layer_shape, index[1:])
+        arrays += [jax.device_put(shard, device) for device in replicas]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _read_into(out: np.ndarray, folder: HfFolder, part: Part, shape: tuple[int, ...], index: Index) -> None:
+    """Write the part of our parameter that `index` selects into `out`, reading only the rows that it needs."""
+    stored = folder.stored(part.key)
+    first = 0 if part.rows is None else part.rows[0]
+    if part.order is not None and part.order != TRANSPOSED:
+        # Convolutions: small enough to be read whole.
+        rows = slice(None) if part.rows is None else slice(*part.rows)
+        out[...] = part.ours(folder.read(part.key, rows), shape)[index]
+        return
+    if not shape:
+        out[...] = folder.read(part.key)
+        return
+    # The file stores rows: axis 0 of our parameter, or axis 1 where it is transposed.
+    transposed = part.order == TRANSPOSED
+    along = index[1] if transposed else index[0]
+    across = index[0] if transposed else index[1:]
+    row_bytes = max(1, math.prod(stored.shape[1:]) * DTYPES[stored.dtype].itemsize)
+    step = max(1, CHUNK // row_bytes)
+    for begin in range(along.start, along.stop, step):
+        end = min(begin + step, along.stop)
+        chunk = folder.read(part.key, slice(first + begin, first + end))
+        target = slice(begin - along.start, end - along.start)
+        if transposed:
+            out[:, target] = chunk[:, across].T
+        else:
+            out[target] = chunk[(slice(None), *across)]
+
+
+def _get(tree: Any, names: tuple[str, ...]) -> Any:
+    for name in names:
+        tree = tree[name]
+    return tree
+
+
+Name = tuple[str, ...]
+
+GROUP_BYTES = 2**27  # of float32 parameters that are read from a checkpoint at once
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter that is a tensor of a Hugging Face checkpoint, or some rows of one."""
+
+    name: Name
+    part: Part
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Exporter:
+    """Converter of the parameters of one checkpoint of a run, read in groups to bound memory."""
+
+    model: ModelConfig
+    saved: SavedParameters
+    _loaded: dict[Name, np.ndarray] = field(default_factory=dict)
+
+    def names_of(self, modules: Sequence[str]) -> list[Name]:
+        """Return the parameters of these modules, without their adapters."""
+        return [name for name in self.saved.shapes if module_of(name) in modules and ADAPTER_ATTRIBUTE not in name[2:]]
+
+    def lora_of(self, name: Name) -> LoraConfig | None:
+        """Return the adapter config of a parameter, if it has one."""
+        return adapters_by_layer(self.model).get(linear_name(name)) if name[-1] == "weight" else None
+
+    def read(self, names: Sequence[Name]) -> None:
+        """Load these parameters with their adapters, in place of those loaded before."""
+        adapters = [(*n[:-1], ADAPTER_ATTRIBUTE, factor) for n in names if self.lora_of(n) for factor in ("a", "b")]
+        self._loaded = {}  # freed first: the old and the new are never in memory together
+        self._loaded = self.saved.read([*names, *adapters])
+
+    def adapter(self, name: Name) -> tuple[np.ndarray, np.ndarray]:
+        """Return the factors a `[in, rank]` and b `[rank, out]` of a loaded parameter's adapter, float32."""
+        return tuple(self._loaded[(*name[:-1], ADAPTER_ATTRIBUTE, factor)].astype(np.float32) for factor in ("a", "b"))
+
+    def merged(self, name: Name, source: np.ndarray | None = None) -> np.ndarray | None:
+        """Return a loaded parameter with its adapter added in float32; None where training has not changed `source`.
+
+        source: the tensor that it was initialised from. A frozen parameter was rounded to the precision of the
+        computation: where it is still the rounded source, the source itself is used.
+        """
+        value = self._loaded[name]
+        lora = self.lora_of(name)
+        # By bits: NaN equals itself, and 0.0 is not -0.0.
+        same = source is not None and source.astype(value.dtype).tobytes() == value.tobytes()
+        if lora is None:
+            return None if same else value
+        a, b = self.adapter(name)
+        change = lora_scale(lora) * (a @ b)
+        if same and not change.any():
+            return None
+        return (source if same else value).astype(np.float32) + change
+
+    # --------------------------------------------------------------------------------------------- a folder's layout
+
+    def rewrite(self, folder: HfFolder, modules: Sequence[str], out: Path) -> int:
+        """Copy a folder's tensor files with these modules as trained; return how many tensors changed."""
+        pieces = self.pieces(folder, modules)
+        files = sorted({stored.file for stored in folder.tensors.values()})
+        new = {file: self._changed(folder, file, pieces) for file in files}
+        return sum(rewrite_tensors(folder, file, out / file.name, changed) for file, changed in new.items())
+
+    def pieces(self, folder: HfFolder, modules: Sequence[str]) -> dict[str, list[Piece]]:
+        """Return the parameters of these modules by the folder's tensor that they are, or are rows of."""
+        layout = layout_of(folder, self.model)
+        pieces = defaultdict(list)
+        for name in self.names_of(modules):
+            part = _part(layout.modules[module_of(name)], name, folder)
+            check_fits(folder, part, self.saved.shapes[name])
+            pieces[part.key].append(Piece(name, part, self.saved.shapes[name]))
+        if "llm" in modules and self.model.llm.tied:
+            table, copy = (_part(layout.modules["llm"], n, folder) for n in (EMBEDDING, OUTPUT))
+            # Tied, but stored twice: the copies must stay equal.
+            if copy.key in folder.tensors and folder.read(copy.key).tobytes() == folder.read(table.key).tobytes():
+                pieces[copy.key].append(Piece(EMBEDDING, table, self.saved.shapes[EMBEDDING]))
+        return pieces
+
+    def _changed(self, folder: HfFolder, file: Path, pieces: Mapping[str, Sequence[Piece]]) -> Changed:
+        """Return a function that gives a file's new tensors in order, reading parameters in groups."""
+        keys = sorted((k for k in pieces if folder.stored(k).file == file), key=lambda k: folder.stored(k).begin)
+        groups: dict[str, list[str]] = {}  # by the first key of the group, at which all of its parameters are read
+        first = ""
+        size = 0
+        for key in keys:
+            key_bytes = 4 * sum(math.prod(piece.shape) for piece in pieces[key])
+            if not first or size + key_bytes > GROUP_BYTES:
+                first = key
+                size = 0
+                groups[first] = []
+            groups[first].append(key)
+            size += key_bytes
+
+        def changed(key: str) -> np.ndarray | None:
+            if key not in pieces:
+                return None
+            if key in groups:
+                self.read([piece.name for k in groups[key] for piece in pieces[k]])
+            return self.tensor(folder, key, pieces[key])
+
+        return changed
+
+    def tensor(self, folder: HfFolder, key: str, pieces: Sequence[Piece]) -> np.ndarray | None:
+        """Return a tensor with its loaded parameters as trained; None where none of them has changed."""
+        tensor = folder.read(key)
+        changed = False
+        for piece in pieces:
+            rows = slice(None) if piece.part.rows is None else slice(*piece.part.rows)
+            source = tensor[rows] if tensor.shape else tensor
+            # A scalar tensor cannot be sliced, only assigned as a whole.
+            value = self.merged(piece.name, piece.part.ours(source, piece.shape))
+            if value is not None:
+                tensor[rows if tensor.shape else ...] = piece.part.theirs(value, source.shape)
+                changed = True
+        return tensor if changed else None
+
+    # ----------------------------------------------------------------------------------------------------- our layout
+
+    def own_layout(self, module: str) -> dict[str, NewTensor]:
+        """Return the tensors of a module that came from no folder, by our names inside it; matrices are [in, out]."""
+
+        def load(name: Name) -> np.ndarray:
+            self.read([name])
+            return self.merged(name)
+
+        return {
+            ".".join(_inside(name)): NewTensor("F32", self.saved.shapes[name], lambda n=name: load(n))
+            for name in self.names_of([module])
+        }
+
+
+EMBEDDING = ("llm", "embed", "weight")
+OUTPUT = ("llm", "head", "table", "weight")
+
+
+def linear_name(name: Name) -> str:
+    """Return the name of a parameter's linear layer in patterns, with `*` for numbers."""
+    return ".".join([module_of(name), *("*" if part.isdigit() else part for part in _inside(name)[:-1])])
+
+
+def _inside(name: Name) -> Name:
+    """Return a parameter's name inside its module."""
+    return name[1:] if name[0] == "llm" else name[2:]
+
+
+def _part(parts: Parts, name: Name, folder: HfFolder) -> Part:
+    if (part := parts.find(_inside(name))) is None:
+        raise UserError(f"{folder.path}: nothing there is {'.'.join(_inside(name))} of {module_of(name)}")
+    return part

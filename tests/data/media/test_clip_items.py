@@ -1,0 +1,64 @@
+"""Clips have as many frames as their samples say, and those that convolutions reach beyond their end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mmjax.config import AudioConfig, ConnectorConfig, LogMel, StoredTable, WhisperMel
+from mmjax.data.media.audio_features import ClipSize, clip_size, log_mel_frames, whisper_log_mel
+from mmjax.data.media.patches import encoder_input, hidden_tokens, item_size, positions_per_token
+from mmjax.errors import BadMedia
+
+HOP = 160
+WHISPER = AudioConfig(1, 16, 2, 16, WhisperMel(seconds=1), StoredTable(50), connector=ConnectorConfig(merge=1))
+QWEN = replace(WHISPER, pool=2)
+
+
+def clip(samples: int) -> np.ndarray:
+    return np.random.default_rng(samples).normal(size=samples).astype(np.float32)
+
+
+@pytest.mark.parametrize("merge", [1, 2, 3, 4])
+@pytest.mark.parametrize("pool", [1, 2, 3])
+@pytest.mark.parametrize("attended", ["clip", "window"])
+def test_any_pooling_and_merging_has_room_for_every_frame_and_tokens_for_every_whole_group(merge, pool, attended):
+    clips = replace(WHISPER.clips, attended=attended)
+    encoder = replace(WHISPER, clips=clips, pool=pool, connector=ConnectorConfig(merge=merge))
+    for frames in (*range(6, 20), 97, 98, 99, 100):
+        wave = clip(frames * HOP - 5)
+        size, made = item_size(encoder, wave.shape), encoder_input(encoder, wave)
+        seen = 50 if attended == "window" else -(-frames // 2)
+        held = 100 if attended == "window" else min(2 * seen + 1, 100)
+        assert size.tokens == -(-(seen // pool) // merge)
+        assert size.positions == (size.tokens + hidden_tokens(encoder)) * positions_per_token(encoder)
+        assert ((made.coordinates[:, 1] >= 0) & made.valid)[::2].sum() == seen
+        assert made.valid.sum() == size.valid == held
+        np.testing.assert_array_equal(made.values[:held], whisper_log_mel(clips, wave, held - frames))
+        assert (made.values[held:] == 0).all()
+
+
+def test_own_frames_of_any_length_are_pooled_too():
+    encoder = replace(WHISPER, clips=LogMel(), pool=2, connector=ConnectorConfig(merge=2))
+    size = item_size(encoder, (400 + 6 * HOP,))
+    assert (size.tokens, size.valid, size.positions) == (1, 7, 16)
+    assert len(log_mel_frames(encoder, clip(400 + 6 * HOP))) == 7
+
+
+@pytest.mark.parametrize(("frames", "held"), [(1, 3), (2, 3), (3, 5), (98, 99), (99, 100), (100, 100)])
+def test_convolutions_reach_two_frames_beyond_the_middle_of_the_last_position(frames, held):
+    assert clip_size(QWEN, frames * HOP) == ClipSize(frames, held)
+
+
+def test_clips_beyond_the_window_or_the_positions_or_below_one_token_are_bad():
+    with pytest.raises(BadMedia, match=r"a clip of 1\.0 s is longer than the encoder's 1 s"):
+        item_size(QWEN, (16_001,))
+    with pytest.raises(BadMedia, match="a piece of 16001 samples is longer than the encoder's 1 s"):
+        item_size(replace(QWEN, clips=replace(QWEN.clips, longer="split")), (16_001,))
+    with pytest.raises(BadMedia, match="a clip of 81 frames is longer than the 80 of which the encoder has positions"):
+        item_size(replace(QWEN, positions=StoredTable(40)), (80 * HOP + 1,))
+    with pytest.raises(BadMedia, match="a clip of 320 samples is too short"):
+        item_size(QWEN, (2 * HOP,))
+    assert item_size(QWEN, (2 * HOP + 1,)).tokens == 1

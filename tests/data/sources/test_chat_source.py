@@ -1,0 +1,201 @@
+"""Conversations in files become samples: what the index promises is what is read, and what is bad is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from files_made import clip, lines, write
+from llava_folder import save_checkpoint, save_questions
+
+from mmjax.config import (
+    AudioConfig,
+    BatchConfig,
+    ChatFormat,
+    Config,
+    ConnectorConfig,
+    DataConfig,
+    LlavaSource,
+    ManifestSource,
+    Placeholder,
+    Samples,
+    StoredTable,
+    TrainingConfig,
+    WhisperMel,
+)
+from mmjax.config.loading import apply_overrides, from_json, to_json
+from mmjax.data.loading.packing import Arrays, pack_microbatch
+from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.media.decode import decode_clip
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sample import BadSample, Item, Text
+from mmjax.data.sources.opening import look_again, open_sources
+from mmjax.errors import UserError
+from mmjax.hf.families import from_hf
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def config_of(checkpoint, folder, **data) -> Config:
+    model = from_hf(checkpoint)
+    source = LlavaSource(str(folder / "data.json"), images=str(folder / "images"))
+    return Config(
+        "chat",
+        DataConfig({"chat": source}, chat=ChatFormat(str(checkpoint)), cache=str(folder / "cache"), **data),
+        BatchConfig(Samples(8), {"llm": 2, "vision": 2}),
+        model,
+        TrainingConfig(100),
+    )
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    save_questions(folder, COUNT)
+    config = config_of(checkpoint, folder)
+    return config, open_sources(config, "train", folder)
+
+
+def test_the_index_promises_what_is_read(made):
+    config, sources = made
+    index, source = build_index(sources, config.model.encoders), sources["chat"]
+    assert len(index) == COUNT
+    assert not len(index.bad)
+    for i in range(COUNT):
+        segments = source.sample(i).segments
+        text = sum(len(s.tokens) for s in segments if isinstance(s, Text))
+        assert index.text_tokens[i] == text
+        assert [s for s in segments if isinstance(s, Item)] == [Item("vision", 0)]
+        assert source.item(i, 0).shape == (16, 16, 3)
+        assert index.llm_tokens[i] == text + 16
+
+
+def test_only_the_answer_and_its_end_train(made):
+    config, sources = made
+    index, source = build_index(sources, config.model.encoders), sources["chat"]
+    planner, _ = make_planner(index, config, [1.0])
+    (plan,) = planner.plan_once(np.arange(6))
+    text = pack_microbatch(plan, Arrays.of(config.model), reader_of(sources, index)).text
+    for i in range(6):
+        mine = (text.owner == i) & (text.weight > 0)
+        trained = text.target[mine].tolist()
+        assert source.decode(trained) == source.question(i).answer
+        assert trained[-1] in source.chat.tokenizer.ends
+
+
+def test_a_question_is_its_sample_up_to_the_answer(made):
+    source = made[1]["chat"]
+    question, sample = source.question(3), source.sample(3)
+    tokens = lambda s: np.concatenate([part.tokens for part in s.segments if isinstance(part, Text)])  # noqa: E731
+    asked, whole = tokens(question.prompt), tokens(sample)
+    np.testing.assert_array_equal(whole[: len(asked)], asked)
+    assert source.answer_tokens(3) == len(whole) - len(asked) > 1
+
+
+def test_the_config_of_a_checkpoint_is_rebuilt_from_its_json(made):
+    assert from_json(to_json(made[0])) == made[0]
+
+
+def spoiled(folder):
+    """Records that cannot be used, by what is said of them."""
+    save_questions(folder, COUNT)
+    records = json.loads((folder / "data.json").read_text())
+    (folder / "images" / "0.jpg").unlink()
+    (folder / "images" / "1.png").write_bytes(b"no image")
+    records[2]["conversations"][0]["value"] = "What colour?"
+    records[3]["conversations"][0]["value"] = "<image><image> What colour?"
+    records[4]["conversations"][1]["value"] = ""
+    records[5]["image"] = "../data.json"
+    (folder / "data.json").write_text(json.dumps(records))
+    return {0: "no such file|cannot be read|No such", 1: "bad image", 2: "", 3: "", 4: "empty", 5: "outside"}
+
+
+def test_bad_samples_are_named_and_never_drawn(checkpoint, tmp_path):
+    reasons = spoiled(tmp_path)
+    config = config_of(checkpoint, tmp_path, max_bad_share=0.5)
+    sources = open_sources(config, "train", tmp_path)
+    look_again(sources)
+    index = build_index(sources, config.model.encoders)
+    assert index.bad.tolist() == list(reasons)
+    assert all(str(reason) for reason in index.reason)
+    assert "bad image" in index.reason[1]
+    assert "empty" in index.reason[4]
+    planner, _ = make_planner(index, config, [1.0])
+    drawn = np.concatenate([planner.plan(step).samples() for step in range(9)])
+    assert set(drawn.tolist()) == set(range(6, COUNT))
+    with pytest.raises(BadSample, match="bad image"):
+        sources["chat"].facts(1)
+
+
+def test_a_source_with_nothing_but_bad_samples_is_refused_with_the_first_reason(checkpoint, tmp_path):
+    save_questions(tmp_path, 3)
+    for image in (tmp_path / "images").iterdir():
+        image.write_bytes(b"")
+    config = config_of(checkpoint, tmp_path)
+    index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
+    with pytest.raises(UserError, match=r"none of its 3 samples can be used; the first: .*image"):
+        make_planner(index, config, [1.0])
+
+
+def test_conversations_without_a_template_are_refused(checkpoint, tmp_path):
+    save_questions(tmp_path, 3)
+    config = apply_overrides(config_of(checkpoint, tmp_path), ["data.chat=none"])
+    with pytest.raises(UserError, match=r"data\.chat does not say how they become tokens"):
+        open_sources(config, "train", tmp_path)
+    assert apply_overrides(config, [f"data.chat.folder={checkpoint}"]).data.chat == ChatFormat(str(checkpoint))
+
+
+SECONDS = [0.4, 1.0, 2.3, 3.0]
+
+
+@pytest.fixture(params=["split", "refuse"])
+def clips(request, checkpoint, tmp_path):
+    """Clips for an encoder whose window is a second."""
+    write(tmp_path, {f"{k}.wav": clip(int(8_000 * n)) for k, n in enumerate(SECONDS)})
+    lines(tmp_path / "clips.jsonl", [{"audio_filepath": f"{k}.wav", "text": "said"} for k in range(len(SECONDS))])
+    how = WhisperMel(seconds=1, longer=request.param)
+    encoder = AudioConfig(1, 16, 2, 16, how, StoredTable(50), connector=ConnectorConfig(merge=1))
+    template = "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{{ eos_token }}{% else %}"
+    template += "{% for p in m['content'] %}{{ '<pad>' if p['type'] == 'audio' else p['text'] }}{% endfor %}"
+    template += "{{ eos_token if m['role'] == 'assistant' }}{% endif %}{% endfor %}"
+    (tmp_path / "template.jinja").write_text(template)
+    form = ChatFormat(str(checkpoint), str(tmp_path / "template.jinja"), placeholders={"audio": Placeholder("<pad>")})
+    source = ManifestSource(str(tmp_path / "clips.jsonl"), audio=str(tmp_path))
+    base = config_of(checkpoint, tmp_path)
+    config = replace(
+        base,
+        data=DataConfig({"speech": source}, chat=form, cache=str(tmp_path / "cache")),
+        model=replace(base.model, encoders={"audio": encoder}),
+        batch=replace(base.batch, rows={"llm": 2, "audio": 2}),
+    )
+    return how.longer, config, open_sources(config, "train", tmp_path)
+
+
+def test_a_clip_beyond_the_encoders_window_is_several_items_in_turn_or_bad(clips):
+    longer, config, sources = clips
+    index, source = build_index(sources, config.model.encoders), sources["speech"]
+    if longer == "refuse":
+        assert index.bad.tolist() == [2, 3]
+        assert "a clip of 2.3 s is longer than the encoder's 1 s, and longer clips are refused" in index.reason[0]
+        return
+    assert not len(index.bad)
+    assert np.diff(index.item_start).tolist() == [1, 1, 3, 3]
+    whole = [source.item(2, k) for k in range(3)]
+    assert [len(piece) for piece in whole] == [16_000, 16_000, 4_800]
+    np.testing.assert_array_equal(np.concatenate(whole), decode_clip(source.conversations.media(2)[0].read(), 16_000))
+    assert [s for s in source.sample(2).segments if isinstance(s, Item)] == [Item("audio", k) for k in range(3)]
+    planner, _ = make_planner(index, config, [1.0])
+    (plan,) = planner.plan_once(np.arange(4))
+    text = pack_microbatch(plan, Arrays.of(config.model), reader_of(sources, index)).text
+    for i in range(4):
+        assert (text.slots["audio"][text.owner == i] >= 0).sum() == index.item_tokens[
+            index.item_start[i] : index.item_start[i + 1]
+        ].sum()

@@ -1,0 +1,162 @@
+"""Parquet as Hugging Face's data sets have it, with media as structs, bytes and lists of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from files_made import clip, picture, served, write
+
+from mmjax.config import ParquetSource
+from mmjax.data.sample import BadSample, MediaPlace
+from mmjax.data.sources.opening import open_conversations
+from mmjax.errors import UserError
+
+IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")
+
+
+def opened(source, tmp_path: Path):
+    return open_conversations(source, "train", tmp_path / "cache", "data.sources.mine")
+
+
+def parquet(path: Path, columns: dict, rows_a_group: int = 3) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows_a_group)
+    return str(path)
+
+
+def struct(content: bytes | None, path: str | None = None) -> dict:
+    return {"bytes": content, "path": path}
+
+
+def said(content) -> list[dict]:
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]
+
+
+def test_questions_with_one_image_each_over_many_files_and_row_groups(tmp_path: Path) -> None:
+    for k in range(3):
+        columns = {
+            "id": list(range(5)),
+            "question": [f"{k}.{i}?" for i in range(5)],
+            "answers": [[f"a{i}", "other"] for i in range(5)],
+            "image": [struct(picture(colour=10 * k + i), f"{i}.png") for i in range(5)],
+        }
+        parquet(tmp_path / f"part-{k}.parquet", columns, 2)
+    source = ParquetSource(str(tmp_path / "part-*.parquet"), question="question", answer="answers", images="image")
+    got = opened(source, tmp_path)
+    assert len(got) == 15
+    for index in (14, 0, 7, 6, 9, 1):
+        k, i = divmod(index, 5)
+        user, assistant = got.conversation(index).messages
+        assert user.parts == (IMAGE, f"{k}.{i}?")
+        assert assistant.parts == (f"a{i}",)
+        assert got.media(index)[0].read() == picture(colour=10 * k + i)
+
+
+def test_messages_with_lists_of_images_and_clips(tmp_path: Path) -> None:
+    columns = {
+        "messages": [said("<image>and<image>"), said("<audio>?"), said("text"), said("<image>")],
+        "images": [[struct(picture(colour=1)), struct(picture(colour=2))], [], None, [struct(picture())] * 2],
+        "sounds": [None, struct(clip()), None, None],
+    }
+    path = parquet(tmp_path / "d.parquet", columns)
+    got = opened(ParquetSource(path, messages="messages", images="images", audio="sounds"), tmp_path)
+    assert got.conversation(0).messages[0].parts == (IMAGE, "and", IMAGE)
+    assert [got.media(0)[k].read() for k in (0, 1)] == [picture(colour=1), picture(colour=2)]
+    assert got.conversation(1).messages[0].parts == (AUDIO, "?")
+    assert got.media(1)[0].read() == clip()
+    assert got.media(2) == ()
+    with pytest.raises(BadSample, match="has 1 places <image> for 2"):
+        got.conversation(3)
+
+
+def test_typed_parts_take_the_column_s_images_in_order(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Compare"}, {"type": "image", "text": None}, {"type": "image", "text": None}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "fine"}]}
+    columns = {
+        "messages": [[{"role": "user", "content": parts}, answer]],
+        "images": [[picture(colour=1), picture(colour=2)]],
+    }
+    got = opened(
+        ParquetSource(parquet(tmp_path / "d.parquet", columns), messages="messages", images="images"), tmp_path
+    )
+    assert got.conversation(0).messages[0].parts == ("Compare", IMAGE, IMAGE)
+    assert [got.media(0)[k].read() for k in (0, 1)] == [picture(colour=1), picture(colour=2)]
+
+
+def test_the_bytes_of_media_are_not_read_for_the_texts(tmp_path: Path) -> None:
+    columns = {"q": ["?"] * 6, "a": ["!"] * 6, "image": [struct(picture(), "a.png")] * 6}
+    path = parquet(tmp_path / "d.parquet", columns)
+    got = opened(ParquetSource(path, question="q", answer="a", images="image"), tmp_path)
+    for index in range(6):
+        got.conversation(index)
+    assert set(got._files[0]._cache) == {"q", "a", "image.path"}
+
+
+def test_only_a_few_row_groups_of_all_files_stay_in_memory(tmp_path: Path) -> None:
+    for k in range(6):
+        parquet(tmp_path / f"{k}.parquet", {"q": ["?"] * 9, "a": ["!"] * 9, "image": [struct(picture())] * 9})
+    got = opened(ParquetSource(str(tmp_path / "*.parquet"), question="q", answer="a", images="image"), tmp_path)
+    for index in range(len(got)):
+        assert got.media(index)[0].read() == picture()
+    assert all(1 <= read.cache_info().currsize <= 4 for read in got._files[0]._cache.values())
+
+
+def test_a_path_without_bytes_is_read_beside_the_file_and_nowhere_else(tmp_path: Path) -> None:
+    write(tmp_path / "set", {"a.png": picture()})
+    write(tmp_path, {"secret.png": b"secret"})
+    rows = [struct(None, "a.png"), struct(None, "../secret.png"), struct(None, None), None]
+    columns = {"q": ["?"] * 4, "a": ["!"] * 4, "image": rows}
+    path = parquet(tmp_path / "set" / "d.parquet", columns)
+    got = opened(ParquetSource(path, question="q", answer="a", images="image"), tmp_path)
+    assert got.media(0)[0].read() == picture()
+    with pytest.raises(BadSample, match="points outside"):
+        got.media(1)[0].read()
+    with pytest.raises(BadSample, match="neither bytes nor a path"):
+        got.media(2)[0].read()
+    assert got.conversation(3).messages[0].parts == ("?",)
+
+
+def test_a_column_or_file_that_is_not_there_names_its_key(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "d.parquet", {"question": ["?"], "answer": ["!"]})
+    write(tmp_path, {"broken.parquet": b"PAR1 no PAR1"})
+    for source, told in (
+        (ParquetSource(path, question="questoin", answer="answer"), "data.sources.mine.question=questoin"),
+        (ParquetSource(path, question="question", answer="answer", images="image"), "data.sources.mine.images=image"),
+        (ParquetSource(str(tmp_path / "broken.parquet"), messages="m"), "cannot be read as Parquet"),
+    ):
+        with pytest.raises(UserError) as error:
+            opened(source, tmp_path)
+        assert told in str(error.value)
+    with pytest.raises(UserError, match="did you mean 'question'"):
+        opened(ParquetSource(path, question="questoin", answer="answer"), tmp_path)
+
+
+def test_what_arrow_says_in_several_lines_is_said_in_one(tmp_path: Path) -> None:
+    path = Path(parquet(tmp_path / "d.parquet", {"question": ["What?"] * 30, "answer": ["yes"] * 30}, 30))
+    whole, told = path.read_bytes(), set()
+    for at in range(4, len(whole) - 8, 7):
+        path.write_bytes(whole[:at] + whole[at + 3 :])
+        try:
+            opened(ParquetSource(str(path), question="question", answer="answer"), tmp_path).conversation(0)
+        except (UserError, BadSample) as error:
+            told.add(str(error))
+    assert told
+    assert not [line for line in told if "\n" in line]
+
+
+def test_parquet_behind_http_is_read_by_ranges(tmp_path: Path) -> None:
+    noise = bytes(range(256)) * 400
+    columns = {
+        "q": [f"{i}?" for i in range(30)],
+        "a": ["!"] * 30,
+        "image": [struct(noise + bytes([i])) for i in range(30)],
+    }
+    parquet(tmp_path / "site" / "d.parquet", columns, 3)
+    with served(tmp_path / "site") as server:
+        source = ParquetSource(f"{server.url}/d.parquet", question="q", answer="a", images="image")
+        got = opened(source, tmp_path)
+        assert got.conversation(20).messages[0].parts == (IMAGE, "20?")
+        assert got.media(20)[0].read()[-1] == 20

@@ -1,0 +1,156 @@
+"""Cached decoding is the parallel forward's, for any batch and mesh, with adapters too, up to an end or the limit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import TINY_MEDIA
+from decoding_reference import greedy_tokens
+
+from mmjax.batch import Microbatch, TextBatch
+from mmjax.config import Config, LoraConfig, MeshConfig
+from mmjax.config.loading import copy_config, load
+from mmjax.inference.evaluation import evaluation_sources
+from mmjax.inference.generator import Generator, Sampling
+from mmjax.inference.prompts import BatchLimits, QuestionPrompts, answer_tokens, decode_answer
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
+from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.step import put_rows
+
+END, MOST = 1, 8
+DRAWN = Sampling(0.8, top_k=20, top_p=0.9, seed=5)
+MESHES = {
+    "data x tensor": (MeshConfig(data=4, tensor=2), DRAWN),
+    "data x fsdp x tensor": (MeshConfig(data=2, fsdp=2, tensor=2), Sampling()),
+    "encoders over all": (MeshConfig(data=2, tensor=2, encoders="data"), DRAWN),
+}
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """A config and its source of questions about images, clips and text."""
+    folder: Path = tmp_path_factory.mktemp("few")
+    config = load(TINY_MEDIA)
+    copy_config(TINY_MEDIA, folder)
+    (source,) = evaluation_sources(config, ("test",), folder).values()
+    return config, source
+
+
+def random_params(model: Model, seed: int = 0):
+    """Large enough that an answer's tokens differ and depend on those before them."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: rng.normal(0, 0.5, x.shape).astype(np.float32), model.abstract)
+
+
+def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Generator:
+    mesh = mesh or MeshConfig(data=1)
+    count = 4 if mesh.encoders == "data" else 8 if mesh.data > 1 else 1
+    made = make_mesh(mesh, jax.devices()[:count])
+    return Generator(
+        model, made, ShardingRules.of(mesh), (END,), lambda t: decode_answer(source, t), **{"most": MOST} | own
+    )
+
+
+@pytest.mark.default_cases("windows and caps")
+@pytest.mark.parametrize("change", ["plain", "windows and caps", "adapters", "blockwise, scanned with a border"])
+def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, change):
+    config, source = few
+    config = replace(config, model=changed(config, change))
+    model = Model.build(config.model, jnp.float32)
+    params = random_params(model)
+    room = max(answer_tokens(source, i) for i in range(len(source)))
+    wanted = greedy_tokens(model, params, source, range(12), room)
+    here = generator(model, source, most=room).answers(params, QuestionPrompts(source), range(12))
+    assert [a.text for a in here] == [decode_answer(source, wanted[i]) for i in range(12)]
+    assert len({a.text for a in here}) > 4
+
+
+def changed(config: Config, how: str):
+    llm = config.model.llm
+    match how:
+        case "windows and caps":
+            llm = replace(llm, layers=3, window=5, windowed=(0, 2), attention_cap=4.0, logit_cap=9.0, post_norms=True)
+        case "blockwise, scanned with a border":
+            llm = replace(llm, layers=4, attention="blockwise", remat=("none", "none", "full", "full"))
+        case "adapters":
+            return replace(config.model, lora={"all": LoraConfig(("llm.layers.*", "*.connector.*"), 2)})
+    return replace(config.model, llm=llm)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", MESHES)
+def test_a_mesh_writes_what_one_device_writes(few, where):
+    (mesh, sampling), (config, source) = MESHES[where], few
+    model = Model.build(config.model, jnp.float32)
+    params = random_params(model)
+    numbers = [3, 17, 0, 9, 22, 5, 1]
+    alone = generator(model, source, sampling=sampling).answers(params, QuestionPrompts(source), numbers)
+    spread = generator(model, source, mesh, sampling=sampling, at_once=BatchLimits(rows=2))
+    made = make_mesh(mesh, jax.devices()[: 4 if mesh.encoders == "data" else 8])
+    held = jax.device_put(params, parameter_shardings(model, made, ShardingRules.of(mesh)))
+    assert spread.answers(held, QuestionPrompts(source), numbers) == alone
+    assert len({a.tokens for a in alone}) > 3
+
+
+def test_the_cache_stays_where_it_lies(few):
+    """No step gathers keys and values over the mesh: every rank keeps its rows and its heads."""
+    config, _ = few
+    model = Model.build(config.model, jnp.float32)
+    mesh, rules = make_mesh(MeshConfig(data=4, tensor=2), jax.devices()), ShardingRules()
+    params = jax.device_put(random_params(model), parameter_shardings(model, mesh, rules))
+    tokens, ones, zeros = (np.full((8, 11), value, np.int32) for value in (5, 1, 0))
+    place = np.tile(np.arange(11, dtype=np.int32), (8, 1))
+    masks = {"sample": zeros, "pos": place, "span": zeros, "kind": ones, "sees": ones}
+    others = {"source": zeros, "owner": zeros, "offset": place, "slots": {}, "send": {}}
+    text = TextBatch(tokens, tokens, zeros.astype(np.float32), place, **masks, **others)
+
+    def on_mesh(function, *arguments):
+        with activations_on(mesh, rules):
+            return function(*arguments)
+
+    batch = put_rows(Microbatch(text, {}), mesh, rules)
+    _, cache = jax.jit(lambda p, b: on_mesh(model.prefill, p, b, 6))(params, batch)
+    for leaf in jax.tree.leaves(cache.layers):
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        assert (shard[-4] * 4, shard[-2] * 2) == (leaf.shape[-4], leaf.shape[-2])
+    step = jax.jit(lambda p, t, c: on_mesh(model.step, p, t, c)).lower(params, tokens[:, 0], cache).compile()
+    gathered = re.findall(r"= (\S+) all-gather\(", step.as_text())
+    assert not [shape for shape in gathered if ",17," in shape], gathered
+
+
+@pytest.mark.exhaustive
+def test_what_is_drawn_does_not_depend_on_what_else_is_asked(few):
+    config, source = few
+    model = Model.build(config.model, jnp.float32)
+    params = random_params(model)
+    sampling = Sampling(1.0, seed=2)
+    together = generator(model, source, sampling=sampling).answers(params, QuestionPrompts(source), range(8))
+    apart = generator(model, source, sampling=sampling, at_once=BatchLimits(rows=1))
+    assert apart.answers(params, QuestionPrompts(source), [6, 2]) == [together[6], together[2]]
+    other = generator(model, source, sampling=Sampling(1.0, seed=3)).answers(params, QuestionPrompts(source), range(8))
+    assert other != together
+
+
+@pytest.mark.exhaustive
+def test_an_answer_stops_at_an_end_or_at_the_limit_and_can_be_watched(few):
+    config, source = few
+    model = Model.build(config.model, jnp.float32)
+    params = random_params(model, 1)
+    writes = generator(model, source, most=20)
+    answers = writes.answers(params, QuestionPrompts(source), range(16))
+    for answer in answers:
+        assert answer.ended == (answer.tokens[-1] == END)
+        assert END not in answer.tokens[:-1]
+        assert answer.ended or len(answer.tokens) == 20
+    assert {a.ended for a in answers} == {True, False}
+    long = next(i for i, a in enumerate(answers) if not a.ended)
+    grown = [a for _, a in writes.answered(params, QuestionPrompts(source), [long], every=6)]
+    assert [len(a.tokens) for a in grown] == [6, 12, 18, 20]
+    assert all(a.tokens == answers[long].tokens[: len(a.tokens)] for a in grown)

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tiny_run import paths, tiny_config
+
+from mmjax.config import AdamW, Muon, Rates, Schedule
+from mmjax.runtime.state import Hyperparameters, hyperparameters, make_optimizer, schedule_factor
+
+AXES = {
+    "llm": {"embed": ("vocab", "embed"), "query": ("embed", "heads"), "norm": (None,)},
+    "encoders": {"vision": {"embed": (None, "embed"), "up": ("embed", "mlp"), "bias": ("mlp",)}},
+    "connectors": {"vision": {"up": ("embed", "mlp")}},
+}
+SHAPES = {
+    "llm": {"embed": (11, 8), "query": (3, 8, 12), "norm": (3, 8)},  # a stack of three layers
+    "encoders": {"vision": {"embed": (5, 8), "up": (8, 16), "bias": (16,)}},
+    "connectors": {"vision": {"up": (8, 6)}},
+}
+MODULES = ("llm", "vision", "vision.connector")
+
+
+def normal(seed: int, scale: float = 1.0):
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: scale * rng.standard_normal(shape, np.float32)  # noqa: E731
+    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def norm_of(tree) -> float:
+    return math.sqrt(sum(float((x.astype(np.float64) ** 2).sum()) for x in jax.tree.leaves(tree)))
+
+
+def hyper(optimizer, rate=0.1, decay=0.0, clip=1e9, **own) -> Hyperparameters:
+    """The same rates for every group but those in `own` (`vision_connector` for `vision.connector`)."""
+    groups = {optimizer.group_of(tuple(name.split("."))) for name in paths(normal(0))}
+    rates = {g: own.get(g.replace(".", "_"), (rate, decay)) for g in groups}
+    return Hyperparameters({g: (np.float32(r), np.float32(d)) for g, (r, d) in rates.items()}, np.float32(clip))
+
+
+def test_adamw_is_optaxs_with_decay_on_the_matrices_alone():
+    config = AdamW(b1=0.8, b2=0.9, eps=1e-6)
+    optimizer = make_optimizer(config, AXES)
+    is_matrix = jax.tree.map(lambda axes: len(axes) > 1, AXES, is_leaf=lambda x: isinstance(x, tuple))
+    theirs = optax.chain(
+        optax.clip_by_global_norm(2.0), optax.adamw(0.1, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3, mask=is_matrix)
+    )
+    ours, wanted = normal(0), normal(0)
+    state, their_state = jax.jit(optimizer.init)(ours), jax.jit(theirs.init)(wanted)
+    update, their_update = jax.jit(optimizer.update), jax.jit(theirs.update)
+    for step in range(4):
+        gradients = normal(step + 1, scale=0.1 * step + 0.05)  # below and above the clip
+        ours, state, norm = update(gradients, state, ours, hyper(optimizer, 0.1, 0.3, 2.0))
+        updates, their_state = their_update(gradients, their_state, wanted)
+        wanted = jax.tree.map(lambda p, u: p + np.asarray(u), wanted, updates)
+        assert norm == pytest.approx(norm_of(gradients), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), ours, wanted)
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+def test_clipping_by_the_global_norm_is_optaxs(size):
+    optimizer = make_optimizer(AdamW(b1=0.0), AXES)  # without momentum the first moment is the clipped gradient
+    gradients, params = normal(1, size), normal(0)
+    _, state, _ = jax.jit(optimizer.update)(
+        gradients, jax.jit(optimizer.init)(params), params, hyper(optimizer, clip=1.5)
+    )
+    clip = optax.clip_by_global_norm(1.5)
+    wanted, _ = jax.jit(clip.update)(gradients, clip.init(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.mu, wanted)
+
+
+def test_each_module_follows_its_own_learning_rate_and_weight_decay():
+    optimizer = make_optimizer(AdamW(), AXES)
+    params, nothing = normal(0), jax.tree.map(np.zeros_like, normal(0))
+    rates = hyper(optimizer, 0.1, 0.2, vision=(0.05, 0.4), vision_connector=(0.0, 0.5))
+    after, _, _ = jax.jit(optimizer.update)(nothing, jax.jit(optimizer.init)(params), params, rates)
+    np.testing.assert_allclose(after["llm"]["query"], params["llm"]["query"] * (1 - 0.1 * 0.2), rtol=1e-6)
+    np.testing.assert_allclose(after["llm"]["norm"], params["llm"]["norm"])
+    vision, before = after["encoders"]["vision"], params["encoders"]["vision"]
+    np.testing.assert_allclose(vision["up"], before["up"] * (1 - 0.05 * 0.4), rtol=1e-6)
+    np.testing.assert_allclose(vision["bias"], before["bias"])
+    np.testing.assert_allclose(after["connectors"]["vision"]["up"], params["connectors"]["vision"]["up"])
+
+
+def test_muon_makes_every_layers_matrix_orthogonal_and_gives_adam_the_rest():
+    config = Muon()
+    optimizer = make_optimizer(config, AXES)
+    params, gradients = normal(0), normal(1)
+    rates = hyper(optimizer, 1.0)
+    assert set(rates.rates) == {f"{m}/{kind}" for m in MODULES for kind in ("matrix", "other")} - {
+        "vision.connector/other"
+    }
+    after, _, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(params), params, rates)
+    moved = jax.tree.map(lambda a, b: b - np.asarray(a), after, params)
+    matrices = [*moved["llm"]["query"], moved["encoders"]["vision"]["up"], moved["connectors"]["vision"]["up"]]
+    for matrix in matrices:
+        scale = math.sqrt(max(1.0, matrix.shape[1] / matrix.shape[0]))
+        values = np.linalg.svd(matrix, compute_uv=False) / scale
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    wanted, _ = jax.jit(lambda g: adam.update(g, adam.init(g)))(gradients)
+    for name in ("llm.embed", "llm.norm", "encoders.vision.embed", "encoders.vision.bias"):
+        np.testing.assert_allclose(paths(moved)[name], paths(wanted)[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_muon_treats_a_layer_in_a_stack_as_it_does_one_alone():
+    optimizer = make_optimizer(Muon(), AXES)
+    stacked, gradients = ({"llm": {"query": normal(seed)["llm"]["query"]}} for seed in (0, 1))
+    layer = lambda tree, i: jax.tree.map(lambda x: x[i], tree)  # noqa: E731
+    rates = hyper(optimizer, 1.0)
+    update = jax.jit(optimizer.update)
+    together, _, _ = update(gradients, optimizer.init(stacked), stacked, rates)
+    for i in range(3):
+        alone, _, _ = update(layer(gradients, i), optimizer.init(layer(stacked, i)), layer(stacked, i), rates)
+        np.testing.assert_allclose(together["llm"]["query"][i], alone["llm"]["query"], atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [AdamW(), Muon()], ids=["adamw", "muon"])
+def test_a_fixed_table_stays_as_it_is(config):
+    params = {"encoders": {"audio": {"table": normal(0)["llm"]["embed"], "up": normal(1)["llm"]["embed"]}}}
+    optimizer = make_optimizer(config, {"encoders": {"audio": {"table": ("fixed", "embed"), "up": ("embed", "mlp")}}})
+    groups = {optimizer.group_of(("encoders", "audio", name)) for name in ("table", "up")}
+    rates = Hyperparameters(dict.fromkeys(groups, (np.float32(0.1), np.float32(0.5))), np.float32(1))
+    moved, _, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params, rates)
+    before, after = params["encoders"]["audio"], moved["encoders"]["audio"]
+    np.testing.assert_array_equal(after["table"], before["table"])
+    np.testing.assert_allclose(after["up"], 0.95 * before["up"], rtol=1e-5)
+
+
+def test_the_schedule_warms_up_linearly_and_ends_at_its_final_share():
+    schedule = Schedule(warmup=4, final=0.1)
+    found = [schedule_factor(schedule, step, 15) for step in range(15)]
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[4] == 1.0
+    assert found[9] == pytest.approx(0.55)  # the middle of the cosine
+    assert found[-1] == pytest.approx(0.1)
+    assert sorted(found[4:], reverse=True) == found[4:]
+
+
+def test_a_run_no_longer_than_its_warm_up_never_exceeds_the_peak():
+    assert [schedule_factor(Schedule(warmup=5), step, 3) for step in range(3)] == [0.2, 0.4, 0.6]
+    assert schedule_factor(Schedule(warmup=0, final=0.5), 0, 1) == 1.0
+
+
+def test_rates_of_a_config_are_scheduled_and_given_by_module():
+    own = {"vision": Rates(learning_rate=0.5), "llm": Rates(weight_decay=0.7)}
+    adamw = AdamW(learning_rate=0.2, weight_decay=0.1, modules=own)
+    config = tiny_config(optimizer=adamw, schedule=Schedule(warmup=4))
+    rates, clip = hyperparameters(config, MODULES, 0)
+    wanted = {"llm": (0.05, 0.7), "vision": (0.125, 0.1), "vision.connector": (0.05, 0.1)}
+    assert {m: tuple(map(float, pair)) for m, pair in rates.items()} == {m: pytest.approx(w) for m, w in wanted.items()}
+    assert clip == config.training.clip
+
+    muon = Muon(learning_rate=0.2, adam_learning_rate=0.02, weight_decay=0.1, modules=own)
+    rates, _ = hyperparameters(replace(config, optimizer=muon), MODULES, 3)
+    assert rates["vision/matrix"] == pytest.approx((0.5, 0.1))
+    assert rates["vision/other"] == pytest.approx((0.05, 0.1))
+    assert rates["llm/other"] == pytest.approx((0.02, 0.7))
