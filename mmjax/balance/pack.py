@@ -50,6 +50,7 @@ _ROOM_IN_COLUMNS = 0.015
 _TAIL = 8  # steps that are packed again where a chunk needs more of them
 _SURELY_MISSING = 0.8  # of the room for what is left over
 _EASE = 0.01, 0.04  # more than an even share is taken while there is a choice: the last step has none
+_EASE_IN_COLUMNS = 0.16, 0.32  # the same where steps are large, divided by the samples of a column
 _BLOCK = 1024, 64  # about so many samples, of at most so many columns, are exchanged among themselves
 _BLOCKS_ALIKE = 0.002
 _ENCODER_WEIGHTS = 1.0, 0.5, 0.25, 0.1
@@ -227,7 +228,7 @@ class _Chunk:
                 self._fill_until(end, end - _TAIL * count)
             start = self._saved()
             # The first attempt fills each microbatch hardly more than evenly, the second leaves the end more slack.
-            for attempt, ease in enumerate(_EASE):
+            for attempt, ease in enumerate(self._eases()):
                 if attempt:
                     self._restore(start)
                 self._fill_until(end, end, ease)
@@ -238,6 +239,17 @@ class _Chunk:
             extra = math.ceil(_SURELY_MISSING * float((self.need - self.used).max()))
             self._restore(start)
             end += max(extra - 1, 1) if steps else max(-(-extra // count) - 1, 1) * count
+
+    def _eases(self) -> tuple[float, float]:
+        """Return by how much each attempt fills microbatches beyond an even share, while there are samples to spare.
+
+        Columns of many samples are so alike that they are hardly needed to differ, and full ones cost exchanges.
+        """
+        if self.columns == 1 or self.per_microbatch < _FEW:
+            return _EASE
+        per_column = self.per_microbatch / self.columns
+        first, second = (min(ease / per_column, limit) for ease, limit in zip(_EASE_IN_COLUMNS, _EASE, strict=True))
+        return first, second
 
     def _fewest(self, need: float) -> int:
         """Estimate the microbatches of so few whole steps that most likely hold all samples."""

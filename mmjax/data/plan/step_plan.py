@@ -189,7 +189,7 @@ def _alignments(grouper: StepGrouper, config: Config) -> np.ndarray:
 
 
 # Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.
-PLANNER = 6
+PLANNER = 7
 
 
 @dataclass(frozen=True)
