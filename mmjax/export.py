@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import glob
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from mmjax.config import ModelConfig
 from mmjax.config.codec import did_you_mean, encode
 from mmjax.config.model import adapted_modules
 from mmjax.console import print_lines, table
+from mmjax.disk import atomic_folder, remove_path
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.hf.folder import SINGLE, HfFolder
 from mmjax.hf.layout import TRANSPOSED
@@ -140,25 +142,16 @@ def _check_out(out: Path, inputs: Sequence[Path], again: bool) -> None:
 
 @contextmanager
 def _new_folder(out: Path, again: bool) -> Iterator[Path]:
-    """Yield a partial folder to write into, renamed to `out` when all is written and removed where something fails."""
-    partial = out.with_name(f"{out.name}.partial")
-    old = out.with_name(f"{out.name}.replaced")
+    """Yield a folder to write into, which gets its place when all is written, and is removed where something fails."""
+    for killed in out.parent.glob(f"{glob.escape(out.name)}.*.partial"):  # a kill may have left gigabytes there
+        remove_path(killed)
     try:
-        for stale in (partial, old):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if again and out.exists():
-            out.rename(old)  # a folder cannot be renamed over one that is not empty
-        partial.rename(out)
+        with atomic_folder(out) as partial:
+            yield partial
+            if out.exists() and not again:
+                raise FileExistsError(errno.EEXIST, "it is there by now")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}; choose another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    if old.is_dir():
-        shutil.rmtree(old)
-    else:
-        old.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------- what is written

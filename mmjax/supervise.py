@@ -19,9 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
+from mmjax.disk import PROGRESS
 from mmjax.errors import UserError, exit_process, run_command
 
-PROGRESS = "MMJAX_PROGRESS"  # the environment variable that names the file with the number of steps saved
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PASSED_ON = (*STOPPING, signal.SIGUSR2)
 BAD_INPUT = 2  # exit codes

@@ -23,6 +23,7 @@ from flax import nnx
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import AudioConfig, Config, DecoderConfig, ModelConfig, Remat, VisionConfig
 from mmjax.console import print_note
+from mmjax.disk import atomic_write, user_cache
 from mmjax.distributed import coordination
 from mmjax.models.layers import Context
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
@@ -152,7 +153,7 @@ Shapes = Mapping[str, tuple[int, Sequence[int]]]  # rows and row lengths of each
 
 def profile_folder() -> Path:
     """Return the folder of all profiles."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "layer_times"
+    return user_cache() / "layer_times"
 
 
 def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: bool) -> dict[str, LayerTimes]:
@@ -284,10 +285,9 @@ def _read(config: Config, tower: str, device: jax.Device) -> tuple[Path, dict[st
 
 def _write(path: Path, profile: Mapping[str, Any]) -> None:
     """Write a profile atomically, since another run may be reading it; a note says where it cannot be written."""
-    partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(profile, indent=1) + "\n")
-        partial.replace(path)
+        with atomic_write(path) as partial:
+            partial.write_text(json.dumps(profile, indent=1) + "\n")
     except OSError as error:
         print_note(f"profile: {path} cannot be written ({error.strerror}), so the next run measures again")

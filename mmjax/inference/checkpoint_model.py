@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from mmjax.data.sources.opening import chat_for, open_sources
 from mmjax.data.text.chat import Chat, load_prompt_chat
 from mmjax.data.text.tokenizer import AlphabetFormat
 from mmjax.data.toy.dataset import EmbeddedDataset
+from mmjax.disk import user_cache
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf, frozen
 from mmjax.hf.folder import read_json
@@ -101,7 +101,7 @@ class CheckpointModel:
         """Return the folder of compiled programs."""
         if self.run is not None:
             return self.run.programs
-        return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "programs"
+        return user_cache() / "programs"
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Load the functions that the encoders' callbacks name."""

@@ -27,7 +27,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.disk import verify_checksum, with_checksum
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import stack_layers, unstack_layers

@@ -24,6 +24,7 @@ from mmjax.console import ProgressLine, print_lines, size
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
 from mmjax.data.loading.workers import steps
 from mmjax.data.plan.step_plan import PLANNER
+from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError
@@ -436,10 +437,9 @@ class Session:
 
     def _write_scores(self, scores: Mapping[str, float]) -> None:
         """Write the scores of the test split, whole or not at all: where there is no room they are made again later."""
-        partial = self.folder.scores.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(scores, indent=2) + "\n")
-            partial.rename(self.folder.scores)
+            with atomic_write(self.folder.scores) as partial:
+                partial.write_text(json.dumps(scores, indent=2) + "\n")
         except OSError as error:
             print_lines(f"WARNING {self.folder.scores} cannot be written: {error.strerror}; the scores are below")
 

@@ -26,10 +26,10 @@ from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.placement import Topology
 from mmjax.data.plan.step_plan import RankLayout
+from mmjax.disk import atomic_write, read_json_lines
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.runtime.devices import CompileCounter, open_files, peak_memory_used, resident_memory
-from mmjax.runtime.run_dir import read_json_lines
 from mmjax.runtime.state import Hyperparameters
 from mmjax.runtime.step import Executor, StepReport
 
@@ -336,10 +336,8 @@ def _is_logged(key: str, value: Any) -> bool:
 
 def _drop_after(path: Path, done: int) -> None:
     """Rewrite the file atomically without records of steps after `done`."""
-    partial = path.with_suffix(".partial")
-    with path.open(errors="replace") as lines, partial.open("w") as output:
+    with atomic_write(path) as partial, path.open(errors="replace") as lines, partial.open("w") as output:
         output.writelines(line for line in lines if _step_of(line) <= done)
-    partial.rename(path)
 
 
 def _plain(value: MetricValue) -> Any:

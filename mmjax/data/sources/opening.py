@@ -35,6 +35,7 @@ from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
 from mmjax.data.text.chat import Chat, load_chat
 from mmjax.data.toy.dataset import EmbeddedDataset
+from mmjax.disk import user_cache
 from mmjax.errors import UserError
 from mmjax.hub import JSON, PARQUET, cached_path, dataset_files, is_dataset
 
@@ -99,8 +100,7 @@ FOLDERS: Mapping[Medium, str] = {"image": "images", "audio": "audio"}  # where a
 
 def cache_folder(data: DataConfig) -> Path:
     """Return the folder that caches what is learned of files."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "data"
-    return Path(data.cache).expanduser() if data.cache else default
+    return Path(data.cache).expanduser() if data.cache else user_cache() / "data"
 
 
 def path_of(source: FileSource, split: Split) -> str:
