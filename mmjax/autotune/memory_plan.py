@@ -30,7 +30,7 @@ from mmjax.models.model import Model, parameter_group
 from mmjax.parallel.sharding import ShardingRules, loss_choices
 from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import DeviceBatch, ModelSharding, SavedBytes
+from mmjax.planning.memory import GB, DeviceBatch, ModelSharding, SavedBytes
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choose_policies, plan_memory, with_policies
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description, ram_per_device
@@ -131,7 +131,6 @@ def _options(
     return options
 
 
-GB = 1e9
 LINEAR = 4096  # positions of a traced row: long enough that no block of attention is half empty
 ALLOCATED = 0.97  # usable share of what an allocator may give out; the rest is lost to fragmentation
 NEAR_RAM = 0.8  # share of a CPU's RAM above which a run is warned, since other programs need some too

@@ -17,13 +17,12 @@ from mmjax.config.loading import load
 from mmjax.errors import UserError
 from mmjax.planning.flops import executed, frozen_modules, recompute_flops
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import DeviceBatch, ModelSharding
+from mmjax.planning.memory import GB, DeviceBatch, ModelSharding
 from mmjax.planning.remat import MemoryLimit, plan_memory
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import CONV_STRIDE, layer_positions, row_work
 
 PRESETS = ("omni-10b", "omni-18b", "omni-84b")
-GB = 1e9
 PRECISION = "bfloat16"
 ACTIVATION = 2  # bytes
 

@@ -12,6 +12,7 @@ from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, Parts, convolution, linear, norm, table, third
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
 from mmjax.hf.vision import with_images
 
 NAME = "vision"  # of the encoder
@@ -138,7 +139,6 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     )
 
 
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 FAMILIES = {
     "qwen2_5_vl": Family(
         decoder="qwen2",

@@ -23,14 +23,12 @@ from mmjax.hf.families import from_hf, frozen
 from mmjax.hf.folder import read_json
 from mmjax.hub import checkpoint_folder
 from mmjax.inference.prompts import PromptFormat
-from mmjax.models.model import Model
+from mmjax.models.model import Model, Params
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings
 from mmjax.runtime.weights import load_pretrained
-
-Params = dict[str, Any]
 
 _TEXT = ("text_config", "llm_config")  # keys of the LLM's config inside a multimodal checkpoint's config.json
 _CAST = {"weight", "a", "b"}  # parameters of the LLM that are cast to the activations' dtype wherever they are used

@@ -13,6 +13,7 @@ from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat, VisionC
 from mmjax.planning.flops import frozen_modules, parameters
 from mmjax.planning.work import Encoder, connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
 
+GB = 1e9  # bytes
 LOGSUMEXP = 4  # bytes: blockwise attention saves the log-sum-exp of each query and head, in float32
 
 

@@ -31,7 +31,7 @@ from mmjax.disk import verify_checksum, with_checksum
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
-from mmjax.models.model import Model
+from mmjax.models.model import Model, Params
 from mmjax.runtime.checkpoint_commit import (
     Commit,
     Retention,
@@ -83,7 +83,6 @@ FORMAT = "mmjax-1"
 # In a checkpoint's folder: the arrays, and a JSON object with format, config, data position and checksums.
 STATE = "state"
 META = "meta/metadata"
-Params = dict[str, Any]
 Sums = dict[str, int]  # checksum of every array by its name, see `_bit_sums`
 
 # Orbax and its storage report every save as a warning or an info line; we print one line of our own instead.

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError
 from mmjax.inference.evaluation import Answered, Evaluator, Scores, exact_match_by_group
-from mmjax.models.model import Model, merge, modules_of
+from mmjax.models.model import Model, Params, merge, modules_of
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.checkpoint import (
     CheckpointMetadata,
@@ -58,8 +58,6 @@ from mmjax.training.nonfinite import NonFiniteWatch, samples_with_bad_gradients
 from mmjax.training.run_data import Launch, append_launch
 from mmjax.training.signals import ProfilerTrace, StopFlags
 from mmjax.training.unreadable import UnreadableSamples
-
-Params = dict[str, Any]
 
 SETTLED = 5  # steps after which step times say something
 
