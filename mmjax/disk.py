@@ -1,7 +1,4 @@
-"""Write files and folders whole or not at all, JSON lines and JSON under a checksum, and find the user's cache.
-
-Imports the standard library only.
-"""
+"""Write files and folders whole or not at all, read and write JSON, and find the user's cache."""
 
 from __future__ import annotations
 
@@ -14,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from mmjax.errors import UserError
 
 # Environment variable by which `mmjax.supervise` names the file into which a run writes its last saved step.
 PROGRESS = "MMJAX_PROGRESS"
@@ -78,6 +77,21 @@ def remove_path(path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- JSON
+
+
+def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError where the file holds none, or is missing and there is no default."""
+    if default is not None and not path.exists():
+        return default
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no JSON: {error}; get the file again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; get the file again")
+    return value
 
 
 def json_lines(records: Iterable[Any]) -> str:

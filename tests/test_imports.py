@@ -38,7 +38,7 @@ DATA = tuple(f"mmjax.data.{part}" for part in ("sample", "conversation"))
 RULES = {  # from the bottom upwards; a part within a package has rules of its own
     "errors": May((), frozenset()),
     "startup": May((), frozenset()),
-    "disk": May((), frozenset()),
+    "disk": May(("mmjax.errors",), frozenset()),
     "console": May(("mmjax.startup",), frozenset({"rich"})),
     "batch": May((), frozenset()),
     "hub": May(("mmjax.disk", "mmjax.errors"), frozenset({"huggingface_hub"})),
@@ -78,7 +78,9 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "data.loading": May(
         ("mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch", *BASE), frozenset({"numpy", "grain", "absl"})
     ),
-    "hf": May(("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})),
+    "hf": May(
+        ("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.disk", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})
+    ),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
         (

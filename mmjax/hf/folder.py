@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mmjax.disk import read_json
 from mmjax.errors import UserError
 
 _NEEDED = object()
@@ -47,6 +48,10 @@ class Fields:
             expected = " or ".join(k.__name__ for k in kinds)
             raise UserError(f"{self.where}: {name}={value!r} is no {expected}")
         return value
+
+    def over(self, defaults: Mapping[str, Any]) -> Fields:
+        """Fill in what is missing, or null, from the defaults of a class of transformers."""
+        return replace(self, of={**defaults, **{name: value for name, value in self.of.items() if value is not None}})
 
     def inner(self, name: str) -> Fields:
         """A field that is an object. Raises UserError where it is none."""
@@ -164,19 +169,6 @@ class HfFolder:
 def note(line: str) -> None:
     """Tell the user, once per process, what a folder says without effect."""
     print(f"note: {line}", file=sys.stderr, flush=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError where there is no such file, or it holds something else."""
-    try:
-        value = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
-    return value
 
 
 def _header(path: Path) -> dict[str, Stored]:

@@ -17,10 +17,9 @@ from mmjax.data.sources.opening import chat_for, open_sources
 from mmjax.data.text.chat import Chat, load_prompt_chat
 from mmjax.data.text.tokenizer import AlphabetFormat
 from mmjax.data.toy.dataset import EmbeddedDataset
-from mmjax.disk import user_cache
+from mmjax.disk import read_json, user_cache
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf, frozen
-from mmjax.hf.folder import read_json
 from mmjax.hub import checkpoint_folder
 from mmjax.inference.prompts import PromptFormat
 from mmjax.models.model import Model, Params
