@@ -82,7 +82,10 @@ class Command:
 
 
 def _prepare(parent: int) -> Callable[[], None]:
-    """Make the child's setup: default signal handling, and on Linux a SIGTERM when its parent dies."""
+    """Make the child's setup: default signal handling, and on Linux a SIGTERM when its parent dies.
+
+    Remove `prctl` when `subprocess` can end a child with its parent.
+    """
     set_death_signal = 1  # PR_SET_PDEATHSIG of prctl
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
 

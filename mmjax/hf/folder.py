@@ -20,6 +20,7 @@ import numpy as np
 
 from mmjax.disk import read_json
 from mmjax.errors import UserError
+from mmjax.hub import INDEX, SINGLE
 
 _NEEDED = object()
 
@@ -72,7 +73,6 @@ class Fields:
         return known[value]
 
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),

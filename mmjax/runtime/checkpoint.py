@@ -54,6 +54,7 @@ def silence_late_io_errors() -> None:
     """Install the filters, once per process."""
     # When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others finish
     # later in threads of TensorStore, some after the run has printed its own error; each would print a traceback.
+    # Remove when Orbax awaits them all.
     previous_hook = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:

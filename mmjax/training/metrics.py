@@ -288,7 +288,10 @@ class _Board:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hide PyTorch from tensorboardX, which imports it if it can: two seconds and 200 MB, for nothing used here."""
+    """Hide PyTorch from tensorboardX, which imports it if it can: two seconds and 200 MB, for nothing used here.
+
+    Remove when tensorboardX imports it only where a tensor is given.
+    """
     if "torch" in sys.modules:
         yield
         return
