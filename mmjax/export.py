@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mmjax.config import ModelConfig
 from mmjax.config.codec import did_you_mean, encode
-from mmjax.config.model import adapted_modules
+from mmjax.config.model import adapted_modules, module_names
 from mmjax.console import print_lines, table
 from mmjax.disk import atomic_folder, remove_path
 from mmjax.errors import UserError, exit_process, run_command
@@ -117,14 +117,10 @@ def _open_source(path: Path, modules: Sequence[str]) -> HfFolder:
     return HfFolder.open(path)
 
 
-def _all_modules(model: ModelConfig) -> list[str]:
-    return ["llm", *(part for name in model.encoders for part in (name, f"{name}.connector"))]
-
-
 def _modules_without_source(model: ModelConfig) -> list[str]:
     """List the modules that were initialised at random."""
     loaded = {module for modules in modules_by_folder(model).values() for module in modules}
-    return [module for module in _all_modules(model) if module not in loaded]
+    return [module for module in module_names(model) if module not in loaded]
 
 
 # --------------------------------------------------------------------------------------------------- the new folder
@@ -212,7 +208,7 @@ def _write_adapter(
     modules = adapted_modules(model)
     if not modules:
         raise UserError("--adapter: this run has no adapters (model.lora); leave --adapter away to write it whole")
-    full = sorted(set(_all_modules(model)) - built.frozen)
+    full = sorted(set(module_names(model)) - built.frozen)
     if both := sorted(set(full) & set(modules)):
         raise UserError(
             f"--adapter: {', '.join(both)} was trained whole beneath its adapters (base=trained), which no adapter "

@@ -23,7 +23,7 @@ from flax import nnx
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import AudioConfig, Config, DecoderConfig, ModelConfig, Remat, VisionConfig
 from mmjax.console import print_note
-from mmjax.disk import atomic_write, user_cache
+from mmjax.disk import read_sealed, user_cache, write_sealed
 from mmjax.distributed import coordination
 from mmjax.models.layers import Context
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
@@ -264,7 +264,7 @@ def _profile_key(config: Config, tower: str, device: jax.Device) -> dict[str, An
         "precision": config.training.precision,
         "layer": repr(layer),
         "gradients": sorted(gradients),
-        "offload": bool(config.mesh.host_memory),
+        "programs": [FORWARD, *_policies(config)],
     }
 
 
@@ -273,21 +273,14 @@ def _read(config: Config, tower: str, device: jax.Device) -> tuple[Path, dict[st
     key = _profile_key(config, tower, device)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = profile_folder() / f"{name}.json"
-    try:
-        profile = json.loads(path.read_text())
-        names = {FORWARD, *_policies(config)}
-        if profile["of"] == key and all(set(s) == names and min(s.values()) > 0 for s in profile["seconds"].values()):
-            return path, profile
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    return path, {"of": key, "seconds": {}}
+    profile = read_sealed(path)
+    return path, profile if profile and profile["of"] == key else {"of": key, "seconds": {}}
 
 
 def _write(path: Path, profile: Mapping[str, Any]) -> None:
     """Write a profile atomically, since another run may be reading it; a note says where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as partial:
-            partial.write_text(json.dumps(profile, indent=1) + "\n")
+        write_sealed(path, profile)
     except OSError as error:
         print_note(f"profile: {path} cannot be written ({error.strerror}), so the next run measures again")

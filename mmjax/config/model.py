@@ -334,6 +334,11 @@ def matching_layers(lora: LoraConfig, names: Sizes) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in lora.layers)]
 
 
+def module_names(model: ModelConfig) -> list[str]:
+    """List the modules: "llm", and every encoder with its connector."""
+    return ["llm", *(module for name in model.encoders for module in (name, f"{name}.connector"))]
+
+
 def adapters_by_layer(model: ModelConfig) -> dict[str, LoraConfig]:
     """Map each linear layer that has an adapter to the adapter's config."""
     if not model.lora:

@@ -109,6 +109,11 @@ class HfFolder:
         return cls(path, read_json(path / "config.json"))
 
     @property
+    def fields(self) -> Fields:
+        """Return the fields of its config."""
+        return Fields(self.config, str(self.path / "config.json"))
+
+    @property
     def has_weights(self) -> bool:
         """Return whether there are any: a config alone can be planned with."""
         return (self.path / INDEX).exists() or (self.path / SINGLE).exists()

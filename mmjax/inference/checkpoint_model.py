@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, DynamicRope, MeshConfig, TrainingConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
+from mmjax.config.model import module_names
 from mmjax.data.sources.opening import chat_for, open_sources
 from mmjax.data.text.chat import Chat, load_prompt_chat
 from mmjax.data.text.tokenizer import AlphabetFormat
@@ -110,9 +111,7 @@ class CheckpointModel:
         dtype = jnp.dtype(self.config.training.precision)
         if self.run is None:
             # All modules frozen: so their weights are stored in the activations' dtype.
-            config = self.config.model
-            modules = ["llm", *(part for name in config.encoders for part in (name, f"{name}.connector"))]
-            model = Model.build(frozen(config, modules), dtype)
+            model = Model.build(frozen(self.config.model, module_names(self.config.model)), dtype)
             return model, load_pretrained(model, parameter_shardings(model, mesh, rules))
         model = Model.build(self.config.model, dtype, functions=self.functions())
         shardings = parameter_shardings(model, mesh, rules)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Exchange
-from mmjax.config.model import adapted_modules
+from mmjax.config.model import adapted_modules, module_names
 from mmjax.models.model import Model, Params, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
 from mmjax.runtime.losses import LossReport, Worst, losses_in_chunks, no_samples, step_loss, worse_of, worst_samples
@@ -120,8 +120,7 @@ class Executor:
     def modules(self) -> tuple[str, ...]:
         """Names of all modules: the LLM, every encoder and its connector; then `<module>.lora` of adapters."""
         config = self.model.config
-        modules = ("llm", *(name for e in config.encoders for name in (e, f"{e}.connector")))
-        return (*modules, *(f"{module}.lora" for module in adapted_modules(config)))
+        return (*module_names(config), *(f"{module}.lora" for module in adapted_modules(config)))
 
     def init(self, key: jax.Array, pretrained: Params | None = None) -> TrainState:
         """A fresh state, every array born in its shards. pretrained: the parameters of some modules, in place."""
