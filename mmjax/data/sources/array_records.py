@@ -7,7 +7,7 @@ the other. The header:
 
 where a number among a message's parts is the place of that medium, a third entry of a message is the weight of its loss
 where that is not 1, and `media` has the kind and the bytes of each. A folder holds shards `00000.arrayrecord`, ..., the
-headers again as `00000.jsonl`, ... (so that texts are read without the media), the media's sizes (`media_facts.py`),
+headers again as `00000.jsonl`, ... (so that texts are read without the media), the media's sizes (`media_sizes.py`),
 and `index.json`, which is written last: without it the folder is incomplete.
 """
 
