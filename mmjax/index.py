@@ -21,10 +21,11 @@ from mmjax.config import Config, FileSource
 from mmjax.config.loading import default_config, find_config, load
 from mmjax.console import ProgressLine, count, print_lines, table
 from mmjax.data.plan.length_index import LengthIndex, build_index
+from mmjax.data.sample import Split
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
 from mmjax.data.sources.chat_source import BadSampleEntry
 from mmjax.data.sources.media_sizes import MediaFacts, Progress, read_facts
-from mmjax.data.sources.opening import Split, cache_folder, open_conversations, open_sources, path_of
+from mmjax.data.sources.opening import cache_folder, open_conversations, open_sources, path_of
 from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.files import Conversations
 from mmjax.disk import json_lines

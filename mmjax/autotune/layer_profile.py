@@ -22,6 +22,7 @@ from flax import nnx
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import AudioConfig, Config, DecoderConfig, ModelConfig, Remat, VisionConfig
+from mmjax.config.model import CONV_STRIDE, Encoder
 from mmjax.console import print_note
 from mmjax.disk import read_sealed, user_cache, write_sealed
 from mmjax.distributed import coordination
@@ -30,7 +31,7 @@ from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
 from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.memory import SavedBytes, saved_bytes_of_policy
 from mmjax.planning.step_time import FORWARD, LayerTimes, profile_lengths
-from mmjax.planning.work import CONV_STRIDE, Encoder, layer_sizes
+from mmjax.planning.work import layer_sizes
 
 VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
 

@@ -269,6 +269,10 @@ class AudioConfig:
         return self.clips.sample_rate
 
 
+Encoder = VisionConfig | AudioConfig
+CONV_STRIDE = 2  # of the audio encoder's second convolution
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """LoRA: matrices a and b beside linear layers, which add `scale * (x @ a) @ b`; b is initialised to 0."""

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
+from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.config.codec import did_you_mean
-from mmjax.config.model import module_names
+from mmjax.config.model import Encoder, module_names
 from mmjax.errors import UserError
 from mmjax.hf import audio, decoders, internvl, llava, qwen_vl, vision
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.hub import checkpoint_folder
-
-Encoder = VisionConfig | AudioConfig
 
 ROWS = 4096  # of the tables of the vocabulary that are compared at a time
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mmjax.config import (
     ArrayRecordSource,
@@ -25,7 +25,7 @@ from mmjax.config import (
     QuestionsSource,
 )
 from mmjax.config.loading import resolve, resolve_callbacks
-from mmjax.data.sample import Files, Medium, Source
+from mmjax.data.sample import Files, Medium, Source, Split
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
 from mmjax.data.sources.chat_files import ChatFiles, parse_chat, parse_manifest_line, parse_question_record
 from mmjax.data.sources.chat_source import ChatSource
@@ -91,8 +91,6 @@ def _parquet(path: str, first: str, option: str) -> ParquetSource:
 def _first(known: Sequence[str], names: Sequence[str]) -> str:
     return next((name for name in known if name in names), "")
 
-
-Split = Literal["train", "validation", "test"]
 
 TURNS = {"llava": "conversations", "sharegpt": "conversations", "messages": "messages"}  # where a record has them
 FOLDERS: Mapping[Medium, str] = {"image": "images", "audio": "audio"}  # where a source says that media are
