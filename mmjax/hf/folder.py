@@ -1,7 +1,8 @@
 """A Hugging Face folder on disk: its config, and its tensors by name, read without loading a file whole.
 
 Files are read, not mapped: pages of a mapped file count as memory of the process that touches them, and a process reads
-what its devices hold.
+what its devices hold. The safetensors library maps them, and says nothing of where a tensor lies, which a file that is
+rewritten in place needs.
 """
 
 from __future__ import annotations

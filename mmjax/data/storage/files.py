@@ -203,7 +203,10 @@ class ArchiveMember:
 
 
 class _RangeReader(io.RawIOBase):
-    """Read a file by ranges, each at least twice as long as the one before: a long header takes few requests."""
+    """Read a file by ranges, each at least twice as long as the one before: a long header takes few requests.
+
+    The caches of fsspec read blocks of one size: many requests for a long header, or many bytes for a short one.
+    """
 
     def __init__(self, file: File, size: int, offset: int = 0) -> None:
         self._file = file
