@@ -81,6 +81,14 @@ def test_a_writer_that_is_killed_leaves_no_half_of_it_under_the_name(name: str, 
     assert not (tmp_path / "mine").exists()
 
 
+def test_who_reads_a_file_that_is_replaced_reads_the_old_one_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("old")
+    with (tmp_path / "mine").open() as reader:
+        with atomic_write(tmp_path / "mine") as partial:
+            partial.write_text("n")
+        assert reader.read() == "old"
+
+
 def test_two_writers_of_one_file_do_not_meet_and_the_last_to_end_stays(tmp_path: Path) -> None:
     with atomic_write(tmp_path / "mine") as first:
         first.write_text("first")
