@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray in the loader, jax.Array in the step
 
+TEXT_KIND = 1  # the bit of text in `kind` and `sees`
 PADDING = -1  # in `sample`, `source`, `owner`, `item`, `slots` and `send`: nothing here
 
 

@@ -53,7 +53,8 @@ def raise_ctrl_c_once() -> Iterator[None]:
     """Raise KeyboardInterrupt for the first Ctrl-C, wherever it arrives, and ignore further ones during the clean-up.
 
     Python cannot raise out of a destructor or a callback of the garbage collector (JAX has one): a KeyboardInterrupt
-    raised there is printed as ignored, and the command would go on. The signal is then sent again.
+    raised there is printed as ignored, and the command would go on. The signal is then sent again. Remove that hook
+    when Python raises such a KeyboardInterrupt in the main thread.
     """
     previous = signal.getsignal(signal.SIGINT)
     replaceable = previous is signal.default_int_handler or getattr(previous, "__module__", "") == "mmjax.startup"
@@ -96,7 +97,9 @@ def exit_process(code: int) -> NoReturn:
     """Exit the process with `code` as Python does, but without finalising the interpreter.
 
     Finalising can end in an abort and code 134 after all work is done: threads of libraries (XLA's, TensorStore's) may
-    wait in native code for an interpreter that is gone.
+    wait in native code for an interpreter that is gone. Python has no public name for the two steps of finalising that
+    are wanted, `threading._shutdown` and `atexit._run_exitfuncs`. Remove, for `sys.exit`, when Python 3.14 is the
+    oldest supported: there such threads hang until the process is gone.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

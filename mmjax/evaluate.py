@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from mmjax.config import Config, ManifestSource, MeshConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
 from mmjax.console import ProgressLine, mute, print_lines, table
+from mmjax.data.sample import Split
 from mmjax.data.sources.chat_source import ChatSource
-from mmjax.data.sources.opening import Split, cache_folder, open_sources, source_of
+from mmjax.data.sources.opening import cache_folder, open_sources, source_of
 from mmjax.data.toy.dataset import EmbeddedDataset, SwappedItems
 from mmjax.distributed import coordination
 from mmjax.errors import UserError, exit_process, run_command

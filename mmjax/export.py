@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import glob
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 
 from mmjax.config import ModelConfig
 from mmjax.config.codec import did_you_mean, encode
-from mmjax.config.model import adapted_modules
+from mmjax.config.model import adapted_modules, module_names
 from mmjax.console import print_lines, table
+from mmjax.disk import atomic_folder, remove_path
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.hf.folder import SINGLE, HfFolder
 from mmjax.hf.layout import TRANSPOSED
@@ -115,14 +117,10 @@ def _open_source(path: Path, modules: Sequence[str]) -> HfFolder:
     return HfFolder.open(path)
 
 
-def _all_modules(model: ModelConfig) -> list[str]:
-    return ["llm", *(part for name in model.encoders for part in (name, f"{name}.connector"))]
-
-
 def _modules_without_source(model: ModelConfig) -> list[str]:
     """List the modules that were initialised at random."""
     loaded = {module for modules in modules_by_folder(model).values() for module in modules}
-    return [module for module in _all_modules(model) if module not in loaded]
+    return [module for module in module_names(model) if module not in loaded]
 
 
 # --------------------------------------------------------------------------------------------------- the new folder
@@ -140,25 +138,16 @@ def _check_out(out: Path, inputs: Sequence[Path], again: bool) -> None:
 
 @contextmanager
 def _new_folder(out: Path, again: bool) -> Iterator[Path]:
-    """Yield a partial folder to write into, renamed to `out` when all is written and removed where something fails."""
-    partial = out.with_name(f"{out.name}.partial")
-    old = out.with_name(f"{out.name}.replaced")
+    """Yield a folder to write into, which gets its place when all is written, and is removed where something fails."""
+    for killed in out.parent.glob(f"{glob.escape(out.name)}.*.partial"):  # a kill may have left gigabytes there
+        remove_path(killed)
     try:
-        for stale in (partial, old):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if again and out.exists():
-            out.rename(old)  # a folder cannot be renamed over one that is not empty
-        partial.rename(out)
+        with atomic_folder(out) as partial:
+            yield partial
+            if out.exists() and not again:
+                raise FileExistsError(errno.EEXIST, "it is there by now")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}; choose another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    if old.is_dir():
-        shutil.rmtree(old)
-    else:
-        old.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------- what is written
@@ -219,7 +208,7 @@ def _write_adapter(
     modules = adapted_modules(model)
     if not modules:
         raise UserError("--adapter: this run has no adapters (model.lora); leave --adapter away to write it whole")
-    full = sorted(set(_all_modules(model)) - built.frozen)
+    full = sorted(set(module_names(model)) - built.frozen)
     if both := sorted(set(full) & set(modules)):
         raise UserError(
             f"--adapter: {', '.join(both)} was trained whole beneath its adapters (base=trained), which no adapter "

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mmjax.disk import user_cache
 from mmjax.errors import UserError
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name
@@ -94,8 +95,7 @@ def cache_folder() -> Path:
     if given := os.environ.get("HF_HUB_CACHE"):
         return Path(given).expanduser()
     home = os.environ.get("HF_HOME")
-    general = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home or f"{general}/huggingface").expanduser() / "hub"
+    return (Path(home).expanduser() if home else user_cache("huggingface")) / "hub"
 
 
 def is_whole(folder: Path) -> bool:

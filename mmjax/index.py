@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,12 +21,14 @@ from mmjax.config import Config, FileSource
 from mmjax.config.loading import default_config, find_config, load
 from mmjax.console import ProgressLine, count, print_lines, table
 from mmjax.data.plan.length_index import LengthIndex, build_index
+from mmjax.data.sample import Split
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
 from mmjax.data.sources.chat_source import BadSampleEntry
 from mmjax.data.sources.media_sizes import MediaFacts, Progress, read_facts
-from mmjax.data.sources.opening import Split, cache_folder, open_conversations, open_sources, path_of
+from mmjax.data.sources.opening import cache_folder, open_conversations, open_sources, path_of
 from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.files import Conversations
+from mmjax.disk import json_lines
 from mmjax.errors import UserError, exit_process, run_command
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -183,7 +185,7 @@ def report(parts: Sequence[Part]) -> list[str]:
 
 def _list_bad(parts: Sequence[Part], path: Path) -> None:
     bad = [BadSampleEntry(f"{part.name}[{index}]", reason) for part in parts for index, reason in part.bad.items()]
-    path.write_text("".join(record.line() + "\n" for record in bad))
+    path.write_text(json_lines(map(asdict, bad)))
     if bad:
         print_lines(f"bad    {len(bad):,} records cannot be used; the first, {bad[0].sample}: {bad[0].reason}")
         print_lines(f"       all are in {path}")

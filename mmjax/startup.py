@@ -97,7 +97,7 @@ def seconds() -> dict[str, float]:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Exit at once: nothing needs cleaning up yet."""
+    """Exit at once: nothing needs cleaning up yet, and a KeyboardInterrupt inside an import has a long traceback."""
     os.write(2, b"interrupted\n")
     os._exit(130)
 

@@ -19,9 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
+from mmjax.disk import PROGRESS
 from mmjax.errors import UserError, exit_process, run_command
 
-PROGRESS = "MMJAX_PROGRESS"  # the environment variable that names the file with the number of steps saved
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PASSED_ON = (*STOPPING, signal.SIGUSR2)
 BAD_INPUT = 2  # exit codes
@@ -82,7 +82,10 @@ class Command:
 
 
 def _prepare(parent: int) -> Callable[[], None]:
-    """Make the child's setup: default signal handling, and on Linux a SIGTERM when its parent dies."""
+    """Make the child's setup: default signal handling, and on Linux a SIGTERM when its parent dies.
+
+    Remove `prctl` when `subprocess` can end a child with its parent.
+    """
     set_death_signal = 1  # PR_SET_PDEATHSIG of prctl
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
 

@@ -21,6 +21,7 @@ from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.data.sources.opening import open_sources
+from mmjax.disk import json_lines, read_json_lines
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.planning.memory import ModelSharding
@@ -50,7 +51,7 @@ class Runs:
         write_memory_plan(folder.fit, self._asked(config), decided)
         steps = [json.dumps({"step": k, "loss": 1.5, "time": 1.0 * k}) for k in range(1, 9)]
         folder.metrics.write_text("".join(line + "\n" for line in steps))
-        folder.quarantine.write_text("".join(BadSampleEntry(f"few[{k}]", "broken").line() + "\n" for k in range(3)))
+        folder.quarantine.write_text(json_lines({"sample": f"few[{k}]", "reason": "broken"} for k in range(3)))
         return config, folder.path
 
     def _asked(self, config: Config) -> dict[str, Any]:
@@ -90,8 +91,8 @@ class Runs:
             raise Fault(f"the log has {told}")
         quarantine = Quarantine(folder.quarantine, DataConfig(max_bad_share=1.0), 100)
         quarantine.add([BadSampleEntry("few[1]", "broken"), BadSampleEntry("few[7]", "torn")])
-        listed = folder.quarantine.read_text(errors="replace").splitlines()
-        if not {BadSampleEntry("few[1]", "broken").line(), BadSampleEntry("few[7]", "torn").line()} <= set(listed):
+        listed = [(str(bad.get("sample")), str(bad.get("reason"))) for bad in read_json_lines(folder.quarantine)]
+        if not {("few[1]", "broken"), ("few[7]", "torn")} <= set(listed):
             raise Fault(f"the list has {listed}")
 
     # ----------------------------------------------------------------------------------------------------- configs

@@ -19,8 +19,8 @@ from PIL import Image
 from mmjax import generate, index
 from mmjax.config import ChatFormat, LlavaSource, ParquetSource
 from mmjax.config.loading import load
-from mmjax.data.sample import BadSample
-from mmjax.data.sources.opening import Split, open_conversations
+from mmjax.data.sample import BadSample, Split
+from mmjax.data.sources.opening import open_conversations
 from mmjax.data.storage.files import Conversations
 from mmjax.data.text.chat import load_chat
 from mmjax.errors import UserError

@@ -31,18 +31,19 @@ class May:
     others: frozenset[str] | None
 
 
-BASE_MODULES = ("batch", "console", "errors", "hub", "startup")
+BASE_MODULES = ("batch", "console", "disk", "errors", "hub", "startup")
 NUMERIC = frozenset({"numpy", "scipy", "numba"})
-BASE = ("mmjax.config", "mmjax.errors", "mmjax.startup", "mmjax.console")
+BASE = ("mmjax.config", "mmjax.errors", "mmjax.startup", "mmjax.console", "mmjax.disk")
 DATA = tuple(f"mmjax.data.{part}" for part in ("sample", "conversation"))
 RULES = {  # from the bottom upwards; a part within a package has rules of its own
     "errors": May((), frozenset()),
     "startup": May((), frozenset()),
+    "disk": May(("mmjax.errors",), frozenset()),
     "console": May(("mmjax.startup",), frozenset({"rich"})),
     "batch": May((), frozenset()),
-    "hub": May(("mmjax.errors",), frozenset({"huggingface_hub"})),
+    "hub": May(("mmjax.disk", "mmjax.errors"), frozenset({"huggingface_hub"})),
     "config": May(("mmjax.config", "mmjax.errors"), frozenset({"rapidfuzz"})),
-    "supervise": May(("mmjax.errors",), frozenset()),
+    "supervise": May(("mmjax.disk", "mmjax.errors"), frozenset()),
     "cli": May(("mmjax.config", "mmjax.errors", "mmjax.startup"), frozenset()),
     "balance": May(("mmjax.balance",), NUMERIC),
     "planning": May(("mmjax.planning", "mmjax.balance", "mmjax.config", "mmjax.batch", "mmjax.errors"), NUMERIC),
@@ -77,7 +78,9 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "data.loading": May(
         ("mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch", *BASE), frozenset({"numpy", "grain", "absl"})
     ),
-    "hf": May(("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})),
+    "hf": May(
+        ("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.disk", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})
+    ),
     "kernels": May(("mmjax.kernels",), frozenset({"jax", "numpy", "jaxtyping"})),
     "models": May(
         (

@@ -22,7 +22,7 @@ from started import Ended
 from mmjax.balance.parts import dist_ratio
 from mmjax.config.loading import load
 from mmjax.data.loading.replay import PackedRow
-from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.disk import verify_checksum, with_checksum
 from mmjax.inspect import replay, write
 from mmjax.models.attention import allowed
 from mmjax.models.model import Model

@@ -24,7 +24,7 @@ from started import begin, environment, finish, start, wait_until, without_activ
 
 from mmjax import train
 from mmjax.config.loading import default_config, describe_with_meanings, load, shipped_configs
-from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.disk import verify_checksum, with_checksum
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder, claim

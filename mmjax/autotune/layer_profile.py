@@ -22,14 +22,16 @@ from flax import nnx
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import AudioConfig, Config, DecoderConfig, ModelConfig, Remat, VisionConfig
+from mmjax.config.model import CONV_STRIDE, Encoder
 from mmjax.console import print_note
+from mmjax.disk import read_sealed, user_cache, write_sealed
 from mmjax.distributed import coordination
 from mmjax.models.layers import Context
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
 from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.memory import SavedBytes, saved_bytes_of_policy
 from mmjax.planning.step_time import FORWARD, LayerTimes, profile_lengths
-from mmjax.planning.work import CONV_STRIDE, Encoder, layer_sizes
+from mmjax.planning.work import layer_sizes
 
 VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
 
@@ -152,7 +154,7 @@ Shapes = Mapping[str, tuple[int, Sequence[int]]]  # rows and row lengths of each
 
 def profile_folder() -> Path:
     """Return the folder of all profiles."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "layer_times"
+    return user_cache() / "layer_times"
 
 
 def layer_times(config: Config, shapes: Shapes, device: jax.Device, measure: bool) -> dict[str, LayerTimes]:
@@ -263,7 +265,7 @@ def _profile_key(config: Config, tower: str, device: jax.Device) -> dict[str, An
         "precision": config.training.precision,
         "layer": repr(layer),
         "gradients": sorted(gradients),
-        "offload": bool(config.mesh.host_memory),
+        "programs": [FORWARD, *_policies(config)],
     }
 
 
@@ -272,22 +274,14 @@ def _read(config: Config, tower: str, device: jax.Device) -> tuple[Path, dict[st
     key = _profile_key(config, tower, device)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = profile_folder() / f"{name}.json"
-    try:
-        profile = json.loads(path.read_text())
-        names = {FORWARD, *_policies(config)}
-        if profile["of"] == key and all(set(s) == names and min(s.values()) > 0 for s in profile["seconds"].values()):
-            return path, profile
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    return path, {"of": key, "seconds": {}}
+    profile = read_sealed(path)
+    return path, profile if profile and profile["of"] == key else {"of": key, "seconds": {}}
 
 
 def _write(path: Path, profile: Mapping[str, Any]) -> None:
     """Write a profile atomically, since another run may be reading it; a note says where it cannot be written."""
-    partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(profile, indent=1) + "\n")
-        partial.replace(path)
+        write_sealed(path, profile)
     except OSError as error:
         print_note(f"profile: {path} cannot be written ({error.strerror}), so the next run measures again")

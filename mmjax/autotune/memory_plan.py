@@ -23,14 +23,14 @@ from mmjax.config.loading import apply_overrides
 from mmjax.console import size
 from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
-from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.disk import read_sealed, write_sealed
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.model import Model, parameter_group
 from mmjax.parallel.sharding import ShardingRules, loss_choices
 from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import DeviceBatch, ModelSharding, SavedBytes
+from mmjax.planning.memory import GB, DeviceBatch, ModelSharding, SavedBytes
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choose_policies, plan_memory, with_policies
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description, ram_per_device
@@ -69,20 +69,14 @@ def plan_key(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 def read_memory_plan(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     """Read the record of the plan with this key; None where the file has another one, is missing or is damaged."""
-    try:
-        record = verify_checksum(json.loads(path.read_text()))
-        return record if record["asked"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+    record = read_sealed(path) or {}
+    return record if record.get("asked") == key else None
 
 
 def write_memory_plan(path: Path, key: dict[str, Any], fitted: MemoryPlan) -> None:
     """Write the plan under this key, atomically."""
     decision = {"policies": fitted.policies, "loss_chunks": fitted.loss_chunks, "measured": fitted.measured}
-    partial = path.with_suffix(".partial")
-    # Through JSON once, so that the checksum is of what reading gives: lists, not tuples.
-    partial.write_text(json.dumps(with_checksum(json.loads(json.dumps({"asked": key, **decision})))) + "\n")
-    partial.rename(path)
+    write_sealed(path, {"asked": key, **decision})
 
 
 Measure = Callable[[Policies], float | None]  # bytes of the fullest device under these policies; None: out of memory
@@ -137,7 +131,6 @@ def _options(
     return options
 
 
-GB = 1e9
 LINEAR = 4096  # positions of a traced row: long enough that no block of attention is half empty
 ALLOCATED = 0.97  # usable share of what an allocator may give out; the rest is lost to fragmentation
 NEAR_RAM = 0.8  # share of a CPU's RAM above which a run is warned, since other programs need some too

@@ -120,7 +120,7 @@ def restrict_to_parts(moved: Rearrangement, item: np.ndarray, offset: np.ndarray
 def volume(moved: Rearrangement) -> np.ndarray:
     """Count tokens from rank to rank, int64 `[ranks, ranks]`: V of OrchMLLM section 5.2.2, rows are sources."""
     pair = moved.before.rank.astype(np.int64) * moved.ranks + moved.after.rank
-    return _totals(pair, moved.length, moved.ranks**2).reshape(moved.ranks, moved.ranks)
+    return sum_by_key(pair, moved.length, moved.ranks**2).reshape(moved.ranks, moved.ranks)
 
 
 def inter_node(
@@ -132,7 +132,7 @@ def inter_node(
     """
     leaves = np.flatnonzero(source // ranks_per_node != destination // ranks_per_node)
     length = length[leaves]
-    return Traffic(_totals(source[leaves], length, ranks), _totals(destination[leaves], length, ranks))
+    return Traffic(sum_by_key(source[leaves], length, ranks), sum_by_key(destination[leaves], length, ranks))
 
 
 def width(moved: Rearrangement) -> int:
@@ -140,7 +140,7 @@ def width(moved: Rearrangement) -> int:
     away = np.flatnonzero(moved.before.rank != moved.after.rank)
     pair = moved.before.rank[away].astype(np.int64) * moved.ranks + moved.after.rank[away]
     number = np.unique(pair, return_inverse=True)[1]
-    return int(_totals(number, moved.length[away], len(away)).max(initial=0))
+    return int(sum_by_key(number, moved.length[away], len(away)).max(initial=0))
 
 
 def tables(
@@ -212,7 +212,8 @@ def _among(rank: np.ndarray, ranks: range) -> np.ndarray:
     return (rank >= ranks.start) & (rank < ranks.stop)
 
 
-def _totals(key: np.ndarray, length: np.ndarray, keys: int) -> np.ndarray:
+def sum_by_key(key: np.ndarray, length: np.ndarray, keys: int) -> np.ndarray:
+    """Sum the lengths that have each key, int64 `[keys]`."""
     # Float sums of whole numbers are exact up to 2^53.
     return np.bincount(key, length, keys).astype(np.int64)
 
@@ -221,7 +222,7 @@ def _offsets(length: np.ndarray, key: np.ndarray, keys: int) -> np.ndarray:
     """Sum the tokens of the items before each one that have its key, int64 `[n]`."""
     order = np.argsort(key, kind="stable")
     preceding = np.cumsum(length[order]) - length[order]
-    first = np.concatenate([[0], np.cumsum(_totals(key, length, keys))[:-1]])
+    first = np.concatenate([[0], np.cumsum(sum_by_key(key, length, keys))[:-1]])
     offset = np.empty(len(length), np.int64)
     offset[order] = preceding - first[key[order]]
     return offset

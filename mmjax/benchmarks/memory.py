@@ -22,11 +22,10 @@ from mmjax.config import (
 )
 from mmjax.config.loading import load
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import DeviceBatch
+from mmjax.planning.memory import GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit, plan_memory
 from mmjax.planning.step_time import Speed
 
-GB = 1e9
 DEVICES = 8
 MIXES = (
     {"llm": "full", "vision": "full", "audio": "full"},

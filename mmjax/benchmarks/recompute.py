@@ -27,14 +27,13 @@ from mmjax.config.loading import load
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.memory import DeviceBatch, ModelSharding
+from mmjax.planning.memory import GB, DeviceBatch, ModelSharding
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description
 from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor
 
-GB = 1e9
 AUTO = "auto"
 STEP = "step"
 MIXES: dict[str, tuple[Remat, Remat]] = {  # of the LLM's layers and of the encoder's

@@ -14,16 +14,16 @@ from mmjax.balance.phases import cost_per_rank
 from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_of_step, draw, read
 from mmjax.config import AdamW, AudioConfig, ModelConfig, Remat
 from mmjax.config.loading import load
+from mmjax.config.model import CONV_STRIDE
 from mmjax.errors import UserError
 from mmjax.planning.flops import executed, frozen_modules, recompute_flops
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import DeviceBatch, ModelSharding
+from mmjax.planning.memory import GB, DeviceBatch, ModelSharding
 from mmjax.planning.remat import MemoryLimit, plan_memory
 from mmjax.planning.step_time import Speed
-from mmjax.planning.work import CONV_STRIDE, layer_positions, row_work
+from mmjax.planning.work import layer_positions, row_work
 
 PRESETS = ("omni-10b", "omni-18b", "omni-84b")
-GB = 1e9
 PRECISION = "bfloat16"
 ACTIVATION = 2  # bytes
 

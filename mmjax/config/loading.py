@@ -199,7 +199,7 @@ def _execute(path: Path, modules: Loaded) -> types.ModuleType:
     name = f"mmjax_config_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     module = types.ModuleType(name)
     module.__file__ = str(path)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[name] = module  # as importlib does: dataclasses and pickle look a class's module up there
     # Executed under a name of its own instead of imported: files of equal names in two folders stay apart.
     with _errors_with_line(path, modules):
         exec(compile(path.read_text(), str(path), "exec"), module.__dict__)

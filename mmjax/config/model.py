@@ -269,6 +269,10 @@ class AudioConfig:
         return self.clips.sample_rate
 
 
+Encoder = VisionConfig | AudioConfig
+CONV_STRIDE = 2  # of the audio encoder's second convolution
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """LoRA: matrices a and b beside linear layers, which add `scale * (x @ a) @ b`; b is initialised to 0."""
@@ -332,6 +336,11 @@ def _layer_sizes(module: str, width: int, query_width: int, key_width: int, mlp_
 def matching_layers(lora: LoraConfig, names: Sizes) -> list[str]:
     """List the linear layers that an adapter's patterns match."""
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in lora.layers)]
+
+
+def module_names(model: ModelConfig) -> list[str]:
+    """List the modules: "llm", and every encoder with its connector."""
+    return ["llm", *(module for name in model.encoders for module in (name, f"{name}.connector"))]
 
 
 def adapters_by_layer(model: ModelConfig) -> dict[str, LoraConfig]:

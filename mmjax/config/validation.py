@@ -36,7 +36,7 @@ from mmjax.config import (
     WhisperMel,
 )
 from mmjax.config.codec import did_you_mean
-from mmjax.config.model import adapted_modules, linear_layers, matching_layers
+from mmjax.config.model import adapted_modules, linear_layers, matching_layers, module_names
 from mmjax.errors import UserError
 
 MAX_DIVISOR = 4096  # larger ones are not suggested
@@ -480,9 +480,8 @@ def _check_training(config: Config) -> None:
     for name in ("b1", "b2", "momentum"):
         value = getattr(optimizer, name, 0.0)
         check(0 <= value < 1, f"optimizer.{name}={value}: choose at least 0 and less than 1")
-    modules = [part for name in model.encoders for part in (name, f"{name}.connector")]
     adapters = [f"{module}.lora" for module in adapted_modules(model)]
-    modules_of_model("optimizer.modules", optimizer.modules, ["llm", *modules, *adapters])
+    modules_of_model("optimizer.modules", optimizer.modules, [*module_names(model), *adapters])
     for name, module_rates in optimizer.modules.items():
         for key in ("learning_rate", "weight_decay"):
             value = getattr(module_rates, key)

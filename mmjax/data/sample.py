@@ -12,6 +12,7 @@ import numpy as np
 from mmjax.data.media.anyres_layout import TokenLayout
 
 Medium = Literal["image", "audio"]
+Split = Literal["train", "validation", "test"]
 
 MARKER = re.compile(r"<(image|audio)>")  # a medium's place in a text
 # White space with a line break, after and before a marker.

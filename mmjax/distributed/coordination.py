@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax._src import distributed  # the service's client has no public name
+from jax._src import distributed  # remove when jax.distributed gives the service's client a public name
 
 from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor
 from mmjax.errors import UserError
@@ -198,6 +198,7 @@ def _disconnect() -> None:
 
 def _leave(code: int) -> None:
     """Exit at once: an orderly exit would wait for processes that are dead."""
+    # Remove `os._exit` when JAX's exit hook, `jax.distributed.shutdown`, no longer waits for all processes.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

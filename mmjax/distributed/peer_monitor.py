@@ -217,7 +217,7 @@ def _delay_abort() -> None:
 
     It aborts in the thread that delivers the service's answers, where no Python handler would run. The C library's
     `sleep` as the signal's handler does, is async-signal-safe, and takes the signal's number, 6, for seconds. Then the
-    abort goes on.
+    abort goes on. Remove when JAX raises an error in Python, or calls back, where it loses process 0.
     """
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]

@@ -144,7 +144,7 @@ class Watchdog:
             peers.await_leavers(set(range(peers.count)) - set(stuck.silent))
         for worker in multiprocessing.active_children():
             worker.kill()  # one that is stuck in native code would stay
-        os._exit(STUCK)
+        os._exit(STUCK)  # the main thread, which alone could exit in order, is stuck
 
     def _write_stacks(self) -> None:
         place = self._place

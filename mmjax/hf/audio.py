@@ -11,11 +11,10 @@ from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, Parts, convolution, linear, norm, table
-from mmjax.hf.llava import text_of
+from mmjax.hf.llava import PROJECTORS, text_of
 from mmjax.hf.processors import read_audio_processing
 
 TOWERS = ("model.audio_tower.", "audio_tower.", "model.encoder.", "encoder.", "")
-PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.")
 POSITIONS_PER_SECOND = 50  # a hop of 10 ms, and a convolution of stride 2
 EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
 ENCODERS: dict[str, dict[str, Any]] = {  # what their config's classes document as defaults
@@ -55,7 +54,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
         return encoder_of(folder, inner)
     if kind not in ENCODERS:
         raise UserError(f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}")
-    encoder = Fields(ENCODERS[kind] | {k: v for k, v in fields.of.items() if v is not None}, fields.where)
+    encoder = fields.over(ENCODERS[kind])
     positions = encoder.get("max_source_positions", int, 1500)
     clips = _clips(folder, encoder.get("num_mel_bins", int), positions)
     return AudioConfig(

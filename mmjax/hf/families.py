@@ -8,16 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
+from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.config.codec import did_you_mean
+from mmjax.config.model import Encoder, module_names
 from mmjax.errors import UserError
 from mmjax.hf import audio, decoders, internvl, llava, qwen_vl, vision
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.hub import checkpoint_folder
-
-Encoder = VisionConfig | AudioConfig
 
 ROWS = 4096  # of the tables of the vocabulary that are compared at a time
 
@@ -65,7 +64,7 @@ def from_hf(folder: str | Path, freeze: Sequence[str] = ()) -> ModelConfig:
     kind = _kind(opened)
     if kind.read is None:
         raise UserError(f"{opened.path} has an encoder, and no decoder that can be read; see encoder_from_hf")
-    model = kind.read(opened, _fields(opened))
+    model = kind.read(opened, opened.fields)
     model = replace(model, llm=replace(model.llm, tied=_tied(opened, model.llm)))
     return frozen(_from(model, str(opened.path)), freeze)
 
@@ -81,7 +80,7 @@ def encoder_from_hf(folder: str | Path) -> Encoder:
     if encoder is None:
         known = ", ".join(name for name, kind in CHECKPOINTS.items() if kind.encoder)
         raise UserError(f"{opened.path} has no encoder that can be read alone; known are those of {known}")
-    return replace(encoder(opened, _fields(opened)), weights=str(opened.path))
+    return replace(encoder(opened, opened.fields), weights=str(opened.path))
 
 
 def compose(encoders: Mapping[str, Encoder], language_model: ModelConfig, freeze: Sequence[str] = ()) -> ModelConfig:
@@ -104,7 +103,7 @@ def layout_of(folder: HfFolder, model: ModelConfig) -> Layout:
 
 def frozen(model: ModelConfig, freeze: Sequence[str]) -> ModelConfig:
     """The model with these modules, and no others, frozen. Raises UserError for a module that it does not have."""
-    modules = ["llm", *(part for name in model.encoders for part in (name, f"{name}.connector"))]
+    modules = module_names(model)
     for name in freeze:
         if name not in modules:
             raise UserError(f"freeze: there is no module {name!r}{did_you_mean(name, modules)}")
@@ -116,15 +115,10 @@ def frozen(model: ModelConfig, freeze: Sequence[str]) -> ModelConfig:
 
 
 def _kind(folder: HfFolder) -> Checkpoints:
-    kind = _fields(folder).get("model_type", str)
+    kind = folder.fields.get("model_type", str)
     if kind not in CHECKPOINTS:
-        where = folder.path / "config.json"
-        raise UserError(f"{where}: model_type={kind!r} cannot be read; known: {', '.join(CHECKPOINTS)}")
+        raise UserError(f"{folder.fields.where}: model_type={kind!r} cannot be read; known: {', '.join(CHECKPOINTS)}")
     return CHECKPOINTS[kind]
-
-
-def _fields(folder: HfFolder) -> Fields:
-    return Fields(folder.config, str(folder.path / "config.json"))
 
 
 def _from(model: ModelConfig, folder: str) -> ModelConfig:

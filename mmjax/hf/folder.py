@@ -1,7 +1,8 @@
 """A Hugging Face folder on disk: its config, and its tensors by name, read without loading a file whole.
 
 Files are read, not mapped: pages of a mapped file count as memory of the process that touches them, and a process reads
-what its devices hold.
+what its devices hold. The safetensors library maps them, and says nothing of where a tensor lies, which a file that is
+rewritten in place needs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mmjax.disk import read_json
 from mmjax.errors import UserError
+from mmjax.hub import INDEX, SINGLE
 
 _NEEDED = object()
 
@@ -48,6 +51,10 @@ class Fields:
             raise UserError(f"{self.where}: {name}={value!r} is no {expected}")
         return value
 
+    def over(self, defaults: Mapping[str, Any]) -> Fields:
+        """Fill in what is missing, or null, from the defaults of a class of transformers."""
+        return replace(self, of={**defaults, **{name: value for name, value in self.of.items() if value is not None}})
+
     def inner(self, name: str) -> Fields:
         """A field that is an object. Raises UserError where it is none."""
         return Fields(self.get(name, dict), f"{self.where}: {name}")
@@ -67,7 +74,6 @@ class Fields:
         return known[value]
 
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -102,6 +108,11 @@ class HfFolder:
         if not path.is_dir():
             raise UserError(f"{path} is no folder; give the folder of a Hugging Face checkpoint")
         return cls(path, read_json(path / "config.json"))
+
+    @property
+    def fields(self) -> Fields:
+        """Return the fields of its config."""
+        return Fields(self.config, str(self.path / "config.json"))
 
     @property
     def has_weights(self) -> bool:
@@ -164,19 +175,6 @@ class HfFolder:
 def note(line: str) -> None:
     """Tell the user, once per process, what a folder says without effect."""
     print(f"note: {line}", file=sys.stderr, flush=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError where there is no such file, or it holds something else."""
-    try:
-        value = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
-    return value
 
 
 def _header(path: Path) -> dict[str, Stored]:

@@ -36,7 +36,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         "mlp.up": linear(f"{projector}linear_1"),
         "mlp.down": linear(f"{projector}linear_2"),
     }
-    return whole_layout(folder, model, _tower(_config(folder)), Parts(parts), projector)
+    return whole_layout(folder, model, _tower(folder.fields), Parts(parts), projector)
 
 
 def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -59,11 +59,7 @@ def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
 def layout_chat(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of OpenGVLab's layout."""
     parts = {"norm": norm(f"{OPEN}0"), "mlp.up": linear(f"{OPEN}1"), "mlp.down": linear(f"{OPEN}3")}
-    return whole_layout(folder, model, _open_tower(_config(folder)), Parts(parts), OPEN)
-
-
-def _config(folder: HfFolder) -> Fields:
-    return Fields(folder.config, str(folder.path / "config.json"))
+    return whole_layout(folder, model, _open_tower(folder.fields), Parts(parts), OPEN)
 
 
 def _tower(fields: Fields) -> Fields:

@@ -120,7 +120,7 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
-    fields = Fields(folder.config, str(folder.path / "config.json"))
+    fields = folder.fields
     family = FAMILIES[fields.get("model_type", str)]
     projector = next((p for p in PROJECTORS if f"{p}linear_1.weight" in folder.tensors), PROJECTORS[-1])
     connector = {"mlp.up": linear(f"{projector}linear_1"), "mlp.down": linear(f"{projector}linear_2")}

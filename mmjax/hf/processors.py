@@ -7,13 +7,13 @@ pixels or frames is honoured or refused by name. OpenGVLab's `internvl_chat` fol
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmjax.config import AnyRes, DynamicTiles, Filter, FixedSize, ImagePreparation, SmartResize, WhisperMel
+from mmjax.disk import read_json
 from mmjax.errors import UserError
+from mmjax.hf.folder import Fields
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -59,12 +59,12 @@ class ImageProcessing(NamedTuple):
 
 def read_image_processing(folder: Path) -> ImageProcessing:
     """Read how a checkpoint's images are prepared. Raises UserError, naming file and field, for what is unknown."""
-    config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
+    config = read_json(folder / "config.json", {})
     if config.get("model_type") == "internvl_chat":
-        return _internvl_chat(_Fields(folder / "config.json", "", config, {}))
-    fields, processor_class = _fields(folder, "image_processor")
+        return _internvl_chat(_ProcessorFields(config, str(folder / "config.json")))
+    _, fields, processor_class = _fields(folder, "image_processor")
     kind = _kind(fields)
-    fields = _Fields(fields.file, fields.prefix, fields.stored, DEFAULTS[kind])
+    fields = fields.over(DEFAULTS[kind])
     if kind == "Qwen2VLImageProcessor":
         how = _smart_resize(fields)
     elif kind == "GotOcr2ImageProcessor":
@@ -86,15 +86,15 @@ def read_image_processing(folder: Path) -> ImageProcessing:
 
 def image_processor_file(folder: Path) -> Path:
     """Name the file of a checkpoint's folder that `read_image_processing` reads."""
-    config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
+    config = read_json(folder / "config.json", {})
     if config.get("model_type") == "internvl_chat":
         return folder / "config.json"
-    return _fields(folder, "image_processor")[0].file
+    return _fields(folder, "image_processor")[0]
 
 
 def read_audio_processing(folder: Path) -> WhisperMel:
     """Read how a checkpoint's clips are prepared. Raises UserError, naming file and field, for what is unknown."""
-    fields, _ = _fields(folder, "feature_extractor", "audio_processor")
+    _, fields, _ = _fields(folder, "feature_extractor", "audio_processor")
     kind = fields.value("feature_extractor_type")
     if kind != "WhisperFeatureExtractor":
         raise fields.refused("feature_extractor_type", "known is WhisperFeatureExtractor")
@@ -121,7 +121,7 @@ def read_audio_processing(folder: Path) -> WhisperMel:
 # ------------------------------------------------------------------------------------------- one processor at a time
 
 
-def _fixed_size(fields: _Fields, pads: bool) -> FixedSize:
+def _fixed_size(fields: _ProcessorFields, pads: bool) -> FixedSize:
     if fields.flag("do_pad") and not pads:
         raise fields.refused("do_pad", "only LlavaImageProcessor pads; set it to false")
     if fields.flag("use_square_size"):
@@ -134,7 +134,7 @@ def _fixed_size(fields: _Fields, pads: bool) -> FixedSize:
     )
 
 
-def _smart_resize(fields: _Fields) -> SmartResize:
+def _smart_resize(fields: _ProcessorFields) -> SmartResize:
     if not fields.flag("do_resize"):
         raise fields.refused("do_resize", "images that are not whole merge windows cannot be patched; set it to true")
     size = fields.value("size")
@@ -155,7 +155,7 @@ def _smart_resize(fields: _Fields) -> SmartResize:
     )
 
 
-def _tiles(fields: _Fields, tiled: bool) -> DynamicTiles | FixedSize:
+def _tiles(fields: _ProcessorFields, tiled: bool) -> DynamicTiles | FixedSize:
     size = fields.height_and_width("size")
     min_tiles, max_tiles = fields.count("min_patches"), fields.count("max_patches")
     if tiled and max_tiles > 1:
@@ -163,7 +163,7 @@ def _tiles(fields: _Fields, tiled: bool) -> DynamicTiles | FixedSize:
     return FixedSize(resize=size if fields.flag("do_resize") else (), crop=(), filter=_filter(fields))
 
 
-def _any_res(fields: _Fields, several: str) -> AnyRes:
+def _any_res(fields: _ProcessorFields, several: str) -> AnyRes:
     size = fields.extent("size")
     tile = size[0]
     cropped = fields.value("crop_size") is not None
@@ -180,7 +180,7 @@ def _any_res(fields: _Fields, several: str) -> AnyRes:
     return AnyRes(tile=tile, pinpoints=names, several=several, background=_background(fields), filter=_filter(fields))
 
 
-def _internvl_chat(fields: _Fields) -> ImageProcessing:
+def _internvl_chat(fields: _ProcessorFields) -> ImageProcessing:
     """Read image processing from the config, with the defaults of `InternVLChatConfig`."""
     # Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives each of a sample's
     # several images its share of `max_dynamic_patch`; this is one image's.
@@ -199,11 +199,11 @@ def _internvl_chat(fields: _Fields) -> ImageProcessing:
     return ImageProcessing(how, IMAGENET_MEAN, IMAGENET_STD, 1 / 255)
 
 
-def _background(fields: _Fields) -> tuple[int, ...]:
+def _background(fields: _ProcessorFields) -> tuple[int, ...]:
     return tuple(int(mean * 255) for mean in fields.channels("image_mean"))
 
 
-def _filter(fields: _Fields) -> Filter:
+def _filter(fields: _ProcessorFields) -> Filter:
     number = fields.value("resample")
     if type(number) is not int or not 0 <= number < len(FILTERS):
         raise fields.refused("resample", f"give Pillow's number, 0 to {len(FILTERS) - 1}")
@@ -213,21 +213,14 @@ def _filter(fields: _Fields) -> Filter:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """The fields of one processor: what a file gives, else its defaults."""
-
-    file: Path
-    prefix: str  # of a field's name in the file
-    stored: dict[str, Any]
-    defaults: dict[str, Any]
+class _ProcessorFields(Fields):
+    """The fields of one processor, refused with the remedy."""
 
     def value(self, name: str) -> Any:
-        value = self.stored.get(name)
-        return self.defaults.get(name) if value is None else value
+        return self.of.get(name)
 
     def refused(self, name: str, remedy: str) -> UserError:
-        return UserError(f"{self.file}: {self.prefix}{name}={self.value(name)!r}: {remedy}")
+        return UserError(f"{self.where}: {name}={self.value(name)!r}: {remedy}")
 
     def flag(self, name: str) -> bool:
         value = self.value(name)
@@ -283,22 +276,25 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _fields(folder: Path, *parts: str) -> tuple[_Fields, str]:
-    """The fields of a folder's processor for one modality, by its names, and the class of the processor around it."""
+def _fields(folder: Path, *parts: str) -> tuple[Path, _ProcessorFields, str]:
+    """The fields of a folder's processor for one modality, by its names.
+
+    Also returns the file that holds them, and the class of the processor around it.
+    """
     processor_file = folder / "processor_config.json"
-    around = _json(processor_file) if processor_file.exists() else {}
+    around = read_json(processor_file, {})
     modality_file = folder / "preprocessor_config.json"
-    preprocessor = _json(modality_file) if modality_file.exists() else {}
+    preprocessor = read_json(modality_file, {})
     processor_class = around.get("processor_class") or preprocessor.get("processor_class") or ""
     for part in parts:
         if isinstance(around.get(part), dict):
-            return _Fields(processor_file, f"{part}.", around[part], {}), processor_class
+            return processor_file, _ProcessorFields(around[part], f"{processor_file}: {part}"), processor_class
     if not modality_file.exists():
         raise UserError(f"{folder}: no preprocessor_config.json, and no {parts[0]} in a processor_config.json; add one")
-    return _Fields(modality_file, "", preprocessor, {}), processor_class
+    return modality_file, _ProcessorFields(preprocessor, str(modality_file)), processor_class
 
 
-def _kind(fields: _Fields) -> str:
+def _kind(fields: _ProcessorFields) -> str:
     key = "image_processor_type" if fields.value("image_processor_type") else "feature_extractor_type"
     name = str(fields.value(key))
     kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
@@ -306,13 +302,3 @@ def _kind(fields: _Fields) -> str:
     if kind not in DEFAULTS:
         raise fields.refused(key, f"known are {', '.join(DEFAULTS)}")
     return kind
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return tree

@@ -12,6 +12,7 @@ from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, Parts, convolution, linear, norm, table, third
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
 from mmjax.hf.vision import with_images
 
 NAME = "vision"  # of the encoder
@@ -40,8 +41,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     Raises UserError for a field that is missing or not supported.
     """
     family = FAMILIES[fields.get("model_type", str)]
-    vision = fields.inner("vision_config")
-    vision = Fields({**family.vision, **_without_nulls(vision.of)}, vision.where)
+    vision = fields.inner("vision_config").over(family.vision)
     llm = _llm(fields, family)
     if (outputs := vision.get("out_hidden_size", int)) != llm.width:
         raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
@@ -67,11 +67,6 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     return ModelConfig(llm, {NAME: with_images(folder, family.tower(vision, tower))})
 
 
-def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the fields that are null, which count as missing."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
     """The decoder, whose fields the first checkpoints have beside `vision_config`, later ones in `text_config`."""
     flat = fields.of.get("text_config") is None
@@ -81,7 +76,7 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if not family.windows:
         values |= {"use_sliding_window": None, "layer_types": None}
-    text = Fields({**family.text, **_without_nulls(values), "model_type": family.decoder}, text.where)
+    text = Fields({**values, "model_type": family.decoder}, text.where).over(family.text)
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
     llm = decoder_of(text, tied)
     pairs = llm.head_width // 2
@@ -138,7 +133,6 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     )
 
 
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 FAMILIES = {
     "qwen2_5_vl": Family(
         decoder="qwen2",

@@ -320,7 +320,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
 
 def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tower of a checkpoint; all else there, such as CLIP's text tower, is left alone."""
-    fields = Fields(folder.config, str(folder.path / "config.json"))
+    fields = folder.fields
     kind = fields.get("model_type", str)
     tower = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)
     kind = kind_of(tower)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,23 +13,22 @@ from jax.sharding import Mesh
 
 from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, DynamicRope, MeshConfig, TrainingConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
+from mmjax.config.model import module_names
 from mmjax.data.sources.opening import chat_for, open_sources
 from mmjax.data.text.chat import Chat, load_prompt_chat
 from mmjax.data.text.tokenizer import AlphabetFormat
 from mmjax.data.toy.dataset import EmbeddedDataset
+from mmjax.disk import read_json, user_cache
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf, frozen
-from mmjax.hf.folder import read_json
 from mmjax.hub import checkpoint_folder
 from mmjax.inference.prompts import PromptFormat
-from mmjax.models.model import Model
+from mmjax.models.model import Model, Params
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings
 from mmjax.runtime.weights import load_pretrained
-
-Params = dict[str, Any]
 
 _TEXT = ("text_config", "llm_config")  # keys of the LLM's config inside a multimodal checkpoint's config.json
 _CAST = {"weight", "a", "b"}  # parameters of the LLM that are cast to the activations' dtype wherever they are used
@@ -101,7 +99,7 @@ class CheckpointModel:
         """Return the folder of compiled programs."""
         if self.run is not None:
             return self.run.programs
-        return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "programs"
+        return user_cache() / "programs"
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Load the functions that the encoders' callbacks name."""
@@ -113,9 +111,7 @@ class CheckpointModel:
         dtype = jnp.dtype(self.config.training.precision)
         if self.run is None:
             # All modules frozen: so their weights are stored in the activations' dtype.
-            config = self.config.model
-            modules = ["llm", *(part for name in config.encoders for part in (name, f"{name}.connector"))]
-            model = Model.build(frozen(config, modules), dtype)
+            model = Model.build(frozen(self.config.model, module_names(self.config.model)), dtype)
             return model, load_pretrained(model, parameter_shardings(model, mesh, rules))
         model = Model.build(self.config.model, dtype, functions=self.functions())
         shardings = parameter_shardings(model, mesh, rules)

@@ -36,7 +36,7 @@ from mmjax.inference.prompts import (
     ends_of,
     select_usable,
 )
-from mmjax.models.model import Model
+from mmjax.models.model import Model, Params
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated
 from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.step import put_rows
@@ -134,7 +134,6 @@ def _plain(text: str) -> str:
     return " ".join(DIGITS.get(word, word) for word in words if word not in ARTICLES)
 
 
-Params = dict[str, Any]
 Scores = dict[str, float]
 
 

@@ -17,12 +17,11 @@ from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
 from mmjax.inference.prompts import BatchLimits, PromptRows, Selection
-from mmjax.models.model import Model
+from mmjax.models.layers import IMPL
+from mmjax.models.model import Model, Params
 from mmjax.models.multimodal import Cache
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain, replicated, row_ranks
 from mmjax.runtime.step import put_rows
-
-IMPL = "threefry2x32"  # named, since other generators give other bits under vmap
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,6 @@ def keep(sampling: Sampling, scores: jax.Array) -> jax.Array:
         scores = jnp.where(scores < threshold, -jnp.inf, scores)
     return scores
 
-
-Params = dict[str, Any]
 
 NOTHING = -1  # where an answer has no token
 MOST = 256  # tokens of an answer, its end included

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.batch import PADDING, ItemBatch, TextBatch, WeightedSlots
+from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, TextBatch, WeightedSlots
 from mmjax.config import ConnectorConfig, ModelConfig, VisionConfig
 from mmjax.models.attention import MaskSpec
 from mmjax.models.decoder import Decoder, logits_of
@@ -245,9 +245,6 @@ def _place_tokens(feature: Float[Array, "r m e"], text: TextBatch, encoder: str)
     tokens = feature.reshape(len(send), -1, feature.shape[-1])
     placed = dispatch(tokens, send, indices.reshape(len(send), -1), mesh, exchange).reshape(*indices.shape, -1)
     return jnp.sum(placed * slots.share[..., None], axis=2) if isinstance(slots, WeightedSlots) else placed
-
-
-TEXT_KIND = 1  # generated tokens are text
 
 
 class Cache(NamedTuple):

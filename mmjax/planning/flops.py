@@ -19,6 +19,8 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.model import (
+    CONV_STRIDE,
+    Encoder,
     Sizes,
     adapted_modules,
     adapter_parameters,
@@ -29,9 +31,7 @@ from mmjax.config.model import (
     module_of_layer,
 )
 from mmjax.planning.work import (
-    CONV_STRIDE,
     CONV_TAPS,
-    Encoder,
     Work,
     connector_mlps,
     connector_weights,

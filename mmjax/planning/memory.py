@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat, VisionConfig
+from mmjax.config.model import Encoder
 from mmjax.planning.flops import frozen_modules, parameters
-from mmjax.planning.work import Encoder, connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
+from mmjax.planning.work import connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
 
+GB = 1e9  # bytes
 LOGSUMEXP = 4  # bytes: blockwise attention saves the log-sum-exp of each query and head, in float32
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat
+from mmjax.config.model import Encoder
 from mmjax.planning.flops import executed_logits, frozen_modules, layer_policies, recompute_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import (
@@ -21,7 +22,7 @@ from mmjax.planning.memory import (
     kv_cache_bytes,
 )
 from mmjax.planning.step_time import Speed
-from mmjax.planning.work import Encoder, Work, row_work
+from mmjax.planning.work import Work, row_work
 
 
 class Option(NamedTuple):

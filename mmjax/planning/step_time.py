@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon
+from mmjax.config.model import Encoder
 from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, Rates
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moments
-from mmjax.planning.work import Encoder, row_work
+from mmjax.planning.work import row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
 

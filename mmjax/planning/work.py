@@ -13,11 +13,9 @@ import numpy as np
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-
-Encoder = VisionConfig | AudioConfig
+from mmjax.config.model import CONV_STRIDE, Encoder
 
 CONV_TAPS = 3  # kernel size of both convolutions of the audio encoder
-CONV_STRIDE = 2  # of the second one
 BLOCK = 256  # queries and keys of one block of blockwise attention
 
 

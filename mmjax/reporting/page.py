@@ -16,6 +16,7 @@ import numpy as np
 
 from mmjax.config.loading import describe, differences, from_json
 from mmjax.console import count, duration
+from mmjax.disk import atomic_write, read_json_lines
 from mmjax.errors import UserError
 from mmjax.reporting.charts import Figure
 from mmjax.reporting.rows import WORST_LISTED, Shower, ShownRow, ShownSample
@@ -31,7 +32,6 @@ from mmjax.reporting.training import (
     work_plot,
     work_table,
 )
-from mmjax.runtime.run_dir import read_json_lines
 
 LISTED = 40  # samples that were left out
 # Keys of the history that are compared between launches, with their headings.
@@ -280,9 +280,8 @@ def _or_reason(make: Callable[[], T]) -> tuple[T | None, str]:
 
 def write_page(page: str, out: Path) -> None:
     """Write the page, all or nothing. Raises UserError where that is not possible."""
-    partial = out.with_name(f".{out.name}.partial")
     try:
-        partial.write_text(page, encoding="utf-8")
-        partial.rename(out)
+        with atomic_write(out) as partial:
+            partial.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}; name a file that you may write") from None

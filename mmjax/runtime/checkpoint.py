@@ -27,11 +27,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.disk import verify_checksum, with_checksum
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
-from mmjax.models.model import Model
+from mmjax.models.model import Model, Params
 from mmjax.runtime.checkpoint_commit import (
     Commit,
     Retention,
@@ -54,6 +54,7 @@ def silence_late_io_errors() -> None:
     """Install the filters, once per process."""
     # When one array of many cannot be read or written, Orbax gives up and closes its event loop. The others finish
     # later in threads of TensorStore, some after the run has printed its own error; each would print a traceback.
+    # Remove when Orbax awaits them all.
     previous_hook = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
@@ -83,7 +84,6 @@ FORMAT = "mmjax-1"
 # In a checkpoint's folder: the arrays, and a JSON object with format, config, data position and checksums.
 STATE = "state"
 META = "meta/metadata"
-Params = dict[str, Any]
 Sums = dict[str, int]  # checksum of every array by its name, see `_bit_sums`
 
 # Orbax and its storage report every save as a warning or an info line; we print one line of our own instead.

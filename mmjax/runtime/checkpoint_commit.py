@@ -18,14 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmjax.disk import PROGRESS, atomic_write
 from mmjax.distributed import coordination
 
 PARTIAL = ".partial"
 TORN = ".torn"
 OLD = ".old"
 LEFTOVERS = (f"*{PARTIAL}", f"*{OLD}", "*.orbax-checkpoint-tmp*")
-# Environment variable by which `mmjax.supervise` names the file for the last saved step.
-PROGRESS = "MMJAX_PROGRESS"
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,8 @@ class Commit:
 
     def _report_progress(self) -> None:
         if name := os.environ.get(PROGRESS):
-            path = Path(name)
-            partial = path.with_name(f"{path.name}{PARTIAL}")
-            partial.write_text(str(self.step))
-            partial.rename(path)
+            with atomic_write(Path(name)) as partial:
+                partial.write_text(str(self.step))
 
     def _remove_superfluous(self) -> None:
         for step in self.retention.superfluous(saved_steps(self.folder)):

@@ -12,27 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mmjax.config import Config
 from mmjax.config.codec import did_you_mean
 from mmjax.config.loading import copy_config, differences, from_json, keys_of, to_json
 from mmjax.console import print_lines
+from mmjax.disk import atomic_write, json_lines
 from mmjax.errors import UserError
-
-
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the object of every line; a missing file has none, and incomplete lines are skipped."""
-    if not path.is_file():
-        return
-    with path.open(errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
 
 
 @contextmanager
@@ -153,9 +140,7 @@ class RunFolder:
     def list_oversize(self, samples: Iterable[str], action: Literal["skip", "raise"]) -> None:
         """List the samples that fit no budget in `oversize.jsonl`. Raises UserError where `action` is "raise"."""
         names = list(samples)
-        self.oversize.write_text(
-            "".join(json.dumps({"sample": name, "reason": "fits no budget"}) + "\n" for name in names)
-        )
+        self.oversize.write_text(json_lines({"sample": name, "reason": "fits no budget"} for name in names))
         if names and action == "raise":
             raise UserError(
                 f"{len(names)} samples fit no budget (data.on_oversize=raise), the first is {names[0]}; all are listed "
@@ -188,9 +173,8 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Write the resolved config, atomically: a folder with a config.json is a run."""
-        partial = self.config.with_suffix(".partial")
-        partial.write_text(to_json(config))
-        partial.rename(self.config)
+        with atomic_write(self.config) as partial:
+            partial.write_text(to_json(config))
 
 
 @contextmanager

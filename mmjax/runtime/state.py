@@ -14,10 +14,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from mmjax.config import AdamW, Config, Muon, Schedule
-from mmjax.models.model import Model, merge, parameter_group, partition
+from mmjax.models.model import Model, Params, merge, parameter_group, partition
 from mmjax.parallel.sharding import Axes, ShardingRules, replicated, sharding
 
-Params = dict[str, Any]
 Path = tuple[str, ...]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Exchange
-from mmjax.config.model import adapted_modules
-from mmjax.models.model import Model, merge, modules_of, partition
+from mmjax.config.model import adapted_modules, module_names
+from mmjax.models.model import Model, Params, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
 from mmjax.runtime.losses import LossReport, Worst, losses_in_chunks, no_samples, step_loss, worse_of, worst_samples
 from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, split, state_from, state_shardings
-
-Params = dict[str, Any]
 
 MOST_SPOILED = 32  # samples of a step that may be left out: where more cannot be read, it is not the samples
 
@@ -122,8 +120,7 @@ class Executor:
     def modules(self) -> tuple[str, ...]:
         """Names of all modules: the LLM, every encoder and its connector; then `<module>.lora` of adapters."""
         config = self.model.config
-        modules = ("llm", *(name for e in config.encoders for name in (e, f"{e}.connector")))
-        return (*modules, *(f"{module}.lora" for module in adapted_modules(config)))
+        return (*module_names(config), *(f"{module}.lora" for module in adapted_modules(config)))
 
     def init(self, key: jax.Array, pretrained: Params | None = None) -> TrainState:
         """A fresh state, every array born in its shards. pretrained: the parameters of some modules, in place."""

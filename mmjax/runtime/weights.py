@@ -21,10 +21,9 @@ from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder
 from mmjax.hf.layout import TRANSPOSED, Part, Parts
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
-from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, module_of, parameter_group
+from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, Params, module_of, parameter_group
 from mmjax.runtime.checkpoint import SavedParameters
 
-Params = dict[str, Any]
 Index = tuple[slice, ...]
 
 CHUNK = 2**24  # bytes of a matrix that are read, and transposed, at a time

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmjax.config import TrainingConfig
+from mmjax.disk import read_json_lines
 from mmjax.distributed import coordination
-from mmjax.runtime.run_dir import read_json_lines
 
 LOWER_IS_BETTER = ("loss", "wer")  # first parts of such metrics' names
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,11 +24,12 @@ from mmjax.console import ProgressLine, print_lines, size
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
 from mmjax.data.loading.workers import steps
 from mmjax.data.plan.step_plan import PLANNER
+from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError
 from mmjax.inference.evaluation import Answered, Evaluator, Scores, exact_match_by_group
-from mmjax.models.model import Model, merge, modules_of
+from mmjax.models.model import Model, Params, merge, modules_of
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.checkpoint import (
     CheckpointMetadata,
@@ -57,8 +58,6 @@ from mmjax.training.nonfinite import NonFiniteWatch, samples_with_bad_gradients
 from mmjax.training.run_data import Launch, append_launch
 from mmjax.training.signals import ProfilerTrace, StopFlags
 from mmjax.training.unreadable import UnreadableSamples
-
-Params = dict[str, Any]
 
 SETTLED = 5  # steps after which step times say something
 
@@ -436,10 +435,9 @@ class Session:
 
     def _write_scores(self, scores: Mapping[str, float]) -> None:
         """Write the scores of the test split, whole or not at all: where there is no room they are made again later."""
-        partial = self.folder.scores.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(scores, indent=2) + "\n")
-            partial.rename(self.folder.scores)
+            with atomic_write(self.folder.scores) as partial:
+                partial.write_text(json.dumps(scores, indent=2) + "\n")
         except OSError as error:
             print_lines(f"WARNING {self.folder.scores} cannot be written: {error.strerror}; the scores are below")
 

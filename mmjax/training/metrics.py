@@ -26,10 +26,10 @@ from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.placement import Topology
 from mmjax.data.plan.step_plan import RankLayout
+from mmjax.disk import atomic_write, json_lines, read_json_lines
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.runtime.devices import CompileCounter, open_files, peak_memory_used, resident_memory
-from mmjax.runtime.run_dir import read_json_lines
 from mmjax.runtime.state import Hyperparameters
 from mmjax.runtime.step import Executor, StepReport
 
@@ -288,7 +288,10 @@ class _Board:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hide PyTorch from tensorboardX, which imports it if it can: two seconds and 200 MB, for nothing used here."""
+    """Hide PyTorch from tensorboardX, which imports it if it can: two seconds and 200 MB, for nothing used here.
+
+    Remove when tensorboardX imports it only where a tensor is given.
+    """
     if "torch" in sys.modules:
         yield
         return
@@ -336,10 +339,9 @@ def _is_logged(key: str, value: Any) -> bool:
 
 def _drop_after(path: Path, done: int) -> None:
     """Rewrite the file atomically without records of steps after `done`."""
-    partial = path.with_suffix(".partial")
-    with path.open(errors="replace") as lines, partial.open("w") as output:
-        output.writelines(line for line in lines if _step_of(line) <= done)
-    partial.rename(path)
+    with atomic_write(path) as partial, partial.open("w") as output:
+        records = (record for record in read_json_lines(path) if isinstance(record.get("step"), int))
+        output.writelines(json_lines([record]) for record in records if record["step"] <= done)
 
 
 def _plain(value: MetricValue) -> Any:
@@ -350,10 +352,3 @@ def _plain(value: MetricValue) -> Any:
         return value
     value = float(value)
     return float(f"{value:.9g}") if math.isfinite(value) else str(value)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # incomplete: its process was killed
-        return math.inf

@@ -25,12 +25,12 @@ from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.data.sample import Files, Source
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.data.sources.opening import files_of, look_again, notes_of, open_sources
-from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.disk import append_json_lines, read_json_lines, verify_checksum, with_checksum
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
 from mmjax.runtime.devices import mesh_topology
-from mmjax.runtime.run_dir import AllowedChanges, RunFolder, read_json_lines
+from mmjax.runtime.run_dir import AllowedChanges, RunFolder
 
 
 @dataclass(frozen=True)
@@ -52,31 +52,30 @@ class Launch:
     segment: Segment
     config: Config
 
-    def to_json(self) -> str:
-        """Format this start as one line of `history.jsonl`."""
+    def to_record(self) -> dict[str, Any]:
+        """Return this start as an object of `history.jsonl`, with its checksum."""
         plain = asdict(replace(self, config=None, segment=None))
         segment = asdict(self.segment) | {"due": self.segment.due and self.segment.due.name}
-        record = plain | {"segment": segment, "config": json.loads(to_json(self.config))}
-        # Through JSON once, so that the checksum is of what reading gives: lists, not tuples.
-        return json.dumps(with_checksum(json.loads(json.dumps(record)))) + "\n"
+        return with_checksum(plain | {"segment": segment, "config": json.loads(to_json(self.config))})
 
     @classmethod
-    def from_json(cls, line: str, folder: Path) -> Self:
-        """Parse a line of `to_json`; its file of due samples is in `folder`.
+    def from_record(cls, record: Mapping[str, Any], folder: Path) -> Self:
+        """Restore a start from its verified record; its file of due samples is in `folder`.
 
-        Raises ValueError, KeyError, TypeError or UserError where the line is of another version, or damaged.
+        Raises ValueError, KeyError, TypeError or UserError where the record is of another version.
         """
-        record = verify_checksum(json.loads(line))
         layout = record["layout"]
         shapes = tuple(Shape(tuple(lengths), tuple(widths)) for lengths, widths in layout["shapes"])
         due = record["segment"]["due"]
         budget = {key: tuple(x) if isinstance(x, list) else x for key, x in record["budget"].items()}
-        record["layout"] = RankLayout(Topology(**layout["topology"]), tuple(layout["rows"]), shapes)
-        record["segment"] = Segment(**record["segment"] | {"due": folder / due if due else None})
-        record["budget"] = Budget(**budget)
-        record["files"] = {name: [(file, n) for file, n in files] for name, files in record["files"].items()}
-        record["config"] = from_json(json.dumps(record["config"]))
-        return cls(**record)
+        fields = {
+            "layout": RankLayout(Topology(**layout["topology"]), tuple(layout["rows"]), shapes),
+            "segment": Segment(**record["segment"] | {"due": folder / due if due else None}),
+            "budget": Budget(**budget),
+            "files": {name: [(file, n) for file, n in files] for name, files in record["files"].items()},
+            "config": from_json(json.dumps(record["config"])),
+        }
+        return cls(**{**record, **fields})
 
 
 # The end of a complete line. A line without it was cut off by a kill, before any step was run.
@@ -99,12 +98,12 @@ def launch_of_step(path: Path, step: int, due: Path) -> Launch | None:
             raise UserError(f"{path}:{number}: is not what was written; restore that file") from None
         # Later lines win: a resumed run may repeat steps that an earlier start had run.
         if record["first"] <= step:
-            match = number, line
+            match = number, record
     if match is None:
         return None
-    number, line = match
+    number, record = match
     try:
-        return Launch.from_json(line, due)
+        return Launch.from_record(record, due)
     except (ValueError, KeyError, TypeError, UserError) as error:
         raise UserError(
             f"{path}:{number}: cannot be read by this version of mmjax ({error}); use the one that wrote it"
@@ -117,10 +116,8 @@ def read_launches(path: Path) -> list[dict[str, Any]]:
 
 
 def append_launch(path: Path, life: Launch) -> None:
-    """Append a start. One that was killed may have left half a line, which then gets its end first."""
-    ended = not path.is_file() or path.read_bytes()[-1:] in (b"", b"\n")
-    with path.open("a") as file:
-        file.write(("" if ended else "\n") + life.to_json())
+    """Append a start to the history."""
+    append_json_lines(path, [life.to_record()])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from tiny_run import tiny_config
 
 from mmjax.autotune import layer_profile as measuring
 from mmjax.autotune.layer_profile import layer_times, profile_folder, typical_seconds
+from mmjax.disk import with_checksum
 from mmjax.planning.step_time import FORWARD
 
 SHAPES = {"llm": (1, (16, 40)), "vision": (2, (16,)), "audio": (1, (16,))}
@@ -81,7 +82,7 @@ def test_a_damaged_profile_counts_as_none(home):
         for damaged in (
             whole[: len(whole) // 2],
             "[]",
-            json.dumps({"of": 1, "seconds": {}}),
+            json.dumps(with_checksum({"of": 1, "seconds": {}})),
             whole.replace("none", "nome"),
         ):
             path.write_text(damaged)

@@ -12,7 +12,7 @@ from commands import TINY, TINY_MEDIA
 
 from mmjax.config import MeshConfig, ModelConfig, Muon
 from mmjax.config.loading import load
-from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.disk import verify_checksum, with_checksum
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model

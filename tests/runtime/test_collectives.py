@@ -16,6 +16,7 @@ from tiny_run import MERGE, paths, stderr_of, tiny_config
 
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, MeshConfig, NoBalance, NoGrouping, PostBalance, Samples
+from mmjax.config.model import CONV_STRIDE
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import Topology
@@ -23,7 +24,6 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
-from mmjax.planning.work import CONV_STRIDE
 from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor, put_rows

@@ -15,6 +15,7 @@ from scipy.sparse import coo_matrix, csr_matrix, hstack, kron, vstack
 
 from mmjax.balance.baselines.moves import ENDLESS, by_key, even, fill, polish_bins, shed
 from mmjax.balance.lpt import longest_first
+from mmjax.balance.rearrangement import sum_by_key
 
 # Nodes are filled to less than ranks are, since ranks of a full node cannot all be full: parts of the tolerance, tried
 # in this order until the ranks fit.
@@ -61,11 +62,11 @@ def balance_nodewise(
     largest = largest_cost(length, ranks, tolerance)
     order = longest_first(length)
     best_rank = source
-    smallest = _totals(source, length, ranks).max(initial=0)
+    smallest = sum_by_key(source, length, ranks).max(initial=0)
     for margin in _MARGINS:
         level = largest - int(margin * (largest - length.sum() / ranks))
         rank = _balance(length, source, order, ranks, ranks_per_node, largest, level, margin == _MARGINS[-1])
-        cost = _totals(rank, length, ranks).max()
+        cost = sum_by_key(rank, length, ranks).max()
         if cost < smallest:
             best_rank, smallest = rank, cost
         if cost <= largest:
@@ -86,7 +87,7 @@ def traffic_bounds(length: np.ndarray, source: np.ndarray, ranks: int, ranks_per
     as much as all others have room for. Both are divided by the ranks of the node.
     """
     nodes = _nodes(ranks, ranks_per_node)
-    load = _totals(np.asarray(source) // ranks_per_node, np.asarray(length, np.int64), len(nodes.size))
+    load = sum_by_key(np.asarray(source) // ranks_per_node, np.asarray(length, np.int64), len(nodes.size))
     room = largest * nodes.size - load
     surplus = int(-np.minimum(room, 0).sum())
     return Bounds(float(max((-room / nodes.size).max(), 0)), _water_level(room, nodes.size, surplus), surplus)
@@ -108,7 +109,7 @@ def _balance(
     """
     nodes = _nodes(ranks, ranks_per_node)
     source_node = source // ranks_per_node
-    over = _totals(source_node, length, len(nodes.size)) - level * nodes.size
+    over = sum_by_key(source_node, length, len(nodes.size)) - level * nodes.size
     room = np.maximum(-over, 0)
     surplus = np.maximum(over, 0).sum()
     max_received = _water_level(room, nodes.size, surplus + (1 - _SPREAD) * (room.sum() - surplus))
@@ -121,9 +122,9 @@ def _balance(
     arrivals = order[~stays[order]]
     staying = order[stays[order]]
     rank, received = _spread_arrivals(length, arrivals, node, source, node_ranks)
-    over = received + _totals(source[staying], length[staying], ranks) - largest
+    over = received + sum_by_key(source[staying], length[staying], ranks) - largest
     rank = _relieve(length, staying, source, rank, node_ranks, over, ENDLESS, np.inf)
-    over = _totals(rank, length, ranks) - largest
+    over = sum_by_key(rank, length, ranks) - largest
     for movable in (staying, order) if last else (staying,):
         if over.max() > 0:
             polish_bins(*by_key(movable, rank, ranks), length, over, node_ranks.first, rank)
@@ -200,10 +201,6 @@ def _water_level(room: np.ndarray, size: np.ndarray, volume: float) -> float:
     taken = below + depth * above
     segment = min(int(np.searchsorted(taken, volume)), len(depth) - 1)
     return float((volume - below[segment]) / above[segment])
-
-
-def _totals(key: np.ndarray, length: np.ndarray, keys: int) -> np.ndarray:
-    return np.bincount(key, length, keys).astype(np.int64)
 
 
 @dataclass(frozen=True)

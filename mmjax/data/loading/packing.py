@@ -12,7 +12,7 @@ import numpy as np
 
 from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
-from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch, WeightedSlots
+from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
 from mmjax.data.media.anyres_layout import CORNERS, NEWLINE, NO_TOKEN, interpolates_tokens
 from mmjax.data.media.patches import encoder_input, hidden_tokens, positions_per_token, token_grid
@@ -21,7 +21,6 @@ from mmjax.data.sample import ArrangedItems, Item, Sample, SampleLengths, Text
 from mmjax.errors import UserError
 
 # Bits of `kind` and `sees`: text, then the encoders, then the branches of a sample.
-TEXT_KIND = 1
 FIRST_BRANCH_BIT = 12
 MAX_ENCODERS = FIRST_BRANCH_BIT - 1
 MAX_BRANCHES = 30 - FIRST_BRANCH_BIT

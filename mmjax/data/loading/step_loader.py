@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +23,7 @@ from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.step_plan import PLANNER, RankLayout, StepPlan, StepPlanner, make_placer
 from mmjax.data.sample import Sample, SampleLengths, Source
 from mmjax.data.sources.opening import open_sources
-from mmjax.data.storage.array_store import verify_checksum, with_checksum
+from mmjax.disk import read_sealed, write_sealed
 from mmjax.planning.flops import frozen_modules, step_needed
 
 BITS = 64
@@ -176,10 +174,8 @@ class StepLoader:
         return StepPlanner(grouper, make_placer(grouper, self.config, self.layout))
 
     def _known_chunks(self) -> list[int]:
-        try:
-            return verify_checksum(json.loads(self._chunks.read_text()))["first_steps"]
-        except (OSError, ValueError, RecursionError):
-            return [0]
+        known = read_sealed(self._chunks)
+        return known["first_steps"] if known else [0]
 
     @property
     def _chunks(self) -> Path:
@@ -216,9 +212,7 @@ class StepLoader:
         yield
         if self.leads and len(grouper.first_steps) > known:
             with suppress(OSError):  # the disk is full: it only saves time
-                partial = self._chunks.with_suffix(f".{os.getpid()}.partial")
-                partial.write_text(json.dumps(with_checksum({"first_steps": grouper.first_steps})))
-                partial.rename(self._chunks)
+                write_sealed(self._chunks, {"first_steps": grouper.first_steps})
 
     def _content(self, batches: Sequence[Microbatch]) -> int:
         parts = self.layout.topology.encoders_per_rank

@@ -70,6 +70,8 @@ def refuse_in_worker() -> None:
 
     Else a script that trains at its top level would do so in each of its workers too.
     """
+    # Private: set while a child imports its parent's script, and in no other child. Remove when Grain's workers can be
+    # started without importing that script.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             'a data worker imports the script that trains: put train(..) there under if __name__ == "__main__":'
@@ -90,7 +92,8 @@ def _signals_blocked() -> Iterator[None]:
     blocked = {*_FOR_PARENTS, _SHOW_STACKS}
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        resource_tracker.ensure_running()  # which lets some of them through again
+        # Starting it lets some of them through again. Remove both lines when it restores the mask that it found.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         yield
     finally:
@@ -108,7 +111,7 @@ def _start_worker(worker: int, workers: int) -> None:
 
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
-    os._exit(1)
+    os._exit(1)  # the main thread may be in native code. Remove when Grain ends workers whose parent was killed
 
 
 def steps(loader: StepLoader, first: int, last: int, workers: int, prefetch: int) -> Iterator[LoadedStep]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, LogMel, StoredTable, WhisperMel
+from mmjax.config.model import CONV_STRIDE
 from mmjax.errors import BadMedia
 
 RANGE = 8.0  # decades below the loudest bin at which power is clamped, as in Whisper
@@ -137,9 +138,6 @@ def _centred_power(config: WhisperMel, wave: np.ndarray, count: int) -> np.ndarr
     if (beyond := padded.size - window_end) > 0:
         padded[window_end:] = padded[window_end - 2 : window_end - 2 - beyond : -1]
     return mel_power(padded, config.sample_rate, config.window, config.hop, config.mels, count)
-
-
-CONV_STRIDE = 2  # of the audio encoder's second convolution
 
 
 class ClipSize(NamedTuple):

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, LearnedGrid, LogMel, VisionConfig
-from mmjax.data.media.audio_features import CONV_STRIDE, clip_size, log_mel_frames
+from mmjax.config.model import CONV_STRIDE, Encoder
+from mmjax.data.media.audio_features import clip_size, log_mel_frames
 from mmjax.errors import BadMedia
 
-Encoders = Mapping[str, VisionConfig | AudioConfig]  # by name, in the model's order
+Encoders = Mapping[str, Encoder]  # by name, in the model's order
 
 
 class ItemSize(NamedTuple):

@@ -17,6 +17,7 @@ from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.sampler import Due, Pool, key_of
 from mmjax.data.sample import Files
+from mmjax.disk import atomic_write
 from mmjax.errors import UserError
 
 
@@ -49,9 +50,8 @@ def write_due(folder: Path, first: int, due: Due) -> Path:
     """Store what is due from step `first` on, in a file under its content's name."""
     folder.mkdir(exist_ok=True)
     path = folder / f"due-{first}-{_digest(due)}.npz"
-    partial = path.with_suffix(".partial.npz")
-    np.savez(partial, **{str(s): ids for s, ids in enumerate(due)})
-    partial.rename(path)
+    with atomic_write(path) as partial, partial.open("wb") as file:  # given a name, NumPy would append .npz to it
+        np.savez(file, **{str(s): ids for s, ids in enumerate(due)})
     return path
 
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from mmjax.balance.parts import Parts
 from mmjax.config import AudioConfig
+from mmjax.config.model import CONV_STRIDE
 from mmjax.data.media.patches import Encoders, item_size, positions_per_token
 from mmjax.data.sample import BadSample, SampleLengths, Source
 from mmjax.data.storage.array_store import Damaged, open_arrays, print_recomputation, save_arrays
 from mmjax.errors import BadMedia, UserError
-from mmjax.planning.work import CONV_STRIDE
 from mmjax.startup import activity
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from mmjax.data.sample import BadSample
-from mmjax.data.sources.array_records import FACTS, INDEX, FolderIndex, ShardWriter, encode_record, to_header
+from mmjax.data.sources.array_records import FACTS, INDEX, FolderIndex, encode_record, open_shard, to_header
 from mmjax.data.sources.media_sizes import MediaFacts
 from mmjax.data.storage.files import Conversations, hash_strings
+from mmjax.disk import atomic_write, json_lines
 from mmjax.errors import UserError
 
 UNREADABLE_FILE = "left_out.jsonl"  # records that could not be read, with their reasons
@@ -72,19 +73,18 @@ def _write_shard(name: Path, conversations: Conversations, records: Sequence[int
     written = []
     headers = []
     left_out = []
-    shard = ShardWriter(name.with_suffix(".arrayrecord"))
-    for index, result in zip(records, _map_ahead(pool, lambda i: _read(conversations, i), records), strict=True):
-        if isinstance(result, str):
-            left_out.append({"record": index, "reason": result})
-            continue
-        header, media = result
-        shard.write(encode_record(header, media))
-        written.append(index)
-        headers.append(json.dumps(header))
-    _write(name.with_suffix(".jsonl"), "".join(line + "\n" for line in headers))
-    _write(name.with_suffix(".kept.json"), json.dumps({"kept": written, "left": left_out}))
     # The shard gets its name last: a run that resumes takes its existence for that of the other two files.
-    shard.close()
+    with open_shard(name.with_suffix(".arrayrecord")) as shard:
+        for index, result in zip(records, _map_ahead(pool, lambda i: _read(conversations, i), records), strict=True):
+            if isinstance(result, str):
+                left_out.append({"record": index, "reason": result})
+                continue
+            header, media = result
+            shard.write(encode_record(header, media))
+            written.append(index)
+            headers.append(header)
+        _write(name.with_suffix(".jsonl"), json_lines(headers))
+        _write(name.with_suffix(".kept.json"), json.dumps({"kept": written, "left": left_out}))
 
 
 def _read(conversations: Conversations, index: int) -> tuple[dict[str, Any], list[bytes]] | str:
@@ -113,7 +113,7 @@ def _finish(folder: Path, facts: MediaFacts, shards: int, made_from: str) -> Fol
     written = np.array([index for shard in lists for index in shard["kept"]], np.int64)
     facts.take(written).save(folder / FACTS)
     if left_out := [line for shard in lists for line in shard["left"]]:
-        _write(folder / UNREADABLE_FILE, "".join(json.dumps(line) + "\n" for line in left_out))
+        _write(folder / UNREADABLE_FILE, json_lines(left_out))
     contents = FolderIndex(tuple(len(shard["kept"]) for shard in lists), made_from)
     contents.write(folder)
     for path in (*folder.glob("*.kept.json"), *folder.glob("*.partial"), folder / UNFINISHED_FILE):
@@ -122,6 +122,5 @@ def _finish(folder: Path, facts: MediaFacts, shards: int, made_from: str) -> Fol
 
 
 def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    partial.rename(path)
+    with atomic_write(path) as partial:
+        partial.write_text(text)

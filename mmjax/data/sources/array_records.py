@@ -7,7 +7,7 @@ the other. The header:
 
 where a number among a message's parts is the place of that medium, a third entry of a message is the weight of its loss
 where that is not 1, and `media` has the kind and the bytes of each. A folder holds shards `00000.arrayrecord`, ..., the
-headers again as `00000.jsonl`, ... (so that texts are read without the media), the media's sizes (`media_facts.py`),
+headers again as `00000.jsonl`, ... (so that texts are read without the media), the media's sizes (`media_sizes.py`),
 and `index.json`, which is written last: without it the folder is incomplete.
 """
 
@@ -18,7 +18,8 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -31,6 +32,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Medium, Message
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.storage.files import FileRef, InlineBytes, file_at, hash_strings, local_copy, one_line
+from mmjax.disk import atomic_write
 from mmjax.errors import UserError
 
 MAGIC = b"MMJ1"
@@ -102,23 +104,14 @@ def decode_record(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
     return from_header(header), tuple(record[a:b] for a, b in pairwise(bounds))
 
 
-class ShardWriter:
-    """One file that is being written; it gets its final name when it is complete."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+@contextmanager
+def open_shard(path: Path) -> Iterator[ArrayRecordWriter]:
+    """Open a shard to write its records; it gets its name when the body is through."""
+    with atomic_write(path) as partial:
         # One record per group, so that a random read reads no other; uncompressed, since media are compressed already.
-        self._writer = ArrayRecordWriter(str(self._partial), "group_size:1,uncompressed")
-
-    def write(self, record: bytes) -> None:
-        """Append one record."""
-        self._writer.write(record)
-
-    def close(self) -> None:
-        """Finish the file and give it its name."""
-        self._writer.close()
-        self._partial.rename(self._path)
+        writer = ArrayRecordWriter(str(partial), "group_size:1,uncompressed")
+        yield writer
+        writer.close()
 
 
 @dataclass(frozen=True)
@@ -131,9 +124,8 @@ class FolderIndex:
     def write(self, folder: Path) -> None:
         """Mark a folder as complete."""
         index = {"format": _FORMAT, "records": list(self.records), "made_from": self.made_from}
-        partial = folder / f"{INDEX}.{os.getpid()}.partial"
-        partial.write_text(json.dumps(index) + "\n")
-        partial.rename(folder / INDEX)
+        with atomic_write(folder / INDEX) as partial:
+            partial.write_text(json.dumps(index) + "\n")
 
     @classmethod
     def read(cls, folder: str) -> FolderIndex:

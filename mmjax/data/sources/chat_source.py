@@ -6,12 +6,11 @@ Token counts are cached on disk, and samples that cannot be read are remembered 
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
@@ -29,10 +28,11 @@ from mmjax.data.sources.processors import (
     encoder_names,
     merge_arranged_items,
 )
-from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, remove_path, save_arrays
+from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import Conversations, hash_strings
 from mmjax.data.text.chat import Chat, load_chat
 from mmjax.data.text.chat_template import ASSISTANT
+from mmjax.disk import append_json_lines, read_json_lines, remove_path
 from mmjax.errors import BadMedia, UserError
 
 
@@ -42,10 +42,6 @@ class BadSampleEntry:
 
     sample: str
     reason: str
-
-    def line(self) -> str:
-        """Return its line of the file."""
-        return json.dumps({"sample": self.sample, "reason": self.reason})
 
 
 @dataclass
@@ -86,13 +82,8 @@ class Quarantine:
     def _write(self, new: Iterable[BadSampleEntry]) -> None:
         if self.path.is_dir():
             raise UserError(f"{self.path} is a folder, and the bad samples are to be listed there; remove it")
-        written = self.path.read_text(errors="replace") if self.path.exists() else ""
-        written_lines = set(written.splitlines())
-        lines = [entry.line() + "\n" for entry in new if entry.line() not in written_lines]
-        # A killed run may have left half a line: end it, so that the next one stays whole.
-        line_end = "\n" if written and not written.endswith("\n") else ""
-        with self.path.open("a") as file:
-            file.write(line_end + "".join(lines))
+        written = {BadSampleEntry(str(r.get("sample")), str(r.get("reason"))) for r in read_json_lines(self.path)}
+        append_json_lines(self.path, (asdict(entry) for entry in new if entry not in written))
 
 
 # Opens the conversations in another process, so it must pickle; open files and locks do not.

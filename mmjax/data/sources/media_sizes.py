@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import time
 import uuid
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,10 +30,10 @@ from mmjax.data.storage.array_store import (
     open_array_files,
     open_arrays,
     print_recomputation,
-    remove_path,
     save_arrays,
 )
 from mmjax.data.storage.files import AudioSegment, Conversations, FileRef, Unreadable, hash_strings, is_url, local_copy
+from mmjax.disk import append_json_lines, atomic_write, read_json_lines, remove_path
 from mmjax.errors import UserError
 
 KINDS: tuple[Medium, ...] = ("image", "audio")
@@ -237,7 +236,7 @@ class _KnownFiles:
         self._new: dict[tuple[int, int], tuple[int, int]] = {}
         # Sizes of the last write, as neighbouring records often share files; older ones are only on disk.
         self._written: dict[tuple[int, int], tuple[int, int]] = {}
-        self._new_bad: list[tuple[int, int, str]] = []
+        self._new_bad: list[dict[str, Any]] = []
         folder.mkdir(parents=True, exist_ok=True)
         tables = _rows(folder / "all.npy", "r"), _unique(list(map(_rows, self._shards())))
         # Keys are copied out: searching a field of the rows would copy the whole field each time.
@@ -264,7 +263,7 @@ class _KnownFiles:
         except Unreadable:
             raise
         except BadSample as error:
-            self._new_bad.append((key, stamp, str(error)))
+            self._new_bad.append({"key": key, "stamp": stamp, "reason": str(error)})
             raise
         self._new[key, stamp] = size
         return size
@@ -280,12 +279,9 @@ class _KnownFiles:
             self._written = self._new
             self._new = {}
             rows = [(key, _seal(stamp, size), size) for (key, stamp), size in self._written.items()]
-            name = f"{uuid.uuid4().hex}.npy"
-            np.save(self._folder / f"partial-{name}", np.array(rows, _ROW))
-            (self._folder / f"partial-{name}").rename(self._folder / f"found-{name}")
+            _write_rows(self._folder / f"found-{uuid.uuid4().hex}.npy", np.array(rows, _ROW))
         if self._new_bad:
-            with (self._folder / "bad.jsonl").open("a") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in self._new_bad))
+            append_json_lines(self._folder / "bad.jsonl", self._new_bad)
             self._new_bad = []
         self._last_write = time.monotonic()
 
@@ -297,11 +293,10 @@ class _KnownFiles:
             if not (shards := self._shards()):
                 return
             merged = self._folder / "all.npy"
-            partial = self._folder / f"partial-{uuid.uuid4().hex}.npy"
-            np.save(partial, _unique([_rows(merged), *map(_rows, shards)]))
+            rows = _unique([_rows(merged), *map(_rows, shards)])
             if merged.is_dir():
                 remove_path(merged)
-            partial.rename(merged)
+            _write_rows(merged, rows)
             for shard in shards:
                 remove_path(shard)
 
@@ -325,6 +320,11 @@ def _rows(path: Path, mode: Literal["r"] | None = None) -> np.ndarray:
     return rows if rows.dtype == _ROW and rows.ndim == 1 else np.empty(0, _ROW)
 
 
+def _write_rows(path: Path, rows: np.ndarray) -> None:
+    with atomic_write(path) as partial, partial.open("wb") as file:  # given a name, NumPy would append .npy to it
+        np.save(file, rows)
+
+
 def _seal(stamp: int, size: tuple[int, int]) -> int:
     """Hash the stamp with the size, so that a row whose size storage has changed matches no file."""
     return _hash(f"{stamp} {size[0]} {size[1]}")
@@ -333,10 +333,9 @@ def _seal(stamp: int, size: tuple[int, int]) -> int:
 def _read_bad(path: Path) -> dict[tuple[int, int], str]:
     """Read the bad files' reasons; a line that a killed run left unfinished is skipped."""
     reasons = {}
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError, TypeError, RecursionError):
-            key, stamp, reason = json.loads(line)
-            reasons[key, stamp] = str(reason)
+    for record in read_json_lines(path):
+        with suppress(KeyError, TypeError):
+            reasons[record["key"], record["stamp"]] = str(record["reason"])
     return reasons
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mmjax.config import (
     ArrayRecordSource,
@@ -25,7 +25,7 @@ from mmjax.config import (
     QuestionsSource,
 )
 from mmjax.config.loading import resolve, resolve_callbacks
-from mmjax.data.sample import Files, Medium, Source
+from mmjax.data.sample import Files, Medium, Source, Split
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
 from mmjax.data.sources.chat_files import ChatFiles, parse_chat, parse_manifest_line, parse_question_record
 from mmjax.data.sources.chat_source import ChatSource
@@ -35,6 +35,7 @@ from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
 from mmjax.data.text.chat import Chat, load_chat
 from mmjax.data.toy.dataset import EmbeddedDataset
+from mmjax.disk import user_cache
 from mmjax.errors import UserError
 from mmjax.hub import JSON, PARQUET, cached_path, dataset_files, is_dataset
 
@@ -91,16 +92,13 @@ def _first(known: Sequence[str], names: Sequence[str]) -> str:
     return next((name for name in known if name in names), "")
 
 
-Split = Literal["train", "validation", "test"]
-
 TURNS = {"llava": "conversations", "sharegpt": "conversations", "messages": "messages"}  # where a record has them
 FOLDERS: Mapping[Medium, str] = {"image": "images", "audio": "audio"}  # where a source says that media are
 
 
 def cache_folder(data: DataConfig) -> Path:
     """Return the folder that caches what is learned of files."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mmjax" / "data"
-    return Path(data.cache).expanduser() if data.cache else default
+    return Path(data.cache).expanduser() if data.cache else user_cache() / "data"
 
 
 def path_of(source: FileSource, split: Split) -> str:

@@ -11,15 +11,13 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from mmjax.disk import atomic_folder
 from mmjax.errors import UserError
 
 SUMS = "sums.json"  # {name of an array: SHA-256 of its file}
@@ -37,26 +35,12 @@ class Missing(Damaged):
 
 def save_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write one file per array and their hashes, replacing the folder. Raises UserError where it can't be written."""
-    partial, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
     try:
-        remove_path(partial)
-        partial.mkdir(parents=True)
-        for name, array in arrays.items():
-            np.save(partial / f"{name}.npy", array)
-        (partial / SUMS).write_text(json.dumps({name: _sum(partial / f"{name}.npy") for name in arrays}) + "\n")
-        # A folder with files cannot be replaced by a rename, so the old one is moved away first. Between the two
-        # renames there is none, which readers take for one that was not written yet.
-        with suppress(FileNotFoundError):
-            folder.rename(old)
-        try:
-            partial.rename(folder)
-        except OSError:  # another process was faster
-            if not folder.exists():
-                raise
-            remove_path(partial)
-        remove_path(old)
+        with atomic_folder(folder) as partial:
+            for name, array in arrays.items():
+                np.save(partial / f"{name}.npy", array)
+            (partial / SUMS).write_text(json.dumps({name: _sum(partial / f"{name}.npy") for name in arrays}) + "\n")
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; make room there") from None
 
 
@@ -107,35 +91,10 @@ def _verify(paths: Mapping[str, Path], sums: Path) -> None:
     _verified.add(state)
 
 
-def remove_path(path: Path) -> None:
-    """Delete a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def print_recomputation(damage: Damaged) -> None:
     """Print that something is computed again because its cache is damaged; nothing for the first time."""
     if not isinstance(damage, Missing):
         print(f"note   {damage}; it is made again", file=sys.stderr, flush=True)
-
-
-def with_checksum(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a checksum to a JSON object: with a changed letter it might still be valid JSON."""
-    return dict(fields) | {"sum": _sum_of(fields)}
-
-
-def verify_checksum(fields: Any) -> dict[str, Any]:
-    """Verify and remove the checksum of `with_checksum`. Raises ValueError on a mismatch."""
-    if not isinstance(fields, dict) or fields.get("sum") != _sum_of({k: v for k, v in fields.items() if k != "sum"}):
-        raise ValueError("it is not what was written")
-    return {k: v for k, v in fields.items() if k != "sum"}
-
-
-def _sum_of(fields: Mapping[str, Any]) -> str:
-    # Sorted keys: the order in a file does not matter.
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _sum(path: Path) -> str:

@@ -20,6 +20,7 @@ import fsspec
 import soundfile
 
 from mmjax.data.sample import BadSample, Conversation
+from mmjax.disk import atomic_write
 from mmjax.errors import UserError
 
 HEAD = 4096  # bytes of the first read of a remote file; most headers are shorter
@@ -202,7 +203,10 @@ class ArchiveMember:
 
 
 class _RangeReader(io.RawIOBase):
-    """Read a file by ranges, each at least twice as long as the one before: a long header takes few requests."""
+    """Read a file by ranges, each at least twice as long as the one before: a long header takes few requests.
+
+    The caches of fsspec read blocks of one size: many requests for a long header, or many bytes for a short one.
+    """
 
     def __init__(self, file: File, size: int, offset: int = 0) -> None:
         self._file = file
@@ -297,11 +301,10 @@ def local_copy(path: str, folder: Path) -> Path:
     if not copy.exists():
         folder.mkdir(parents=True, exist_ok=True)
         # Several processes may copy at once: each writes a file of its own, and the renames replace each other.
-        partial = copy.with_name(f"{copy.name}.{os.getpid()}.partial")
-        _retry(path, lambda: filesystem(path).get_file(path, str(partial)))
-        if partial.stat().st_size != file.size():
-            raise UserError(f"{path}: only {partial.stat().st_size} of {file.size()} bytes came; run again")
-        partial.rename(copy)
+        with atomic_write(copy) as partial:
+            _retry(path, lambda: filesystem(path).get_file(path, str(partial)))
+            if partial.stat().st_size != file.size():
+                raise UserError(f"{path}: only {partial.stat().st_size} of {file.size()} bytes came; run again")
     return copy
 
 

@@ -27,7 +27,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mmjax.config import ChatFormat, Placeholder
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message
-from mmjax.data.text.tokenizer import Tokenizer, read_json, tokenizer_config
+from mmjax.data.text.tokenizer import Tokenizer, tokenizer_config
+from mmjax.disk import read_json
 from mmjax.errors import UserError
 
 
@@ -37,7 +38,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
     Empty for a text-only model, or an unknown family.
     """
     path = Path(folder)
-    processor = read_json(path / "processor_config.json")
+    processor = read_json(path / "processor_config.json", {})
     # The tokenizer's names override the processor's.
     named = {k: v for k, v in processor.items() if k.endswith("_token") and isinstance(v, str)} | dict(named)
     # The texts are those that the families' processors in transformers write, unless the folder names others.
@@ -64,8 +65,8 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
 
 def _families(path: Path, processor: Mapping[str, object]) -> list[str]:
     """List the names of the model in the folder's files: "Qwen2_5_VLProcessor" and "qwen2_5_vl" become "qwen25vl"."""
-    names = [read_json(path / "config.json").get("model_type")]
-    for config in (processor, read_json(path / "preprocessor_config.json"), tokenizer_config(str(path))):
+    names = [read_json(path / "config.json", {}).get("model_type")]
+    for config in (processor, read_json(path / "preprocessor_config.json", {}), tokenizer_config(str(path))):
         names.append(config.get("processor_class"))
     return [str(name).replace("_", "").lower().removesuffix("processor") for name in names if name]
 
@@ -314,7 +315,7 @@ def template_source(form: ChatFormat) -> tuple[str, str]:
             raise UserError(f"chat.template={form.template!r} is no file; name a Jinja template")
         return path.read_text(encoding="utf-8"), str(path)
     for name in ("processor_config.json", "chat_template.json"):
-        if templates := read_json(folder / name).get("chat_template"):
+        if templates := read_json(folder / name, {}).get("chat_template"):
             return _default(templates, folder / name)
     path = folder / "chat_template.jinja"
     if path.is_file():

@@ -17,6 +17,7 @@ import tokenizers
 
 from mmjax.data.sample import BadSample, Conversation, Item, Sample, Text
 from mmjax.data.toy.dataset import BEFORE_ITEM, END, PASSAGE, QUESTION, STRIDE
+from mmjax.disk import read_json
 from mmjax.errors import UserError
 
 
@@ -186,22 +187,11 @@ def load_tokenizer(folder: str) -> Tokenizer:
     )
 
 
-def read_json(path: Path) -> Json:
-    """Read a JSON object; empty where the file is missing. Raises UserError where it is something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read as JSON: {error}; get the file again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; get the file again")
-    return value
-
-
 def tokenizer_config(folder: str) -> Json:
     """Read `tokenizer_config.json`, with what older versions of transformers write to a file beside it."""
-    config = read_json(Path(folder) / "tokenizer_config.json")
+    config = read_json(Path(folder) / "tokenizer_config.json", {})
     if "added_tokens_decoder" not in config:
-        config |= read_json(Path(folder) / "special_tokens_map.json")
+        config |= read_json(Path(folder) / "special_tokens_map.json", {})
     return config
 
 
@@ -272,7 +262,7 @@ def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
 
 def _ends(folder: str, backend: tokenizers.Tokenizer, eos: str | Json | None) -> tuple[int, ...]:
     """Return the tokens that end an answer: those of `generation_config.json`, else the tokenizer's own."""
-    value = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
+    value = read_json(Path(folder) / "generation_config.json", {}).get("eos_token_id")
     if value is None and eos is not None:
         value = backend.token_to_id(_content(eos))
     return tuple(value) if isinstance(value, list) else () if value is None else (value,)

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mmjax.config import EmbeddedSource
-from mmjax.data.sample import Item, Question, Sample, SampleLengths, Text
+from mmjax.data.sample import Item, Question, Sample, SampleLengths, Split, Text
 from mmjax.data.toy import digits, tones
-from mmjax.data.toy.digits import Split, Strip
+from mmjax.data.toy.digits import Strip
 from mmjax.data.toy.tones import Clip
 
 Family = Literal["image", "audio", "mixed", "text"]

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Split = Literal["train", "validation", "test"]
+from mmjax.data.sample import Split
 
 SIDE = 8  # pixels of a digit
 COUNT_CDF = tuple(accumulate((0.32, 0.25, 0.17, 0.10, 0.06, 0.045, 0.03, 0.025)))  # of 1..8 digits on an image

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +10,9 @@ from files_made import served
 
 from mmjax.config import ArrayRecordSource
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message
-from mmjax.data.sources.array_records import INDEX, FolderIndex, ShardWriter, decode_record, encode_record, to_header
+from mmjax.data.sources.array_records import INDEX, FolderIndex, decode_record, encode_record, open_shard, to_header
 from mmjax.data.sources.opening import open_conversations
+from mmjax.disk import json_lines
 from mmjax.errors import UserError
 
 TALK = Conversation(
@@ -31,13 +31,13 @@ def opened(folder: Path | str, tmp_path: Path):
 def make(folder: Path, counts: tuple[int, ...] = (3, 2)) -> Path:
     folder.mkdir(parents=True)
     for number, count in enumerate(counts):
-        shard, headers = ShardWriter(folder / f"{number:05d}.arrayrecord"), []
-        for k in range(count):
-            media = [b"image" * (k + 1), bytes([number, k])]
-            headers.append(to_header(TALK, [len(m) for m in media]))
-            shard.write(encode_record(headers[-1], media))
-        shard.close()
-        (folder / f"{number:05d}.jsonl").write_text("".join(json.dumps(h) + "\n" for h in headers))
+        headers = []
+        with open_shard(folder / f"{number:05d}.arrayrecord") as shard:
+            for k in range(count):
+                media = [b"image" * (k + 1), bytes([number, k])]
+                headers.append(to_header(TALK, [len(m) for m in media]))
+                shard.write(encode_record(headers[-1], media))
+        (folder / f"{number:05d}.jsonl").write_text(json_lines(headers))
     FolderIndex(counts, "nothing").write(folder)
     return folder
 

@@ -152,7 +152,7 @@ def test_a_size_that_storage_has_changed_is_not_believed(tmp_path: Path) -> None
     assert counted.count == 8 + 1
 
 
-@pytest.mark.parametrize("line", [b"5", b"[1, 2]", b"\xff\xfe", b"[" * 100_000, b'[[1], 2, "x"]'])
+@pytest.mark.parametrize("line", [b"5", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"key": [1], "stamp": 2, "reason": 3}'])
 def test_what_is_no_line_of_the_bad_files_is_passed_over(line: bytes, tmp_path: Path) -> None:
     write(tmp_path, {"a.png": b"broken"})
     got = opened(LlavaSource(lines(tmp_path / "d.jsonl", [asked("<image>", image="a.png")])), tmp_path)

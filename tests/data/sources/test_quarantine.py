@@ -33,7 +33,7 @@ def test_bytes_that_are_no_text_stay_and_the_list_goes_on(tmp_path: Path) -> Non
     path = tmp_path / "quarantine.jsonl"
     path.write_bytes(b"\xff\xfe half a line")
     Quarantine(path, SKIP, 1000).add([BadSampleEntry("a[1]", "is cut off")])
-    assert path.read_bytes() == b"\xff\xfe half a line\n" + BadSampleEntry("a[1]", "is cut off").line().encode() + b"\n"
+    assert path.read_bytes() == b'\xff\xfe half a line\n{"sample": "a[1]", "reason": "is cut off"}\n'
 
 
 def test_a_folder_in_the_place_of_the_list_is_named(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_line_that_a_killed_run_left_half_spoils_no_other(tmp_path: Path) -> N
     path = tmp_path / "quarantine.jsonl"
     path.write_text('{"sample": "a[1]", "reason": "x"}\n{"sample": "b[')
     Quarantine(path, SKIP, 1000).add([BadSampleEntry("c[3]", "y")])
-    assert path.read_text().splitlines()[2] == BadSampleEntry("c[3]", "y").line()
+    assert path.read_text().splitlines()[2] == '{"sample": "c[3]", "reason": "y"}'
 
 
 def test_nothing_bad_writes_no_file(tmp_path: Path) -> None:
