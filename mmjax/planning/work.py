@@ -18,7 +18,7 @@ Encoder = VisionConfig | AudioConfig
 
 CONV_TAPS = 3  # kernel size of both convolutions of the audio encoder
 CONV_STRIDE = 2  # of the second one
-BLOCK = 256  # queries and keys of one block of blockwise attention
+BLOCKS = {"blockwise": 256, "flash": 128, "auto": 128}  # queries of one block; the kernel takes fewer keys
 
 
 class Work(NamedTuple):
@@ -183,8 +183,8 @@ def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[s
         config = model.llm if name == "llm" else model.encoders[name]
         layer_length = length // CONV_STRIDE if isinstance(config, AudioConfig) else length
         pairs = layer_length**2
-        if config.attention == "blockwise":
-            side = min(BLOCK, layer_length)
+        if config.attention != "dense":
+            side = min(BLOCKS[config.attention], layer_length)
             blocks = -(-layer_length // side)
             pairs = side**2 * (blocks * (blocks + 1) // 2 if name == "llm" else blocks**2)
             if name == "llm":
