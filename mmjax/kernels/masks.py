@@ -104,7 +104,7 @@ class _Range(NamedTuple):
 
 
 class _BlockRanges(NamedTuple):
-    """What the tokens of each block have, padding apart; the fields that begin with `all` count padding too."""
+    """Ranges of the fields in each block, without padding; those that begin with `all` count padding too."""
 
     sample: _Range
     pos: _Range
