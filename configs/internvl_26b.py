@@ -28,7 +28,7 @@ def config() -> Config:
                 vocab=92_553,
                 rope_theta=1e6,
                 tied=False,
-                attention="blockwise",
+                attention="auto",
             ),
             encoders={"vision": replace(vision, connector=replace(vision.connector, mlp_width=6144))},
         ),

@@ -42,7 +42,7 @@ def config() -> Config:
                 vocab=152_064,
                 rope_theta=1e6,
                 tied=False,
-                attention="blockwise",
+                attention="auto",
             ),
             encoders={
                 "vision": VisionConfig(
@@ -53,7 +53,7 @@ def config() -> Config:
                     patch=14,
                     positions=RotaryGrid(1e4),
                     connector=ConnectorConfig(merge=2, mlp_width=8192),
-                    attention="blockwise",
+                    attention="auto",
                 ),
                 "audio": AudioConfig(
                     layers=48,
@@ -62,7 +62,7 @@ def config() -> Config:
                     mlp_width=12_288,
                     clips=LogMel(mels=128),
                     connector=ConnectorConfig(merge=4, mlp_width=8192),
-                    attention="blockwise",
+                    attention="auto",
                 ),
             },
         ),

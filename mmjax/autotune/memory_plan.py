@@ -159,8 +159,8 @@ class ActivationTracer:
         shortest and the longest length are traced; with blockwise attention, one.
         """
         part = self.config.model.llm if tower == "llm" else self.config.model.encoders[tower]
-        short = LINEAR if part.attention == "blockwise" else min(lengths)
-        long = LINEAR if part.attention == "blockwise" else max(lengths)
+        short = LINEAR if part.attention != "dense" else min(lengths)
+        long = LINEAR if part.attention != "dense" else max(lengths)
         traced = {n: self._trace(tower, rows, n) for n in {short, long}}
 
         def interpolate(policy: Remat, length: int) -> SavedBytes:

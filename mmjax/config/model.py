@@ -13,6 +13,8 @@ from typing import Literal
 from mmjax.config.media import AsIs, AudioPreparation, ImagePreparation, LogMel
 
 # Activations that a layer saves for its backward pass; the rest is recomputed (`models.layer_runs`).
+# All scores in memory at once; a block at a time; a kernel for GPUs (flash); or the kernel on GPUs, else blockwise.
+Attention = Literal["dense", "blockwise", "flash", "auto"]
 Remat = Literal["none", "products", "attention_mlp", "attention", "offload", "full"]
 # Of a module: one policy for all layers, or the fastest that fits in memory, chosen before step 0 (`planning.fit`).
 TowerRemat = Literal["auto", "none", "products", "attention_mlp", "attention", "offload", "full"]
@@ -111,7 +113,7 @@ class DecoderConfig:
     windowed: tuple[int, ...] = ()  # layers with sliding-window attention
     tied: bool = True  # the embedding is the output table too
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
-    attention: Literal["dense", "blockwise"] = "dense"  # all scores in memory at once, or a block at a time
+    attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained
@@ -207,7 +209,7 @@ class VisionConfig:
     layer_scale: bool = False  # learned scales of the outputs of attention and MLP
     connector: ConnectorConfig = ConnectorConfig()
     callbacks: Callbacks = Callbacks()
-    attention: Literal["dense", "blockwise"] = "dense"  # all scores in memory at once, or a block at a time
+    attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained, apart from its connector
@@ -251,7 +253,7 @@ class AudioConfig:
     pool: int = 1  # average pooling over so many positions before the last norm; a remainder is dropped
     connector: ConnectorConfig = ConnectorConfig()
     callbacks: Callbacks = Callbacks()
-    attention: Literal["dense", "blockwise"] = "dense"  # all scores in memory at once, or a block at a time
+    attention: Attention = "dense"
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained, apart from its connector

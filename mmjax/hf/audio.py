@@ -58,6 +58,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
     positions = encoder.get("max_source_positions", int, 1500)
     clips = _clips(folder, encoder.get("num_mel_bins", int), positions)
     return AudioConfig(
+        attention="auto",
         layers=encoder.get("encoder_layers", int),
         width=encoder.get("d_model", int),
         heads=encoder.get("encoder_attention_heads", int),

@@ -95,6 +95,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
     rope = rope_of(fields, family)
     own_tied = fields.get("tie_word_embeddings", bool, family.tied)
     plain = DecoderConfig(
+        attention="auto",
         layers=fields.get("num_hidden_layers", int, family.layers),
         width=width,
         heads=heads,

@@ -49,6 +49,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     width = vision.get("hidden_size", int)
     connector = ConnectorConfig(merge, merge**2 * width, norm_eps=EPS, activation="gelu")
     tower = VisionConfig(
+        attention="auto",
         layers=vision.get("depth", int),
         width=width,
         heads=vision.get("num_heads", int),

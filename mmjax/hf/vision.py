@@ -109,6 +109,7 @@ def _two_norms(fields: Fields, activation: str, eps: float, class_token: bool) -
     width = fields.get("hidden_size", int, 768)
     patch, grid = _patches(fields, 224, 32 if class_token else 16)
     return VisionConfig(
+        attention="auto",
         layers=fields.get("num_hidden_layers", int, 12),
         width=width,
         heads=fields.get("num_attention_heads", int, 12),
@@ -172,6 +173,7 @@ def _intern_vit(fields: Fields, sizes: tuple[int, ...], norm_type: str, biased: 
     layers, width, heads, mlp_width, side = sizes
     patch, grid = _patches(fields, side, 14)
     return VisionConfig(
+        attention="auto",
         layers=fields.get("num_hidden_layers", int, layers),
         width=fields.get("hidden_size", int, width),
         heads=fields.get("num_attention_heads", int, heads),

@@ -1,22 +1,31 @@
-"""Attention under a mask spec, which encodes in a few integers per token who attends whom, with two backends.
+"""Attention under a mask spec, which encodes in a few integers per token who attends whom, with three backends.
 
-Both backends mask exactly: another sample's content enters as a product with an exact zero, so it cannot change a bit.
-Softmax and accumulation are float32 whatever the inputs are.
+All mask exactly: another sample's content enters as a product with an exact zero, so it cannot change a bit. Softmax
+and accumulation are float32 whatever the inputs are. On a mesh each device computes its own rows and heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-Backend = Literal["dense", "blockwise"]
+from mmjax.kernels.flash_attention import BlockPlan, Scores, flash_attention, plan_blocks, tiles_for
+from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs, encoder_mask
+from mmjax.parallel.sharding import active, platform, sharding
 
-BLOCK = 256  # tokens of queries and of keys in a block: fastest of 128..1024 on CPU at T = 4096
+__all__ = ["MaskSpec", "allowed", "attention", "encoder_mask"]
+
+Backend = Literal["dense", "blockwise", "flash", "auto"]
+
+# Tokens of queries and of keys in a block of `blockwise`: fastest of 128..1024 on CPU at T = 4096.
+BLOCK = 256
 
 
 class Scoring(NamedTuple):
@@ -40,36 +49,18 @@ class Scoring(NamedTuple):
 DEFAULT_SCORING = Scoring()
 
 
-class MaskSpec(NamedTuple):
-    """Attention mask in integers per token, every field int32 [B, T]; `allowed` evaluates it."""
-
-    sample: Array  # which of the row's samples, -1 = padding
-    pos: Array  # index in the row before any permutation
-    span: Array  # item whose tokens attend each other bidirectionally, 0 = none
-    kind: Array  # one bit: this token's modality (bit 0 = text)
-    sees: Array  # bits of the kinds that this query may attend causally
-    reach: Array | None = None  # sliding window: causal keys, the query itself included; None: unlimited
+def chosen_backend(backend: Backend) -> Backend:
+    """Resolve `auto`: the kernel on GPUs, blocks elsewhere."""
+    return ("flash" if _on_gpu() else "blockwise") if backend == "auto" else backend
 
 
-def encoder_mask(item: Int[Array, "b t"]) -> MaskSpec:
-    """Build the mask of an encoder: full attention inside each item, none for padding (-1)."""
-    pos = jnp.broadcast_to(jnp.arange(item.shape[1], dtype=jnp.int32), item.shape)
-    ones = jnp.ones_like(item)
-    return MaskSpec(sample=item, pos=pos, span=item + 1, kind=ones, sees=ones)
+def _on_gpu() -> bool:
+    return platform() in ("gpu", "cuda")
 
 
-def allowed(q: MaskSpec, k: MaskSpec) -> Bool[Array, "b q k"]:
-    """Evaluate the mask: queries on axis 1, keys on axis 2.
-
-    A query attends keys of its own sample: those of its span, and earlier ones of a kind that it sees, in its window.
-    """
-    q = jax.tree.map(lambda x: x[:, :, None], q)
-    k = jax.tree.map(lambda x: x[:, None, :], k)
-    same_span = (q.span == k.span) & (q.span != 0)
-    causal = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)
-    if q.reach is not None:
-        causal &= k.pos > q.pos - q.reach
-    return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)
+def plan_attention(mask: MaskSpec, backend: Backend, head_width: int) -> BlockPlan | None:
+    """List the blocks that the kernel visits under this mask, for all layers of a tower; None where it does not run."""
+    return plan_blocks(mask, tiles_for(head_width, mask.pos.shape[1])) if chosen_backend(backend) == "flash" else None
 
 
 def attention(
@@ -79,16 +70,61 @@ def attention(
     mask: MaskSpec,
     backend: Backend,
     scoring: Scoring = DEFAULT_SCORING,
+    plan: BlockPlan | None = None,
 ) -> Float[Array, "b t n h"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
-    A query that may attend nothing gets 0. Raises ValueError where m does not divide n.
+    A query that may attend nothing gets 0. plan: of `plan_attention`, else it is made here. `flash` runs as a kernel on
+    GPUs, and interpreted elsewhere. Raises ValueError for an unknown backend, and where m does not divide n.
     """
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key-value heads")
-    if backend == "blockwise":
+    match chosen_backend(backend):
+        case "dense":
+            return dense_attention(q, k, v, mask, mask, scoring)
+        case "blockwise":
+            return _per_device(partial(_blockwise_rows, scoring=scoring), q, k, v, mask)
+        case "flash":
+            tiles = tiles_for(q.shape[3], q.shape[1])
+            scale = scoring.scale or q.shape[3] ** -0.5
+            scores = Scores(scale, scoring.cap, tiles, interpret=not _on_gpu())
+            plan = plan_blocks(mask, tiles) if plan is None else plan
+            return _per_device(partial(flash_attention, scores=scores), q, k, v, plan)
+    raise ValueError(f"unknown attention backend {backend!r}; known: {', '.join(get_args(Backend))}")
+
+
+def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, tokens: Any) -> Array:
+    """Call `function(q, k, v, tokens)` on each device with its rows and heads, `tokens` being arrays `[rows, ...]`.
+
+    SPMD would give each device the blocks that any device must visit, and it cannot partition a kernel.
+    """
+    current = active()
+    if current is None:
+        return function(q, k, v, tokens)
+
+    def spec(x: Array, *axes: str | None) -> PartitionSpec:
+        return sharding(current.mesh, current.rules, x.shape, axes).spec
+
+    # Heads of queries are cut only where those of keys are too, so that a group stays together.
+    heads = "kv_heads" if spec(k, None, None, "kv_heads", None)[2] else None
+    q_spec = spec(q, "rows", None, heads, None)
+    k_spec = spec(k, "rows", None, heads, None)
+    # Gradients are summed over the axes that a spec leaves out; those of one device are named, to need no all-reduce.
+    named = {axis for entry in q_spec for axis in entry or ()}
+    single = tuple(axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named)
+    q_spec, k_spec = (PartitionSpec(*x[:3], single or None) for x in (q_spec, k_spec))
+    token_specs = jax.tree.map(lambda x: spec(x, "rows", *(None,) * (x.ndim - 1)), tokens)
+    return jax.shard_map(
+        function, mesh=current.mesh, in_specs=(q_spec, k_spec, k_spec, token_specs), out_specs=q_spec, check_vma=False
+    )(q, k, v, tokens)
+
+
+def _blockwise_rows(q: Array, k: Array, v: Array, mask: MaskSpec, scoring: Scoring) -> Array:
+    """Apply `blockwise_attention` to one row after the other, each of which visits its own blocks alone."""
+    if len(q) == 1:
         return blockwise_attention(q, k, v, mask, mask, scoring=scoring)
-    return dense_attention(q, k, v, mask, mask, scoring)
+    rows = jax.tree.map(lambda x: x[:, None], (q, k, v, mask))
+    return jax.lax.map(lambda row: blockwise_attention(*row, row[3], scoring=scoring), rows)[:, 0]
 
 
 def dense_attention(
@@ -165,31 +201,12 @@ def _mask_blocks(mask: MaskSpec, size: int) -> MaskSpec:
 
 
 def _live_blocks(q: MaskSpec, k: MaskSpec) -> Bool[Array, "q k"]:
-    """Find the pairs of blocks that may hold an allowed pair in some row.
+    """Find the pairs of blocks (`_mask_blocks`) that may hold an allowed pair in some row."""
 
-    Conservative: it compares the ranges of the fields in the two blocks, as `allowed` compares those of two tokens.
-    """
+    def rows(mask: MaskSpec) -> MaskSpec:
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1), mask)
 
-    def ranges(x: Array, valid: Array) -> tuple[Array, Array]:
-        # A block without valid tokens gets an empty range, which overlaps nothing.
-        limit = jnp.iinfo(jnp.int32).max
-        return jnp.where(valid, x, limit).min(-1), jnp.where(valid, x, -limit).max(-1)
-
-    def overlap(x_q: Array, valid_q: Array, x_k: Array, valid_k: Array) -> Array:
-        q_low, q_high = ranges(x_q, valid_q)
-        k_low, k_high = ranges(x_k, valid_k)
-        return (q_low[:, None] <= k_high) & (k_low <= q_high[:, None])
-
-    q_valid = q.sample >= 0
-    k_valid = k.sample >= 0
-    same_sample = overlap(q.sample, q_valid, k.sample, k_valid)
-    same_span = overlap(q.span, q_valid & (q.span != 0), k.span, k_valid & (k.span != 0))
-    # Causal pairs need a key that is not behind the last query, and a query that sees the kind of some key.
-    causal = ranges(k.pos, k_valid)[0] <= ranges(q.pos, q_valid)[1][:, None]
-    causal &= (jnp.bitwise_or.reduce(q.sees, axis=-1)[:, None] & jnp.bitwise_or.reduce(k.kind, axis=-1)) != 0
-    if q.reach is not None:
-        causal &= ranges(k.pos, k_valid)[1] > ranges(q.pos - q.reach, q_valid)[0][:, None]
-    return jnp.any(same_sample & (same_span | causal), axis=-1)
+    return block_pairs(rows(q), rows(k), q.pos.shape[-1], k.pos.shape[-1])[1].any(0)
 
 
 def _visits(live: Bool[Array, "x y"]) -> tuple[Int[Array, "x y"], Int[Array, " x"]]:
@@ -197,8 +214,8 @@ def _visits(live: Bool[Array, "x y"]) -> tuple[Int[Array, "x y"], Int[Array, " x
 
     [[F, T, T], [T, F, F]] gives the order [[1, 2, 0], [0, 1, 2]] and the counts [2, 1].
     """
-    order = jnp.argsort(jnp.logical_not(live), axis=1, stable=True).astype(jnp.int32)
-    return order, jnp.sum(live, axis=1, dtype=jnp.int32)
+    lists = BlockLists.of(jnp.zeros_like(live), live)
+    return lists.order, lists.count[:, 1]
 
 
 def _scores(q: Array, k: Array, scoring: Scoring) -> Float[Array, "b m g q s"]:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig
-from mmjax.models.attention import MaskSpec, Scoring
+from mmjax.kernels.masks import MaskSpec
+from mmjax.models.attention import Scoring
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, RMSNorm, TransformerLayer
 from mmjax.models.rope import text_rotation
@@ -92,12 +93,13 @@ class Decoder(nnx.Module):
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:
         """Build the masks and the rotary angles of tokens with this mask, at these RoPE positions."""
         rotation = text_rotation(self.config, position, mask.sample)
-        if not self.config.windowed:
-            return Context(mask, rotation)
+        c = self.config
+        if not c.windowed:
+            return Context(mask, rotation).planned(c.attention, c.head_width)
         # Both masks need a window, so that a scan over layers of both kinds can select one of two equal pytrees.
-        window_mask = mask._replace(reach=jnp.full_like(mask.pos, self.config.window))
+        window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
-        return Context(full_mask, rotation, window_mask=window_mask)
+        return Context(full_mask, rotation, window_mask=window_mask).planned(c.attention, c.head_width)
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:
         """Return every position's sample id and its index in the sample."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch
 from mmjax.config import AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
-from mmjax.models.attention import MaskSpec, encoder_mask
+from mmjax.kernels.masks import MaskSpec, encoder_mask
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import (
     ACTIVATIONS,
@@ -119,6 +119,7 @@ class VisionEncoder(nnx.Module):
         c = self.config
         patch = jnp.maximum(items.coordinates[..., 1:], 0)
         context = Context(encoder_mask(items.item), window_mask=self._window_mask(items.item, patch))
+        context = context.planned(c.attention, c.width // c.heads)
         if isinstance(c.positions, LearnedGrid):
             return context
         return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta))
@@ -204,6 +205,7 @@ class AudioEncoder(nnx.Module):
         block = encoder_layer_config(c)
         self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs)
         self.head = LayerNorm(c.width, c.norm_eps)
+        self.config = c
         self.pool = c.pool
         self.dropout = c.dropout
         self.dtype = dtype
@@ -218,7 +220,8 @@ class AudioEncoder(nnx.Module):
 
     def context(self, items: ItemBatch) -> Context:
         """Build the attention mask of a batch; the stem has added positions already."""
-        return Context(encoder_mask(self._layer_items(items)))
+        c = self.config
+        return Context(encoder_mask(self._layer_items(items))).planned(c.attention, c.width // c.heads)
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
         """Pool the last layer's output over every `pool` positions and apply the final norm."""

@@ -201,14 +201,16 @@ def _apply(
     numbers = None if context.dropout is None else jnp.arange(run.start, run.stop)
     mixed = len(set(windowed)) > 1
     if not mixed:
-        context = context._replace(mask=context.window_mask if windowed[0] else context.mask, window_mask=None)
+        context = context.of_layers(windowed[0])
 
     def layer(params: Any, x: Array, context: Context, inputs: LayerInputs) -> tuple[Array, KeyValue | None]:
         if inputs.number is not None:
             context = context._replace(dropout=context.dropout._replace(layer=inputs.number))
         if inputs.windowed is not None:
-            mask = jax.tree.map(partial(jnp.where, inputs.windowed), context.window_mask, context.mask)
-            context = context._replace(mask=mask, window_mask=None)
+            near = context.of_layers(windowed=True)
+            far = context.of_layers(windowed=False)
+            select = partial(jax.tree.map, partial(jnp.where, inputs.windowed))
+            context = far._replace(mask=select(near.mask, far.mask), plan=select(near.plan, far.plan))
         # Merged inside, because a scan and `jax.checkpoint` pass only arrays.
         module = nnx.merge(graph, params)
         key_value = None

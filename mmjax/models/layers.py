@@ -16,7 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
-from mmjax.models.attention import DEFAULT_SCORING, Backend, MaskSpec, Scoring, attention, dense_attention
+from mmjax.kernels.flash_attention import BlockPlan
+from mmjax.kernels.masks import MaskSpec
+from mmjax.models.attention import DEFAULT_SCORING, Backend, Scoring, attention, dense_attention, plan_attention
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
 
@@ -96,6 +98,23 @@ class Context(NamedTuple):
     rotation: Rotation | None = None
     dropout: Dropout | None = None  # None: nothing is dropped
     window_mask: MaskSpec | None = None  # of the layers with sliding-window or window attention
+    plan: BlockPlan | None = None  # of the blocks that a kernel visits under `mask`
+    window_plan: BlockPlan | None = None
+
+    def planned(self, backend: Backend, head_width: int) -> Context:
+        """Plan attention under both masks, once for all layers."""
+        window_mask = self.window_mask
+        return self._replace(
+            plan=plan_attention(self.mask, backend, head_width),
+            window_plan=None if window_mask is None else plan_attention(window_mask, backend, head_width),
+        )
+
+    def of_layers(self, windowed: bool) -> Context:
+        """Return what layers with or without a window see."""
+        mask = self.window_mask if windowed else self.mask
+        return self._replace(
+            mask=mask, plan=self.window_plan if windowed else self.plan, window_mask=None, window_plan=None
+        )
 
 
 class Linear(nnx.Module):
@@ -266,7 +285,7 @@ class SelfAttention(nnx.Module):
             q = rotate(q, context.rotation)
             k = rotate(k, context.rotation)
         if past is None:
-            attn_out = attention(q, k, v, context.mask, self.backend, self.scoring)
+            attn_out = attention(q, k, v, context.mask, self.backend, self.scoring, context.plan)
         else:
             # One token is no block of queries, so the backend does not matter: all scores at once.
             keys = jax.lax.dynamic_update_slice_in_dim(past.cache.key, k, past.column, axis=1)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, TextBatch, WeightedSlots
 from mmjax.config import ConnectorConfig, ModelConfig, VisionConfig
-from mmjax.models.attention import MaskSpec
+from mmjax.kernels.masks import MaskSpec
 from mmjax.models.decoder import Decoder, logits_of
 from mmjax.models.encoders import AudioEncoder, VisionEncoder
 from mmjax.models.layer_stacks import KVCache, LayerStack

@@ -226,6 +226,12 @@ def active() -> Active | None:
     return None if current is None or current.mesh.size == 1 else current
 
 
+def platform() -> str:
+    """Return the platform of the mesh that activations are laid out on, also an absent one; else JAX's default."""
+    current = _active.get()
+    return jax.default_backend() if current is None else current.mesh.devices.flat[0].platform
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Lay `x` out by its logical axes on the active mesh; without one (one device, or a bare call), `x` itself.
 

@@ -209,8 +209,7 @@ def executed(
         has_backward = trainable or upstream or has_adapters
         tower = module.removesuffix(".connector")
         config = model.llm if module == "llm" else model.encoders[tower]
-        # Two products forward, four backward; blockwise attention saves no scores and recomputes them with a fifth.
-        attention = 5 * p.attention // 2 if config.attention == "blockwise" else 2 * p.attention
+        attention = _ATTENTION_PRODUCTS[config.attention] * p.attention // 2
         policies = layer_policies(config)
         unscanned = module != tower or len(policies) < 2 or policies[0] != policies[1]  # the first layer
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
@@ -254,6 +253,11 @@ def executed_logits(model: ModelConfig, work: Work) -> int:
     return (2 * model.llm.width + LOGITS[0]) * model.llm.vocab * work.positions
 
 
+# Products of backward attention: four gradients; without saved scores also the scores; the kernels for queries and for
+# keys each recompute these, and the gradient of the weights.
+_ATTENTION_PRODUCTS = {"dense": 4, "blockwise": 5, "flash": 7, "auto": 7}
+
+
 def recompute_flops(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> int:
     """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy.
 
@@ -271,7 +275,7 @@ def recompute_flops(config: DecoderConfig | Encoder, work: Work, policy: Remat) 
         "attention": layer.width * layer.mlp,
         "full": layer.width * layer.mlp,
     }[policy]
-    attention_saved = config.attention == "blockwise" and policy != "full"
+    attention_saved = config.attention != "dense" and policy != "full"
     attention = 0 if attention_saved else 2 * 2 * layer.queries * work.pairs
     return 2 * (layer.weights - saved_weights) * work.positions + attention + layer_elementwise(config, work)[0]
 

@@ -36,7 +36,7 @@ def saved_bytes_of_policy(
     layer = layer_sizes(config)
     stream = layer.width * activation
     output = layer.queries * activation
-    blockwise = config.attention == "blockwise"
+    blockwise = config.attention != "dense"
     logsumexp = LOGSUMEXP * layer.heads * blockwise
     attention = logsumexp + (trainable or blockwise) * output
     # Outputs of the linear layers: query, key and value, attention's output, and up (and gate) of the MLP.

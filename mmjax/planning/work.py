@@ -16,7 +16,7 @@ from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.config.model import CONV_STRIDE, Encoder
 
 CONV_TAPS = 3  # kernel size of both convolutions of the audio encoder
-BLOCK = 256  # queries and keys of one block of blockwise attention
+BLOCKS = {"blockwise": 256, "flash": 128, "auto": 128}  # queries of one block; the kernel takes fewer keys
 
 
 class Work(NamedTuple):
@@ -181,8 +181,8 @@ def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[s
         config = model.llm if name == "llm" else model.encoders[name]
         layer_length = length // CONV_STRIDE if isinstance(config, AudioConfig) else length
         pairs = layer_length**2
-        if config.attention == "blockwise":
-            side = min(BLOCK, layer_length)
+        if config.attention != "dense":
+            side = min(BLOCKS[config.attention], layer_length)
             blocks = -(-layer_length // side)
             pairs = side**2 * (blocks * (blocks + 1) // 2 if name == "llm" else blocks**2)
             if name == "llm":

@@ -1,8 +1,12 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from mmjax.config import MeshConfig
 from mmjax.models.attention import (
     DEFAULT_SCORING,
     MaskSpec,
@@ -14,6 +18,7 @@ from mmjax.models.attention import (
     blockwise_attention,
     dense_attention,
 )
+from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
 
 
 def as_mask(rows):
@@ -201,3 +206,22 @@ def test_heads_that_do_not_divide_are_refused():
     q, k, v, mask = random_case(0, 16, 4, 3)
     with pytest.raises(ValueError, match="4 query heads are no multiple of 3"):
         attention(q, k, v, mask, "dense")
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "flash"])
+def test_on_a_mesh_each_device_visits_its_own_rows_and_heads_and_nothing_is_exchanged(backend):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])
+    q, k, v, mask = random_case(5, 40, 4, 2, rows=4)
+
+    def loss(q, k, v, mask, backend):
+        return jnp.square(attention(q, k, v, mask, backend)).sum()
+
+    wanted = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=4)(q, k, v, mask, "dense")
+    heads = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, "tensor"))
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    placed = (*(jax.device_put(x, heads) for x in (q, k, v)), jax.device_put(mask, rows))
+    with activations_on(mesh, ShardingRules()):
+        program = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=4).lower(*placed, backend).compile()
+    for ours, theirs in zip(program(*placed), wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    assert not re.search(r"all-(reduce|gather|to-all)", program.as_text())

@@ -99,7 +99,7 @@ def others_that_changed(run, samples, index):
     return int((a[~mine] != b[~mine]).sum())
 
 
-@pytest.mark.parametrize("backend", ["dense", "blockwise"])
+@pytest.mark.parametrize("backend", ["dense", "blockwise", "flash"])
 def test_replacing_one_samples_content_changes_no_other_samples_loss_by_one_bit(backend):
     run = losses(*build(tiny(backend)))
     assert others_that_changed(run, many_samples(), 3) == 0

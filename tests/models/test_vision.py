@@ -62,7 +62,7 @@ def with_vision(**changes):
         {"frames": 2, "window": 4, "windowed": (0, 1, 2), "deepstack": (1,)},
     ],
 )
-@pytest.mark.parametrize("backend", ["dense", "blockwise"])
+@pytest.mark.parametrize("backend", ["dense", "blockwise", "flash"])
 def test_images_of_other_towers_are_alone_in_their_rows_too(changes, backend):
     model, params = build(with_vision(attention=backend, **changes))
     rng = np.random.default_rng(0)

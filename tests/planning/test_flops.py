@@ -330,7 +330,7 @@ def test_executed_adds_what_needed_leaves_out() -> None:
 
 
 def test_blockwise_attention_executes_the_blocks_it_may_visit() -> None:
-    assert work.BLOCK == attention.BLOCK
+    assert work.BLOCKS["blockwise"] == attention.BLOCK
     dense = ModelConfig(make_model().llm, {})
     blockwise = ModelConfig(replace(dense.llm, attention="blockwise"), {})
     pairs = {m.llm.attention: work.row_work(m, {"llm": (3, 1000)})["llm"].pairs for m in (dense, blockwise)}

@@ -1,0 +1,1 @@
+"""Kernels written in Pallas, and the masks that they evaluate."""
