@@ -13,8 +13,9 @@ from pathlib import Path
 
 import jax
 
-from mmjax.config import Config, MeshConfig
+from mmjax.config import Config, MediaLimits, MeshConfig
 from mmjax.console import print_lines, print_note
+from mmjax.data.media.decode import DEFAULT_LIMITS, check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import BadSample, Medium
@@ -40,7 +41,7 @@ def generate(
     """
     config = served.config
     prompt_format = served.prompt_format()
-    prompts = UserPromptSource([prompt], prompt_format, config.model.encoders, served.functions())
+    prompts = UserPromptSource([prompt], prompt_format, config.model.encoders, served.functions(), config.data.limits)
     most = min(most, _answer_room(served, prompts))
     mesh_config, devices = _choose_mesh(config)
     mesh = make_mesh(mesh_config, devices)
@@ -96,13 +97,20 @@ def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
     return MeshConfig(data=1, tensor=tensor), devices[:tensor]
 
 
-def read_media(images: Sequence[Path], clips: Sequence[Path], encoders: Encoders) -> dict[Medium, list[bytes]]:
-    """Read media files and probe their headers. Raises UserError for what is no image or clip, or has no encoder."""
+def read_media(
+    images: Sequence[Path], clips: Sequence[Path], encoders: Encoders, limits: MediaLimits = DEFAULT_LIMITS
+) -> dict[Medium, list[bytes]]:
+    """Read media files and probe their headers.
+
+    Raises UserError for what is no image or clip, is beyond the limits, or has no encoder.
+    """
     files: dict[Medium, Sequence[Path]] = {"image": images, "audio": clips}
-    return {kind: [_read_medium(kind, path, encoders) for path in paths] for kind, paths in files.items() if paths}
+    return {
+        kind: [_read_medium(kind, path, encoders, limits) for path in paths] for kind, paths in files.items() if paths
+    }
 
 
-def _read_medium(kind: Medium, path: Path, encoders: Encoders) -> bytes:
+def _read_medium(kind: Medium, path: Path, encoders: Encoders, limits: MediaLimits) -> bytes:
     try:
         MediaProcessors(encoders).encoder(kind)
     except UserError:
@@ -111,7 +119,7 @@ def _read_medium(kind: Medium, path: Path, encoders: Encoders) -> bytes:
         ) from None
     try:
         encoded = path.expanduser().read_bytes()
-        PROBES[kind](io.BytesIO(encoded))
+        check_media_size(kind, PROBES[kind](io.BytesIO(encoded)), limits)
     except OSError as error:
         raise UserError(f"--{kind} {path}: {error.strerror or error}") from None
     except BadMedia as bad:
@@ -140,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     served = CheckpointModel.open(args.model, args.overrides, args.step)
-    prompt = make_prompt(args.question, read_media(args.image, args.audio, served.config.model.encoders), args.system)
+    media = read_media(args.image, args.audio, served.config.model.encoders, served.config.data.limits)
+    prompt = make_prompt(args.question, media, args.system)
     show = sys.stdout.isatty() and not args.json
     answer, seconds = generate(served, prompt, sampling, args.max_tokens, show)
     if args.json:

@@ -112,7 +112,8 @@ def _scan(config: Config, name: str, split: Split, cache: Path) -> Part:
     """Scan one split of a config with a single source."""
     if config.data.chat is None:
         conversations = open_conversations(config.data.sources[name], split, cache, f"data.sources.{name}")
-        facts = _with_progress(len(conversations), f"{name} {split}", partial(read_facts, conversations, PROBES, cache))
+        read = partial(read_facts, conversations, PROBES, cache, limits=config.data.limits)
+        facts = _with_progress(len(conversations), f"{name} {split}", read)
         return Part(name, split, conversations, facts)
     source = open_sources(config, split, Path())[name]
     facts = _with_progress(len(source), f"{name} {split}, headers", source.read_headers)

@@ -19,6 +19,7 @@ from mmjax.config.data import (
     LlavaSource,
     LlmBalance,
     ManifestSource,
+    MediaLimits,
     MessagesSource,
     NoBalance,
     NoGrouping,
@@ -52,7 +53,6 @@ from mmjax.config.media import (
     FixedSize,
     ImagePreparation,
     LogMel,
-    MediaLimits,
     SmartResize,
     WhisperMel,
 )

@@ -1,4 +1,4 @@
-"""Configs of media: how images and clips are preprocessed, and which are rejected."""
+"""Configs of media: how images and clips are preprocessed."""
 
 from __future__ import annotations
 
@@ -105,17 +105,3 @@ class WhisperMel:
 
 
 AudioPreparation = LogMel | WhisperMel
-
-
-# ------------------------------------------------------------------------------------------------------------- limits
-
-
-@dataclass(frozen=True)
-class MediaLimits:
-    """Size limits of images and clips. Those beyond are bad samples, rejected before anything is decoded."""
-
-    pixels: int = 100_000_000  # of an image, also while it is preprocessed
-    min_side: int = 1  # pixels
-    max_side: int = 65_535  # pixels
-    aspect: float = 200.0  # the longer side over the shorter one
-    seconds: float = 3600.0  # of a clip

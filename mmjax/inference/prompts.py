@@ -13,8 +13,9 @@ import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
-from mmjax.config import AnyRes, DynamicTiles, FixedSize, ModelConfig, VisionConfig
+from mmjax.config import AnyRes, DynamicTiles, FixedSize, MediaLimits, ModelConfig, VisionConfig
 from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.media.decode import DEFAULT_LIMITS, check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
@@ -94,12 +95,17 @@ class UserPromptSource:
     """Questions as a `Source` of prompts."""
 
     def __init__(
-        self, prompts: Sequence[UserPrompt], chat: PromptFormat, encoders: Encoders, functions: Functions | None = None
+        self,
+        prompts: Sequence[UserPrompt],
+        chat: PromptFormat,
+        encoders: Encoders,
+        functions: Functions | None = None,
+        limits: MediaLimits = DEFAULT_LIMITS,
     ) -> None:
         """functions: the encoders' callbacks by name."""
         self._prompts = list(prompts)
         self._chat = chat
-        self._senses = MediaProcessors(encoders, functions)
+        self._senses = MediaProcessors(encoders, functions, limits)
         self._decoded = lru_cache(maxsize=DECODED)(self._decode)
 
     def __len__(self) -> int:
@@ -130,6 +136,7 @@ class UserPromptSource:
             # Headers alone: `item` decodes.
             try:
                 facts = PROBES[kind](io.BytesIO(encoded))
+                check_media_size(kind, facts, self._senses.limits)
                 media.append(self._senses.items(kind, (facts[0], facts[1]), kinds.count("image")))
             except BadMedia as bad:
                 raise BadSample(str(bad)) from None

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, Filter, FixedSize, ImagePreparation, MediaLimits, SmartResize
+from mmjax.data.media.decode import DEFAULT_LIMITS
 from mmjax.errors import BadMedia
 
 Size = tuple[int, int]  # height, width
@@ -41,7 +42,7 @@ class LazyImage:
 
     size: Size
     pixels: np.ndarray | None = None  # uint8 [height, width, 3], read only
-    max_pixels: int = MediaLimits.pixels
+    max_pixels: int = DEFAULT_LIMITS.pixels
 
     def resized(self, size: Size, filter: Filter = "bicubic") -> LazyImage:
         """Resize to (height, width)."""
@@ -127,7 +128,7 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
 
 
 def prepared_sizes(
-    prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits | None = None
+    prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits = DEFAULT_LIMITS
 ) -> tuple[Size, ...]:
     """Compute the sizes of the items of an image of (height, width); `images` is how many images its sample has.
 
@@ -136,12 +137,12 @@ def prepared_sizes(
     if min(size) < 1:
         raise BadMedia(f"an image of {size[0]} x {size[1]} pixels is empty")
     # Without pixels: the preparation computes sizes alone.
-    picture = LazyImage(size, None, (limits or MediaLimits()).pixels)
+    picture = LazyImage(size, None, limits.pixels)
     return tuple(item.size for item in prepare(picture, images))
 
 
 def prepare_image(
-    prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits | None = None
+    prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits = DEFAULT_LIMITS
 ) -> tuple[np.ndarray, ...]:
     """Prepare the items uint8 `[h, w, 3]` (read only) of an image uint8 `[H, W, 3]`, in the sizes of `prepared_sizes`.
 
@@ -151,7 +152,7 @@ def prepare_image(
         raise ValueError(f"an image must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}")
     if not image.size:
         raise BadMedia(f"an image of {image.shape[0]} x {image.shape[1]} pixels is empty")
-    picture = LazyImage(image.shape[:2], image, (limits or MediaLimits()).pixels)
+    picture = LazyImage(image.shape[:2], image, limits.pixels)
     return tuple(item.pixels for item in prepare(picture, images))
 
 

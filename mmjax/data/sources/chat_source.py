@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import ChatFormat, DataConfig
+from mmjax.config import ChatFormat, DataConfig, MediaLimits
+from mmjax.data.media.decode import DEFAULT_LIMITS
 from mmjax.data.media.patches import Encoders
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths, Text
 from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
@@ -198,23 +199,31 @@ class ChatSource:
     """Conversations of a data set as a `Source`, and as questions: each one's last answer."""
 
     def __init__(
-        self, reopen: Reopen, chat: Chat, encoders: Encoders, cache: Path, functions: Functions | None = None
+        self,
+        reopen: Reopen,
+        chat: Chat,
+        encoders: Encoders,
+        cache: Path,
+        functions: Functions | None = None,
+        limits: MediaLimits = DEFAULT_LIMITS,
     ) -> None:
         """reopen: opens the conversations, here and in counting worker processes. functions: callbacks by name."""
         self.conversations = reopen()
         self.chat = chat
         self._cache = cache
         self._reopen = reopen
-        self._senses = MediaProcessors(encoders, functions)
+        self._limits = limits
+        self._senses = MediaProcessors(encoders, functions, limits)
         self._decoded = lru_cache(maxsize=DECODED)(self._decode)
 
     def __len__(self) -> int:
         return len(self.conversations)
 
     def fingerprint(self) -> str:
-        """Hash the records, the sizes of their media, the template and how media are prepared."""
+        """Hash the records, the sizes of their media, the template, how media are prepared, and their limits."""
         digest = hashlib.sha256()
-        for part in (self.conversations.fingerprint(), self.chat.fingerprint(), repr(self._senses.encoders)):
+        settings = (repr(self._senses.encoders), repr(self._limits))
+        for part in (self.conversations.fingerprint(), self.chat.fingerprint(), *settings):
             digest.update(part.encode())
         # Resized media change tokens, so that a batch of the same index would have another content.
         for array in (self._facts.start, self._facts.size, self._facts.bad):
@@ -226,7 +235,7 @@ class ChatSource:
 
     def read_headers(self, progress: Progress = lambda done: None) -> MediaFacts:
         """Read the media's headers that are new or have changed since the last time; return the facts of all."""
-        self._facts = read_facts(self.conversations, PROBES, self._cache, progress)
+        self._facts = read_facts(self.conversations, PROBES, self._cache, progress, self._limits)
         return self._facts
 
     def count_tokens(self, progress: Progress = lambda done: None) -> None:
@@ -235,7 +244,7 @@ class ChatSource:
 
     @cached_property
     def _facts(self) -> MediaFacts:
-        known = open_facts(self.conversations, self._cache)
+        known = open_facts(self.conversations, self._cache, self._limits)
         return self.read_headers() if known is None else known
 
     @cached_property

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, VisionConfig
+from mmjax.config import AudioConfig, MediaLimits, VisionConfig
 from mmjax.data.media.anyres_layout import BeforeLlm, TokenLayout, before_llm
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
+    DEFAULT_LIMITS,
     ClipHeader,
     Probe,
     decode_clip,
@@ -48,8 +49,12 @@ class MediaItems(NamedTuple):
 class MediaProcessors:
     """Prepare images and clips for a model's encoders, and their tokens for its LLM."""
 
-    def __init__(self, encoders: Encoders, functions: Functions | None = None) -> None:
+    def __init__(
+        self, encoders: Encoders, functions: Functions | None = None, limits: MediaLimits = DEFAULT_LIMITS
+    ) -> None:
+        """limits: those of `data.limits`. Media beyond them are bad, also while they are prepared."""
         self.encoders = dict(encoders)
+        self.limits = limits
         vision = {name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)}
         self._eyes = {name: ImageProcessor.of(name, encoder, functions or {}) for name, encoder in vision.items()}
         # Many media have one of few sizes, and arranging the tokens of an image takes longer than looking them up.
@@ -67,7 +72,7 @@ class MediaProcessors:
         """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia."""
         name = self.encoder(kind)
         if kind == "image":
-            return self._eyes[name].items(facts, images)
+            return self._eyes[name].items(facts, images, self.limits)
         encoder = self.encoders[name]
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
@@ -76,10 +81,12 @@ class MediaProcessors:
         """Decode a medium's file to its items, of the sizes that `items` returns. Raises BadMedia."""
         name = self.encoder(kind)
         if kind == "image":
-            items = prepare_image(self._eyes[name].before_encoder, decode_image(encoded), images)
+            items = prepare_image(
+                self._eyes[name].before_encoder, decode_image(encoded, self.limits), images, self.limits
+            )
             return tuple(map(grey, items)) if self.encoders[name].channels == 1 else items
         encoder = self.encoders[name]
-        wave = decode_clip(encoded, encoder.sample_rate)
+        wave = decode_clip(encoded, encoder.sample_rate, self.limits)
         # Cut after resampling, as `_items` does from the header's length.
         return tuple(wave[start:stop] for start, stop in split_clip(encoder, len(wave)))
 
@@ -112,9 +119,9 @@ class ImageProcessor:
             functions[callbacks.before_llm] if callbacks.before_llm else before_llm(encoder),
         )
 
-    def items(self, size: tuple[int, int], images: int) -> MediaItems:
+    def items(self, size: tuple[int, int], images: int, limits: MediaLimits) -> MediaItems:
         """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
-        sizes = prepared_sizes(self.before_encoder, size, images)
+        sizes = prepared_sizes(self.before_encoder, size, images, limits)
         if self.before_llm is None:
             return MediaItems(self.name, sizes)
         grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
