@@ -179,9 +179,9 @@ def report(outlook: RunForecast, price: float | None, source: str, compiled: int
         lines.append(f"       {size(compiled)} by the compiler; what is predicted differs by {error:+.1%}")
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in asdict(way.time).items() if seconds)
     lines += [
-        f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%}: {parts}",
+        f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%} ({outlook.basis}): {parts}",
         *table(_balance_rows(outlook)),
-        f"start  about {compile_seconds(way):.0f} s of compiling on one core of each host: "
+        f"start  about {_one_digit(compile_seconds(way)):,.0f} s of compiling, measured for H100 on one CPU core: "
         f"{len(way.layout.shapes)} shape(s), {layer_stacks(way)} run(s) of layers",
     ]
     return [*lines, *_whole_run(outlook, price), *(f"limits {line}" for line in limits(outlook))]
@@ -227,6 +227,11 @@ def compile_seconds(way: BalanceForecast) -> float:
     return len(way.layout.shapes) * (PROGRAM_SECONDS + STACK_SECONDS * layer_stacks(way))
 
 
+def _one_digit(number: float) -> float:
+    """Round to one significant digit, for estimates that are no better: 164 to 200, 7.4 to 7."""
+    return float(f"{number:.1g}")
+
+
 def _whole_run(outlook: RunForecast, price: float | None) -> list[str]:
     """Format the time and cost of the whole run, and the disk that its checkpoints take."""
     config = outlook.config
@@ -238,7 +243,7 @@ def _whole_run(outlook: RunForecast, price: float | None) -> list[str]:
     keep = config.training.keep
     verdict = "" if keep * checkpoint < free else ": TOO LITTLE HERE"
     return [
-        f"run    {outlook.steps:,} steps take {_hours(outlook.hours)}, {device_hours:,.1f} device hours{cost}",
+        f"run    {outlook.steps:,} such steps take {_hours(outlook.hours)}, {device_hours:,.1f} device hours{cost}",
         f"saves  {size(checkpoint)} x {keep} kept; {size(free)} are free where this plan was made{verdict}",
     ]
 
@@ -314,6 +319,7 @@ def as_numbers(outlook: RunForecast, price: float | None, compiled: int | None =
         "balance": outlook.config.batch.balance.kind,
         "ways": ways,
         "nearest": outlook.nearest,
+        "basis": outlook.basis,
         "compile": compile_seconds(outlook.chosen),
         "hours": outlook.hours,
         "device_hours": device_hours,

@@ -27,7 +27,7 @@ from mmjax.data.plan.placement import Balance
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
 from mmjax.parallel.sharding import check_heads, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops
-from mmjax.planning.hardware import USABLE, Cluster
+from mmjax.planning.hardware import COMPUTE_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.planning.step_time import ClusterRun, Speed, StepTime, step_time
 from mmjax.planning.work import length_work
@@ -64,6 +64,7 @@ class RunForecast:
     samples: float  # per step
     tokens: float  # of the LLM, per step
     needed: float  # FLOPs per step, over all devices
+    speed: Speed  # that the times rest on
     nearest: str = ""  # where it does not fit: the smallest change of settings that would
     longest: str = ""  # the sample that is much longer than the others
 
@@ -76,6 +77,13 @@ class RunForecast:
         """Return the model FLOPs utilisation."""
         peak = self.cluster.device.peak(self.config.training.precision) * self.cluster.devices
         return self.needed / (way.time.total * peak)
+
+    @property
+    def basis(self) -> str:
+        """Describe what the times rest on: the layers' measured times, or an assumed share of the peak."""
+        if set(self.speed.measured) >= {"llm", *self.config.model.encoders}:
+            return "from layer times measured on this machine"
+        return f"assumes {COMPUTE_EFFICIENCY:.0%} of peak"
 
     @property
     def steps(self) -> int:
@@ -140,6 +148,7 @@ def forecast_run(
         samples=len(samples) / steps,
         tokens=float(index.llm_tokens[samples].sum()) / steps,
         needed=_model_flops(config, index, samples) / steps,
+        speed=speed,
         nearest=remedy,
         longest=index.longest(),
     )

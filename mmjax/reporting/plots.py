@@ -101,7 +101,8 @@ def plot_plan(path: Path, outlook: RunForecast) -> None:
     bars = BAR * len(outlook.ways)
     memory_top, time_top, work_top = np.cumsum([66, HEADING + bars + 66, HEADING + bars + 50])
     axes = " x ".join(f"{axis} {n}" for axis, n in outlook.mesh.items() if n > 1) or "one device"
-    title = f"{config.name} on {outlook.cluster}: {duration(chosen.time.total)} a step, MFU {outlook.mfu(chosen):.1%}"
+    speed = f"{duration(chosen.time.total)} a step, MFU {outlook.mfu(chosen):.1%} ({outlook.basis})"
+    title = f"{config.name} on {outlook.cluster}: {speed}"
     subtitle = (
         f"{count(sum(parameters(config.model).values()))} parameters, {config.training.precision}, mesh {axes}, "
         f"{outlook.samples:,.0f} samples and {count(outlook.tokens)} LLM tokens a step, "
