@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray in the loader, jax.Array in the step
 
+TIME, ROW, COLUMN = range(3)  # of `ItemBatch.coordinates`, and of `TextBatch.position` where it has three
 PADDING = -1  # in `sample`, `source`, `owner`, `item`, `slots` and `send`: nothing here
 
 

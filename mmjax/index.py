@@ -141,13 +141,13 @@ def _with_progress(records: int, description: str, work: Callable[[Progress], T]
 def measures(part: Part) -> dict[str, np.ndarray]:
     """Measure the usable records of a data set, by the measure's name."""
     facts = part.facts
-    pixels = facts.of("image").astype(float)  # [images, 2]: width and height
-    clips = facts.of("audio").astype(float)  # [clips, 2]: samples and their rate
+    pixels = facts.of("image").astype(float)  # [images, 2]: height and width
+    frames, rate = facts.of("audio").astype(float).T
     measured = {
         "text, characters": facts.characters[facts.good()].astype(float),
         "image, megapixels": pixels.prod(axis=1) / 1e6,
         "image, longer side": pixels.max(axis=1, initial=0),
-        "clip, seconds": clips[:, 0] / clips[:, 1],
+        "clip, seconds": frames / rate,
         "media of a record": np.diff(facts.start)[facts.good()].astype(float),
     }
     if part.lengths is not None:

@@ -49,7 +49,8 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "data": May(("mmjax.data.media.anyres_layout", "mmjax.data.sample", *BASE), frozenset({"numpy"})),
     "data.storage": May(("mmjax.data.storage", *DATA, "mmjax.hub", *BASE), frozenset({"numpy", "fsspec", "soundfile"})),
     "data.media": May(
-        ("mmjax.data.media", *BASE), frozenset({"numpy", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"})
+        ("mmjax.data.media", "mmjax.batch", *BASE),
+        frozenset({"numpy", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"}),
     ),
     "data.toy": May(("mmjax.data.toy", *DATA, *BASE), frozenset({"numpy"})),
     "data.text": May(

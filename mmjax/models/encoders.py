@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.batch import ItemBatch
+from mmjax.batch import ROW, TIME, ItemBatch
 from mmjax.config import AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
 from mmjax.models.attention import MaskSpec, encoder_mask
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
@@ -78,7 +78,7 @@ def interpolate_positions(table: PositionTable, side: int, items: ItemBatch) -> 
 
     With side 4, patch column 3 of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5: half of column 1 and half of column 2.
     """
-    patch = jnp.maximum(items.coordinates[..., 1:], 0)
+    patch = jnp.maximum(items.coordinates[..., ROW:], 0)
     point = patch.astype(jnp.float32) * (side - 1) / jnp.maximum(max_in_item(patch, items.item), 1)
     vectors = jnp.zeros((), jnp.float32)
     for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -117,7 +117,7 @@ class VisionEncoder(nnx.Module):
     def context(self, items: ItemBatch) -> Context:
         """Build the masks, and the rotary angles if positions are rotary."""
         c = self.config
-        patch = jnp.maximum(items.coordinates[..., 1:], 0)
+        patch = jnp.maximum(items.coordinates[..., ROW:], 0)
         context = Context(encoder_mask(items.item), window_mask=self._window_mask(items.item, patch))
         if isinstance(c.positions, LearnedGrid):
             return context
@@ -213,7 +213,7 @@ class AudioEncoder(nnx.Module):
             raise ValueError(
                 f"a row of {items.values.shape[1]} audio frames is no multiple of the stride {STRIDE * self.pool}"
             )
-        x = self.embed(items.values.astype(self.dtype), items.item, items.coordinates[:, ::STRIDE, 0] // STRIDE)
+        x = self.embed(items.values.astype(self.dtype), items.item, items.coordinates[:, ::STRIDE, TIME] // STRIDE)
         return constrain(x, "rows", "length", "width")
 
     def context(self, items: ItemBatch) -> Context:
@@ -241,4 +241,4 @@ class AudioEncoder(nnx.Module):
 
     def _layer_items(self, items: ItemBatch) -> Int[Array, "r m"]:
         """Return the item of every position after the stem, -1 for padding and for silence behind a recording."""
-        return jnp.where(items.coordinates[..., 1] < 0, -1, items.item)[:, ::STRIDE]
+        return jnp.where(items.coordinates[..., ROW] < 0, -1, items.item)[:, ::STRIDE]

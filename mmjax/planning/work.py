@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.balance.mask_work import Mask, block_work
-from mmjax.batch import ItemBatch, TextBatch
+from mmjax.batch import ROW, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
 
 Encoder = VisionConfig | AudioConfig
@@ -120,7 +120,7 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
         encoder = model.encoders[name]
         # Coordinates below 0 mark inputs that become no token: class tokens, which pass through the layers, and the
         # silence behind a clip, which does not.
-        output_item = np.where(batch.coordinates[..., 1] >= 0, batch.item, -1)
+        output_item = np.where(batch.coordinates[..., ROW] >= 0, batch.item, -1)
         layer_item = batch.item
         if isinstance(encoder, AudioConfig):
             layer_item = output_item[:, ::CONV_STRIDE]
@@ -137,7 +137,7 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
 
 def _windows(items: ItemBatch, window: int) -> np.ndarray:
     """Number the attention windows of `window` x `window` patches; return each patch's, int `[R, L]`, -1 = padding."""
-    row, column = np.moveaxis(np.maximum(items.coordinates[..., 1:], 0) // window, -1, 0)
+    row, column = np.moveaxis(np.maximum(items.coordinates[..., ROW:], 0) // window, -1, 0)
     sizes = np.array([items.item.max(initial=0), row.max(initial=0), column.max(initial=0)], np.int64) + 1
     number = np.ravel_multi_index((np.maximum(items.item, 0), row, column), sizes)
     # Renumbered without gaps, for `item_pairs` counts by number.
