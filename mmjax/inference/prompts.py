@@ -6,7 +6,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,18 +30,9 @@ from mmjax.data.sample import (
     Sample,
     SampleLengths,
     Source,
-    Text,
     split_markers,
 )
-from mmjax.data.sources.chat_source import DECODED
-from mmjax.data.sources.processors import (
-    PROBES,
-    Functions,
-    MediaItems,
-    MediaProcessors,
-    encoder_names,
-    merge_arranged_items,
-)
+from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
 from mmjax.data.toy.dataset import END, decode_characters
 from mmjax.errors import BadMedia, UserError
 
@@ -105,8 +96,8 @@ class UserPromptSource:
         """functions: the encoders' callbacks by name."""
         self._prompts = list(prompts)
         self._chat = chat
-        self._senses = MediaProcessors(encoders, functions, limits)
-        self._decoded = lru_cache(maxsize=DECODED)(self._decode)
+        self._limits = limits
+        self._media = SampleMedia(MediaProcessors(encoders, functions, limits), self._sizes, self._read)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -115,39 +106,29 @@ class UserPromptSource:
         return "asked"  # nothing is cached of user prompts
 
     def facts(self, index: int) -> SampleLengths:
-        text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
-        return self._senses.facts(text, self._media_items(index))
+        try:
+            return self._media.facts(index, text_tokens(self.sample(index)))
+        except BadMedia as bad:
+            raise BadSample(str(bad)) from None
 
     def sample(self, index: int) -> Sample:
-        media = self._media_items(index)
-        return merge_arranged_items(self._chat.prompt(self._prompts[index].conversation, encoder_names(media)), media)
+        return self._media.place(index, partial(self._chat.prompt, self._prompts[index].conversation))
 
     def item(self, index: int, number: int) -> np.ndarray:
-        media = self._media_items(index)
-        places = [(medium, k) for medium, items in enumerate(media) for k in range(len(items.sizes))]
-        medium, k = places[number]
-        return self._decoded(index, medium)[k]
+        return self._media.item(index, number)
 
-    def _media_items(self, index: int) -> list[MediaItems]:
-        """Return the items of every medium. Raises BadSample."""
-        kinds = self._kinds(index)
-        media = []
-        for kind, encoded in zip(kinds, self._prompts[index].media, strict=True):
-            # Headers alone: `item` decodes.
-            try:
-                facts = PROBES[kind](io.BytesIO(encoded))
-                check_media_size(kind, facts, self._senses.limits)
-                media.append(self._senses.items(kind, (facts[0], facts[1]), kinds.count("image")))
-            except BadMedia as bad:
-                raise BadSample(str(bad)) from None
-        return media
+    def _sizes(self, index: int) -> MediaSizes:
+        """Read the sizes of a prompt's media from their headers. Raises BadMedia."""
+        prompt = self._prompts[index]
+        sizes = []
+        for place, encoded in zip(prompt.conversation.media(), prompt.media, strict=True):
+            first, second = PROBES[place.kind](io.BytesIO(encoded))
+            check_media_size(place.kind, (first, second), self._limits)
+            sizes.append((place.kind, (first, second)))
+        return sizes
 
-    def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
-        kinds = self._kinds(index)
-        return self._senses.decoded(kinds[medium], self._prompts[index].media[medium], kinds.count("image"))
-
-    def _kinds(self, index: int) -> list[Medium]:
-        return [medium.kind for medium in self._prompts[index].conversation.media()]
+    def _read(self, index: int, medium: int) -> bytes:
+        return self._prompts[index].media[medium]
 
 
 class QuestionSource(Source, Protocol):
@@ -190,8 +171,7 @@ class QuestionPrompts:
 
     def facts(self, index: int) -> SampleLengths:
         """Return the sample's items with the question's text."""
-        text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
-        return replace(self.source.facts(index), text_tokens=text)
+        return replace(self.source.facts(index), text_tokens=text_tokens(self.sample(index)))
 
     def sample(self, index: int) -> Sample:
         """Return the question."""
