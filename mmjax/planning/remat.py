@@ -186,10 +186,76 @@ def plan_memory(
     saved: for each shape, before tensor parallelism. activation: bytes of an activation. Towers whose `remat` is not
     "auto" keep theirs. loss_choices: numbers of loss chunks; more need less memory, and any but 1 recomputes logits.
     """
-    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
     works = [row_work(model, shape.shape) for shape in shapes]
     frozen = frozen_modules(model)
-    options = {
+    options = _tower_options(model, shapes, works, saved, spread, activation, speed)
+    without_remat = [{tower: options[tower]["none"].device[s] for tower in options} for s in range(len(shapes))]
+    logits = [executed_logits(model, work["llm"]) / spread.llm / speed.rates.flops for work in works]
+
+    def with_chunks(chunks: int) -> MemoryPlan:
+        fixed = [
+            fixed_bytes(model, shape, layers, frozen, spread, activation, optimizer, chunks)
+            for shape, layers in zip(shapes, without_remat, strict=True)
+        ]
+        policies, bound = _choose_auto_policies(model, options, [sum(kinds.values()) for kinds in fixed], room)
+        totals = [sum(kinds.values()) + _bytes(policies, options, s, "device") for s, kinds in enumerate(fixed)]
+        largest = int(np.argmax(totals))
+        logits_again = float(np.mean(logits)) if chunks > 1 else 0.0
+        return MemoryPlan(
+            policies=policies,
+            loss_chunks=chunks,
+            fixed=fixed[largest],
+            activations={name: _bytes({name: p}, options, largest, "device") for name, p in policies.items()},
+            unsaved={name: saved[largest][name]["none"].device / works[largest][name].positions for name in options},
+            seconds=logits_again + _seconds(policies, options),
+            least=logits_again + bound,
+            again={name: {policy: o.seconds for policy, o in by_policy.items()} for name, by_policy in options.items()},
+            fullest=largest,
+            spread=spread,
+            room=room,
+        )
+
+    # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
+    return min(
+        map(with_chunks, loss_choices), key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks)
+    )
+
+
+def _choose_auto_policies(
+    model: ModelConfig, options: Mapping[str, Mapping[Remat, Option]], fixed: Sequence[float], room: MemoryLimit
+) -> tuple[dict[str, tuple[Remat, ...]], float]:
+    """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs.
+
+    fixed: bytes of each shape that no policy changes. Returns all towers' policies, those that save least where nothing
+    fits, and a lower bound on their recomputation seconds, infinite where nothing fits.
+    """
+    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
+    configured = {name: layer_policies(config) for name, config in towers.items() if config.remat != "auto"}
+    auto = {name: config.layers for name, config in towers.items() if name not in configured}
+    auto_options = {name: options[name] for name in auto}
+    # Bytes that remain for the layers whose policy is to be chosen, by shape.
+    device_room = [room.device - used - _bytes(configured, options, s, "device") for s, used in enumerate(fixed)]
+    host_room = [room.host - _bytes(configured, options, s, "host") for s in range(len(fixed))]
+    chosen = choose_policies(auto, auto_options, device_room, host_room)
+    bound = least_seconds(auto, auto_options, device_room, host_room)
+    if chosen is None:
+        chosen = {name: (_smallest(options[name]),) * layers for name, layers in auto.items()}
+    policies = {name: (configured | chosen)[name] for name in towers}
+    return policies, _seconds(configured, options) + (np.inf if bound is None else bound)
+
+
+def _tower_options(
+    model: ModelConfig,
+    shapes: Sequence[DeviceBatch],
+    works: Sequence[Mapping[str, Work]],
+    saved: Sequence[SavedByTower],
+    spread: ModelSharding,
+    activation: int,
+    speed: Speed,
+) -> dict[str, dict[Remat, Option]]:
+    """Compute what each policy costs one layer of each tower on one device."""
+    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
+    return {
         tower: _options(
             config,
             [work[tower] for work in works],
@@ -201,49 +267,6 @@ def plan_memory(
         )
         for tower, config in towers.items()
     }
-    without_remat = [{tower: options[tower]["none"].device[s] for tower in towers} for s in range(len(shapes))]
-    configured = {name: layer_policies(config) for name, config in towers.items() if config.remat != "auto"}
-    auto = {name: config.layers for name, config in towers.items() if name not in configured}
-    auto_options = {name: options[name] for name in auto}
-    # Bytes left on the host, by shape.
-    host_room = [room.host - _bytes(configured, options, s, "host") for s in range(len(shapes))]
-    logits = [executed_logits(model, work["llm"]) / spread.llm / speed.rates.flops for work in works]
-
-    def with_chunks(chunks: int) -> MemoryPlan:
-        fixed = [
-            fixed_bytes(model, shape, layers, frozen, spread, activation, optimizer, chunks)
-            for shape, layers in zip(shapes, without_remat, strict=True)
-        ]
-        # Bytes left on the device, by shape, for the layers whose policy is to be chosen.
-        device_room = [
-            room.device - sum(f.values()) - _bytes(configured, options, s, "device") for s, f in enumerate(fixed)
-        ]
-        chosen = choose_policies(auto, auto_options, device_room, host_room)
-        bound = least_seconds(auto, auto_options, device_room, host_room)
-        if chosen is None:
-            chosen = {name: (_smallest(options[name]),) * layers for name, layers in auto.items()}
-        policies = {name: (configured | chosen)[name] for name in towers}
-        totals = [sum(f.values()) + _bytes(policies, options, s, "device") for s, f in enumerate(fixed)]
-        largest = int(np.argmax(totals))
-        logits_again = float(np.mean(logits)) if chunks > 1 else 0.0
-        return MemoryPlan(
-            policies=policies,
-            loss_chunks=chunks,
-            fixed=fixed[largest],
-            activations={name: _bytes({name: p}, options, largest, "device") for name, p in policies.items()},
-            unsaved={name: saved[largest][name]["none"].device / works[largest][name].positions for name in towers},
-            seconds=logits_again + _seconds(policies, options),
-            least=logits_again + _seconds(configured, options) + (np.inf if bound is None else bound),
-            again={name: {policy: o.seconds for policy, o in by_policy.items()} for name, by_policy in options.items()},
-            fullest=largest,
-            spread=spread,
-            room=room,
-        )
-
-    # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
-    return min(
-        map(with_chunks, loss_choices), key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks)
-    )
 
 
 def _options(

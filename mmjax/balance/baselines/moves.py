@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from mmjax.balance.item_moves import larger_load
 from mmjax.balance.lpt import lpt, polish
 
 ENDLESS = np.iinfo(np.int64).max // 4  # twice it is a number still
@@ -185,7 +186,7 @@ def _best_swap(items, start, length, over, first, last, worst, goal):
             for candidate in (q - 1, q):
                 if start[b] <= candidate < start[b + 1]:
                     change = length[items[p]] - length[items[candidate]]
-                    highest = max(over[worst] - change, over[b] + change, goal)
+                    highest = larger_load(over[worst], over[b], change, goal)
                     pair_length = length[items[p]] + length[items[candidate]]
                     if highest < lowest or (highest == lowest and pair_length < shortest and partner >= 0):
                         lowest = highest
