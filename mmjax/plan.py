@@ -211,7 +211,7 @@ def _module_rows(outlook: RunForecast) -> list[tuple[str, ...]]:
 
 def _balance_rows(outlook: RunForecast) -> list[tuple[str, ...]]:
     rows = [("balance", *(f"dist ratio {name}" for name in outlook.chosen.dist_ratio), "fill LLM", "step", "MFU")]
-    for kind, way in outlook.ways.items():
+    for kind, way in outlook.by_balance.items():
         ratios = [f"{ratio:.3f}" for ratio in way.dist_ratio.values()]
         rows.append((kind, *ratios, f"{way.fill['llm']:.2f}", duration(way.time.total), f"{outlook.mfu(way):.1%}"))
     return rows
@@ -302,7 +302,7 @@ def as_numbers(outlook: RunForecast, price: float | None, compiled: int | None =
             "fits": way.fitted.fits,
             "memory": way.fitted.device,
         }
-        for kind, way in outlook.ways.items()
+        for kind, way in outlook.by_balance.items()
     }
     return {
         "config": outlook.config.name,
@@ -312,7 +312,7 @@ def as_numbers(outlook: RunForecast, price: float | None, compiled: int | None =
         "samples": outlook.samples,
         "tokens": outlook.tokens,
         "memory": memory.fixed | {"activations": memory.activations},
-        "room": memory.room.device,
+        "room": memory.limit.device,
         "compiled": compiled,
         "remat": memory.policies,
         "loss_chunks": memory.loss_chunks,

@@ -20,7 +20,7 @@ def choose_maximum(
     samples_per_row: tuple[float, float],
     rows_needed: Callable[[np.ndarray, np.ndarray], float],
     alignment: int | np.ndarray = 1,
-    given: np.ndarray | None = None,
+    fixed: np.ndarray | None = None,
 ) -> np.ndarray:
     """Choose the row maxima, int64 `[D]`, that leave rows least empty with so many samples a row, (least, most).
 
@@ -28,16 +28,16 @@ def choose_maximum(
     the proportion of the means, a little more or less. No maximum is below the longest sample, even if rows then hold
     more samples than asked for. lengths: int `[n, D]`. rows_needed: called with samples `[m, D]` and maxima `[D]` that
     all of them fit, returns how many rows it took to group them. alignment: maxima are multiples of it, one or `[D]`.
-    given: int `[D]`, maxima that are decided already, 0 where they are not. Raises ValueError without samples.
+    fixed: int `[D]`, maxima that are decided already, 0 where they are not. Raises ValueError without samples.
     """
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) == 0:
         raise ValueError("no samples to choose bounds from")
     unit = np.broadcast_to(np.asarray(alignment, np.int64), lengths.shape[1:])
-    given = np.zeros_like(unit) if given is None else np.asarray(given, np.int64)
-    if np.all(given > 0):
+    fixed = np.zeros_like(unit) if fixed is None else np.asarray(fixed, np.int64)
+    if np.all(fixed > 0):
         return given
-    fits = np.all((lengths <= given) | (given == 0), axis=1)
+    fits = np.all((lengths <= fixed) | (fixed == 0), axis=1)
     if not fits.any():
         raise ValueError("every sample exceeds the maxima that are given")
     lengths = lengths[fits]
@@ -47,8 +47,8 @@ def choose_maximum(
     shortest = np.maximum(_up(longest, unit), unit)
     trial = lengths[Shuffler(0).permutation(len(lengths))[:_TRIAL]]
     tried = _Tried(trial, used, samples_per_row, rows_needed)
-    best = tried.best_of(_candidates(mean, shortest, unit, samples_per_row, given, used))
-    for k in np.flatnonzero(used & (given == 0)):
+    best = tried.best_of(_candidates(mean, shortest, unit, samples_per_row, fixed, used))
+    for k in np.flatnonzero(used & (fixed == 0)):
         variants = np.tile(best, (len(_RATIOS), 1))
         variants[:, k] = np.maximum(_up(best[k] * np.array(_RATIOS), unit[k]), shortest[k])
         best = tried.best_of(np.unique(variants, axis=0))

@@ -38,12 +38,12 @@ class Grouping:
 
     group: int32 `[n]`; 0 .. groups - 1 were accepted by the filter, the next `leftover_groups` made from what it left,
     -1 = left over, or above a bound.
-    above: int64, the samples that exceed the maximum in a dimension; they fit no group.
+    oversize: int64, the samples that exceed the maximum in a dimension; they fit no group.
     """
 
     group: np.ndarray
     groups: int
-    above: np.ndarray
+    oversize: np.ndarray
     iterations: tuple[Iteration, ...]
     leftover_groups: int = 0
 
@@ -126,7 +126,7 @@ def group_leftovers(lengths: np.ndarray, grouping: Grouping, maximum: np.ndarray
     lengths = np.asarray(lengths, np.int64)
     maximum = np.asarray(maximum, np.int64)
     remaining = grouping.group < 0
-    remaining[grouping.above] = False
+    remaining[grouping.oversize] = False
     remaining = np.flatnonzero(remaining)
     largest_first = remaining[np.argsort(-(lengths[remaining] / maximum).max(1), kind="stable")]
     number = _first_fit(lengths[largest_first], maximum)
@@ -139,7 +139,7 @@ def choose_bounds(
     lengths: np.ndarray,
     samples_per_group: tuple[float, float],
     alignment: int | np.ndarray = 1,
-    given: np.ndarray | None = None,
+    fixed: np.ndarray | None = None,
 ) -> Bounds:
     """Choose the bounds that, tried on the data, leave the least of all groups empty, leftover ones too.
 
@@ -149,7 +149,7 @@ def choose_bounds(
     def rows_needed(trial: np.ndarray, maximum: np.ndarray) -> float:
         return min(_all_groups(trial, bounds) for bounds in _tolerated(maximum))
 
-    maximum = choose_maximum(lengths, samples_per_group, rows_needed, alignment, given)
+    maximum = choose_maximum(lengths, samples_per_group, rows_needed, alignment, fixed)
     lengths = np.asarray(lengths, np.int64)
     trial = lengths[np.all(lengths <= maximum, axis=1)]
     trial = trial[Shuffler(1).permutation(len(trial))[:_TRIAL]]

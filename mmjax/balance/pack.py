@@ -394,11 +394,11 @@ def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_
 
 
 def choose_row_maximum(
-    lengths: np.ndarray, samples_per_row: tuple[float, float], given: np.ndarray | None = None
+    lengths: np.ndarray, samples_per_row: tuple[float, float], fixed: np.ndarray | None = None
 ) -> np.ndarray:
     """Choose the maxima of rows, int64 `[D]`, with which `pack_rows` leaves the least empty: see `choose_maximum`."""
 
     def rows_needed(trial: np.ndarray, maximum: np.ndarray) -> float:
         return float(pack_rows(trial, maximum, np.arange(len(trial)), pool_rows=40).max() + 1)
 
-    return choose_maximum(lengths, samples_per_row, rows_needed, given=given)
+    return choose_maximum(lengths, samples_per_row, rows_needed, fixed=fixed)

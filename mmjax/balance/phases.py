@@ -111,13 +111,13 @@ class Aim:
     tolerance: an encoder's phase whose fullest rank has this share more than the least possible is good enough; of the
     LLM's, three quarters of it.
     exchange: what it costs, as a part of the step's time, to send as many tokens between ranks as the encoders make.
-    least_gain: a plan that saves no more than this part of the step's time is not worth leaving the start.
+    min_gain: a plan that saves no more than this part of the step's time is not worth leaving the start.
     share: float64 `[phases]`, each phase's part of the step's time when ranks are equal; default: its part of all cost.
     """
 
     tolerance: float = 0.001
     exchange: float = 0.01
-    least_gain: float = 0.002
+    min_gain: float = 0.002
     share: np.ndarray | None = None
 
 
@@ -199,10 +199,10 @@ def place_jointly(
         if alternative_time < time * (1 - _LLM_LATER):
             plan = alternative
             time = alternative_time
-    # Samples leave the start only where the plan saves at least `least_gain`.
+    # Samples leave the start only where the plan saves at least `min_gain`.
     if start is not None:
         start_plan = _at_home(costs, np.asarray(start, np.int32))
-        if time > step_time(costs, start_plan, ranks, ranks_per_node, aim) * (1 - aim.least_gain):
+        if time > step_time(costs, start_plan, ranks, ranks_per_node, aim) * (1 - aim.min_gain):
             return start_plan
     return plan
 

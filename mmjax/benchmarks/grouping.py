@@ -104,7 +104,7 @@ def _group_by_budget(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     samples_per_row = (args.samples_per_row, args.samples_per_row + 1)
     try:
         if args.method == "isf":
-            bounds = choose_bounds(lengths, samples_per_row, given=budgets)
+            bounds = choose_bounds(lengths, samples_per_row, fixed=budgets)
             maximum = bounds.maximum
             minimum = np.maximum(budgets - PAPER_TOLERANCE, 1) if np.all(budgets > 0) else bounds.minimum
         else:

@@ -55,7 +55,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
         return encoder_of(folder, inner)
     if kind not in ENCODERS:
         raise UserError(f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}")
-    encoder = Fields(ENCODERS[kind] | {k: v for k, v in fields.of.items() if v is not None}, fields.where)
+    encoder = Fields(ENCODERS[kind] | {k: v for k, v in fields.values.items() if v is not None}, fields.where)
     positions = encoder.get("max_source_positions", int, 1500)
     clips = _clips(folder, encoder.get("num_mel_bins", int), positions)
     return AudioConfig(

@@ -90,7 +90,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
     width = fields.get("hidden_size", int, family.width)
     heads = fields.get("num_attention_heads", int, family.heads)
     # null says as many as heads, and a field that is missing the family's default.
-    kv_heads = heads if "num_key_value_heads" in fields.of else family.kv_heads or heads
+    kv_heads = heads if "num_key_value_heads" in fields.values else family.kv_heads or heads
     head_width = fields.get("head_dim", int, family.head_width or width // heads)
     rope = rope_of(fields, family)
     own_tied = fields.get("tie_word_embeddings", bool, family.tied)
@@ -133,7 +133,7 @@ def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     # null is no window, and a field that is missing is the family's default.
-    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.of else 4096)
+    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.values else 4096)
     fields.refuse("layer_types")
     return replace(plain, window=window, windowed=tuple(range(plain.layers)) if window else ())
 
@@ -157,7 +157,7 @@ def _gemma2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 def _cap(fields: Fields, name: str, default: float) -> float:
     """A cap; null is none."""
-    return fields.get(name, float, 0.0 if name in fields.of else default)
+    return fields.get(name, float, 0.0 if name in fields.values else default)
 
 
 def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -165,7 +165,7 @@ def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     if not fields.get("use_sliding_window", bool, False):
         fields.refuse("layer_types", ["full_attention"] * plain.layers)
         return plain
-    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.of else 4096)
+    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.values else 4096)
     first = fields.get("max_window_layers", int, 28)
     late = ["sliding_attention" if window and i >= first else "full_attention" for i in range(plain.layers)]
     windowed = _windowed(fields, plain.layers, late)
@@ -207,7 +207,7 @@ def rope_of(fields: Fields, family: Family) -> Rope:
 
 def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     values = {name: value for name, value in fields.get(place, dict, {}).items() if value is not None}
-    rope = Fields({"rope_theta": fields.of.get("rope_theta"), **values}, f"{fields.where}: {place}")
+    rope = Fields({"rope_theta": fields.values.get("rope_theta"), **values}, f"{fields.where}: {place}")
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind not in ROPE:
         raise UserError(f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}")

@@ -27,7 +27,7 @@ _NEEDED = object()
 class Fields:
     """One object of a JSON file. `where` names it in messages: the file, and the key inside."""
 
-    of: Mapping[str, Any]
+    values: Mapping[str, Any]
     where: str
 
     def get(self, name: str, kinds: type | tuple[type, ...], default: Any = _NEEDED) -> Any:
@@ -35,7 +35,7 @@ class Fields:
 
         Raises UserError where it has another type, or is missing and there is no default.
         """
-        value = self.of.get(name)
+        value = self.values.get(name)
         if value is None:
             if default is _NEEDED:
                 raise UserError(f"{self.where} has no {name!r}")
@@ -54,7 +54,7 @@ class Fields:
 
     def refuse(self, name: str, *known: Any) -> None:
         """Raises UserError where a field is there and has none of these values, for which alone this is right."""
-        value = self.of.get(name)
+        value = self.values.get(name)
         if value is not None and value not in known:
             supported = ", ".join(map(repr, known)) or "to leave it out"
             raise UserError(f"{self.where}: {name}={value!r} is not supported; known: {supported}")

@@ -73,14 +73,14 @@ def third(leaves: Leaves, which: int, width: int) -> Leaves:
 class Parts:
     """Map the parameters of a tower or a connector to tensors, by our module's path, layers as `*`."""
 
-    of: Mapping[str, Leaves]
+    by_module: Mapping[str, Leaves]
 
     def find(self, path: tuple[str, ...]) -> Part | None:
         """The part that is this parameter (its path inside the tower, layers numbered); None: there is none."""
         *modules, leaf = path
         number = next((name for name in modules if name.isdigit()), "")
         named = ".".join("*" if name.isdigit() else name for name in modules)
-        part = self.of.get(named, {}).get(leaf)
+        part = self.by_module.get(named, {}).get(leaf)
         return None if part is None else replace(part, key=part.key.replace("*", number))
 
 

@@ -51,7 +51,7 @@ RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first 
 class ImageProcessing(NamedTuple):
     """The preparation of an encoder's pixels: the items of `how`, then `(item * rescale - mean) / std`."""
 
-    how: ImagePreparation
+    preparation: ImagePreparation
     mean: tuple[float, ...]  # red, green, blue
     std: tuple[float, ...]
     rescale: float

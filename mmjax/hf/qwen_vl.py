@@ -41,7 +41,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """
     family = FAMILIES[fields.get("model_type", str)]
     vision = fields.inner("vision_config")
-    vision = Fields({**family.vision, **_without_nulls(vision.of)}, vision.where)
+    vision = Fields({**family.vision, **_without_nulls(vision.values)}, vision.where)
     llm = _llm(fields, family)
     if (outputs := vision.get("out_hidden_size", int)) != llm.width:
         raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
@@ -74,9 +74,9 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
     """The decoder, whose fields the first checkpoints have beside `vision_config`, later ones in `text_config`."""
-    flat = fields.of.get("text_config") is None
+    flat = fields.values.get("text_config") is None
     text = fields if flat else fields.inner("text_config")
-    values = dict(text.of)
+    values = dict(text.values)
     if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if not family.windows:

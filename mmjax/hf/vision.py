@@ -87,7 +87,7 @@ def unused_in(config: VisionConfig, fields: Fields, prefix: str) -> tuple[str, .
     """
     tower = TOWERS_BY_KIND[kind_of(fields)]
     full_tower = tower.read(fields)
-    parts = tower.parts(config, prefix).of
+    parts = tower.parts(config, prefix).by_module
     per_layer = [part.key for leaves in parts.values() for part in leaves.values() if "*" in part.key]
     later = [key.replace("*", str(i)) for i in range(config.layers, full_tower.layers) for key in per_layer]
     final_norm = [] if config.head_norm else [part.key for part in parts.get("head", {}).values()]
@@ -333,4 +333,4 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 def _inner_tower(fields: Fields, kind: str) -> Fields:
     inner = fields.inner("vision_config")
-    return Fields({"model_type": f"{kind}_vision_model", **inner.of}, inner.where)
+    return Fields({"model_type": f"{kind}_vision_model", **inner.values}, inner.where)

@@ -78,7 +78,7 @@ class PromptFormat(Protocol):
 
     def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample: ...
 
-    def said(self, tokens: Sequence[int]) -> str:
+    def decode_answer(self, tokens: Sequence[int]) -> str:
         """Decode generated tokens up to the end of the answer."""
 
 
@@ -259,9 +259,10 @@ class _Chunk(NamedTuple):
 class PromptRows:
     """Batches of a source's samples, each in a row of its own with its items on the same rank.
 
-    prompts: samples whose text ends where the answer begins, or whole samples whose loss is wanted. room: tokens that
-    an answer may take. groups: sets of prompts that will be asked together; all batches then have one shape, that of
-    the largest, so that one program serves them all. Without groups prompts of similar length share a shape.
+    prompts: samples whose text ends where the answer begins, or whole samples whose loss is wanted. max_answer:
+    tokens that an answer may take. groups: sets of prompts that will be asked together; all batches then have one
+    shape, that of the largest, so that one program serves them all. Without groups prompts of similar length share a
+    shape.
     """
 
     def __init__(
@@ -269,14 +270,14 @@ class PromptRows:
         prompts: Source,
         model: ModelConfig,
         topology: Topology,
-        room: int,
-        at_once: BatchLimits | None = None,
+        max_answer: int,
+        batch_limits: BatchLimits | None = None,
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
         self._index = build_index({"prompt": prompts}, model.encoders)
         self._arrays = Arrays.of(model)
-        self._room = room
-        self._at_once = at_once or BatchLimits()
+        self._max_answer = max_answer
+        self._batch_limits = batch_limits or BatchLimits()
         # Items are encoded where their prompt is, so nothing travels.
         self._topology = Topology(topology.ranks, 1, 1, topology.encoders_per_rank)
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
@@ -330,7 +331,7 @@ class PromptRows:
 
     def _capacity(self, columns: int) -> int:
         """Return the number of prompts with rows of this length that a rank answers together: a power of two."""
-        rows = min(self._at_once.rows, max(1, self._at_once.tokens // (columns + self._room)))
+        rows = min(self._batch_limits.rows, max(1, self._batch_limits.tokens // (columns + self._max_answer)))
         return 1 << rows.bit_length() - 1
 
     def _chunk(self, prompts: np.ndarray, columns: int) -> _Chunk:
@@ -405,13 +406,13 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _first_fit(length: np.ndarray, rank: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+def _first_fit(length: np.ndarray, rank: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
     """For each item the row on its rank, and where it begins there."""
     row, offset = np.zeros(len(length), np.int32), np.zeros(len(length), np.int64)
     filled: dict[int, list[int]] = {}  # by rank, how far each of its rows is taken
     for i, (n, owner) in enumerate(zip(length.tolist(), rank.tolist(), strict=True)):
         rows = filled.setdefault(owner, [])
-        fits = next((k for k, taken in enumerate(rows) if taken + n <= room), len(rows))
+        fits = next((k for k, taken in enumerate(rows) if taken + n <= row_length), len(rows))
         if fits == len(rows):
             rows.append(0)
         row[i] = fits

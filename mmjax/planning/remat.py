@@ -125,11 +125,11 @@ class MemoryPlan:
     activations: dict[str, float]  # bytes by tower, of the largest shape
     unsaved: dict[str, float]  # bytes by tower per position of one layer without remat or tensor parallelism
     seconds: float  # recomputation time, averaged over the shapes
-    least: float  # lower bound on it: the optimum if layers were divisible
-    again: dict[str, dict[Remat, float]]  # recomputation seconds of one layer of each tower by policy
-    fullest: int  # index of the largest shape
-    spread: ModelSharding
-    room: MemoryLimit
+    lower_bound: float  # on `seconds`: the optimum if layers were divisible
+    recompute_seconds: dict[str, dict[Remat, float]]  # of one layer of each tower, by policy
+    largest_shape: int  # index of the largest shape
+    sharding: ModelSharding
+    limit: MemoryLimit
     measured: float | None = None  # bytes in total, where compiled or measured
 
     @property
@@ -145,7 +145,7 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Return whether the run fits; where it does not, every `auto` layer has the policy that saves least."""
-        return self.device <= self.room.device
+        return self.device <= self.limit.device
 
     def evaluation_positions(self, llm: DecoderConfig, positions: int, activation: int) -> int:
         """Return how many positions of the LLM a rank may answer at once so that this takes no more than a step does.
@@ -154,7 +154,7 @@ class MemoryPlan:
         more temporary memory per position than a step. positions: of the LLM in a step's microbatch on a rank.
         """
         transient = self.fixed["transient"]
-        per_position = kv_cache_bytes(llm, self.spread, activation) + transient / positions
+        per_position = kv_cache_bytes(llm, self.sharding, activation) + transient / positions
         return min(positions, int((sum(self.activations.values()) + transient) / per_position))
 
     def applied(self, model: ModelConfig) -> ModelConfig:
@@ -174,11 +174,11 @@ def plan_memory(
     model: ModelConfig,
     shapes: Sequence[DeviceBatch],
     saved: Sequence[SavedByTower],
-    spread: ModelSharding,
+    sharding: ModelSharding,
     activation: int,
     optimizer: AdamW | Muon,
     speed: Speed,
-    room: MemoryLimit,
+    limit: MemoryLimit,
     loss_choices: Sequence[int] = (1,),
 ) -> MemoryPlan:
     """Find the policies with the least recomputation that fit in memory; exact, for all compiled shapes at once.
@@ -188,16 +188,16 @@ def plan_memory(
     """
     works = [row_work(model, shape.shape) for shape in shapes]
     frozen = frozen_modules(model)
-    options = _tower_options(model, shapes, works, saved, spread, activation, speed)
+    options = _tower_options(model, shapes, works, saved, sharding, activation, speed)
     without_remat = [{tower: options[tower]["none"].device[s] for tower in options} for s in range(len(shapes))]
-    logits = [executed_logits(model, work["llm"]) / spread.llm / speed.rates.flops for work in works]
+    logits = [executed_logits(model, work["llm"]) / sharding.llm / speed.rates.flops for work in works]
 
     def with_chunks(chunks: int) -> MemoryPlan:
         fixed = [
-            fixed_bytes(model, shape, layers, frozen, spread, activation, optimizer, chunks)
+            fixed_bytes(model, shape, layers, frozen, sharding, activation, optimizer, chunks)
             for shape, layers in zip(shapes, without_remat, strict=True)
         ]
-        policies, bound = _choose_auto_policies(model, options, [sum(kinds.values()) for kinds in fixed], room)
+        policies, bound = _choose_auto_policies(model, options, [sum(kinds.values()) for kinds in fixed], limit)
         totals = [sum(kinds.values()) + _bytes(policies, options, s, "device") for s, kinds in enumerate(fixed)]
         largest = int(np.argmax(totals))
         logits_again = float(np.mean(logits)) if chunks > 1 else 0.0
@@ -208,11 +208,13 @@ def plan_memory(
             activations={name: _bytes({name: p}, options, largest, "device") for name, p in policies.items()},
             unsaved={name: saved[largest][name]["none"].device / works[largest][name].positions for name in options},
             seconds=logits_again + _seconds(policies, options),
-            least=logits_again + bound,
-            again={name: {policy: o.seconds for policy, o in by_policy.items()} for name, by_policy in options.items()},
-            fullest=largest,
-            spread=spread,
-            room=room,
+            lower_bound=logits_again + bound,
+            recompute_seconds={
+                name: {policy: o.seconds for policy, o in by_policy.items()} for name, by_policy in options.items()
+            },
+            largest_shape=largest,
+            sharding=sharding,
+            limit=limit,
         )
 
     # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
@@ -222,7 +224,7 @@ def plan_memory(
 
 
 def _choose_auto_policies(
-    model: ModelConfig, options: Mapping[str, Mapping[Remat, Option]], fixed: Sequence[float], room: MemoryLimit
+    model: ModelConfig, options: Mapping[str, Mapping[Remat, Option]], fixed: Sequence[float], limit: MemoryLimit
 ) -> tuple[dict[str, tuple[Remat, ...]], float]:
     """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs.
 
@@ -234,10 +236,10 @@ def _choose_auto_policies(
     auto = {name: config.layers for name, config in towers.items() if name not in configured}
     auto_options = {name: options[name] for name in auto}
     # Bytes that remain for the layers whose policy is to be chosen, by shape.
-    device_room = [room.device - used - _bytes(configured, options, s, "device") for s, used in enumerate(fixed)]
-    host_room = [room.host - _bytes(configured, options, s, "host") for s in range(len(fixed))]
-    chosen = choose_policies(auto, auto_options, device_room, host_room)
-    bound = least_seconds(auto, auto_options, device_room, host_room)
+    device_limit = [limit.device - used - _bytes(configured, options, s, "device") for s, used in enumerate(fixed)]
+    host_limit = [limit.host - _bytes(configured, options, s, "host") for s in range(len(fixed))]
+    chosen = choose_policies(auto, auto_options, device_limit, host_limit)
+    bound = least_seconds(auto, auto_options, device_limit, host_limit)
     if chosen is None:
         chosen = {name: (_smallest(options[name]),) * layers for name, layers in auto.items()}
     policies = {name: (configured | chosen)[name] for name in towers}
@@ -249,7 +251,7 @@ def _tower_options(
     shapes: Sequence[DeviceBatch],
     works: Sequence[Mapping[str, Work]],
     saved: Sequence[SavedByTower],
-    spread: ModelSharding,
+    sharding: ModelSharding,
     activation: int,
     speed: Speed,
 ) -> dict[str, dict[Remat, Option]]:
@@ -262,7 +264,7 @@ def _tower_options(
             [by_tower[tower] for by_tower in saved],
             speed.rates,
             [speed.layer(tower, shape.shape[tower]) for shape in shapes],
-            spread.parts(tower),
+            sharding.parts(tower),
             activation,
         )
         for tower, config in towers.items()

@@ -33,7 +33,7 @@ class StepTime:
         """Return the seconds of the step: the longer of computing and sharding, plus what is not overlapped."""
         return max(self.compute + self.recompute, self.shards) + self.tensor + self.exchange + self.update
 
-    def over(self, steps: int) -> StepTime:
+    def mean_over(self, steps: int) -> StepTime:
         """Return the mean per step of a sum over `steps`; `update` is already per step."""
         means = {f.name: getattr(self, f.name) / steps for f in fields(self)}
         return StepTime(**means | {"update": self.update})
@@ -45,7 +45,7 @@ class ClusterRun:
 
     cluster: Cluster
     mesh: Mapping[str, int]
-    spread: ModelSharding
+    sharding: ModelSharding
     speed: Speed
     activation: int
     loss_chunks: int = 1
@@ -68,7 +68,9 @@ def step_time(
     counts = parameters(model)
     optimizer_numbers = moments(model, frozen_modules(model), optimizer)
     # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared.
-    numbers = sum((2 * counts[module] + n) * machine.spread.part_of(module) for module, n in optimizer_numbers.items())
+    numbers = sum(
+        (2 * counts[module] + n) * machine.sharding.part_of(module) for module, n in optimizer_numbers.items()
+    )
     return StepTime(**summed | {"update": 2 * MASTER * numbers / machine.speed.rates.memory})
 
 
@@ -86,12 +88,12 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
     recompute = _flops(rest, batch, frozen, machine, machine.loss_chunks) / rates.flops - compute
     for name, times in profiled.items():
         policies = layer_policies(towers[name])
-        parts = machine.spread.parts(name)
+        parts = machine.sharding.parts(name)
         compute += len(policies) * times["none"] / parts
         recompute += sum(times[policy] - times["none"] for policy in policies) / parts
     work = row_work(model, batch.shape)
     activations = sum(
-        c.layers * work[name].positions * unsaved[name] / machine.spread.parts(name)
+        c.layers * work[name].positions * unsaved[name] / machine.sharding.parts(name)
         for name, c in towers.items()
         if name not in profiled
     )
@@ -103,7 +105,9 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         compute=compute + PASSES * activations / rates.memory,
         recompute=recompute,
         shards=_shards(model, machine, frozen),
-        tensor=sum(_tensor(c, work[name].positions, machine.spread.parts(name), machine) for name, c in towers.items()),
+        tensor=sum(
+            _tensor(c, work[name].positions, machine.sharding.parts(name), machine) for name, c in towers.items()
+        ),
         exchange=2 * sent / (BANDWIDTH_EFFICIENCY * (device.link if in_node else device.network)),
         update=0.0,
     )
@@ -118,7 +122,7 @@ def _with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -
 def _flops(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: ClusterRun, loss_chunks: int) -> float:
     """Count the executed FLOPs per device."""
     flops = executed(model, batch.shape, frozen, loss_chunks)
-    return sum(f.total / machine.spread.parts(module.removesuffix(".connector")) for module, f in flops.items())
+    return sum(f.total / machine.sharding.parts(module.removesuffix(".connector")) for module, f in flops.items())
 
 
 def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
@@ -171,7 +175,7 @@ class LayerTimes(NamedTuple):
     rows: int
     seconds: Mapping[int, Mapping[str, float]]
 
-    def at(self, length: int) -> dict[str, float]:
+    def interpolate(self, length: int) -> dict[str, float]:
         """Interpolate the seconds at a row length.
 
         Seconds per position are linear between grid points, which is exact for a time of a*n + b*n^2, as layers with
@@ -196,7 +200,7 @@ class Speed:
         if (times := self.measured.get(tower)) is None:
             return None
         rows, length = shape
-        return {name: seconds * rows / times.rows for name, seconds in times.at(length).items()}
+        return {name: seconds * rows / times.rows for name, seconds in times.interpolate(length).items()}
 
 
 def profile_lengths(lengths: Sequence[int]) -> list[int]:

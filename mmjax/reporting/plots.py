@@ -97,8 +97,8 @@ def plot_plan(path: Path, outlook: RunForecast) -> None:
     config = outlook.config
     chosen = outlook.chosen
     kinds = ["none", config.batch.balance.kind if config.batch.balance.kind != "none" else "post"]
-    works = {kind: outlook.ways[kind].work for kind in kinds}
-    bars = BAR * len(outlook.ways)
+    works = {kind: outlook.by_balance[kind].work for kind in kinds}
+    bars = BAR * len(outlook.by_balance)
     memory_top, time_top, work_top = np.cumsum([66, HEADING + bars + 66, HEADING + bars + 50])
     axes = " x ".join(f"{axis} {n}" for axis, n in outlook.mesh.items() if n > 1) or "one device"
     speed = f"{duration(chosen.time.total)} a step, MFU {outlook.mfu(chosen):.1%} ({outlook.basis})"
@@ -161,12 +161,12 @@ def _draw_histogram(axes: Axes, by_source: Mapping[str, np.ndarray], colours: Ma
 def _draw_memory(figure: Figure, top: float, outlook: RunForecast) -> None:
     """Draw a device's memory by what it is for, a bar for each kind of balancing, and its capacity."""
     colours = module_colours(outlook.chosen.work)
-    room = outlook.chosen.fitted.room.device
-    largest = max(way.fitted.device for way in outlook.ways.values())
+    limit = outlook.chosen.fitted.limit.device
+    largest = max(way.fitted.device for way in outlook.by_balance.values())
     room_visible = room < 4 * largest  # else the bars would be too short to read
     axes = _bar_axes(figure, top, outlook, LABEL_ROOM * max(largest, room if room_visible else 0))
     _text(figure, LEFT, top + 14, "Memory of a device", weight="bold")
-    for row, way in enumerate(outlook.ways.values()):
+    for row, way in enumerate(outlook.by_balance.values()):
         memory = way.fitted
         segments = [(kind, memory.fixed[kind], colour) for kind, colour in KINDS.items()]
         segments += [(module_name(name), memory.activations[name], colour) for name, colour in colours.items()]
@@ -174,13 +174,13 @@ def _draw_memory(figure: Figure, top: float, outlook: RunForecast) -> None:
         label_colour = INK if memory.fits else ALARM
         _draw_bar(axes, row, segments, size, label, label_colour, room if room_visible else 0.0)
     if room_visible:
-        axes.axvline(room, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
-        x = LEFT + INNER * room / axes.get_xlim()[1]
-        _text(figure, max(x, LEFT + 190), top + 14, f"room {size(room)}", ha="center")  # right of the heading
+        axes.axvline(limit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
+        x = LEFT + INNER * limit / axes.get_xlim()[1]
+        _text(figure, max(x, LEFT + 190), top + 14, f"room {size(limit)}", ha="center")  # right of the heading
     else:
-        _text(figure, WIDTH - RIGHT, top + 14, f"room {size(room)}, beyond this picture", ha="right", color=PALE)
-    bottom = top + HEADING + BAR * len(outlook.ways) + 8
-    maximum = {kind: max(way.fitted.fixed[kind] for way in outlook.ways.values()) for kind in KINDS}
+        _text(figure, WIDTH - RIGHT, top + 14, f"room {size(limit)}, beyond this picture", ha="right", color=PALE)
+    bottom = top + HEADING + BAR * len(outlook.by_balance) + 8
+    maximum = {kind: max(way.fitted.fixed[kind] for way in outlook.by_balance.values()) for kind in KINDS}
     visible = {kind: colour for kind, colour in KINDS.items() if maximum[kind] > INVISIBLE * largest}
     _legend(figure, bottom, "always there", visible)
     _legend(figure, bottom + 19, "activations of", {module_name(name): colour for name, colour in colours.items()})
@@ -188,16 +188,16 @@ def _draw_memory(figure: Figure, top: float, outlook: RunForecast) -> None:
 
 def _draw_time(figure: Figure, top: float, outlook: RunForecast) -> None:
     """Draw the time of a step by its parts, a bar for each kind of balancing."""
-    slowest = max(way.time.total for way in outlook.ways.values())
+    slowest = max(way.time.total for way in outlook.by_balance.values())
     axes = _bar_axes(figure, top, outlook, LABEL_ROOM * slowest)
     _text(figure, LEFT, top + 14, "Time of a step", weight="bold")
-    times = [time_parts(way) for way in outlook.ways.values()]
-    for row, (way, seconds) in enumerate(zip(outlook.ways.values(), times, strict=True)):
+    times = [time_parts(way) for way in outlook.by_balance.values()]
+    for row, (way, seconds) in enumerate(zip(outlook.by_balance.values(), times, strict=True)):
         segments = [(part, seconds[part], colour) for part, colour in PARTS.items()]
         _draw_bar(axes, row, segments, duration, f"{duration(way.time.total)}, MFU {outlook.mfu(way):.1%}")
     visible = [part for part in PARTS if max(seconds[part] for seconds in times) > INVISIBLE * slowest]
     names = {("shards, not hidden" if part == "shards" else part): PARTS[part] for part in visible}
-    _legend(figure, top + HEADING + BAR * len(outlook.ways) + 8, "spent on", names)
+    _legend(figure, top + HEADING + BAR * len(outlook.by_balance) + 8, "spent on", names)
 
 
 def time_parts(way: BalanceForecast) -> dict[str, float]:
@@ -214,11 +214,11 @@ def time_parts(way: BalanceForecast) -> dict[str, float]:
 
 def _bar_axes(figure: Figure, top: float, outlook: RunForecast, limit: float) -> Axes:
     """Add axes with room for a horizontal bar for each kind of balancing, under a heading."""
-    axes = _add_axes(figure, LEFT, top + HEADING, INNER, BAR * len(outlook.ways))
+    axes = _add_axes(figure, LEFT, top + HEADING, INNER, BAR * len(outlook.by_balance))
     axes.set_xlim(0, limit)
-    axes.set_ylim(len(outlook.ways) - 0.5, -0.5)
+    axes.set_ylim(len(outlook.by_balance) - 0.5, -0.5)
     axes.axis("off")
-    for row, kind in enumerate(outlook.ways):
+    for row, kind in enumerate(outlook.by_balance):
         chosen = kind == outlook.config.batch.balance.kind
         y = top + HEADING + BAR * (row + 0.5) + 4
         _text(figure, LEFT - 8, y, kind, ha="right", weight="bold" if chosen else "normal")
@@ -242,9 +242,9 @@ def _draw_bar(
     start = 0.0
     for name, amount, colour in segments:
         axes.barh(row, amount, left=start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.6)
-        room = INNER * amount / limit - 8
+        width = INNER * amount / limit - 8
         candidates = (f"{name} {format_amount(amount)}", format_amount(amount))
-        text = next((text for text in candidates if _text_width(text) < room), "")
+        text = next((text for text in candidates if _text_width(text) < width), "")
         # Luma of ITU-R BT.601: white text on dark colours.
         dark = np.dot(matplotlib.colors.to_rgb(colour), (0.3, 0.59, 0.11)) < 0.6
         centred = {"ha": "center", "va": "center_baseline"}

@@ -45,7 +45,7 @@ def work_plot(planned: Planned, modules: tuple[str, ...]) -> str:
     """Plot every rank's work, as it ran and without balancing, as a data URI; empty where there is one rank."""
     from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
-    kind = planned.life.config.batch.balance.kind
+    kind = planned.launch.config.batch.balance.kind
     works = {way: dict(zip(modules, planned.work(way != "none"), strict=True)) for way in dict.fromkeys(("none", kind))}
     ranks = next(iter(works["none"].values())).shape[1]
     if ranks == 1:
@@ -101,7 +101,7 @@ class Chart:
     def curves(self, run: Run) -> dict[str, Curve]:
         """Select the curves of a run, by their names in a legend."""
         if self.key.endswith(("/", "_")):
-            return run.metrics.under(self.key)
+            return run.metrics.with_prefix(self.key)
         return {self.key: run.metrics.curves[self.key]} if self.key in run.metrics.curves else {}
 
 

@@ -54,7 +54,7 @@ def test_a_plan_is_drawn_the_same_each_time_and_twice_as_fine_in_png(outlook: Ru
 
 
 def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(outlook: RunForecast) -> None:
-    for way in outlook.ways.values():
+    for way in outlook.by_balance.values():
         assert way.work.keys() == way.dist_ratio.keys() == {"llm", "vision", "audio"}
         for name, work in way.work.items():
             assert work.shape[1] == 4
@@ -64,7 +64,7 @@ def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(outlook:
 
 def test_bars_hold_every_kind_of_memory_and_every_part_of_the_time(outlook: RunForecast) -> None:
     assert list(PARTS) == [f.name for f in fields(StepTime)]
-    for way in outlook.ways.values():
+    for way in outlook.by_balance.values():
         assert list(KINDS) == list(way.fitted.fixed)
         assert sum(time_parts(way).values()) == pytest.approx(way.time.total)
 

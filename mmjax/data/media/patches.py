@@ -72,7 +72,7 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
     if not tokens:
         raise BadMedia(f"a clip of {size[0]} samples is too short: the encoder makes no token of it")
     _check_positions(encoder, size, tokens)
-    return ItemSize((tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.held)
+    return ItemSize((tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.input_frames)
 
 
 def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:

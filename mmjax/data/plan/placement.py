@@ -160,7 +160,7 @@ class Placer:
     def needs_alone(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """Measure what a sample needs with a rank for itself, and with its items spread over the rank's peers."""
         inputs = self._inputs(Group(np.array([sample]), None))
-        return self._at(inputs, np.zeros(len(inputs.tokens), np.int32)).needs, self._spread(inputs).needs
+        return self._place_on_ranks(inputs, np.zeros(len(inputs.tokens), np.int32)).needs, self._spread(inputs).needs
 
     def _inputs(self, group: Group) -> _Inputs:
         return _Inputs(self.index.parts(group.samples), self.index.tokens(group.samples), group.row)
@@ -186,13 +186,13 @@ class Placer:
             return [self._in_order(inputs, in_order)]
         costs = self._costs(inputs)
         if isinstance(self.balance, LlmBalance):
-            return [self._by(inputs, place_by_llm(costs, ranks))]
+            return [self._place_phases(inputs, place_by_llm(costs, ranks))]
         if self.balance.locality == "off":
-            return [self._by(inputs, place_apart(costs, ranks))]
+            return [self._place_phases(inputs, place_apart(costs, ranks))]
         plans = [place_jointly(costs, ranks, self.topology.peers, widths, in_order)]
         if plans[0].width.any():  # whether what it gains is worth an exchange, the shapes say
             plans.append(place_jointly(costs, ranks, self.topology.peers, None, in_order))
-        return [self._by(inputs, plan) for plan in plans]
+        return [self._place_phases(inputs, plan) for plan in plans]
 
     def _sample_ranks(self, inputs: _Inputs) -> np.ndarray:
         """Return each sample's rank if nothing is balanced, int32 `[n]`: that of its row in the LLM, or in order."""
@@ -204,19 +204,19 @@ class Placer:
         """Place samples on these ranks, in the rows of grouping; items on the rank of their sample."""
         home_rank = sample_rank[inputs.parts.sample()]
         if inputs.row is None:
-            return self._at(inputs, home_rank)
+            return self._place_on_ranks(inputs, home_rank)
         if np.array_equal(self._ranks(inputs, inputs.row), home_rank):
             return self._in_rows(inputs, inputs.row)
-        row = np.where(inputs.parts.module == LLM, inputs.row, self._at(inputs, home_rank).row)
+        row = np.where(inputs.parts.module == LLM, inputs.row, self._place_on_ranks(inputs, home_rank).row)
         return self._in_rows(inputs, row)
 
-    def _by(self, inputs: _Inputs, plan: PhasePlan) -> Placed:
+    def _place_phases(self, inputs: _Inputs, plan: PhasePlan) -> Placed:
         rank = np.empty(len(inputs.tokens), np.int32)
         rank[inputs.llm] = plan.sample_rank
         rank[inputs.parts.module != LLM] = plan.item_rank
-        return self._at(inputs, rank)
+        return self._place_on_ranks(inputs, rank)
 
-    def _at(self, inputs: _Inputs, rank: np.ndarray) -> Placed:
+    def _place_on_ranks(self, inputs: _Inputs, rank: np.ndarray) -> Placed:
         """Place parts on these ranks `[p]`, in the rows of each as evenly as longest first makes it."""
         if max(self.rows) == 1:
             return self._in_rows(inputs, rank)
@@ -297,7 +297,9 @@ class Placer:
         parts = inputs.parts
         home_rank = self._sample_ranks(inputs)[parts.sample()]
         one_each = self.topology.encoders_per_rank == 1
-        unbalanced_row = home_rank * np.array(self.rows)[parts.module] if one_each else self._at(inputs, home_rank).row
+        unbalanced_row = (
+            home_rank * np.array(self.rows)[parts.module] if one_each else self._place_on_ranks(inputs, home_rank).row
+        )
         return MicrobatchPlan(
             samples=samples,
             part_start=parts.sample_start,

@@ -293,4 +293,4 @@ class ChatSource:
         return self.chat.ends
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.chat.said(tokens)
+        return self.chat.decode_answer(tokens)
