@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 from commands import run
+from decoding_reference import greedy_tokens
 from llava_folder import save_checkpoint, save_questions
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor

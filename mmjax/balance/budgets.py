@@ -36,7 +36,7 @@ def choose_maximum(
     unit = np.broadcast_to(np.asarray(alignment, np.int64), lengths.shape[1:])
     fixed = np.zeros_like(unit) if fixed is None else np.asarray(fixed, np.int64)
     if np.all(fixed > 0):
-        return given
+        return fixed
     fits = np.all((lengths <= fixed) | (fixed == 0), axis=1)
     if not fits.any():
         raise ValueError("every sample exceeds the maxima that are given")

@@ -163,8 +163,8 @@ def _draw_memory(figure: Figure, top: float, outlook: RunForecast) -> None:
     colours = module_colours(outlook.chosen.work)
     limit = outlook.chosen.fitted.limit.device
     largest = max(way.fitted.device for way in outlook.by_balance.values())
-    room_visible = room < 4 * largest  # else the bars would be too short to read
-    axes = _bar_axes(figure, top, outlook, LABEL_ROOM * max(largest, room if room_visible else 0))
+    limit_visible = limit < 4 * largest  # else the bars would be too short to read
+    axes = _bar_axes(figure, top, outlook, LABEL_ROOM * max(largest, limit if limit_visible else 0))
     _text(figure, LEFT, top + 14, "Memory of a device", weight="bold")
     for row, way in enumerate(outlook.by_balance.values()):
         memory = way.fitted
@@ -172,8 +172,8 @@ def _draw_memory(figure: Figure, top: float, outlook: RunForecast) -> None:
         segments += [(module_name(name), memory.activations[name], colour) for name, colour in colours.items()]
         label = size(memory.device) + ("" if memory.fits else ": too large")
         label_colour = INK if memory.fits else ALARM
-        _draw_bar(axes, row, segments, size, label, label_colour, room if room_visible else 0.0)
-    if room_visible:
+        _draw_bar(axes, row, segments, size, label, label_colour, limit if limit_visible else 0.0)
+    if limit_visible:
         axes.axvline(limit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
         x = LEFT + INNER * limit / axes.get_xlim()[1]
         _text(figure, max(x, LEFT + 190), top + 14, f"room {size(limit)}", ha="center")  # right of the heading

@@ -158,13 +158,13 @@ def _relieve(
     unit: np.ndarray,
     bin_of: np.ndarray,
     bins: _Bins,
-    over: np.ndarray,
+    excess: np.ndarray,
     limit: int,
     max_received: float,
 ) -> np.ndarray:
     """Move what bins have too much of to the other bins of their group; return each item's bin, int64 `[n]`.
 
-    order: the movable items, longest first; unit: `[n]`, the rank each starts on; over: `[b]`, cost above what a bin
+    order: the movable items, longest first; unit: `[n]`, the rank each starts on; excess: `[b]`, cost above what a bin
     may have. Items over `limit` move only where it must be; no bin receives over `max_received` per rank if others can.
     """
     bin_of = bin_of.copy()
