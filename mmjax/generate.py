@@ -15,7 +15,7 @@ import jax
 
 from mmjax.config import Config, MediaLimits, MeshConfig
 from mmjax.console import print_lines, print_note
-from mmjax.data.media.decode import DEFAULT_LIMITS, check_media_size
+from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import BadSample, Medium
@@ -102,7 +102,7 @@ def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
 
 
 def read_media(
-    images: Sequence[Path], clips: Sequence[Path], encoders: Encoders, limits: MediaLimits = DEFAULT_LIMITS
+    images: Sequence[Path], clips: Sequence[Path], encoders: Encoders, limits: MediaLimits = MediaLimits()
 ) -> dict[Medium, list[bytes]]:
     """Read media files and probe their headers.
 

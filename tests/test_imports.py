@@ -46,10 +46,10 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "cli": May(("mmjax.config", "mmjax.errors", "mmjax.startup"), frozenset()),
     "balance": May(("mmjax.balance",), NUMERIC),
     "planning": May(("mmjax.planning", "mmjax.balance", "mmjax.config", "mmjax.batch", "mmjax.errors"), NUMERIC),
-    "data": May(("mmjax.data.media.anyres_layout", "mmjax.data.sample", *BASE), frozenset({"numpy"})),
+    "data": May(("mmjax.data.sample", *BASE), frozenset({"numpy"})),
     "data.storage": May(("mmjax.data.storage", *DATA, "mmjax.hub", *BASE), frozenset({"numpy", "fsspec", "soundfile"})),
     "data.media": May(
-        ("mmjax.data.media", "mmjax.batch", *BASE),
+        ("mmjax.data.media", *DATA, "mmjax.batch", *BASE),
         frozenset({"numpy", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"}),
     ),
     "data.toy": May(("mmjax.data.toy", *DATA, *BASE), frozenset({"numpy"})),

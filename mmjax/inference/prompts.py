@@ -15,7 +15,7 @@ from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
 from mmjax.config import AnyRes, DynamicTiles, FixedSize, MediaLimits, ModelConfig, VisionConfig
 from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
-from mmjax.data.media.decode import DEFAULT_LIMITS, check_media_size
+from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
@@ -91,7 +91,7 @@ class UserPromptSource:
         chat: PromptFormat,
         encoders: Encoders,
         functions: Functions | None = None,
-        limits: MediaLimits = DEFAULT_LIMITS,
+        limits: MediaLimits = MediaLimits(),
     ) -> None:
         """functions: the encoders' callbacks by name."""
         self._prompts = list(prompts)

@@ -19,9 +19,8 @@ from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describ
 from mmjax.data.media.audio_features import log_mel_frames
 from mmjax.data.sample import Text
 from mmjax.errors import UserError
-from mmjax.reporting.charts import GREY, WIDE, colour_class, path
+from mmjax.reporting.charts import GREY, WIDE, colour_class, data_uri, path
 from mmjax.reporting.run import Planned, Worst
-from mmjax.reporting.training import data_uri
 
 SAMPLES = 12  # shown of a row
 WORST_LISTED = 16

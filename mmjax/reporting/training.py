@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from mmjax.balance.parts import dist_ratio
 from mmjax.config import AudioConfig
 from mmjax.console import count, duration, size
-from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Formatter, area_chart, histogram, line_chart
+from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Formatter, area_chart, data_uri, histogram, line_chart
 from mmjax.reporting.run import Curve, Planned, Run
 
 
@@ -64,11 +63,6 @@ def work_table(planned: Planned, modules: tuple[str, ...]) -> list[tuple[str, ..
     for module, unbalanced, balanced in zip(modules, planned.work(False), planned.work(True), strict=True):
         rows.append((module, *(percent(float(dist_ratio(work).mean())) for work in (unbalanced, balanced))))
     return rows
-
-
-def data_uri(kind: str, content: bytes) -> str:
-    """Encode an image as a data URI."""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 RUN_COLOURS = (1, 2, 0, 3, 4, 5, 6)  # blue first, then orange

@@ -66,7 +66,6 @@ UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile's length of a stream whose header
 UNKNOWN_SIZE = 0x7FFF0000  # bytes; a WAV header claims at least this for the same reason
 MAX_OGG_PAGE = 65_307  # bytes
 MIN_SECONDS = 0.001  # a shorter clip is a mistake
-DEFAULT_LIMITS = MediaLimits()
 
 
 # ----------------------------------------------------------------------------------------------------------- limits
@@ -115,7 +114,7 @@ def read_image_size(file: BinaryIO) -> tuple[int, int]:
     return height, width
 
 
-def decode_image(data: bytes, limits: MediaLimits = DEFAULT_LIMITS) -> np.ndarray:
+def decode_image(data: bytes, limits: MediaLimits = MediaLimits()) -> np.ndarray:
     """Decode an image file to pixels, uint8 `[height, width, 3]`, read only, of the size of `read_image_size`.
 
     Raises BadMedia as `read_image_size`, for a size beyond the limits, and for a truncated or corrupt file.
@@ -278,7 +277,7 @@ def resampled_length(facts: ClipHeader, sample_rate: int) -> int:
     return -(-facts.frames * sample_rate // facts.sample_rate)
 
 
-def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = DEFAULT_LIMITS) -> np.ndarray:
+def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits()) -> np.ndarray:
     """Decode a clip's file to mono samples at that rate, float32 `[clip_samples]` in about -1..1.
 
     Raises BadMedia as `read_clip_header`, for a clip beyond the limits, and for a file that is truncated, corrupt or

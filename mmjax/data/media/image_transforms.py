@@ -18,7 +18,6 @@ import numpy as np
 from PIL import Image
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, Filter, FixedSize, ImagePreparation, MediaLimits, SmartResize
-from mmjax.data.media.decode import DEFAULT_LIMITS
 from mmjax.errors import BadMedia
 
 Size = tuple[int, int]  # height, width
@@ -42,7 +41,7 @@ class LazyImage:
 
     size: Size
     pixels: np.ndarray | None = None  # uint8 [height, width, 3], read only
-    max_pixels: int = DEFAULT_LIMITS.pixels
+    max_pixels: int = MediaLimits.pixels
 
     def resized(self, size: Size, filter: Filter = "bicubic") -> LazyImage:
         """Resize to (height, width)."""
@@ -128,7 +127,7 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
 
 
 def prepared_sizes(
-    prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits = DEFAULT_LIMITS
+    prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits = MediaLimits()
 ) -> tuple[Size, ...]:
     """Compute the sizes of the items of an image of (height, width); `images` is how many images its sample has.
 
@@ -142,7 +141,7 @@ def prepared_sizes(
 
 
 def prepare_image(
-    prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits = DEFAULT_LIMITS
+    prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits = MediaLimits()
 ) -> tuple[np.ndarray, ...]:
     """Prepare the items uint8 `[h, w, 3]` (read only) of an image uint8 `[H, W, 3]`, in the sizes of `prepared_sizes`.
 

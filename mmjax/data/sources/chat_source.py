@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.config import ChatFormat, DataConfig, MediaLimits
-from mmjax.data.media.decode import DEFAULT_LIMITS
 from mmjax.data.media.patches import Encoders
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
 from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
@@ -195,7 +194,7 @@ class ChatSource:
         encoders: Encoders,
         cache: Path,
         functions: Functions | None = None,
-        limits: MediaLimits = DEFAULT_LIMITS,
+        limits: MediaLimits = MediaLimits(),
     ) -> None:
         """reopen: opens the conversations, here and in counting worker processes. functions: callbacks by name."""
         self.conversations = reopen()

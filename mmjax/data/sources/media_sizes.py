@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from mmjax.config import MediaLimits
-from mmjax.data.media.decode import DEFAULT_LIMITS, Probe, check_media_size, limit_violations
+from mmjax.data.media.decode import Probe, check_media_size, limit_violations
 from mmjax.data.sample import BadSample, Medium
 from mmjax.data.sources.array_records import FACTS, ArrayRecords
 from mmjax.data.storage.array_store import (
@@ -108,7 +108,7 @@ class MediaFacts:
         return cls(**open_array_files(copies, sums))
 
 
-def open_facts(conversations: Conversations, cache: Path, limits: MediaLimits = DEFAULT_LIMITS) -> MediaFacts | None:
+def open_facts(conversations: Conversations, cache: Path, limits: MediaLimits = MediaLimits()) -> MediaFacts | None:
     """Open the facts that `read_facts` cached for these records, or that their ArrayRecord folder has; None for none.
 
     Media are not checked for changes since. Records with media beyond the limits are bad.
@@ -144,7 +144,7 @@ def read_facts(
     probes: Mapping[Medium, Probe],
     cache: Path,
     progress: Progress = lambda done: None,
-    limits: MediaLimits = DEFAULT_LIMITS,
+    limits: MediaLimits = MediaLimits(),
 ) -> MediaFacts:
     """Read the facts of all media, headers only of files that are new or changed. Those beyond the limits are bad.
 

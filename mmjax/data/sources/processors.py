@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, MediaLimits, VisionConfig
-from mmjax.data.media.anyres_layout import BeforeLlm, TokenLayout, before_llm
+from mmjax.data.media.anyres_layout import BeforeLlm, before_llm
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
-    DEFAULT_LIMITS,
     ClipHeader,
     Probe,
     decode_clip,
@@ -24,7 +23,7 @@ from mmjax.data.media.decode import (
 )
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import Encoders, item_size, token_grid
-from mmjax.data.sample import ArrangedItems, BadSample, Item, Medium, Sample, SampleLengths, Text
+from mmjax.data.sample import ArrangedItems, BadSample, Item, Medium, Sample, SampleLengths, Text, TokenLayout
 from mmjax.errors import BadMedia, UserError
 
 CACHED_SIZES = 1 << 16  # media whose items' sizes are cached
@@ -54,7 +53,7 @@ class MediaProcessors:
     """Prepare images and clips for a model's encoders, and their tokens for its LLM."""
 
     def __init__(
-        self, encoders: Encoders, functions: Functions | None = None, limits: MediaLimits = DEFAULT_LIMITS
+        self, encoders: Encoders, functions: Functions | None = None, limits: MediaLimits = MediaLimits()
     ) -> None:
         """limits: those of `data.limits`. Media beyond them are bad, also while they are prepared."""
         self.encoders = dict(encoders)
@@ -174,7 +173,7 @@ class ImageProcessor:
             functions[callbacks.before_llm] if callbacks.before_llm else before_llm(encoder),
         )
 
-    def items(self, size: tuple[int, int], images: int, limits: MediaLimits = DEFAULT_LIMITS) -> MediaItems:
+    def items(self, size: tuple[int, int], images: int, limits: MediaLimits = MediaLimits()) -> MediaItems:
         """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
         sizes = prepared_sizes(self.before_encoder, size, images, limits)
         if self.before_llm is None:
