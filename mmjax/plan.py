@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         print_lines(*report(outlook, price, source, compiled))
     if args.picture is not None:
-        from mmjax.reporting.plots import plot_plan  # matplotlib looks for fonts when it is first imported
+        from mmjax.reporting.plan_plot import plot_plan  # matplotlib looks for fonts when it is first imported
 
         plot_plan(args.picture, outlook)
     if args.out is not None:
