@@ -6,6 +6,11 @@ discriminated by ``kind``. ``mmjax.config.loading`` loads, edits and stores conf
 
 # ruff: noqa: F401
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
 from mmjax.config.data import (
     ArrayRecordSource,
     BatchConfig,
@@ -32,17 +37,6 @@ from mmjax.config.data import (
     Samples,
     ShareGptSource,
     Tokens,
-)
-from mmjax.config.experiment import (
-    AdamW,
-    Config,
-    Exchange,
-    MeshConfig,
-    Muon,
-    Rates,
-    Schedule,
-    TrainingConfig,
-    WatchConfig,
 )
 from mmjax.config.model import (
     Activation,
@@ -79,3 +73,31 @@ from mmjax.config.model import (
     WhisperMel,
     YarnRope,
 )
+from mmjax.config.training import (
+    AdamW,
+    Exchange,
+    MeshConfig,
+    Muon,
+    Rates,
+    Schedule,
+    TrainingConfig,
+    WatchConfig,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment. With mmjax's version, it determines everything about a run but the machine."""
+
+    name: str  # of the experiment
+    data: DataConfig
+    batch: BatchConfig
+    model: ModelConfig
+    training: TrainingConfig
+    optimizer: AdamW | Muon = AdamW()
+    schedule: Schedule = Schedule()
+    mesh: MeshConfig = MeshConfig()
+    seed: int = 0  # of initial weights, the order of samples, dropout and embedded data
+    device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # kind of devices; auto: the fastest available
+    run: str = ""  # the run's folder; empty: runs/<name>
+    init_from: str = ""  # a run whose parameters (and nothing else) this one starts from

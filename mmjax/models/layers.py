@@ -107,7 +107,7 @@ class Linear(nnx.Module):
         # A bias along the width is replicated: it is small, and activations are not sharded there.
         bias_axis = None if axes[1] == "embed" else axes[1]
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
-        self.lora: nnx.Module | None = nnx.data(None)  # set by `models.lora.attach`
+        self.lora: nnx.Module | None = nnx.data(None)  # set by `models.model`
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         y = x @ self.weight[...].astype(x.dtype)
@@ -315,7 +315,7 @@ class TransformerLayer(nnx.Module):
         if self.attention_after is not None:
             attn_out = self.attention_after(attn_out)
         x = x + drop(attn_out, context.dropout, ATTENTION)
-        # The name that the remat policy `attention_mlp` saves (`layer_runs.SAVED`).
+        # The name that the remat policy `attention_mlp` saves (`layer_stacks.SAVED`).
         x = checkpoint_name(x, "mlp_input")
         mlp_out = self.mlp(self.mlp_norm(x))
         if self.mlp_after is not None:
