@@ -113,12 +113,14 @@ def restrict_to_parts(moved: Rearrangement, item: np.ndarray, offset: np.ndarray
     length = np.asarray(length, np.int64)
     if np.any(offset < 0) or np.any(offset + length > moved.length[item]):
         raise ValueError("every run must lie inside its item")
+    # A run lies in its item at the same place on both sides.
     places = [Places(side.rank[item], side.offset[item] + offset) for side in (moved.before, moved.after)]
     return Rearrangement(length, places[0], places[1], moved.ranks)
 
 
 def volume(moved: Rearrangement) -> np.ndarray:
     """Count tokens from rank to rank, int64 `[ranks, ranks]`: V of OrchMLLM section 5.2.2, rows are sources."""
+    # Source and destination as one number; int64, since ranks^2 of 50,000 ranks exceeds int32.
     pair = moved.before.rank.astype(np.int64) * moved.ranks + moved.after.rank
     return _totals(pair, moved.length, moved.ranks**2).reshape(moved.ranks, moved.ranks)
 
@@ -139,6 +141,7 @@ def width(moved: Rearrangement) -> int:
     """Return the most tokens that one rank sends to another: the chunk that a padded all-to-all needs."""
     away = np.flatnonzero(moved.before.rank != moved.after.rank)
     pair = moved.before.rank[away].astype(np.int64) * moved.ranks + moved.after.rank[away]
+    # Only pairs that occur, so memory follows the items and not ranks^2.
     number = np.unique(pair, return_inverse=True)[1]
     return int(_totals(number, moved.length[away], len(away)).max(initial=0))
 
@@ -157,6 +160,7 @@ def tables(
     mine = peers if mine is None else mine
     source = moved.before.rank
     destination = moved.after.rank
+    # Items of no tokens take no place in any table.
     sending = np.flatnonzero(_among(source, mine) & (source != destination) & (moved.length > 0))
     arriving = np.flatnonzero(_among(destination, mine) & (moved.length > 0))
     outside = ~(_among(destination[sending], peers) & _among(source[sending], peers))
@@ -172,9 +176,12 @@ def tables(
 
 def _fill_send(send: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range) -> None:
     length = moved.length[items]
+    # The chunk's number in `send`: row of the sending rank among mine, column of the receiving peer.
     pair = (moved.before.rank[items] - mine.start) * np.int64(len(peers)) + moved.after.rank[items] - peers.start
+    # Where an item begins in its chunk: behind the items before it that go the same way.
     slot = _offsets(length, pair, len(mine) * len(peers))
     _check_fits(slot + length, send.shape[2], "pair of ranks exceeds the width")
+    # Chunk c begins at c * width of the flat table, and the item's tokens follow each other on both sides.
     send.reshape(-1)[_runs(pair * send.shape[2] + slot, length)] = _runs(moved.before.offset[items], length)
 
 
@@ -190,6 +197,7 @@ def _fill_gather(
     stays = source == moved.after.rank[items]
     _check_fits((slot + length)[~stays], width, "pair of ranks exceeds the width")
     _check_fits(moved.after.offset[items] + length, gather.shape[1], "destination array exceeds the capacity")
+    # What a rank indexes: the chunks of all peers, then its own array.
     origin = np.where(stays, len(peers) * width + moved.before.offset[items], peer * width + slot)
     gather.reshape(-1)[_runs(row * np.int64(gather.shape[1]) + moved.after.offset[items], length)] = _runs(
         origin, length
@@ -221,6 +229,7 @@ def _offsets(length: np.ndarray, key: np.ndarray, keys: int) -> np.ndarray:
     """Sum the tokens of the items before each one that have its key, int64 `[n]`."""
     order = np.argsort(key, kind="stable")
     preceding = np.cumsum(length[order]) - length[order]
+    # Sorted by key, the items before a key's first one are those of all smaller keys.
     first = np.concatenate([[0], np.cumsum(_totals(key, length, keys))[:-1]])
     offset = np.empty(len(length), np.int64)
     offset[order] = preceding - first[key[order]]
