@@ -21,9 +21,11 @@ def by_key(order, key, keys):
     """Group the items of `order` by key, each in the same order; group k is items[start[k] : start[k + 1]]."""
     start = np.zeros(keys + 1, np.int64)
     for item in order:
+        # Counting sort: sizes one place further on, so that their running sum is where each group begins.
         start[key[item] + 1] += 1
     for k in range(keys):
         start[k + 1] += start[k]
+    # The next free place of every group.
     cursor = start[:-1].copy()
     items = np.empty(len(order), np.int64)
     for item in order:
@@ -79,12 +81,14 @@ def _exchange(items, start, first, last, length, away, need, limit):
 
     Returns the change, never on the other side of 0 than need, and the items to mark and to unmark, -1 = none.
     """
+    # If nothing is needed, changing nothing is the least change that is enough.
     over_change = ENDLESS if need > 0 else 0  # the least change >= need
     over_add = over_drop = under_add = under_drop = -1
     under_change = 0  # the most below it
     for u in range(first, last):
         begin = start[u]
         end = start[u + 1]
+        # Items are longest first, so walking both i and j backwards goes from short to long: j never turns round.
         j = end  # the shortest that makes up for what comes back; at `end` stands nothing, of length 0
         last_short = -1
         for i in range(end, begin - 1, -1):
@@ -107,6 +111,7 @@ def _exchange(items, start, first, last, length, away, need, limit):
                 under_change = length[items[last_short]] - dropped_length
                 under_add = items[last_short]
                 under_drop = dropped
+    # Enough is better than too little, however much it is.
     if over_change < ENDLESS:
         return over_change, over_add, over_drop
     return under_change, under_add, under_drop

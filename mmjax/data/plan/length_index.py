@@ -34,6 +34,7 @@ def read_lengths(files: Sequence[Path], keys: Sequence[str], optional: Sequence[
     parts = [_read(path, keys, optional) for path in files]
     joined = {key: np.concatenate([part[key] for part in parts]) for key in parts[0] if all(key in p for p in parts)}
     if len(files) > 1 and "source" in optional and "source" not in joined:
+        # The file's number for each of its samples.
         joined["source"] = np.repeat(np.arange(len(files)), [len(part[keys[0]]) for part in parts])
     return joined
 
@@ -62,6 +63,7 @@ def visual_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     source = rng.choice(10, samples, p=np.array([4, 3, 3, 2, 2, 2, 1, 1, 1, 1]) / 20)
     tiles_of = rng.dirichlet([0.9, 0.2, 0.05, 0.25], 10)  # of a source: how often an image has 1, 3, 4 or 5 tiles
     text_of = rng.uniform(4.2, 6.4, 10)  # of a source: mean of the logarithm of its text tokens
+    # A draw from the source's distribution: how many of the first three cumulative shares a random number exceeds.
     tiles = np.array([1, 3, 4, 5])[(rng.random((samples, 1)) > np.cumsum(tiles_of[source], 1)[:, :-1]).sum(1)]
     text = rng.lognormal(text_of[source], 0.7)
     return {
@@ -253,10 +255,12 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
                 0 if facts.item_tokens is None else facts.item_tokens - sum(tokens for _, _, tokens, _ in rows)
             )
     items = np.array(item_rows, _ITEM)
+    # CSR: the items of sample i are item_start[i] : item_start[i + 1].
     item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
     totals = np.zeros((len(text), 1 + len(encoders)), np.int32)
     totals[:, LLM] = np.array(text, np.int64) + np.array(extra, np.int64)
     sample = np.repeat(np.arange(len(text)), item_count)
+    # An item counts in two columns: its tokens in the LLM's, its positions in its encoder's.
     np.add.at(totals, (sample, LLM), items["tokens"])
     np.add.at(totals, (sample, 1 + items["encoder"]), items["positions"])
     return LengthIndex(
