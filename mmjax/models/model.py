@@ -61,6 +61,7 @@ class Model:
         runs = {}
         for name, c in towers.items():
             # Stacks end where a layer's output is needed: for a deepstack in an encoder, for an addition in the LLM.
+            # A deepstack of n layers is added behind the LLM's layers 0 .. n - 1.
             layers = range(max(map(len, deepstacks.values()), default=0)) if name == "llm" else deepstacks.get(name, ())
             borders = [i + 1 for i in layers if i + 1 < c.layers]
             remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
@@ -72,6 +73,7 @@ class Model:
         graph, state = nnx.split(nnx.eval_shape(init, jax.random.key(0)))
         axes: Params = {}
         for path, variable in nnx.to_flat_state(state):
+            # Descend along the path, creating the dicts that are missing.
             inner = reduce(lambda tree, key: tree.setdefault(key, {}), path[:-1], axes)
             inner[path[-1]] = variable.get_metadata("axes")
         return cls(config, dtype, runs, abstract=nnx.to_pure_dict(state), axes=axes, graph=graph, functions=functions)
@@ -138,11 +140,13 @@ class Model:
         whose outputs it is added in the LLM's first.
         """
         borders = {run.start for run in self.runs[tower]}
+        # Layer 0 is a border, but a cut before it would leave an empty stage.
         if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
             raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
         encoders = self.config.encoders.items()
         deepstacks = {name: c.deepstack for name, c in encoders if isinstance(c, VisionConfig) and c.deepstack}
         additions = max(map(len, deepstacks.values()), default=0)
+        # In the LLM a cut must lie behind the last addition, in an encoder before the first layer that is taken out.
         crossing = [c for c in cuts if (c < additions if tower == "llm" else c > min(deepstacks.get(tower, (c,))))]
         if crossing:
             raise ValueError(
@@ -262,6 +266,7 @@ def merge(first: Params, second: Params) -> Params:
     """Merge nested dicts; where both have a leaf, take the second's."""
     merged = dict(first)
     for key, value in second.items():
+        # Only where both have a branch is there something to merge; else the second's takes the place.
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = merge(merged[key], value) if both else value
     return merged
@@ -298,6 +303,7 @@ class LowRank(nnx.Module):
 def _attach_adapters(model: MultimodalModel, config: ModelConfig, key: Array) -> None:
     """Attach adapters to a new model. Layer i's values depend on the linear layer's name and on i, not on stacks."""
     for name, lora in adapters_by_layer(config).items():
+        # A hash that does not change with the process, unlike Python's own.
         name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         for linear, run in _linear_layers(model, name):
             linear.lora = _init_adapter(linear, lora, run, name_key)
