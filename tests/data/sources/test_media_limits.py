@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,18 @@ from files_made import asked, clip, lines, picture, write
 from llava_folder import save_checkpoint
 
 from mmjax import index, train
-from mmjax.config import ArrayRecordSource, ChatFormat, Config, LlavaSource, MediaLimits
-from mmjax.config.loading import apply_overrides, default_config
+from mmjax.config import (
+    ArrayRecordSource,
+    BatchConfig,
+    ChatFormat,
+    Config,
+    DataConfig,
+    LlavaSource,
+    MediaLimits,
+    Samples,
+    TrainingConfig,
+)
+from mmjax.config.loading import apply_overrides
 from mmjax.data.plan.length_index import build_index, index_key
 from mmjax.data.sample import BadSample
 from mmjax.data.sources.opening import open_sources
@@ -69,9 +78,9 @@ def test_training_sees_an_image_beyond_the_limits_as_a_bad_sample_and_never_deco
     if kind == "arrayrecord":
         bad_samples(capsys, tmp_path, *words, "--to", "arrayrecord", tmp_path / "records")
         source = ArrayRecordSource(f"{tmp_path}/records/photos/train")
-    base = default_config()
-    data = replace(base.data, sources={"photos": source}, chat=ChatFormat(str(checkpoint)), cache=f"{tmp_path}/cache")
-    config: Config = replace(base, data=data, model=from_hf(checkpoint))
+    data = DataConfig({"photos": source}, chat=ChatFormat(str(checkpoint)), cache=f"{tmp_path}/cache")
+    batch = BatchConfig(Samples(2), {"llm": 2, "vision": 2})
+    config = Config("limited", data, batch, from_hf(checkpoint), TrainingConfig(100))
     limited = apply_overrides(config, LIMITS)
     assert limited.data.limits == MediaLimits(min_side=12, seconds=0.2)
     opened = [open_sources(c, "train", tmp_path) for c in (config, limited)]
