@@ -23,6 +23,7 @@ from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder, note
 from mmjax.hf.layout import Parts, linear, norm, table
 
+# By HF's names. The three approximations of GELU by tanh differ in how they are computed, not in what.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -140,6 +141,7 @@ def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 def _gemma2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
+    # Gemma 2's default: layers 0, 2, 4, ... have windows.
     alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(plain.layers)]
     return replace(
         plain,
@@ -147,6 +149,7 @@ def _gemma2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
         norm_offset=1.0,
         post_norms=True,
         embedding_scale=plain.width**0.5,
+        # In place of 1 / sqrt(head width).
         attention_scale=fields.get("query_pre_attn_scalar", (int, float), 256) ** -0.5,
         attention_cap=_cap(fields, "attn_logit_softcapping", 50.0),
         logit_cap=_cap(fields, "final_logit_softcapping", 30.0),
@@ -197,6 +200,7 @@ def rope_of(fields: Fields, family: Family) -> Rope:
     """
     places = [name for name in ("rope_scaling", "rope_parameters") if fields.get(name, dict, {})]
     ropes = [_rope_in(fields, name, family) for name in places or ["rope_parameters"]]
+    # One or two places: with one, this compares it with itself.
     if ropes[0] != ropes[-1]:
         raise UserError(
             f"{fields.where}: rope_scaling and rope_parameters differ, and transformers reads rope_scaling alone, with "
@@ -213,6 +217,7 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
         raise UserError(f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}")
     if nested := sorted(set(values) & LAYER_TYPES):
         raise UserError(f"{rope.where}: {nested[0]}: RoPE by the type of a layer is not supported")
+    # Not an error: transformers ignores them, and published checkpoints have some.
     if unread := sorted(set(values) - set(ROPE[kind]) - ROPE_ALWAYS):
         note(f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers")
     for where in (rope, fields):
@@ -247,6 +252,7 @@ def _scaling(kind: str, rope: Fields, fields: Fields, family: Family) -> RopeSca
             return YarnRope(factor, trained_positions, attention, fast, slow, whole=truncate)
         case "longrope":
             factor = rope.get("factor", float, max_positions / trained_positions)
+            # Phi-3's scale of attention for positions beyond the pretraining's.
             grown = math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0
             short, long = (tuple(map(float, rope.get(f"{regime}_factor", list))) for regime in ("short", "long"))
             return LongRope(short, long, trained_positions, rope.get("attention_factor", float, grown))
@@ -302,6 +308,7 @@ def find_decoder(folder: HfFolder) -> tuple[str, str]:
 def decoder_parts(config: DecoderConfig, inner: str, output: str) -> Parts:
     """Locate a decoder's parameters: its body under the prefix `inner`, its output table at `output`."""
     layer = f"{inner}layers.*."
+    # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2, where it really comes after attention.
     after_attention = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     parts = {
         "embed": table(f"{inner}embed_tokens"),

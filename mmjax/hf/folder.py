@@ -20,6 +20,7 @@ import numpy as np
 
 from mmjax.errors import UserError
 
+# Not None, which is a value that a caller may give as the default.
 _NEEDED = object()
 
 
@@ -41,6 +42,7 @@ class Fields:
                 raise UserError(f"{self.where} has no {name!r}")
             return default
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        # JSON writes 1.0 as 1 at times; a bool is an int in Python and no number here.
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -147,6 +149,7 @@ class HfFolder:
         stored = self.stored(key)
         dtype = DTYPES[stored.dtype]
         start, stop, _ = rows.indices(stored.shape[0]) if stored.shape else (0, 1, 1)
+        # Rows of the first axis lie one after the other, so a range of them is one stretch of the file.
         row = math.prod(stored.shape[1:]) * dtype.itemsize
         out = np.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype)
         into = memoryview(out.reshape(-1).view(np.uint8)) if out.size else memoryview(b"")
@@ -154,6 +157,8 @@ class HfFolder:
             file.seek(stored.begin + start * row)
             done = 0
             while done < len(into):
+                # Straight into the array: no second copy of a tensor in memory. An unbuffered file may give less than
+                # asked.
                 if not (got := file.readinto(into[done : done + CHUNK])):
                     raise UserError(f"{stored.file} ends inside {key}; copy the checkpoint again")
                 done += got
@@ -185,6 +190,7 @@ def _header(path: Path) -> dict[str, Stored]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            # At least the two bytes of `{}`, and no more than is there: a torn download is seen here.
             if not 2 <= length <= min(HEADER_LIMIT, size - 8):
                 raise UserError(f"{path} is no whole safetensors file: its header does not fit; copy it again")
             header = json.loads(file.read(length))

@@ -17,6 +17,7 @@ from mmjax.errors import UserError
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# A processor's `resample` is an index into these.
 FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's number
 
 _COMMON = {
@@ -142,6 +143,7 @@ def _smart_resize(fields: _Fields) -> SmartResize:
         raise fields.refused("size", "give shortest_edge and longest_edge, in pixels of the image")
     bounds = []
     for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        # Three spellings over the years; the one at the top level wins, as in transformers.
         candidates = [value for value in (fields.value(name), size.get(edge), size.get(name)) if value is not None]
         if not candidates or not _is_count(candidates[0]):
             raise fields.refused("size", f"give {edge}, in pixels of the image")
@@ -223,6 +225,7 @@ class _Fields:
     defaults: dict[str, Any]
 
     def value(self, name: str) -> Any:
+        # JSON's null is a missing field, so the default takes its place.
         value = self.stored.get(name)
         return self.defaults.get(name) if value is None else value
 
@@ -301,6 +304,7 @@ def _fields(folder: Path, *parts: str) -> tuple[_Fields, str]:
 def _kind(fields: _Fields) -> str:
     key = "image_processor_type" if fields.value("image_processor_type") else "feature_extractor_type"
     name = str(fields.value(key))
+    # Fast and slow processors have the same fields, and older checkpoints call a processor a feature extractor.
     kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     kind = RENAMED.get(kind, kind)
     if kind not in DEFAULTS:

@@ -18,6 +18,7 @@ from mmjax.hf.folder import CHUNK, DTYPES, INDEX, SINGLE, HfFolder
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What checkpoints of vision- and audio-language models call their parts, and where these stand in the model now.
+# Longer prefixes come first, for the first one that fits is taken.
 MOVED = {
     "language_model.model.": "model.language_model.",
     "model.language_model.": "model.language_model.",
@@ -61,6 +62,7 @@ def adapter_config(
     alpha that most modules have are the config's own, others are named. Where some scale by the root of the rank and
     others do not, none does, with alphas that come to the same.
     """
+    # PEFT has one switch for all modules, so mixed scalings are written as plain ones with other alphas.
     stabilized = {lora.scaling == "sqrt_rank" for lora in adapters.values()} == {True}
     rank = {path: lora.rank for path, lora in adapters.items()}
     alpha = {path: lora.alpha if stabilized else _plain_alpha(lora) for path, lora in adapters.items()}
@@ -120,6 +122,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NewTensor]) -> None:
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # JSON may end in spaces, and tensors then begin at multiples of 8.
     text += b" " * (-len(text) % ALIGNED)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -142,6 +145,7 @@ def rewrite_tensors(folder: HfFolder, file: Path, out: Path, changed: Changed) -
                 _copy(source, target, stored.begin + math.prod(stored.shape) * DTYPES[stored.dtype].itemsize)
             else:
                 _write(target, value, stored.dtype, stored.shape)
+                # Both files have the same layout, so where the target stands the source goes on.
                 source.seek(target.tell())
                 count += 1
         _copy(source, target, file.stat().st_size)

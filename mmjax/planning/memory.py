@@ -36,6 +36,7 @@ def saved_bytes_of_policy(
     output = layer.queries * activation
     blockwise = config.attention == "blockwise"
     logsumexp = LOGSUMEXP * layer.heads * blockwise
+    # With frozen weights and dense attention nobody reads the output in backward.
     attention = logsumexp + (trainable or blockwise) * output
     # Outputs of the linear layers: query, key and value, attention's output, and up (and gate) of the MLP.
     mlp = (1 + layer.gated) * layer.mlp
@@ -53,6 +54,7 @@ def divide_by_tensor_parallelism(
     saved: SavedBytes, config: DecoderConfig | Encoder, positions: int, activation: int, parts: int
 ) -> SavedBytes:
     """Divide the bytes saved at `positions` by tensor parallelism into `parts`: all but the replicated layer inputs."""
+    # A layer's input is whole on every device: tensor parallelism cuts only what lies within a layer.
     replicated = min(layer_sizes(config).width * activation * positions, saved.device)
     return SavedBytes(replicated + (saved.device - replicated) / parts, saved.host / parts)
 
@@ -119,6 +121,7 @@ def fixed_bytes(
     on_device = {module: n * sharding.part_of(module) for module, n in counts.items()}
     trainable = sum(n for module, n in on_device.items() if module not in frozen)
     fixed = sum(n for module, n in on_device.items() if module in frozen)
+    # By module, since modules may be sharded differently.
     optimizer_numbers = moments(model, frozen, optimizer)
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
@@ -173,6 +176,7 @@ def _batch_bytes(model: ModelConfig, batch: DeviceBatch) -> float:
     # One of the text's fields, the position, has an entry for each axis.
     rows, length = batch.shape["llm"]
     axes = max(len(model.llm.rope_sections), 1)  # of a position
+    # One column of `slots` for each encoder, beside the fields.
     total = 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
     for name, encoder in model.encoders.items():
         rows, length = batch.shape[name]
@@ -190,6 +194,7 @@ def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, chunks: i
     """
     width = model.llm.width
     vocab = model.llm.vocab / (sharding.llm * chunks)
+    # Where parameters are sharded, the gradient of this chunk is whole for a moment.
     table = width * vocab if sharding.shards > 1 else 0
     return MASTER * (positions * (vocab + 2 * width) + table)
 

@@ -53,6 +53,7 @@ def choose_policies(
     plan: dict[str, tuple[Remat, ...]] = {}
     for name in layers:
         chosen = [(policy, n) for (tower, policy), n in zip(choices, counts, strict=True) if tower == name]
+        # Layers of a tower cost the same, so only how many have a policy was solved; this is their order.
         chosen.sort(key=lambda pair: np.sum(options[name][pair[0]].device))
         plan[name] = tuple(policy for policy, n in chosen for _ in range(round(n)))
     return plan
@@ -86,6 +87,7 @@ def _solve(
     costs = np.array([np.hstack(options[tower][policy]) for tower, policy in choices], float)
     limits = np.hstack([device, host])
     unit = np.maximum(np.abs(costs).max(0), 1e-300)  # the solver's tolerances are absolute
+    # One row for each tower, 1 at its choices: its layers' numbers must add up to the tower's.
     in_tower = np.array([[tower == name for tower, _ in choices] for name in layers], float)
     counts = np.array(list(layers.values()), float)
     # Every layer gets one policy, and the bytes of every shape stay below its limits.
@@ -165,6 +167,7 @@ class MemoryPlan:
 def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
     """Return the model with these remat policies of its layers."""
     # One policy where all layers have the same.
+    # As a person would write it: one word for all layers where that says it.
     remat = {tower: p[0] if len(set(p)) == 1 else tuple(p) for tower, p in policies.items()}
     encoders = {name: replace(encoder, remat=remat[name]) for name, encoder in model.encoders.items()}
     return replace(model, llm=replace(model.llm, remat=remat["llm"]), encoders=encoders)
@@ -319,6 +322,7 @@ def _recompute_seconds(
     def seconds(policy: Remat) -> float:
         if policy in measured:
             return (measured[policy] - measured["none"]) / parts
+        # Bytes that are neither on the device nor the host are written and read once more.
         moved = 2 * (saved["none"].device - saved[policy].device - saved[policy].host)
         on_device = recompute_flops(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
         return on_device + 2 * saved[policy].host / rates.host

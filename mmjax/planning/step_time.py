@@ -84,6 +84,7 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
     # Layers of profiled towers are taken out of the FLOPs, and their measured times added below.
     rest = _with_changes(model, {name: {"layers": 0, "remat": "none"} for name in profiled})
     rest_without_remat = _with_changes(rest, {name: {"remat": "none"} for name in towers})
+    # Without remat and without chunks of the loss: what both recompute is counted apart.
     compute = _flops(rest_without_remat, batch, frozen, machine, 1) / rates.flops
     recompute = _flops(rest, batch, frozen, machine, machine.loss_chunks) / rates.flops - compute
     for name, times in profiled.items():
@@ -131,6 +132,7 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     mesh = machine.mesh
     trainable = sum(n for module, n in counts.items() if module not in frozen)
     parts = mesh["tensor"]
+    # Twice, since FSDP frees gathered parameters after the forward pass and gathers them again.
     gather_bytes = 2 * machine.activation * sum(counts.values()) / parts
     gathered = _collective(gather_bytes, mesh["fsdp"], parts, machine.cluster)
     scattered = _collective(MASTER * trainable / parts, mesh["fsdp"], parts, machine.cluster)
@@ -148,10 +150,12 @@ def _collective(size: float, group: int, stride: int, cluster: Cluster) -> float
     if group == 1:
         return 0.0
     device = cluster.device
+    # How many of a group lie on one node: per_node / stride, at least one and at most all.
     nodes = -(-group // max(1, min(group, cluster.per_node // stride)))
     inside = size * (group - 1) / group / device.link
     groups = min(stride, cluster.per_node)
     outside = size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network) if nodes > 1 else 0.0
+    # Links and adapters work at the same time, so the slower one decides.
     return max(inside, outside) / BANDWIDTH_EFFICIENCY
 
 
@@ -159,6 +163,7 @@ def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine
     """Estimate the all-reduces of activations: per layer two forward, two backward, and two if recomputed."""
     if parts == 1:
         return 0.0
+    # Policies that save the products save what their all-reduces gave; the others do both again.
     recomputed = sum(policy in ("attention_mlp", "attention", "full") for policy in layer_policies(config))
     # A ring all-reduce of n bytes among p devices sends 2 (p - 1) / p * n bytes from each.
     size = 2 * (parts - 1) / parts * positions * config.width * machine.activation
