@@ -66,7 +66,7 @@ def config() -> Config:
             Samples(20_480), {"llm": 2560, "vision": 2560, "audio": 2560}, grouping=NoGrouping(chunk_steps=8)
         ),
         training=TrainingConfig(
-            # 120B LLM tokens in steps of 9.2M (the plan's line `data`): what InternVL2.5-78B was trained on in all its
+            # 120B LLM tokens in steps of 9.3M (the plan's line `data`): what InternVL2.5-78B was trained on in all its
             # stages (arXiv:2412.05271), from a language model and encoders that were trained before, as here.
             steps=13_000,
             precision="bfloat16",
