@@ -33,5 +33,7 @@ def config() -> Config:
             encoders={"vision": replace(vision, connector=replace(vision.connector, mlp_width=6144))},
         ),
         batch=replace(base.batch, size=replace(base.batch.size, count=512), rows={"llm": 64, "vision": 64}),
+        training=replace(base.training, steps=10_000),  # 5M samples: fine-tuning
+        schedule=replace(base.schedule, warmup=300),  # 3% of the steps
         mesh=MeshConfig(data=-1, fsdp=64),
     )

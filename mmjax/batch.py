@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 Array = Any  # numpy.ndarray in the loader, jax.Array in the step
 
 TEXT_KIND = 1  # the bit of text in `kind` and `sees`
+TIME, ROW, COLUMN = range(3)  # of `ItemBatch.coordinates`, and of `TextBatch.position` where it has three
 PADDING = -1  # in `sample`, `source`, `owner`, `item`, `slots` and `send`: nothing here
 
 

@@ -36,7 +36,7 @@ from mmjax.inference.evaluation import (
     evaluation_sources,
     exact_match,
 )
-from mmjax.inference.generator import MOST
+from mmjax.inference.generator import DEFAULT_MAX_TOKENS
 from mmjax.inference.prompts import BatchLimits, QuestionSource
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
@@ -46,7 +46,7 @@ from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings
 from mmjax.training.announce import score_table
 
-AT_ONCE = BatchLimits(tokens=4096)  # small enough for the logits of all of them
+BATCH_LIMITS = BatchLimits(tokens=4096)  # small enough for the logits of all of them
 DATA_SOURCE = "asked"  # the name in data.sources of what --data names
 WRITTEN_MEASURES = ("exact_match", "anls", "vqa_accuracy")  # by default
 SPOKEN_MEASURES = ("exact_match", "wer")  # by default, for transcripts: manifests of audio
@@ -126,7 +126,7 @@ def _open_evaluator(
         sources,
         config,
         samples=None if samples is None else dict.fromkeys(sources, samples),
-        at_once=AT_ONCE,
+        batch_limits=BATCH_LIMITS,
         one_shape=True,
         loss_chunks=max(1, config.training.loss_chunks) if with_loss else None,
     )
@@ -136,13 +136,13 @@ def _open_evaluator(
 def answer(
     served: CheckpointModel,
     sources: Mapping[str, ChatSource],
-    most: int = MOST,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
     limit: int | None = None,
     show: bool = True,
 ) -> dict[str, Replies]:
     """Answer the questions of each source with a run or a checkpoint, with greedy decoding on all devices.
 
-    most: tokens of an answer. limit: answer only so many questions of each source. show: print a progress line.
+    max_tokens: tokens of an answer. limit: answer only so many questions of each source. show: print a progress line.
     """
     # Questions that cannot be asked are listed beside the answers, whatever training did with them.
     config = replace(served.config, data=replace(served.config.data, on_bad_sample="skip"))
@@ -151,7 +151,7 @@ def answer(
     enable_compilation_cache(served.programs())
     model, params = served.load(mesh, rules)
     limits = dict.fromkeys(sources, limit)
-    make_evaluator = partial(Evaluator, model, mesh, rules, sources, config, limits, max_tokens=most)
+    make_evaluator = partial(Evaluator, model, mesh, rules, sources, config, limits, max_tokens=max_tokens)
     if not show:
         return make_evaluator().answer(params)
     questions = sum(min(len(source), limit or len(source)) for source in sources.values())
@@ -242,7 +242,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", default="", metavar="FOLDER", help="that their images are relative to")
     parser.add_argument("--audio", default="", metavar="FOLDER", help="that their clips are relative to")
     parser.add_argument("--measures", type=_parse_measures, default=(), metavar="A,B", help=f"of {', '.join(MEASURES)}")
-    parser.add_argument("--max-tokens", type=int, default=MOST, metavar="N", help=f"of an answer ({MOST})")
+    parser.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=f"of an answer ({DEFAULT_MAX_TOKENS})"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="ask no more than the first N of a source")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what was said to each question, JSON lines")
     args = parser.parse_intermixed_args(argv)

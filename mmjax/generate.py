@@ -13,15 +13,16 @@ from pathlib import Path
 
 import jax
 
-from mmjax.config import Config, MeshConfig
+from mmjax.config import Config, MediaLimits, MeshConfig
 from mmjax.console import print_lines, print_note
+from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import BadSample, Medium
 from mmjax.data.sources.processors import PROBES, MediaProcessors
 from mmjax.errors import BadMedia, UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
-from mmjax.inference.generator import MOST, Answer, Generator, Sampling
+from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Answer, Generator, Sampling
 from mmjax.inference.prompts import PromptRows, UserPrompt, UserPromptSource, make_prompt
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh, mesh_sizes
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache
@@ -31,23 +32,27 @@ UNFINISHED = "\ufffd"  # what a character decodes to while a token with its last
 
 
 def generate(
-    served: CheckpointModel, prompt: UserPrompt, sampling: Sampling | None = None, most: int = MOST, show: bool = False
+    served: CheckpointModel,
+    prompt: UserPrompt,
+    sampling: Sampling | None = None,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    show: bool = False,
 ) -> tuple[Answer, float]:
-    """Answer one question, in at most `most` tokens. Returns the answer and its seconds, without loading the model.
+    """Answer one question. Returns the answer and its seconds, without loading the model.
 
-    show: stream it to standard output. Raises UserError where the question cannot be used, or is too long for the
-    model.
+    max_tokens: of the answer, at most. show: stream it to standard output. Raises UserError where the question cannot
+    be used, or is too long for the model.
     """
     config = served.config
     prompt_format = served.prompt_format()
-    prompts = UserPromptSource([prompt], prompt_format, config.model.encoders, served.functions())
-    most = min(most, _answer_room(served, prompts))
+    prompts = UserPromptSource([prompt], prompt_format, config.model.encoders, served.functions(), config.data.limits)
+    max_tokens = min(max_tokens, _answer_room(served, prompts))
     mesh_config, devices = _choose_mesh(config)
     mesh = make_mesh(mesh_config, devices)
     rules = ShardingRules.of(mesh_config)
     enable_compilation_cache(served.programs())
     model, params = served.load(mesh, rules)
-    generator = Generator(model, mesh, rules, prompt_format.ends, prompt_format.said, sampling, most)
+    generator = Generator(model, mesh, rules, prompt_format.ends, prompt_format.decode_answer, sampling, max_tokens)
     start = time.perf_counter()
     if show:
         answer = _stream(answer for _, answer in generator.answered(params, prompts, every=EVERY))
@@ -96,13 +101,20 @@ def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
     return MeshConfig(data=1, tensor=tensor), devices[:tensor]
 
 
-def read_media(images: Sequence[Path], clips: Sequence[Path], encoders: Encoders) -> dict[Medium, list[bytes]]:
-    """Read media files and probe their headers. Raises UserError for what is no image or clip, or has no encoder."""
+def read_media(
+    images: Sequence[Path], clips: Sequence[Path], encoders: Encoders, limits: MediaLimits = MediaLimits()
+) -> dict[Medium, list[bytes]]:
+    """Read media files and probe their headers.
+
+    Raises UserError for what is no image or clip, is beyond the limits, or has no encoder.
+    """
     files: dict[Medium, Sequence[Path]] = {"image": images, "audio": clips}
-    return {kind: [_read_medium(kind, path, encoders) for path in paths] for kind, paths in files.items() if paths}
+    return {
+        kind: [_read_medium(kind, path, encoders, limits) for path in paths] for kind, paths in files.items() if paths
+    }
 
 
-def _read_medium(kind: Medium, path: Path, encoders: Encoders) -> bytes:
+def _read_medium(kind: Medium, path: Path, encoders: Encoders, limits: MediaLimits) -> bytes:
     try:
         MediaProcessors(encoders).encoder(kind)
     except UserError:
@@ -111,7 +123,7 @@ def _read_medium(kind: Medium, path: Path, encoders: Encoders) -> bytes:
         ) from None
     try:
         encoded = path.expanduser().read_bytes()
-        PROBES[kind](io.BytesIO(encoded))
+        check_media_size(kind, PROBES[kind](io.BytesIO(encoded)), limits)
     except OSError as error:
         raise UserError(f"--{kind} {path}: {error.strerror or error}") from None
     except BadMedia as bad:
@@ -129,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
     parser.add_argument("--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message before the question")
-    parser.add_argument("--max-tokens", type=int, default=MOST, metavar="N", help=f"of the answer ({MOST})")
+    parser.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=f"of the answer ({DEFAULT_MAX_TOKENS})"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is the most likely answer")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with P in all")
@@ -140,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     served = CheckpointModel.open(args.model, args.overrides, args.step)
-    prompt = make_prompt(args.question, read_media(args.image, args.audio, served.config.model.encoders), args.system)
+    media = read_media(args.image, args.audio, served.config.model.encoders, served.config.data.limits)
+    prompt = make_prompt(args.question, media, args.system)
     show = sys.stdout.isatty() and not args.json
     answer, seconds = generate(served, prompt, sampling, args.max_tokens, show)
     if args.json:

@@ -114,7 +114,8 @@ def _scan(config: Config, name: str, split: Split, cache: Path) -> Part:
     """Scan one split of a config with a single source."""
     if config.data.chat is None:
         conversations = open_conversations(config.data.sources[name], split, cache, f"data.sources.{name}")
-        facts = _with_progress(len(conversations), f"{name} {split}", partial(read_facts, conversations, PROBES, cache))
+        read = partial(read_facts, conversations, PROBES, cache, limits=config.data.limits)
+        facts = _with_progress(len(conversations), f"{name} {split}", read)
         return Part(name, split, conversations, facts)
     source = open_sources(config, split, Path())[name]
     facts = _with_progress(len(source), f"{name} {split}, headers", source.read_headers)
@@ -142,13 +143,13 @@ def _with_progress(records: int, description: str, work: Callable[[Progress], T]
 def measures(part: Part) -> dict[str, np.ndarray]:
     """Measure the usable records of a data set, by the measure's name."""
     facts = part.facts
-    pixels = facts.of("image").astype(float)  # [images, 2]: width and height
-    clips = facts.of("audio").astype(float)  # [clips, 2]: samples and their rate
+    pixels = facts.of("image").astype(float)  # [images, 2]: height and width
+    frames, rate = facts.of("audio").astype(float).T
     measured = {
         "text, characters": facts.characters[facts.good()].astype(float),
         "image, megapixels": pixels.prod(axis=1) / 1e6,
         "image, longer side": pixels.max(axis=1, initial=0),
-        "clip, seconds": clips[:, 0] / clips[:, 1],
+        "clip, seconds": frames / rate,
         "media of a record": np.diff(facts.start)[facts.good()].astype(float),
     }
     if part.lengths is not None:

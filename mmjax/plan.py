@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         print_lines(*report(outlook, price, source, compiled))
     if args.picture is not None:
-        from mmjax.reporting.plots import plot_plan  # matplotlib looks for fonts when it is first imported
+        from mmjax.reporting.plan_plot import plot_plan  # matplotlib looks for fonts when it is first imported
 
         plot_plan(args.picture, outlook)
     if args.out is not None:
@@ -179,9 +179,9 @@ def report(outlook: RunForecast, price: float | None, source: str, compiled: int
         lines.append(f"       {size(compiled)} by the compiler; what is predicted differs by {error:+.1%}")
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in asdict(way.time).items() if seconds)
     lines += [
-        f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%}: {parts}",
+        f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%} ({outlook.basis}): {parts}",
         *table(_balance_rows(outlook)),
-        f"start  about {compile_seconds(way):.0f} s of compiling on one core of each host: "
+        f"start  about {_one_digit(compile_seconds(way)):,.0f} s of compiling, measured for H100 on one CPU core: "
         f"{len(way.layout.shapes)} shape(s), {layer_stacks(way)} run(s) of layers",
     ]
     return [*lines, *_whole_run(outlook, price), *(f"limits {line}" for line in limits(outlook))]
@@ -211,7 +211,7 @@ def _module_rows(outlook: RunForecast) -> list[tuple[str, ...]]:
 
 def _balance_rows(outlook: RunForecast) -> list[tuple[str, ...]]:
     rows = [("balance", *(f"dist ratio {name}" for name in outlook.chosen.dist_ratio), "fill LLM", "step", "MFU")]
-    for kind, way in outlook.ways.items():
+    for kind, way in outlook.by_balance.items():
         ratios = [f"{ratio:.3f}" for ratio in way.dist_ratio.values()]
         rows.append((kind, *ratios, f"{way.fill['llm']:.2f}", duration(way.time.total), f"{outlook.mfu(way):.1%}"))
     return rows
@@ -227,6 +227,11 @@ def compile_seconds(way: BalanceForecast) -> float:
     return len(way.layout.shapes) * (PROGRAM_SECONDS + STACK_SECONDS * layer_stacks(way))
 
 
+def _one_digit(number: float) -> float:
+    """Round to one significant digit, for estimates that are no better: 164 to 200, 7.4 to 7."""
+    return float(f"{number:.1g}")
+
+
 def _whole_run(outlook: RunForecast, price: float | None) -> list[str]:
     """Format the time and cost of the whole run, and the disk that its checkpoints take."""
     config = outlook.config
@@ -238,7 +243,7 @@ def _whole_run(outlook: RunForecast, price: float | None) -> list[str]:
     keep = config.training.keep
     verdict = "" if keep * checkpoint < free else ": TOO LITTLE HERE"
     return [
-        f"run    {outlook.steps:,} steps take {_hours(outlook.hours)}, {device_hours:,.1f} device hours{cost}",
+        f"run    {outlook.steps:,} such steps take {_hours(outlook.hours)}, {device_hours:,.1f} device hours{cost}",
         f"saves  {size(checkpoint)} x {keep} kept; {size(free)} are free where this plan was made{verdict}",
     ]
 
@@ -297,7 +302,7 @@ def as_numbers(outlook: RunForecast, price: float | None, compiled: int | None =
             "fits": way.fitted.fits,
             "memory": way.fitted.device,
         }
-        for kind, way in outlook.ways.items()
+        for kind, way in outlook.by_balance.items()
     }
     return {
         "config": outlook.config.name,
@@ -307,13 +312,14 @@ def as_numbers(outlook: RunForecast, price: float | None, compiled: int | None =
         "samples": outlook.samples,
         "tokens": outlook.tokens,
         "memory": memory.fixed | {"activations": memory.activations},
-        "room": memory.room.device,
+        "room": memory.limit.device,
         "compiled": compiled,
         "remat": memory.policies,
         "loss_chunks": memory.loss_chunks,
         "balance": outlook.config.batch.balance.kind,
         "ways": ways,
         "nearest": outlook.nearest,
+        "basis": outlook.basis,
         "compile": compile_seconds(outlook.chosen),
         "hours": outlook.hours,
         "device_hours": device_hours,

@@ -109,7 +109,7 @@ def open_session(
             evaluation_sources(config, ("validation", "test"), folder.path),
             config,
             limits={"validation": config.training.evaluate_samples},
-            at_once=BatchLimits(tokens=memory_plan.evaluation_positions(config.model.llm, positions, activation)),
+            batch_limits=BatchLimits(tokens=memory_plan.evaluation_positions(config.model.llm, positions, activation)),
             one_shape=True,
             loss_chunks=memory_plan.loss_chunks,
             progress=lambda done: watchdog.beat(),

@@ -83,6 +83,15 @@ FAULTS = (
         ("data/plan/test_sampler.py::test_chunks_end_where_epochs_do_and_every_epoch_holds_every_sample_once",),
     ),
     Fault(
+        "limits of media that training does not apply",
+        "data/sources/opening.py",
+        "return ChatSource(reopen, chat, config.model.encoders, cache, functions, config.data.limits)",
+        "return ChatSource(reopen, chat, config.model.encoders, cache, functions)",
+        (
+            "data/sources/test_media_limits.py::test_training_sees_an_image_beyond_the_limits_as_a_bad_sample_and_never_decodes_it",
+        ),
+    ),
+    Fault(
         "an order that depends on the process",
         "data/plan/sampler.py",
         "return drawn[Shuffler(self.seed, 2, chunk).permutation(len(drawn))]",

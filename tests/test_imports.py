@@ -47,10 +47,11 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "cli": May(("mmjax.config", "mmjax.errors", "mmjax.startup"), frozenset()),
     "balance": May(("mmjax.balance",), NUMERIC),
     "planning": May(("mmjax.planning", "mmjax.balance", "mmjax.config", "mmjax.batch", "mmjax.errors"), NUMERIC),
-    "data": May(("mmjax.data.media.anyres_layout", "mmjax.data.sample", *BASE), frozenset({"numpy"})),
+    "data": May(("mmjax.data.sample", *BASE), frozenset({"numpy"})),
     "data.storage": May(("mmjax.data.storage", *DATA, "mmjax.hub", *BASE), frozenset({"numpy", "fsspec", "soundfile"})),
     "data.media": May(
-        ("mmjax.data.media", *BASE), frozenset({"numpy", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"})
+        ("mmjax.data.media", *DATA, "mmjax.batch", *BASE),
+        frozenset({"numpy", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"}),
     ),
     "data.toy": May(("mmjax.data.toy", *DATA, *BASE), frozenset({"numpy"})),
     "data.text": May(
@@ -146,7 +147,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "array_record": ("mmjax.data.sources.array_records", "mmjax.data.sources.array_record_writing"),
     "pyarrow": ("mmjax.data.sources.parquet",),
     "orbax": ("mmjax.runtime.checkpoint",),
-    "matplotlib": ("mmjax.reporting.plots",),
+    "matplotlib": ("mmjax.reporting.plots", "mmjax.reporting.plan_plot"),
     "tokenizers": ("mmjax.data.text.tokenizer",),
     "jinja2": ("mmjax.data.text.chat_template", "mmjax.reporting.page"),
     "wandb": ("mmjax.training.metrics",),

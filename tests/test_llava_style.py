@@ -117,10 +117,10 @@ def test_as_many_training_questions_are_answered_right_by_evaluate_generate_and_
     chat, mesh, rules = served.chat(), make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
     asked = [make_prompt(f"<image>\n{question}", {"image": [image.read_bytes()]}) for image, question, _ in wanted]
     model, params = served.load(mesh, rules)
-    generator = Generator(model, mesh, rules, chat.tokenizer.ends, chat.said, most=8)
+    generator = Generator(model, mesh, rules, chat.tokenizer.ends, chat.decode_answer, max_tokens=8)
     prompts = UserPromptSource(asked, chat, served.config.model.encoders, served.functions())
     generated = [answer.text for answer in generator.answers(params, prompts)]
-    there = [chat.said(transformers_tokens[i]) for i in range(COUNT)]
+    there = [chat.decode_answer(transformers_tokens[i]) for i in range(COUNT)]
     right = [
         sum(said.strip() == answer for said, (*_, answer) in zip(of, wanted, strict=True)) / COUNT
         for of in (generated, there)

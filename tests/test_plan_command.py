@@ -52,10 +52,12 @@ def test_the_report_tells_memory_time_balance_and_cost(capsys):
         "of 73.6 GB a device: parameters 5.1 MB",
         "step   ",
         "MFU",
+        "(assumes 65% of peak): compute ",
+        " s of compiling, measured for H100 on one CPU core: ",
         "  none  ",
         "  llm   ",
         "  post  ",
-        "run    1,000,000 steps take ",
+        "run    1,000,000 such steps take ",
         " at 2.5 an hour",
         "kept; ",
         "limits ",
@@ -90,6 +92,10 @@ def test_on_this_machine_layers_are_measured_once_and_the_report_goes_by_them(ca
     assert measured["cluster"] == "cpux1x8"
     times = [of["ways"]["post"]["seconds"]["compute"] for of in (counted, measured)]
     assert times[0] != times[1]
+    assert [of["basis"] for of in (counted, measured)] == [
+        "assumes 65% of peak",
+        "from layer times measured on this machine",
+    ]
     again = run(capsys, plan.main, *here, "--json")
     assert "timing" not in again.err
     assert json.loads(again.out)["ways"] == measured["ways"]

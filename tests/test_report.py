@@ -167,7 +167,7 @@ def test_what_samples_and_files_say_is_shown_and_never_obeyed(tmp_path: Path, mo
     folder.path.mkdir()
     folder.write_config(config)
     opened = open_data(config, folder, 0, NOTHING, make_mesh(config.mesh, jax.devices()[:1]))
-    append_launch(folder.history, opened.life)
+    append_launch(folder.history, opened.launch)
     (data.parent / "images" / "3.png").write_bytes(b"no longer an image")
     worst = {"chat[3]": 2.5, "chat[1]": 1.5, evil: 9.0}
     line = {"step": 1, "loss": 1.0, "gradient_norm": 1.0, "loss/" + evil: 1.0, "loss/b": 2.0, "worst": worst}
@@ -195,11 +195,11 @@ def test_a_run_that_has_just_begun_has_a_report(trained: Path) -> None:
 
 def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(trained: Path) -> None:
     folder = copied(trained, "torn")
-    life = json.loads((folder / "history.jsonl").read_text())
-    config = json.loads(json.dumps(life["config"]))
+    launch = json.loads((folder / "history.jsonl").read_text())
+    config = json.loads(json.dumps(launch["config"]))
     config["training"]["steps"] = 9
-    later = with_checksum(verify_checksum(life) | {"first": 4, "config": config, "devices": "8 x elsewhere"})
-    (folder / "history.jsonl").write_text(f'{{"fir\n{json.dumps(life)}\n{json.dumps(later)}\n{{"first": 5, "be')
+    later = with_checksum(verify_checksum(launch) | {"first": 4, "config": config, "devices": "8 x elsewhere"})
+    (folder / "history.jsonl").write_text(f'{{"fir\n{json.dumps(launch)}\n{json.dumps(later)}\n{{"first": 5, "be')
     for name in ("metrics.jsonl", "quarantine.jsonl"):
         with (folder / name).open("a") as file:
             file.write('{"step": 7, "lo')
@@ -215,9 +215,9 @@ def test_masks_are_drawn_as_attention_computes_them_and_show_which_layers_have_a
     windowed: list[int], trained: Path, tmp_path: Path
 ) -> None:
     folder = copied(trained, f"windowed_{len(windowed)}")
-    life = verify_checksum(json.loads((folder / "history.jsonl").read_text()))
-    life["config"]["model"]["llm"] |= {"window": 5, "windowed": windowed}
-    (folder / "history.jsonl").write_text(json.dumps(with_checksum(life)) + "\n")
+    launch = verify_checksum(json.loads((folder / "history.jsonl").read_text()))
+    launch["config"]["model"]["llm"] |= {"window": 5, "windowed": windowed}
+    (folder / "history.jsonl").write_text(json.dumps(with_checksum(launch)) + "\n")
     replayed, of = replay(RunFolder(folder), 6)
     assert of.config.model.llm.layers == 2
     model = Model.build(of.config.model, np.float32)

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, ModelConfig
-from mmjax.data.media.anyres_layout import CORNERS, interpolates_tokens
+from mmjax.data.media.anyres_layout import interpolates_tokens
+from mmjax.data.sample import CORNERS
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh

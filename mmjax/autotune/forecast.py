@@ -26,7 +26,7 @@ from mmjax.data.plan.placement import Balance
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
 from mmjax.parallel.sharding import check_heads, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops
-from mmjax.planning.hardware import USABLE, Cluster
+from mmjax.planning.hardware import COMPUTE_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.planning.step_time import ClusterRun, Speed, StepTime, step_time
@@ -54,28 +54,39 @@ class BalanceForecast:
 
 @dataclass(frozen=True)
 class RunForecast:
-    """Forecast of a run on a cluster. ways: by kind of `batch.balance`; all have the same samples in every step."""
+    """Forecast of a run on a cluster.
+
+    by_balance: by kind of `batch.balance`; all have the same samples in every step.
+    """
 
     config: Config
     cluster: Cluster
     mesh: dict[str, int]
-    ways: dict[str, BalanceForecast]
+    by_balance: dict[str, BalanceForecast]
     epoch: int  # samples
     samples: float  # per step
     tokens: float  # of the LLM, per step
     needed: float  # FLOPs per step, over all devices
+    speed: Speed  # that the times rest on
     nearest: str = ""  # where it does not fit: the smallest change of settings that would
     longest: str = ""  # the sample that is much longer than the others
 
     @property
     def chosen(self) -> BalanceForecast:
         """Return the forecast under the config's own balancing."""
-        return self.ways[self.config.batch.balance.kind]
+        return self.by_balance[self.config.batch.balance.kind]
 
     def mfu(self, way: BalanceForecast) -> float:
         """Return the model FLOPs utilisation."""
         peak = self.cluster.device.peak(self.config.training.precision) * self.cluster.devices
         return self.needed / (way.time.total * peak)
+
+    @property
+    def basis(self) -> str:
+        """Describe what the times rest on: the layers' measured times, or an assumed share of the peak."""
+        if set(self.speed.measured) >= {"llm", *self.config.model.encoders}:
+            return "from layer times measured on this machine"
+        return f"assumes {COMPUTE_EFFICIENCY:.0%} of peak"
 
     @property
     def steps(self) -> int:
@@ -94,11 +105,11 @@ def forecast_run(
     cluster: Cluster,
     index: LengthIndex,
     weights: Sequence[float],
-    speed_with: Callable[[Sequence[RankLayout]], Speed] | None = None,
+    measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None,
 ) -> RunForecast:
     """Forecast a run whose samples have the lengths of this index.
 
-    speed_with: measures the devices' speed with the shapes of these layouts; None: their data sheet's.
+    measure_speed: measures the devices' speed with the shapes of these layouts; None: their data sheet's.
 
     Raises UserError where the mesh does not go with the cluster, or the batch with the data.
     """
@@ -115,31 +126,32 @@ def forecast_run(
     steps = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
     planners = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in configs.items()}
     speed = Speed(cluster.device.rates(config.training.precision))
-    if speed_with is not None:
-        speed = speed_with([layout for _, layout in planners.values()])
-    ways: dict[str, BalanceForecast] = {}
+    if measure_speed is not None:
+        speed = measure_speed([layout for _, layout in planners.values()])
+    by_balance: dict[str, BalanceForecast] = {}
     for kind, (planner, layout) in planners.items():
         plans = [planner.plan(step) for step in range(steps)]
-        ways[kind] = _forecast(configs[kind], cluster, mesh, layout, plans, index, tracer, speed)
+        by_balance[kind] = _forecast(configs[kind], cluster, mesh, layout, plans, index, tracer, speed)
     # Plans of all balances have the same samples, so those of the last one stand for all.
     samples = np.concatenate([plan.samples() for plan in plans])
     remedy = ""
-    fitted = ways[config.batch.balance.kind].fitted
+    fitted = by_balance[config.batch.balance.kind].fitted
     if not fitted.fits:
 
         def layouts(changed: Config) -> RankLayout:
             return make_planner(index, changed, weights, topology, None, dry_run)[1]
 
-        remedy = suggest_settings(config, mesh, layouts, speed, fitted.room, tracer)
+        remedy = suggest_settings(config, mesh, layouts, speed, fitted.limit, tracer)
     return RunForecast(
         config=config,
         cluster=cluster,
         mesh=mesh,
-        ways=ways,
+        by_balance=by_balance,
         epoch=planner.grouper.epoch_samples,
         samples=len(samples) / steps,
         tokens=float(index.llm_tokens[samples].sum()) / steps,
         needed=_model_flops(config, index, samples) / steps,
+        speed=speed,
         nearest=remedy,
         longest=index.longest(),
     )
@@ -148,7 +160,7 @@ def forecast_run(
 def compile_forecast(outlook: RunForecast, devices: Sequence[jax.Device]) -> int:
     """Compile the run as it is planned, in its fullest shape, and return the bytes of a device by the compiler."""
     way = outlook.chosen
-    batch = device_microbatch(outlook.config, way.layout, way.layout.shapes[way.fitted.fullest])
+    batch = device_microbatch(outlook.config, way.layout, way.layout.shapes[way.fitted.largest_shape])
     config = apply_memory_plan(outlook.config, way.fitted.policies, way.fitted.loss_chunks)
     return compiled_bytes(config, batch, list(devices))
 
@@ -167,7 +179,7 @@ def _forecast(
     room = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
     fitted = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
     activation = ACTIVATION[config.training.precision]
-    machine = ClusterRun(cluster, mesh, fitted.spread, speed, activation, loss_chunks=fitted.loss_chunks)
+    machine = ClusterRun(cluster, mesh, fitted.sharding, speed, activation, loss_chunks=fitted.loss_chunks)
     microbatches = [m for plan in plans for m in plan.microbatches]
     batches = [device_microbatch(config, layout, m.shape) for m in microbatches]
     time = step_time(fitted.applied(config.model), batches, fitted.unsaved, machine, config.optimizer)
@@ -178,7 +190,7 @@ def _forecast(
     return BalanceForecast(
         layout=layout,
         fitted=fitted,
-        time=time.over(len(plans)),
+        time=time.mean_over(len(plans)),
         dist_ratio=dict(zip(names, dist_ratio(work).mean(1).tolist(), strict=True)),
         fill=dict(zip(names, (useful / positions).tolist(), strict=True)),
         work=dict(zip(names, work, strict=True)),

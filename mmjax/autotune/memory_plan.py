@@ -100,7 +100,7 @@ def choose_by_measurement(fitted: MemoryPlan, free: Mapping[str, int], measure: 
     if not (free and leanest.fits):
         return leanest
     options = {tower: _options(fitted, lean, tower, base, measure) for tower in free}
-    available = budget = fitted.room.device
+    available = budget = fitted.limit.device
     # Measured differences are not quite additive, so a choice may use more than its options add up to. The budget then
     # shrinks by that excess, by a fixed share where the excess is unknown.
     for _ in range(TRIES):
@@ -121,8 +121,8 @@ def _options(
     """Measure the bytes that a layer saves beyond LEANEST under each policy; policies out of memory are left out."""
     layers = len(lean[tower])
     half = max(1, layers // 2)
-    options = {LEANEST: Option(0.0, 0.0, fitted.again[tower][LEANEST])}
-    for policy, seconds in fitted.again[tower].items():
+    options = {LEANEST: Option(0.0, 0.0, fitted.recompute_seconds[tower][LEANEST])}
+    for policy, seconds in fitted.recompute_seconds[tower].items():
         if policy in (LEANEST, "offload"):
             continue
         used = measure(lean | {tower: (LEANEST,) * (layers - half) + (policy,) * half})
@@ -218,41 +218,41 @@ def plan_memory_on_mesh(
     sizes = dict(mesh.shape)
     layout = layouts(config)
     # Process 0's limits hold for all processes, which must compile the same programs.
-    limit, ram = coordination.run_on_leader(lambda: [available_memory(config.mesh, device), ram_per_device(device)])
-    room = MemoryLimit(np.inf if limit is None else limit, config.mesh.host_memory * GB)
+    available, ram = coordination.run_on_leader(lambda: [available_memory(config.mesh, device), ram_per_device(device)])
+    limit = MemoryLimit(np.inf if available is None else available, config.mesh.host_memory * GB)
     speed = device_speed(config, [layout], device, profile)
     tracer = ActivationTracer(config)
     if earlier:
         decided = apply_memory_plan(config, earlier.policies, earlier.loss_chunks)
-        fitted = plan_memory_of_run(decided, sizes, layout, speed, room, tracer)
+        fitted = plan_memory_of_run(decided, sizes, layout, speed, limit, tracer)
         fitted = _limit_to_ram(replace(fitted, measured=earlier.measured), ram)
         if fitted.fits:
             return fitted
-    fitted = _limit_to_ram(plan_memory_of_run(config, sizes, layout, speed, room, tracer), ram)
-    if not fitted.fits and fitted.room.ram:  # the first choice recomputed nothing, as if memory had no limit
-        room = fitted.room
-        fitted = plan_memory_of_run(config, sizes, layout, speed, room, tracer)
-    if profile and limit is not None:
+    fitted = _limit_to_ram(plan_memory_of_run(config, sizes, layout, speed, limit, tracer), ram)
+    if not fitted.fits and fitted.limit.ram:  # the first choice recomputed nothing, as if memory had no limit
+        limit = fitted.limit
+        fitted = plan_memory_of_run(config, sizes, layout, speed, limit, tracer)
+    if profile and available is not None:
         # The memory model is run once more with the measured policies, for the bytes by kind that are printed.
         measured = _fit_by_compiler(config, layout, fitted, list(mesh.devices.flat))
         decided = apply_memory_plan(config, measured.policies, measured.loss_chunks)
-        fitted = replace(plan_memory_of_run(decided, sizes, layout, speed, room, tracer), measured=measured.measured)
+        fitted = replace(plan_memory_of_run(decided, sizes, layout, speed, limit, tracer), measured=measured.measured)
     if not fitted.fits:
-        remedy = suggest_settings(config, sizes, layouts, speed, room, tracer)
+        remedy = suggest_settings(config, sizes, layouts, speed, limit, tracer)
         raise UserError("; ".join(filter(None, (describe_shortage(fitted), longest, remedy))), everywhere=True)
     return fitted
 
 
 def _limit_to_ram(fitted: MemoryPlan, ram: float | None) -> MemoryPlan:
     """Limit the device's memory to a CPU's RAM where devices have no limit and the run would take most of that."""
-    if ram is None or np.isfinite(fitted.room.device) or fitted.device <= NEAR_RAM * ram:
+    if ram is None or np.isfinite(fitted.limit.device) or fitted.device <= NEAR_RAM * ram:
         return fitted
-    return replace(fitted, room=replace(fitted.room, device=ram, ram=True))
+    return replace(fitted, limit=replace(fitted.limit, device=ram, ram=True))
 
 
 def _fit_by_compiler(config: Config, layout: RankLayout, fitted: MemoryPlan, devices: list[jax.Device]) -> MemoryPlan:
     """Choose policies by compiling a step of the fullest shape with each; all processes compile together."""
-    batch = device_microbatch(config, layout, layout.shapes[fitted.fullest])
+    batch = device_microbatch(config, layout, layout.shapes[fitted.largest_shape])
     towers = {"llm": config.model.llm, **config.model.encoders}
 
     def measure(policies: Policies) -> float | None:
@@ -299,7 +299,7 @@ def plan_memory_of_run(
     mesh: Mapping[str, int],
     layout: RankLayout,
     speed: Speed,
-    room: MemoryLimit,
+    limit: MemoryLimit,
     tracer: ActivationTracer,
 ) -> MemoryPlan:
     """Choose the remat policies of a run whose mesh axes have these sizes. The tracer must be of the same model."""
@@ -310,10 +310,10 @@ def plan_memory_of_run(
     }
     # From lists over shapes, by tower, to dicts over towers, by shape.
     by_shape = [dict(zip(by_tower, layers, strict=True)) for layers in zip(*by_tower.values(), strict=True)]
-    spread = replace(sharding_spread(config.mesh, mesh), held=tracer.parameter_shares(mesh))
+    sharding = replace(model_sharding(config.mesh, mesh), shares=tracer.parameter_shares(mesh))
     activation = ACTIVATION[config.training.precision]
     choices = loss_choices(mesh, config.training.loss_chunks, config.model)
-    return plan_memory(config.model, shapes, by_shape, spread, activation, config.optimizer, speed, room, choices)
+    return plan_memory(config.model, shapes, by_shape, sharding, activation, config.optimizer, speed, limit, choices)
 
 
 def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> DeviceBatch:
@@ -329,7 +329,7 @@ def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> Devic
     )
 
 
-def sharding_spread(config: MeshConfig, mesh: Mapping[str, int]) -> ModelSharding:
+def model_sharding(config: MeshConfig, mesh: Mapping[str, int]) -> ModelSharding:
     """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
     return ModelSharding(mesh["fsdp"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
@@ -348,9 +348,9 @@ def describe_shortage(fitted: MemoryPlan) -> str:
     kinds = sorted((fitted.fixed | {f"activations of {t}": n for t, n in fitted.activations.items()}).items())
     largest = sorted(kinds, key=lambda pair: -pair[1])[:4]
     parts = ", ".join(f"{kind} {size(n)}" for kind, n in largest)
-    needs = size(fitted.device) if np.isfinite(fitted.device) else f"more than {size(fitted.room.device)}"
-    available = size(fitted.room.device)
-    if fitted.room.ram:
+    needs = size(fitted.device) if np.isfinite(fitted.device) else f"more than {size(fitted.limit.device)}"
+    available = size(fitted.limit.device)
+    if fitted.limit.ram:
         available += " of RAM for it (mesh.memory sets another limit)"
     return (
         f"the run needs {needs} of each device and there are {available}, with as much computed again as can be "
@@ -359,7 +359,12 @@ def describe_shortage(fitted: MemoryPlan) -> str:
 
 
 def suggest_settings(
-    config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, room: MemoryLimit, tracer: ActivationTracer
+    config: Config,
+    mesh: Mapping[str, int],
+    layouts: Layouts,
+    speed: Speed,
+    limit: MemoryLimit,
+    tracer: ActivationTracer,
 ) -> str:
     """Describe the smallest change of settings that makes a run fit; never the settings it has.
 
@@ -370,10 +375,11 @@ def suggest_settings(
     # Fewer shards too: a number that divides the widths replicates less than a larger one that does not.
     shards.sort(key=lambda n: (n < mesh["fsdp"], abs(n - mesh["fsdp"])))
     current = config.batch.microbatches
-    limit = np.inf
+    max_microbatches = np.inf
     if isinstance(config.batch.size, Samples):
-        limit = max(current, config.batch.size.count // ranks)  # every rank needs a sample in each microbatch
-    candidates = [n for n in (current * 2**k for k in range(MAX_HALVINGS + 1)) if n <= limit]
+        # Every rank needs a sample in each microbatch.
+        max_microbatches = max(current, config.batch.size.count // ranks)
+    candidates = [n for n in (current * 2**k for k in range(MAX_HALVINGS + 1)) if n <= max_microbatches]
     # Microbatches in the outer loop: every sharding is tried before their number changes.
     for microbatches in candidates:
         changed = replace(config, batch=replace(config.batch, microbatches=microbatches))
@@ -382,7 +388,7 @@ def suggest_settings(
             if (microbatches, fsdp) == (current, mesh["fsdp"]):
                 continue
             fitted = plan_memory_of_run(
-                changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, speed, room, tracer
+                changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, speed, limit, tracer
             )
             if fitted.fits:
                 settings = [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []
@@ -393,7 +399,7 @@ def suggest_settings(
     settings = [f"model.{key}.attention=blockwise" for key, tower in towers.items() if tower.attention == "dense"]
     if settings:
         changed = apply_overrides(config, settings)
-        fitted = plan_memory_of_run(changed, mesh, layouts(changed), speed, room, ActivationTracer(changed))
+        fitted = plan_memory_of_run(changed, mesh, layouts(changed), speed, limit, ActivationTracer(changed))
         if fitted.fits:
             return f"{' '.join(settings)} fits, with {size(fitted.device)}"
     return (

@@ -20,7 +20,7 @@ def choose_maximum(
     samples_per_row: tuple[float, float],
     rows_needed: Callable[[np.ndarray, np.ndarray], float],
     alignment: int | np.ndarray = 1,
-    given: np.ndarray | None = None,
+    fixed: np.ndarray | None = None,
 ) -> np.ndarray:
     """Choose the row maxima, int64 `[D]`, that leave rows least empty with so many samples a row, (least, most).
 
@@ -28,27 +28,30 @@ def choose_maximum(
     the proportion of the means, a little more or less. No maximum is below the longest sample, even if rows then hold
     more samples than asked for. lengths: int `[n, D]`. rows_needed: called with samples `[m, D]` and maxima `[D]` that
     all of them fit, returns how many rows it took to group them. alignment: maxima are multiples of it, one or `[D]`.
-    given: int `[D]`, maxima that are decided already, 0 where they are not. Raises ValueError without samples.
+    fixed: int `[D]`, maxima that are decided already, 0 where they are not. Raises ValueError without samples.
     """
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) == 0:
         raise ValueError("no samples to choose bounds from")
+    # One alignment for every dimension, also where one number was given.
     unit = np.broadcast_to(np.asarray(alignment, np.int64), lengths.shape[1:])
-    given = np.zeros_like(unit) if given is None else np.asarray(given, np.int64)
-    if np.all(given > 0):
-        return given
-    fits = np.all((lengths <= given) | (given == 0), axis=1)
+    fixed = np.zeros_like(unit) if fixed is None else np.asarray(fixed, np.int64)
+    if np.all(fixed > 0):
+        return fixed
+    fits = np.all((lengths <= fixed) | (fixed == 0), axis=1)
     if not fits.any():
         raise ValueError("every sample exceeds the maxima that are given")
     lengths = lengths[fits]
     mean = lengths.mean(0)
     longest = lengths.max(0)
     used = longest > 0
+    # Even a dimension that nobody uses gets one unit, so that no maximum is 0.
     shortest = np.maximum(_up(longest, unit), unit)
     trial = lengths[Shuffler(0).permutation(len(lengths))[:_TRIAL]]
     tried = _Tried(trial, used, samples_per_row, rows_needed)
-    best = tried.best_of(_candidates(mean, shortest, unit, samples_per_row, given, used))
-    for k in np.flatnonzero(used & (given == 0)):
+    # First all dimensions together along the means, then each by itself around the best.
+    best = tried.best_of(_candidates(mean, shortest, unit, samples_per_row, fixed, used))
+    for k in np.flatnonzero(used & (fixed == 0)):
         variants = np.tile(best, (len(_RATIOS), 1))
         variants[:, k] = np.maximum(_up(best[k] * np.array(_RATIOS), unit[k]), shortest[k])
         best = tried.best_of(np.unique(variants, axis=0))
@@ -73,9 +76,11 @@ class _Tried:
         # Emptiness if the fullest dimension were full: no grouping does better, so it gives the order of trials.
         at_best = 1 - (total / ((total / candidates).max(1, keepdims=True) * candidates))[:, self.used].mean(1)
         for i in np.argsort(at_best, kind="stable"):
+            # Candidates come by the best that they could be, so all others are no better either.
             if self.best_score[0] == 0 and at_best[i] >= self.best_score[1]:
                 break  # not even rows full in one dimension would leave less empty
             rows = self.rows_needed(self.samples, candidates[i])
+            # By how many samples a row misses the range; 0 inside it. Compared first: range before emptiness.
             outside = max(self.samples_per_row[0] - count / rows, count / rows - self.samples_per_row[1], 0.0)
             empty = float(1 - (total / (rows * candidates[i]))[self.used].mean())
             if (outside, empty) < self.best_score:
@@ -101,10 +106,12 @@ def _candidates(
         values = fixed[[anchor]]
     else:
         anchor = int(np.argmin(np.where(used, mean / unit, np.inf)))
+        # How many units of the anchor so many samples take on average.
         low, high = np.asarray(samples_per_row) * mean[anchor] / unit[anchor]
         units = np.arange(max(np.floor(low), shortest[anchor] // unit[anchor]), max(np.ceil(high), 1) + 1)
         if len(units) == 0:
             units = shortest[[anchor]] // unit[anchor]
+        # At most _MOST_ANCHORS of them, evenly over the range.
         values = np.unique(units[np.linspace(0, len(units) - 1, min(len(units), _MOST_ANCHORS)).astype(int)])
         values = values.astype(np.int64) * unit[anchor]
     candidates = []
@@ -117,6 +124,7 @@ def _candidates(
 
 
 def _up(length: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    # Less a trifle, so that 3.0000000001 units stay 3.
     return (np.ceil(length / unit - 1e-9) * unit).astype(np.int64)
 
 
@@ -170,7 +178,9 @@ def fit_budgets(
     sample = totals.max(0)
     used = item > 0
 
+    # So many samples a step need, on average, as much of a module as its largest sample alone.
     min_count = _aligned(sample, unit, alignment)[used] / per_sample[used]
+    # With fewer, rows would be longer in one module alone, and the others' emptier.
     count = max(float(samples_per_step), min_count.max())
     fitted = requested.copy()
     # Fewer, longer rows where rows that hold the largest item would together exceed the module's share.
@@ -180,6 +190,7 @@ def fit_budgets(
         ):
             fitted[k] -= 1
     shortest = np.maximum(_shortest(item, sample, fitted, unit, alignment), alignment)
+    # All modules are to be full after the same number of samples.
     length = _in_proportion(count * per_sample, fitted, shortest, used, unit, alignment)
     # A row is filled in whole units, so the rest of `length // unit` stays empty; the tightest module decides.
     reached = float((fitted * (length // unit * unit) / np.where(used, per_sample, np.inf))[used].min())
@@ -207,11 +218,13 @@ def units(parts: Parts, modules: int) -> np.ndarray:
 
 def _aligned(length: np.ndarray, unit: np.ndarray, alignment: int) -> np.ndarray:
     """Raise lengths to whole units, and what that takes to the alignment."""
+    # -(-a // b) rounds up. 70 in units of 16 are 80, and aligned to 32 they are 96.
     return -(-(-(-length // unit) * unit) // alignment) * alignment
 
 
 def _shortest(item: np.ndarray, sample: np.ndarray, rows: np.ndarray, unit: np.ndarray, alignment: int) -> np.ndarray:
     """Return the shortest rows that hold the largest item and, together, the largest sample."""
+    # A sample may spread over all rows of a module, an item may not.
     return _aligned(np.maximum(item, -(-sample // rows)), unit, alignment)
 
 
@@ -221,6 +234,7 @@ def _in_proportion(
     """Round row lengths near need / rows: rounding each up by itself would leave the roomiest module unfilled."""
     best = shortest
     min_loss = np.inf
+    # Around the requested size outwards: 1, 1, 1.001, 0.999, 1.002, ... so the nearest of equals wins.
     for scale in 1 + np.linspace(0, _GIVE, 41)[:, None] * np.array([1, -1]):
         for s in scale:
             length = np.maximum(_aligned(np.ceil(s * need / rows - 1e-9).astype(np.int64), unit, alignment), shortest)

@@ -38,12 +38,12 @@ class Grouping:
 
     group: int32 `[n]`; 0 .. groups - 1 were accepted by the filter, the next `leftover_groups` made from what it left,
     -1 = left over, or above a bound.
-    above: int64, the samples that exceed the maximum in a dimension; they fit no group.
+    oversize: int64, the samples that exceed the maximum in a dimension; they fit no group.
     """
 
     group: np.ndarray
     groups: int
-    above: np.ndarray
+    oversize: np.ndarray
     iterations: tuple[Iteration, ...]
     leftover_groups: int = 0
 
@@ -73,6 +73,7 @@ def isf(
     kind = np.int32 if max(len(lengths), *maximum) < 2**31 else np.int64
     remaining, order = (_Samples(np.empty(len(lengths), kind), np.empty(lengths.shape, kind)) for _ in range(2))
     count = _take_within(lengths, maximum, remaining)
+    # Sought only where the count says that there are some.
     above = np.flatnonzero(np.any(lengths > maximum, axis=1)) if count < len(lengths) else np.zeros(0, np.int64)
     history: list[Iteration] = []
     groups = 0
@@ -85,6 +86,7 @@ def isf(
         candidates = count
         total = np.zeros(len(maximum), np.int64)
         groups, count = _sample_and_filter(order.first(count), maximum, minimum, group, groups, total)
+        # The front of `order` now has those that remain; `remaining` may be overwritten in the next round.
         remaining, order = order, remaining
         history.append(
             Iteration(groups - first_group, candidates - count, total / (maximum * max(groups - first_group, 1)))
@@ -109,6 +111,7 @@ def _shuffle(samples: _Samples, shuffled: _Samples, rng: Shuffler | np.random.Ge
     1961, Sandelius 1962), in time proportional to the samples.
     """
     buckets = 1
+    # A random byte chooses the bucket, so there are at most 256.
     while buckets < 256 and len(samples.number) > buckets * _CACHED:
         buckets *= 2
     start = np.array([0, len(samples.number)])
@@ -126,9 +129,10 @@ def group_leftovers(lengths: np.ndarray, grouping: Grouping, maximum: np.ndarray
     lengths = np.asarray(lengths, np.int64)
     maximum = np.asarray(maximum, np.int64)
     remaining = grouping.group < 0
-    remaining[grouping.above] = False
+    remaining[grouping.oversize] = False
     remaining = np.flatnonzero(remaining)
     largest_first = remaining[np.argsort(-(lengths[remaining] / maximum).max(1), kind="stable")]
+    # First fit decreasing; with several dimensions, by the one that a sample fills most.
     number = _first_fit(lengths[largest_first], maximum)
     group = grouping.group.copy()
     group[largest_first] = grouping.groups + number
@@ -139,7 +143,7 @@ def choose_bounds(
     lengths: np.ndarray,
     samples_per_group: tuple[float, float],
     alignment: int | np.ndarray = 1,
-    given: np.ndarray | None = None,
+    fixed: np.ndarray | None = None,
 ) -> Bounds:
     """Choose the bounds that, tried on the data, leave the least of all groups empty, leftover ones too.
 
@@ -149,9 +153,11 @@ def choose_bounds(
     def rows_needed(trial: np.ndarray, maximum: np.ndarray) -> float:
         return min(_all_groups(trial, bounds) for bounds in _tolerated(maximum))
 
-    maximum = choose_maximum(lengths, samples_per_group, rows_needed, alignment, given)
+    # Each maximum is judged with the minimum that suits it best.
+    maximum = choose_maximum(lengths, samples_per_group, rows_needed, alignment, fixed)
     lengths = np.asarray(lengths, np.int64)
     trial = lengths[np.all(lengths <= maximum, axis=1)]
+    # Another seed than `choose_maximum` has: its trial has been fitted to.
     trial = trial[Shuffler(1).permutation(len(trial))[:_TRIAL]]
     return min(_tolerated(maximum), key=lambda bounds: _all_groups(trial, bounds))
 
@@ -219,6 +225,7 @@ def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
     `[D]`. Returns the number of the next group, and how many samples remain.
     """
     dimensions = len(maximum)
+    # Lengths of the group that is open, begin .. i.
     total = np.zeros(dimensions, np.int64)
     begin = remaining = 0
     for i in range(len(order.number)):
@@ -232,6 +239,7 @@ def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
         keep = False
         for k in range(dimensions):
             total[k] -= order.length[i, k]
+            # One dimension is enough: of an image-heavy and a text-heavy group each fills another module.
             keep |= total[k] >= minimum[k]
         if keep:
             for j in range(begin, i):
@@ -243,9 +251,11 @@ def _sample_and_filter(order, maximum, minimum, group, groups, accepted_total):
                 _copy(order, j, order, remaining)
                 remaining += 1
         for k in range(dimensions):
+            # A bool times a number: nothing is added for a rejected group.
             accepted_total[k] += keep * total[k]
             total[k] = order.length[i, k]
         begin = i
+    # The group that is open at the end was never tested against the next sample: it goes round once more.
     for j in range(begin, len(order.number)):
         _copy(order, j, order, remaining)
         remaining += 1
@@ -287,6 +297,7 @@ def _first_fit(lengths, maximum):
                 open_groups[n_open] = g
                 n_open += 1
             if placed:
+                # These were not looked at, so nothing is known of them: they stay.
                 for rest in range(j + 1, opened):
                     open_groups[n_open] = open_groups[rest]
                     n_open += 1

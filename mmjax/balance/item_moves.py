@@ -146,13 +146,20 @@ def _best_swap(node, home_rank, cost, tokens, width, goal, load, full, to, min_l
                 back = fitting if k == 0 else passed
                 if k == 0 or passed >= 0:
                     change = cost[out] - (cost[back] if back >= 0 else 0.0)
-                    new_load = max(load[full] - change, load[to] + change, goal)
+                    new_load = larger_load(load[full], load[to], change, goal)
                     if new_load < min_load:
                         min_load = new_load
                         best_out = out
                         best_back = back
         out = node.follower[out]
     return min_load, best_out, best_back
+
+
+@njit(cache=True)
+def larger_load(source, target, change, goal):
+    """Return the larger of two bins' loads once `change` has gone from source to target: at least the goal."""
+    # Below the goal loads count as equal, so that no move is made that helps nobody.
+    return max(source - change, target + change, goal)
 
 
 @njit(cache=True)

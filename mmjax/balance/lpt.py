@@ -19,6 +19,7 @@ def split(totals: np.ndarray, microbatches: int) -> np.ndarray:
     The sample with the largest load in any module, relative to that module's mean over microbatches, goes first, to the
     microbatch whose largest relative load stays least.
     """
+    # 1 is what a microbatch has of the module on average; a module that nobody uses is 0 everywhere.
     share = totals * microbatches / np.maximum(totals.sum(0), 1)
     return _balance(share, np.argsort(-share.max(1, initial=0), kind="stable"), microbatches)
 
@@ -32,6 +33,7 @@ def to_rows(
     `[p]`, group * rows + row within the group, and int64 `[M]`, positions, not aligned.
     """
     groups = int(group.max(initial=0)) + 1
+    # One line for each module, as long as that of the module with the most rows; the ends of others stay 0.
     load = np.zeros((len(rows), groups * int(rows.max())), np.int64)
     row = np.zeros(len(module), np.int32)
     need = np.zeros(len(rows), np.int64)
@@ -50,6 +52,7 @@ def _balance(share, heaviest_first, microbatches):
         best = -1
         min_largest = min_sum = np.inf
         for m in range(microbatches):
+            # The fullest module decides, so a sample goes where that stays lowest.
             largest = load_sum = 0.0
             for k in range(modules):
                 new_load = load[m, k] + share[sample, k]
@@ -74,11 +77,13 @@ def _longest_first(module, length, group, longest_first, rows, load, row, need):
     """
     heap = np.empty(load.shape, np.int64)  # rows within their group
     for k in range(len(rows)):
+        # All rows are empty, so any order is a heap: with 3 rows a group, 0 1 2, 0 1 2, ...
         heap[k] = np.arange(load.shape[1]) % rows[k]
     for part in longest_first:
         k = module[part]
         first = group[part] * rows[k]
         count = rows[k]
+        # The root of this group's heap, which lies in the `count` slots from `first` on.
         emptiest = heap[k, first]
         new_load = load[k, first + emptiest] + length[part]
         load[k, first + emptiest] = new_load
@@ -93,6 +98,7 @@ def _longest_first(module, length, group, longest_first, rows, load, row, need):
                 right_row = heap[k, first + child + 1]
                 a = load[k, first + left_row]
                 b = load[k, first + right_row]
+                # Ties go to the lower row, so that the result does not depend on the heap's history.
                 child += b < a or (b == a and right_row < left_row)
             lower = heap[k, first + child]
             child_load = load[k, first + lower]
@@ -133,6 +139,7 @@ def longest_first(length: np.ndarray) -> np.ndarray:
 def lpt(weight, order, rank, load):
     """Assign each item of `order` to the rank with the least load so far, from a heap; writes rank and load."""
     ranks = len(load)
+    # Sorted by load is a heap already.
     heap = np.argsort(load)
     key = load[heap]
     for item in order:
@@ -162,6 +169,7 @@ def deal(weight, order, rank, load):
     """Deal one item to every rank in each round, the longest to the least loaded: counts differ by at most one."""
     ranks = len(load)
     for begin in range(0, len(order), ranks):
+        # Loads change within a round, but each rank gets one item of it, so the order of its start holds.
         lightest = np.argsort(load)
         for i in range(min(ranks, len(order) - begin)):
             item = order[begin + i]
@@ -179,6 +187,7 @@ def polish(weight, order, rank, load, target):
     """
     items = _group_by_rank(weight, order, rank, len(load))
     for _ in range(_ROUNDS):
+        # Sorted once a round and not after every exchange: ranks that were relieved are met again in the next.
         lightest = np.argsort(load)
         if not _round(items, lightest, rank, load, target):
             return
@@ -200,6 +209,7 @@ def least_largest_load(length, ranks):
         while value:
             unit, value = value, unit % value
     bound = max(longest, -(-total // ranks))
+    # For gcd 64 and bound 1000: ranks that hold only multiples of 64 hold at most 960.
     while 0 < unit <= longest:
         not_multiples = 0
         for value in length:
@@ -208,6 +218,7 @@ def least_largest_load(length, ranks):
                 return bound
         # At most `not_multiples` ranks can hold the bound itself, the others only the multiple of unit below it.
         while (ranks - not_multiples) * (bound // unit * unit) + not_multiples * bound < total:
+            # Not all of the total would fit below the bound, so it must be higher.
             bound += 1
         unit *= 2
     return bound
@@ -217,6 +228,7 @@ def least_largest_load(length, ranks):
 def _group_by_rank(weight, order, rank, ranks):
     begin = np.zeros(ranks + 1, np.int64)
     for item in order:
+        # Counting sort, which keeps the order within a rank: `order` is longest first.
         begin[rank[item] + 1] += 1
     begin = np.cumsum(begin)
     free = begin.copy()
@@ -249,13 +261,17 @@ def _round(items, lightest, rank, load, target):
 def _relieve(items, heavy, partners, rank, load, target):
     for light in partners:
         if load[light] < target:
+            # Moving half of the gap would make the two equal; any change below the whole gap helps.
             half = (load[heavy] - load[light]) / 2
             a, b, off = _nearest(items, heavy, light, half, -1, -1)
+            # A difference d lies between 0 and the whole gap exactly where |d - half| < half; then the larger load
+            # falls.
             if off < half:
                 _exchange(items, a, b, heavy, light, rank, load)
                 _sort(items, heavy)
                 _sort(items, light)
                 return True
+    # No single pair was near enough. Two pairs are sought with the lightest partner alone, as that takes longer.
     light = partners[0]
     half = (load[heavy] - load[light]) / 2
     a, b, c, d = _nearest_two(items, heavy, light, half, max(target - load[heavy] + half, half / 8))
@@ -281,6 +297,7 @@ def _nearest(items, heavy, light, difference, not_a, not_b):
         if a == not_a:
             continue
         ideal = weight[a] - difference
+        # Both ranks' weights fall, so j only moves on: one pass over both.
         while j < last and weight[j] > ideal:
             j += 1
         below = j  # weights fall: this one is at or below the ideal, the one before it above
@@ -307,6 +324,7 @@ def _nearest_two(items, heavy, light, difference, enough):
     """
     best = (-1, -1, -1, -1)
     min_error = difference
+    # The shortest items make the finest differences, which a second pair then complements.
     for a in range(max(items.begin[heavy], items.begin[heavy + 1] - _WINDOW), items.begin[heavy + 1]):
         for b in range(max(items.begin[light], items.begin[light + 1] - _WINDOW), items.begin[light + 1]):
             rest = difference - (items.weight[a] - items.weight[b])
@@ -326,6 +344,7 @@ def _exchange(items, a, b, heavy, light, rank, load):
     load[light] += difference
     rank[items.item[a]] = light
     rank[items.item[b]] = heavy
+    # Places a and b keep their rank: it is the items in them that change.
     items.item[a], items.item[b] = items.item[b], items.item[a]
     items.weight[a], items.weight[b] = items.weight[b], items.weight[a]
 

@@ -27,6 +27,7 @@ def allowed_keys(mask: Mask) -> np.ndarray:
     `pos`.
     """
     start, first, grows = _runs(mask)
+    # Only runs have been counted, of which a row has far fewer than tokens.
     keys = np.empty(len(mask.sample), np.int64)
     _fill(start, first, grows, keys)
     return keys
@@ -59,16 +60,20 @@ def _runs(mask: Mask) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _run_starts(sample, pos, span, kind, sees):
     """Find the first token of every run, int64 [R]. `pos` of padding is not read."""
     tokens = len(sample)
+    # As many as tokens at worst; cut to what was found at the end.
     start = np.empty(tokens, np.int64)
     runs = 0
     for begin in range(0, tokens, _CHUNK):
         end = min(begin + _CHUNK, tokens)
         # Most chunks lie inside one run: compare them as a block and skip the loop over tokens.
+        # Needs a token before it, so the first chunk is always walked.
         if begin > 0 and _continues(sample, pos, span, kind, sees, begin, end):
             continue
         for i in range(begin, end):
             last = i - 1
             changed = i == 0 or sample[i] != sample[last] or span[i] != span[last] or kind[i] != kind[last]
+            # Within a run everything is equal but `pos`, which counts up: then a closed formula gives each token's
+            # keys.
             if changed or sees[i] != sees[last] or (sample[i] >= 0 and pos[i] != pos[last] + 1):
                 start[runs] = i
                 runs += 1
@@ -95,6 +100,7 @@ def _continues(sample, pos, span, kind, sees, begin, end):
         follows = pos[begin:end]
         expected = pos[last] + 1
         for i in range(end - begin):
+            # pos[begin + i] must be pos[begin - 1] + 1 + i.
             differs |= follows[i] - i != expected
     return not differs
 
@@ -105,7 +111,9 @@ def _run_work(start, sample, pos, span, kind, sees):
     runs = len(start)
     length = np.empty(runs, np.int64)
     for r in range(runs):
+        # The last run ends with the row.
         length[r] = (start[r + 1] if r + 1 < runs else len(sample)) - start[r]
+    # From here on arrays have one element a run, that of its first token.
     sample = sample[start]
     pos = pos[start]
     span = span[start]
@@ -120,7 +128,9 @@ def _run_work(start, sample, pos, span, kind, sees):
     for i in range(1, len(order)):
         r = order[i]
         previous = order[i - 1]
+        # Runs cover pos .. pos + length - 1; in order of `pos` they must not overlap within a sample.
         distinct &= sample[r] != sample[previous] or pos[r] >= pos[previous] + length[previous]
+    # What lies wholly before the run, in its sample. What lies within the run is `grows`.
     visible = _seen_before(order, _segments(order, sample, sample), length, kind, sees)
     in_span = np.empty(len(order), np.int64)
     spans = 0
@@ -128,6 +138,7 @@ def _run_work(start, sample, pos, span, kind, sees):
         r = order[i]
         # A causal token that sees its own kind sees one key more than the token before it in the run.
         grows[r] = span[r] == 0 and sees[r] & kind[r] != 0
+        # The first token sees itself where it sees its kind causally; in a span it is counted with the span.
         first[r] = visible[i] + grows[r]
         if span[r] != 0:
             in_span[spans] = r
@@ -157,6 +168,7 @@ def _add_spans(order, sample, span, length, kind, sees, first):
     segment = _segments(order, span, sample)
     size = np.zeros(len(order), np.int64)
     for i in range(len(order)):
+        # Tokens of the whole span: everyone in it sees all of them, whatever their order.
         size[segment[i]] += length[order[i]]
     visible = _seen_before(order, segment, length, kind, sees)
     for i in range(len(order)):
@@ -170,10 +182,12 @@ def _sorted(order, key):
     low = high = 0
     sorted_already = True
     for i in range(n):
+        # int64, as the difference of two int32 keys may not fit in one.
         one = np.int64(key[order[i]])
         sorted_already &= i == 0 or one >= key[order[i - 1]]
         low, high = (min(low, one), max(high, one)) if i else (one, one)
     shift = 0
+    # As many passes as the range of keys has bytes: most keys differ in one or two.
     while not sorted_already and (high - low) >> shift:
         begin = np.zeros(257, np.int64)
         for i in range(n):
@@ -194,6 +208,7 @@ def _sorted(order, key):
 def _seen_before(order, segment, length, kind, sees):
     """Count for each run of `order` the tokens of earlier runs of its segment whose kind it sees, int64 [n]."""
     visible = np.zeros(len(order), np.int64)
+    # At most as many kinds as there are modalities, so a list is searched faster than a dictionary.
     kinds = [np.int64(0)]  # no query sees kind 0; others are added as they come
     count = [np.int64(0)]
     for i in range(len(order)):
@@ -208,6 +223,7 @@ def _seen_before(order, segment, length, kind, sees):
             if kinds[k] == kind[r]:
                 kind_index = k
         if kind_index < 0:
+            # The run itself counts for later ones only, for within it nothing is before.
             kinds.append(np.int64(kind[r]))
             count.append(length[r])
         else:
@@ -231,6 +247,7 @@ def _sum_blocks(start, first, grows, tokens, block, work):
         end = start[r + 1] if r + 1 < len(start) else tokens
         i = start[r]
         while i < end:
+            # Up to the end of the block that token i is in, or of the run.
             stop = min((i // block + 1) * block, end)
             n = stop - i
             offset = i - start[r]
@@ -257,7 +274,9 @@ def distribute(work: np.ndarray, ranks: int) -> np.ndarray:
     blocks, count, load = _deal(work, np.argsort(-work, kind="stable"), ranks)
     _exchange_while_better(work, blocks, count, load, work.sum() / ranks * (1 + _ENOUGH))
     rank = np.empty(len(work), np.int32)
+    # Ranks without a block in the last round have a place that was never written.
     filled = np.arange(blocks.shape[1]) < count[:, None]
+    # Boolean indexing goes rank by rank, and rank r has count[r] blocks.
     rank[blocks[filled]] = np.repeat(np.arange(ranks), count)
     return rank
 
@@ -280,6 +299,7 @@ def token_order(rank: np.ndarray, tokens: int, block: int) -> tuple[np.ndarray, 
     order = (blocks[:, None] * np.int32(block) + np.arange(block, dtype=np.int32)).ravel()
     order = order[order < tokens]
     inverse = np.empty_like(order)
+    # If token t comes i-th, then i is where t is found.
     inverse[order] = np.arange(tokens, dtype=np.int32)
     return order, inverse
 
@@ -317,6 +337,7 @@ def _exchange_while_better(work, blocks, count, load, enough):
         if load.max() <= enough:
             return
         if not _exchange(work, blocks, count, load, 1) and (
+            # Pairs are n^2 of a rank's blocks; with many blocks single ones differ finely enough.
             rounds > _FEW or not _exchange(work, blocks, count, load, 2)
         ):
             return
@@ -332,6 +353,7 @@ def _exchange(work, blocks, count, load, size):
     give = np.empty(0, np.int64)
     take = np.empty(0, np.int64)
     for candidate in np.argsort(load, kind="mergesort"):
+        # Candidates come lightest first, so the mean of the two only grows from here on.
         if 2 * min_load <= load[heavy] + load[candidate]:
             break  # not even equal shares of these two would be better, nor of those to come
         light_sums, light_sets = _sums(work, blocks[candidate, : count[candidate]], size)
@@ -357,6 +379,7 @@ def _exchange(work, blocks, count, load, size):
         load[heavy] += work[theirs] - work[mine]
         load[light] += work[mine] - work[theirs]
     for rank in (heavy, light):
+        # Blocks of a rank stay heaviest first, which `_sums` relies on.
         row = blocks[rank, : count[rank]].copy()
         blocks[rank, : count[rank]] = row[np.argsort(-work[row], kind="mergesort")]
     return True
@@ -367,6 +390,7 @@ def _sums(work, blocks, size):
     """Sum the work of every set of one or two blocks, descending, int64 [m]; the sets' places in `blocks` [m, size]."""
     n = len(blocks)
     if size == 1:
+        # Already descending, see `_exchange`.
         return work[blocks], np.arange(n).reshape(n, 1)
     sums = np.empty(n * (n - 1) // 2, np.int64)
     sets = np.empty((n * (n - 1) // 2, 2), np.int64)

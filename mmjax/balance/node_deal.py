@@ -21,6 +21,7 @@ def deal_evenly(cost: np.ndarray, size: np.ndarray, tolerance: float) -> np.ndar
     if len(size) == 1 or len(cost) == 0:
         return node
     mean = node_means(cost, np.zeros_like(node), size.sum(keepdims=True))
+    # 1 is what a rank has on average; `even` divides by each node's number of ranks.
     relative = np.stack([column / m for column, m in zip(cost.T, mean[0], strict=True)])
     ones = np.ones(cost.shape[1])
     even(relative, size.astype(np.float64), ones, ones, ones * (1 + _SHARE * tolerance), node)
@@ -36,10 +37,12 @@ def deal_in_rounds(cost: np.ndarray, size: np.ndarray) -> np.ndarray:
     node = np.zeros(len(cost), np.int32)
     if len(size) == 1 or len(cost) == 0:
         return node
+    # All samples as one node with all ranks: `node` is still 0 everywhere.
     mean = node_means(cost, node, size.sum(keepdims=True))
     order = by_leading_encoder(cost, node, mean)
     start = _rounds(size, len(cost))
     llm = cost[order, 0]
+    # The round is the group, and the LLM's cost x, squeezed into 0 .. 1 by x / (mean + x), the value.
     heaviest_first = _sorted_by(np.repeat(np.arange(len(start) - 1), np.diff(start)), llm / (mean[0, 0] + llm))
     _deal(llm[heaviest_first], order[heaviest_first], start, size, node)
     return node
@@ -66,6 +69,7 @@ def node_means(cost, node, size):
 def _sorted_by(group: np.ndarray, value: np.ndarray) -> np.ndarray:
     """Sort indices by group `[n]`, then by falling value `[n]` in 0 .. 1, to about one in a million, stably."""
     # Key = (group, falling value, index) from the high bits to the low: with bits = 3, the index is key & 0b111.
+    # Enough bits for the index of every sample.
     bits = max(len(group) - 1, 1).bit_length()
     key = (group * _VALUES + ((1.0 - value) * (_VALUES - 1)).astype(np.int64)) << bits
     return np.sort(key + np.arange(len(group))) & ((1 << bits) - 1)  # NumPy sorts plain numbers with SIMD
@@ -79,6 +83,7 @@ def _lead(cost, node, mean):
     value = np.empty(n)
     for s in range(n):
         k = node[s]
+        # Stands for no encoder, and sorts behind all of them.
         lead = phases
         max_cost = 0.0
         for p in range(1, phases):
@@ -89,6 +94,7 @@ def _lead(cost, node, mean):
         if lead == phases:
             max_cost = cost[s, 0] / mean[k, 0]
         group[s] = k * phases + lead - 1
+        # Monotone from 0 .. inf to 0 .. 1, as `_sorted_by` wants it.
         value[s] = max_cost / (1 + max_cost)
     return group, value
 
@@ -96,6 +102,7 @@ def _lead(cost, node, mean):
 @njit(cache=True)
 def _rounds(size, n):
     """Find where each round of a deal begins, int64 [rounds + 1]: each node gets one sample, a smaller one at times."""
+    # A round has at least one sample, that of the largest node, so there are at most n rounds.
     start = np.zeros(n + 2, np.int64)
     position = rounds = 0
     largest = size.max()
@@ -135,4 +142,5 @@ def _deal(cost, sample, start, size, node):
 @njit(cache=True)
 def _takes_part(size, largest, rounds):
     """Return 1 in as many of the rounds as this node's ranks are of the largest one's, else 0."""
+    # The difference of floor((r + 1) s / l) and floor(r s / l): with s = 3 of l = 8 it is 1 in rounds 2, 5 and 7.
     return 1 if size == largest else (rounds + 1) * size // largest - rounds * size // largest

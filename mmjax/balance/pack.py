@@ -94,6 +94,7 @@ def pack(
     order = np.asarray(order, np.int64)
     if steps > len(order):
         raise ValueError(f"{len(order)} samples do not make {steps} steps")
+    # From here on samples are numbered by their place in the order: sample i is order[i].
     taken = parts if np.array_equal(order, np.arange(len(parts))) else parts.take(order)
     chunk = _Chunk.of(taken, budgets, microbatches, columns, pool_steps, longest_wait, steps)
     if np.any(too_large := ~fit_alone(chunk.load, chunk.rows)):
@@ -104,7 +105,9 @@ def pack(
     # Where there are more microbatches than planned, a step's are those from ceil(step * all / steps) on.
     steps = steps or -(-chunk.current // microbatches)
     total = max(chunk.current, steps * microbatches)
+    # `latest` was set to the microbatch of joining plus the longest wait, so this gets the former back.
     joined = chunk.latest - longest_wait * microbatches
+    # Microbatches are dealt to steps evenly, the surplus ones as far apart as can be.
     in_step = chunk.microbatch * steps // total
     within = chunk.microbatch - -(-in_step * total // steps)
     owner = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
@@ -123,6 +126,7 @@ def pack(
 def count_steps(parts: Parts, budgets: Budgets, microbatches: int = 1, columns: int = 1) -> int:
     """Count the steps that hold these samples with room to spare, so that `pack` takes one pass and no more rows."""
     load, _ = _prepare(parts, budgets, columns)
+    # Microbatches that the neediest module fills; the others have rows to spare.
     need = float(load.share.sum(0).max(initial=0.0))
     room = _ROOM_IN_COLUMNS if columns > 1 else _ROOM * (need / max(len(parts), 1)) ** 0.5
     return min(max(1, math.ceil(need * (1 + room) / microbatches - 1e-9)), max(len(parts), 1))
@@ -133,6 +137,7 @@ def columns_for(parts: Parts, budgets: Budgets) -> int:
 
     parts: those of all samples that fill more than a row of a module; the others fit every column.
     """
+    # Every module must have equally many rows in each column, so their number divides all modules' rows.
     columns = int(np.gcd.reduce(budgets.rows))
     if columns == 1 or budgets.samples_per_step < _LEAST_IN_COLUMN * columns:
         return 1
@@ -148,6 +153,7 @@ def oversize(parts: Parts, budgets: Budgets) -> np.ndarray:
 def _prepare(parts: Parts, budgets: Budgets, columns: int) -> tuple[Load, Rows]:
     modules = len(budgets.rows)
     total = parts.totals(modules)
+    # Parts come in multiples of their module's unit, so the end of a row that is no multiple stays empty.
     usable = np.maximum(budgets.length // units(parts, modules) * units(parts, modules), 1)
     rows = Rows(np.concatenate([[0], np.cumsum(budgets.rows)]), budgets.rows // columns, usable)
     return Load(parts.sample_start, parts.module, parts.length, total, total / (budgets.rows * usable)), rows
@@ -191,6 +197,7 @@ class _Chunk:
         n = len(parts)
         need = load.share.sum(0)
         planned = max(float(need.max(initial=0)), steps * microbatches, 1e-9)
+        # n / planned is the mean number of samples of a microbatch, so this many make pool_steps steps.
         max_waiting = int(min(pool_steps * microbatches * n / planned, n)) + 1
         return cls(
             load=load,
@@ -221,9 +228,11 @@ class _Chunk:
             return
         count = self.microbatches
         need = float(self.need.max())
+        # Small chunks are packed again as a whole where they came out too long; in large ones only the tail is.
         from_start = self.per_microbatch < _FEW and need <= _MANY
         end = max(steps * count, math.ceil(need - 1e-9)) if steps else self._fewest(need)
         while True:
+            # The part that no attempt repeats.
             if not from_start:
                 self._fill_until(end, end - _TAIL * count)
             start = self._saved()
@@ -234,8 +243,12 @@ class _Chunk:
                 self._fill_until(end, end, ease)
                 if not self._left():
                     return
+            # Each sample fits a microbatch of its own, so growing `end` must end; this guards against a kernel's
+            # mistake.
             if self.current > 4 * end:
                 raise AssertionError("samples that fit a microbatch alone are left over")
+            # What is left over, in microbatches of the neediest module. Only a part of it is added, for what is packed
+            # again may come out fuller.
             extra = math.ceil(_SURELY_MISSING * float((self.need - self.used).max()))
             self._restore(start)
             end += max(extra - 1, 1) if steps else max(-(-extra // count) - 1, 1) * count
@@ -255,6 +268,8 @@ class _Chunk:
         """Estimate the microbatches of so few whole steps that most likely hold all samples."""
         columns = self.columns > 1 and self.per_microbatch >= _FEW
         spare = (_SPARE_IN_COLUMNS if columns else _SPARE) / self.per_microbatch**0.5
+        # Long chunks are as full as can be but for their end; in short ones a whole step to spare would be a large
+        # part.
         if need > _MANY or need < _SO_FEW:
             spare = 0.0
         return -(-math.ceil(need / (1 - min(spare, 0.5)) - 1e-9) // self.microbatches) * self.microbatches
@@ -265,6 +280,8 @@ class _Chunk:
     def _fill_until(self, end: int, until: int, ease: float = 0.0) -> None:
         """Fill microbatches up to `until`, of `end` that share what is left evenly."""
         while self.current < until and self._left():
+            # The goal is what remains over the microbatches that remain, so that early errors spread over all later
+            # ones.
             even = np.maximum(self.need - self.used, 0) / (end - self.current)
             self._fill(np.minimum(even * (1 + ease), 1.0), end - self.current - 1)
 
@@ -288,6 +305,7 @@ class _Chunk:
             n if last else self.max_waiting, self.current, self.latest, deadline, self.turn,
         )  # fmt: skip
         queue = self.queue[: self.waiting]
+        # `slack` is what still fits, `aim` what is missing to the goal: both fall with every sample, aim below 0.
         room = Room(
             row_free=np.zeros(self.rows.start[-1], np.int64),
             free=np.zeros((self.columns, len(goal)), np.int64),
@@ -296,12 +314,16 @@ class _Chunk:
             row=self.row,
             inside=self.inside,
         )
+        # The queue is in the order of joining, so `latest` ascends, and those who must go soon are its first ones.
         old = int(np.searchsorted(self.latest[queue], self.current + _SOON * count, side="right"))
+        # With few samples a microbatch, more of it is left for the choice that reaches all goals at once: of 100 a
+        # quarter.
         oldest_first = 1 - min(0.8, _CHOSEN / self.per_microbatch**0.5)
         # At least one sample is left for each later step, and taken by the first microbatch of this one.
         spare = self.waiting + n - self.following - later // count
         limit = max(spare, 1 if self.current % count == 0 else 0, head)
         chosen = choose(queue, head, old, limit, self.load, room, oldest_first, last)
+        # If even without the samples that were taken out a row is too full, the head of next-fit is sure to fit.
         if not self._lay_out(chosen, room) and not eject(chosen, head, self.load, self.rows, room):
             self._take_head(chosen, head, room, goal)
         if (
@@ -321,6 +343,7 @@ class _Chunk:
         part, _ = parts_in(chosen[:head], self.load, -1)
         room.row[part] = self.turn[part]
         room.inside[chosen[:head]] = True
+        # The kernels' `_count` for many samples at once.
         for amount in (room.slack, room.aim):
             amount -= self.load.share[chosen[:head]].sum(0)
         measure(chosen[:head], self.load, self.rows, room)
@@ -329,6 +352,7 @@ class _Chunk:
 
     def _lay_out(self, chosen: np.ndarray, room: Room) -> bool:
         """Lay the parts of these samples in rows as evenly as exchanges make it; return whether all fit."""
+        # With columns a sample's parts stay together, so samples are placed; else each module's parts by themselves.
         if self.columns > 1:
             self._lay_out_columns(chosen, room)
         else:
@@ -340,6 +364,7 @@ class _Chunk:
                 full = np.zeros(self.rows.per_column[k], np.int64)
                 lpt(size, order, row, full)
                 if full.max() > length:
+                    # Longest first leaves a row too full in a tight module; exchanges between rows mend most of it.
                     polish(size, order, row, full, length)
                 room.row[part] = self.rows.start[k] + row
         return measure(chosen, self.load, self.rows, room)
@@ -350,6 +375,7 @@ class _Chunk:
         capacity = self.rows.length * self.rows.per_column
         block = int(np.clip(_BLOCK[0] * self.columns // max(len(chosen), 1), 8, _BLOCK[1]))
         begin = np.arange(0, self.columns, block)
+        # Blocks of columns play the part of nodes: 130 columns in blocks of 64 are 64, 64 and 2.
         size = np.diff(begin, append=self.columns)
         node = deal_evenly(cost, size, _BLOCKS_ALIKE)
         mean = node_means(cost, node, size)
@@ -357,6 +383,7 @@ class _Chunk:
         start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
         # Up to somewhat below what a column holds: the mean cannot always be reached, nor need it.
         spare = ((1 - _CEILING) * np.maximum(capacity - mean, 0)).astype(np.int64) // self.unit * self.unit
+        # Relative to a column's mean load; below 1 nobody could stay.
         ceiling = np.maximum((capacity - spare) / mean, 1.0)
         column = np.zeros(len(chosen), np.int32)
         reached = balance_nodes(cost, order, start, size, mean, ceiling, 0.0, column)
@@ -365,6 +392,7 @@ class _Chunk:
             column[in_block] = self._less_even(cost[in_block] / mean[b], int(size[b]), ceiling[b], capacity / mean[b])
         part, owner = parts_in(chosen, self.load, -1)
         module = self.load.module[part]
+        # Columns are numbered inside their block; `begin` makes that the number of all.
         row = group = (column + begin[node])[owner]
         if self.rows.per_column.max() > 1:
             row, _ = to_rows(module, self.load.length[part], group, self.rows.per_column)
@@ -372,11 +400,13 @@ class _Chunk:
 
     def _less_even(self, relative: np.ndarray, columns: int, ceiling: np.ndarray, capacity: np.ndarray) -> np.ndarray:
         """Choose the column of each sample where encoders may be less equal: a long text leaves them no room."""
+        # Kernels run over samples inside phases, so a phase's costs lie side by side.
         cost = np.ascontiguousarray(relative.T)
         every = np.arange(len(relative))
         min_excess = np.inf
         weight = np.ones(len(cost))
         for encoders in _ENCODER_WEIGHTS:
+            # The LLM's rows stay the strictest, while encoders' unevenness is charged less and less.
             weight[LLM + 1 :] = encoders
             candidate, load = balance(cost, every, np.ones(columns), weight, ceiling, ceiling)
             excess = float(np.maximum(load - np.maximum(capacity, 1.0)[:, None], 0).sum())
@@ -398,6 +428,7 @@ def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_
     """
     lengths = np.asarray(lengths, np.int64)
     maximum = np.asarray(maximum, np.int64)
+    # Each dimension becomes a module, and each length above 0 a part; nonzero runs row by row, which is CSR order.
     sample, module = np.nonzero(lengths)
     start = np.concatenate([[0], np.cumsum(np.bincount(sample, minlength=len(lengths)))]).astype(np.int64)
     parts = Parts(start, module.astype(np.int32), lengths[sample, module])
@@ -406,11 +437,11 @@ def pack_rows(lengths: np.ndarray, maximum: np.ndarray, order: np.ndarray, pool_
 
 
 def choose_row_maximum(
-    lengths: np.ndarray, samples_per_row: tuple[float, float], given: np.ndarray | None = None
+    lengths: np.ndarray, samples_per_row: tuple[float, float], fixed: np.ndarray | None = None
 ) -> np.ndarray:
     """Choose the maxima of rows, int64 `[D]`, with which `pack_rows` leaves the least empty: see `choose_maximum`."""
 
     def rows_needed(trial: np.ndarray, maximum: np.ndarray) -> float:
         return float(pack_rows(trial, maximum, np.arange(len(trial)), pool_rows=40).max() + 1)
 
-    return choose_maximum(lengths, samples_per_row, rows_needed, given=given)
+    return choose_maximum(lengths, samples_per_row, rows_needed, fixed=fixed)

@@ -16,6 +16,7 @@ _MOVABLE = 160  # samples of the microbatch that may be exchanged
 _TRIALS = 24  # waiting samples, best first, that rows are sought for in the place of one
 _ROUNDS = 2
 _CLOSE = 1e-4  # squared distance from the goal, in microbatches, below which nothing is exchanged
+# Shares are sums of quotients, so a sample that fills a module exactly may seem to exceed it by this much.
 _ROUNDING = 1e-12
 
 
@@ -61,10 +62,12 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
     for the head, its rows to turn [p].
     """
     modules = len(rows.per_column)
+    # The open row of every module in the current column, and what is free in it: next-fit never looks back.
     row = np.zeros(modules, np.int64)
     free = rows.length.copy()
     row_before = row.copy()
     free_before = free.copy()
+    # `turns` counts microbatches from the current one on; only the first one's rows are written to `turn`.
     column = turns = 0
     head = -1
     urgent = False
@@ -80,6 +83,8 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
         if not fits:
             if not empty:
                 column += 1
+                # Behind the last column comes the first of the next microbatch; there the head, the first microbatch's
+                # samples, ends.
                 if column == columns:
                     column = 0
                     turns += 1
@@ -90,20 +95,25 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
                 fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
             if not fits:  # alone in its column, in rows that `fit_alone` has found
                 _alone(s, load, rows, column, turn, turns == 0)
+                # Nothing else may join this column: every length exceeds -1, and no module has another row.
                 free[:] = -1
                 row[:] = rows.per_column
         empty = False
         if i >= waiting:
+            # The newcomer would come after its own deadline, and so would whoever follows it, since next-fit is
+            # monotone.
             if current + turns > last:
                 break
             latest[s] = last
             queue[waiting] = s
             waiting += 1
             following += 1
+        # Equality is enough: with one microbatch more in front of it, this sample would be late.
         urgent |= current + turns >= latest[s]
         i += 1
     if not urgent:
         head = 0
+    # Everything in the queue fits the current microbatch, so all of it is the head.
     elif head < 0:
         head = waiting
     return waiting, following, min(head, waiting)
@@ -118,6 +128,8 @@ def _next_fit(s, load, rows, column, row, free, turn, write):
         k = load.module[j]
         length = load.length[j]
         if free[k] < length:
+            # No row is left in this column, or none could ever hold the part: the sample leaves no trace in row and
+            # free.
             if row[k] + 1 >= rows.per_column[k] or rows.length[k] < length:
                 row[:] = before_row
                 free[:] = before_free
@@ -126,6 +138,8 @@ def _next_fit(s, load, rows, column, row, free, turn, write):
             free[k] = rows.length[k]
         free[k] -= length
         if write:
+            # Rows lie module by module, inside it column by column: with 6 rows a module and 3 columns, row 1 of column
+            # 2 of module 1 is 6 + 2 * 2 + 1 = 11.
             turn[j] = rows.start[k] + column * rows.per_column[k] + row[k]
     return True
 
@@ -135,7 +149,9 @@ def _alone(s, load, rows, column, turn, write):
     """Put the parts of a sample in an empty column, longest first, each in the fullest row that holds it: bool."""
     begin = load.start[s]
     end = load.start[s + 1]
+    # A stable sort, so that equal lengths keep the sample's order on every machine.
     order = np.argsort(-load.length[begin:end], kind="mergesort")
+    # Rectangular for all modules; rows that a module lacks stay at 0 and so hold no part.
     free = np.zeros((len(rows.per_column), rows.per_column.max()), np.int64)
     for k in range(len(rows.per_column)):
         free[k, : rows.per_column[k]] = rows.length[k]
@@ -160,6 +176,7 @@ def fit_alone(load, rows):
     fits = np.zeros(len(load.total), np.bool_)
     nowhere = np.zeros(0, np.int64)
     for s in range(len(fits)):
+        # A sample whose total fits one row of every module needs no search: all its parts go into the first rows.
         fits[s] = np.all(load.total[s] <= rows.length) or _alone(s, load, rows, 0, nowhere, False)
     return fits
 
@@ -176,13 +193,16 @@ def choose(queue, head, old, limit, load, room, share, everything):
     modules = len(room.aim)
     chosen = np.empty(n, np.int64)
     count = i = 0
+    # The smallest goal is not 0, for it divides below: a module that nobody needs counts as reached.
     goal = np.maximum(room.aim, 1e-30)
     while i < n and count < limit:
         s = queue[i]
         if i >= head and not everything:
             fits = True
             for k in range(modules):
+                # The old may use what is free beyond the goal, for they cannot wait; others must stay within the goal.
                 fits &= load.share[s, k] <= (room.slack[k] if i < old else room.aim[k]) + _ROUNDING
+            # aim / goal is the part of a module's goal that is still open; the fullest module decides.
             if i >= old and 1 - np.min(room.aim / goal) >= share:
                 break
         else:
@@ -192,9 +212,11 @@ def choose(queue, head, old, limit, load, room, share, everything):
             _count(s, load, room, 1)
             chosen[count] = s
             count += 1
+    # The window makes the second stage linear: each choice compares at most _WINDOW samples, however many wait.
     window = np.empty(_WINDOW, np.int64)
     size = next_waiting = 0
     while count < limit and not everything:
+        # Refilled from the oldest that are still outside.
         while size < _WINDOW and next_waiting < n:
             if not room.inside[queue[next_waiting]]:
                 window[size] = queue[next_waiting]
@@ -215,6 +237,7 @@ def choose(queue, head, old, limit, load, room, share, everything):
         size -= 1
         # Order in the window does not matter: the last candidate takes the place of the chosen one.
         window[best] = window[size]
+    # An empty microbatch would never end, so a sample above every goal goes alone.
     if count == 0 and min(n, limit) > 0:
         _count(queue[0], load, room, 1)
         chosen[0] = queue[0]
@@ -247,6 +270,7 @@ def _count(s, load, room, sign):
 @njit(cache=True)
 def parts_in(samples, load, module):
     """Return these samples' parts in a module, or in all (-1), and whose they are: int64 [q], indices into samples."""
+    # Counted first, as an upper bound for all modules: Numba's arrays do not grow.
     total = 0
     for s in samples:
         total += load.start[s + 1] - load.start[s]
@@ -268,6 +292,7 @@ def measure(chosen, load, rows, room):
     modules = len(rows.per_column)
     columns = len(room.free)
     for k in range(modules):
+        # Begin with empty rows, then take off every part where `room.row` puts it.
         room.row_free[rows.start[k] : rows.start[k + 1]] = rows.length[k]
         room.free[:, k] = rows.length[k] * rows.per_column[k]
     for s in chosen:
@@ -295,11 +320,13 @@ def eject(chosen, head, load, rows, room):
     begin = np.zeros(n_rows + 1, np.int64)
     for s in chosen:
         for j in range(load.start[s], load.start[s + 1]):
+            # Counting sort: begin[r + 1] counts row r's parts, and its running sum is where each row's parts begin.
             begin[room.row[j] + 1] += 1
     # Parts grouped by row: those of row r are part[begin[r] : begin[r + 1]].
     begin = np.cumsum(begin)
     part = np.empty(begin[n_rows], np.int64)
     owner = np.empty(begin[n_rows], np.int64)
+    # The next place to fill in each row's range.
     free = begin.copy()
     for i in range(len(chosen)):
         for j in range(load.start[chosen[i]], load.start[chosen[i] + 1]):
@@ -311,6 +338,7 @@ def eject(chosen, head, load, rows, room):
         while room.row_free[r] < 0:
             best = -1
             for x in range(begin[r], begin[r + 1]):
+                # The head must stay, and samples that went out for another row have no part here any more.
                 if owner[x] < head or not room.inside[chosen[owner[x]]]:
                     continue
                 length = load.length[part[x]]
@@ -318,6 +346,8 @@ def eject(chosen, head, load, rows, room):
                 if best >= 0:
                     best_length = load.length[part[best]]
                     best_enough = best_length >= -room.row_free[r]
+                    # Prefer a part that ends the overflow, and of those the shortest; if none does, the longest, to
+                    # need few.
                     if best_enough and (not enough or length >= best_length):
                         continue
                     if not best_enough and not enough and length <= best_length:
@@ -364,6 +394,7 @@ def place(s, load, rows, room):
                 free_ratio = np.inf
                 break
             if load.total[s, k] > 0:
+                # How many such samples the column could hold, summed over modules: the smallest is the tightest fit.
                 free_ratio += room.free[c, k] / load.total[s, k]
         if free_ratio < min_ratio:
             best = c
@@ -403,10 +434,12 @@ def improve(queue, head, old, limit, load, rows, room):
             waiting[w] = s
             w += 1
     waiting = waiting[:w]
+    # From here on `limit` counts samples that may still be added.
     limit -= np.sum(room.inside[queue])
     limit -= _fill_up(waiting, limit, load, rows, room)
     movable = np.empty(_MOVABLE, np.int64)
     m = 0
+    # Backwards, so that the youngest give up their place first: those have the most time left.
     for i in range(len(queue) - 1, max(head, old) - 1, -1):
         if m == _MOVABLE:
             break
@@ -417,6 +450,7 @@ def improve(queue, head, old, limit, load, rows, room):
     for _ in range(_ROUNDS):
         changed = False
         for i in range(m):
+            # Squared distance to the goal over all modules: what is left would not pay for another search.
             if np.sum(room.aim**2) <= _CLOSE:
                 return
             changed |= _exchange(movable, i, waiting, gain, load, rows, room)
@@ -436,8 +470,10 @@ def _exchange(movable, i, waiting, gain, load, rows, room):
         for k in range(len(room.aim)):
             change = load.share[waiting[j], k] - load.share[old, k]
             if change > room.slack[k] + _ROUNDING:
+                # More than is free in a module: no exchange, whatever it wins in the others.
                 gain[j] = -1.0
                 break
+            # As in `_gain`, for a change of use that may be negative.
             gain[j] += change * (2 * room.aim[k] - change)
     for _ in range(min(_TRIALS, len(waiting))):
         best = np.argmax(gain)
@@ -464,6 +500,7 @@ def _fill_up(waiting, limit, load, rows, room):
         for j in range(len(waiting)):
             if not refused[j]:
                 gain = _gain(waiting[j], load, room)
+                # Every sample that is added lowers aim and slack, and with them all gains.
                 refused[j] = gain <= 0  # and will stay so
                 if gain > max_gain:
                     best = j
@@ -471,6 +508,7 @@ def _fill_up(waiting, limit, load, rows, room):
         if best < 0:
             break
         refused[best] = True
+        # A sample without rows counts as refused and not as added; `place` has then changed nothing.
         added += place(waiting[best], load, rows, room)
     return added
 
@@ -478,6 +516,7 @@ def _fill_up(waiting, limit, load, rows, room):
 @njit(cache=True)
 def close(queue, current, load, room, microbatch, used):
     """Number the samples of this microbatch and drop them from the queue; return how many still wait."""
+    # The queue is compacted in place; its order, and so the age of those who wait, stays.
     n_waiting = 0
     for s in queue:
         if room.inside[s]:

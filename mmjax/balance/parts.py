@@ -79,8 +79,8 @@ class Parts:
 def parts_of(samples: Sequence[Sequence[tuple[int, int]]]) -> Parts:
     """Build Parts from each sample's (module, length) pairs, the LLM's first."""
     start = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
-    pairs = np.array([pair for sample in samples for pair in sample], np.int64).reshape(-1, 2)
-    return Parts(start, pairs[:, 0].astype(np.int32), np.ascontiguousarray(pairs[:, 1]))
+    module, length = np.array([pair for sample in samples for pair in sample], np.int64).reshape(-1, 2).T
+    return Parts(start, module.astype(np.int32), np.ascontiguousarray(length))
 
 
 def pad_ratio(lengths: np.ndarray) -> np.ndarray:

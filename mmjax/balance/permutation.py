@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+# 2^64 over the golden ratio, an odd number: steps of it visit all 2^64 states.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -28,8 +29,10 @@ class Shuffler:
 
     def bytes(self, n: int) -> bytes:
         """Return n random bytes."""
+        # Eight bytes a draw, the last one cut.
         drawn = np.empty(-(-n // 8), np.uint64)
         _draw(drawn, self._state)
+        # Little-endian on every machine, or the bytes would depend on it.
         return drawn.astype("<u8").tobytes()[:n]
 
 

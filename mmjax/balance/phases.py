@@ -85,8 +85,11 @@ def costs_of(
 ) -> Costs:
     """Build the costs of samples whose encoder columns are summed from their items. llm_cost: `[n]`, items `[m]`."""
     n = len(llm_cost)
+    # One number for each pair (sample, phase), so that one bincount sums all: with 3 phases, sample 2's audio is 2 * 3
+    # + 2 = 8.
     flat = np.bincount(np.asarray(item_sample, np.int64) * phases + item_phase, item_cost, n * phases)
     sample = flat.reshape(n, phases)
+    # Items are of phases from 1 on, so column 0 was left empty.
     sample[:, LLM] = llm_cost
     return Costs(
         sample=sample,
@@ -111,13 +114,13 @@ class Aim:
     tolerance: an encoder's phase whose fullest rank has this share more than the least possible is good enough; of the
     LLM's, three quarters of it.
     exchange: what it costs, as a part of the step's time, to send as many tokens between ranks as the encoders make.
-    least_gain: a plan that saves no more than this part of the step's time is not worth leaving the start.
+    min_gain: a plan that saves no more than this part of the step's time is not worth leaving the start.
     share: float64 `[phases]`, each phase's part of the step's time when ranks are equal; default: its part of all cost.
     """
 
     tolerance: float = 0.001
     exchange: float = 0.01
-    least_gain: float = 0.002
+    min_gain: float = 0.002
     share: np.ndarray | None = None
 
 
@@ -141,6 +144,7 @@ def place_in_order(costs: Costs, ranks: int) -> PhasePlan:
 
 def ranks_in_order(samples: int, ranks: int) -> np.ndarray:
     """Return the rank of each sample as they come, equal counts on every rank, int32 `[n]`."""
+    # 7 samples on 3 ranks: 0 0 0 1 1 2 2.
     return (np.arange(samples) * ranks // max(samples, 1)).astype(np.int32)
 
 
@@ -161,6 +165,7 @@ def place_apart(costs: Costs, ranks: int) -> PhasePlan:
     width = np.zeros(costs.phases - 1, np.int64)
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
+        # Without regard to where its sample is: of r ranks, about 1 / r of the items stay with it by chance.
         item_rank[items] = _lpt(costs.item_cost[items], ranks)
         width[p - 1] = widest(sample_rank[costs.item_sample[items]], item_rank[items], costs.item_tokens[items], ranks)
     return PhasePlan(sample_rank, item_rank, width)
@@ -199,10 +204,12 @@ def place_jointly(
         if alternative_time < time * (1 - _LLM_LATER):
             plan = alternative
             time = alternative_time
-    # Samples leave the start only where the plan saves at least `least_gain`.
+    # Samples leave the start only where the plan saves at least `min_gain`.
     if start is not None:
+        # An estimate is not worth moving samples for when it promises next to nothing: the start needs no exchange at
+        # all.
         start_plan = _at_home(costs, np.asarray(start, np.int32))
-        if time > step_time(costs, start_plan, ranks, ranks_per_node, aim) * (1 - aim.least_gain):
+        if time > step_time(costs, start_plan, ranks, ranks_per_node, aim) * (1 - aim.min_gain):
             return start_plan
     return plan
 
@@ -220,6 +227,7 @@ def cost_per_rank(costs: Costs, plan: PhasePlan, ranks: int) -> np.ndarray:
 def widest(source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, ranks: int) -> int:
     """Return the most tokens that items take from one rank to another. source, destination, tokens: int `[m]`."""
     away = np.flatnonzero(source != destination)
+    # Only pairs that occur are numbered: a table of all would be ranks^2 long.
     _, pair = np.unique(source[away].astype(np.int64) * ranks + destination[away], return_inverse=True)
     return int(np.bincount(pair, tokens[away]).max(initial=0))
 
@@ -227,12 +235,14 @@ def widest(source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, rank
 def usual_widths(costs: Costs) -> list[tuple[int, ...]]:
     """List the widths that each encoder's all-to-all may have: 0, and parts and multiples of the longest item."""
     longest = int(costs.item_tokens.max(initial=1))
+    # From an eighth of the longest item to twice that, each twice the one before.
     return [(0, *sorted({max(1, longest * k // 16) for k in (2, 4, 8, 16, 32)}))] * (costs.phases - 1)
 
 
 def wire(width: np.ndarray, ranks: int, ranks_per_node: int | None = None) -> np.ndarray:
     """Count tokens that leave ranks in padded all-to-alls over the ranks of each node, int64 `[phases - 1]`."""
     size = _node_sizes(ranks, ranks_per_node)
+    # Each rank of a node sends a chunk to each other one, full or not: 8 ranks send 8 * 7 chunks.
     return np.asarray(width, np.int64) * int((size * (size - 1)).sum())
 
 
@@ -242,6 +252,7 @@ def step_time(
     """Estimate the step's time, 1 = all ranks equal and nothing sent: phases end when their fullest rank does."""
     aim = aim or Aim()
     cost = cost_per_rank(costs, plan, ranks)
+    # Phases follow each other, so their waits add up, each weighted by its part of the step.
     fullest = cost.max(0) / np.maximum(cost.mean(0), np.finfo(float).tiny)
     sent = wire(plan.width, ranks, ranks_per_node).sum() / max(int(costs.item_tokens.sum()), 1)
     return float(_share(costs, aim) @ fullest + aim.exchange * sent)
@@ -254,12 +265,15 @@ def _place_samples(
     rank = np.zeros(len(costs), np.int64)
     if ranks == 1 or len(costs) == 0:
         return rank.astype(np.int32)
+    # 20 ranks are blocks of 8, 8 and 4. Longest first compares all ranks for each sample, so in blocks its time is
+    # linear.
     size = np.diff(np.append(np.arange(0, ranks, _BLOCK), ranks))
     block = deal_in_rounds(costs.sample, size)
     order = by_leading_encoder(costs.sample, block, np.broadcast_to(mean, (len(size), costs.phases)))
     start = np.concatenate([[0], np.cumsum(np.bincount(block, minlength=len(size)))])
     relative = np.ascontiguousarray((costs.sample / mean).T)
     longest_first_in_blocks(relative, order, start, size, rank)
+    # No placement gets below the longest sample, nor below what whole units force.
     ceiling = np.maximum(relative.max(1), [_whole_units(of_phase) for of_phase in relative])
     even_everywhere(relative, ceiling, tolerance, ranks, llm_weight, rank)
     return rank.astype(np.int32)
@@ -271,10 +285,13 @@ def _whole_units(cost: np.ndarray) -> float:
     The mean over ranks is 1. The multiple is that of the smallest difference between two costs, if there is one.
     """
     values = np.unique(cost)
+    # Costs 0.3, 0.6 and 1.2 have differences 0.3, 0.3 and 0.6, hence a unit of 0.3. Units above 1, the mean, need no
+    # bound: the longest sample is one.
     unit = np.diff(values, prepend=0.0)[values > 0].min(initial=1.0)
     multiples = values / unit
     if np.abs(multiples - np.rint(multiples)).max() > _ROUNDING:
         return 1.0
+    # The fullest rank has at least the mean, 1, and a whole number of units: of units of 0.3 it has 4, which is 1.2.
     return max(float(np.ceil(1 / unit - _ROUNDING) * unit), 1.0)
 
 
@@ -287,6 +304,7 @@ def _move_items(
     plan = _at_home(costs, sample_rank)
     item_rank = plan.item_rank.astype(np.int64)
     chosen = plan.width
+    # What one token more of width costs: it is sent between all pairs of ranks of every node.
     per_token = aim.exchange * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
@@ -298,10 +316,13 @@ def _move_items(
         if len(widths[p - 1]) == 1 or load.max() <= goal:
             continue
         node = np.repeat(np.arange(len(size)), size)[home_rank]
+        # By node, and within a node by falling cost: the order that the kernels want.
         order = np.lexsort((-cost, node))
         items, cost, home_rank, tokens = items[order], cost[order], home_rank[order], costs.item_tokens[items[order]]
         start = np.concatenate([[0], np.cumsum(np.bincount(node, minlength=len(size)))])
+        # Even with all items free to go anywhere LPT gets no lower, so moves need not try.
         goal = max(goal, float(_fullest(cost, ranks)))
+        # What the phase takes as it is, less what an exchange must save to be worth compiling and running.
         min_time = share[p] * load.max() - _WORTH_MOVING
         for width in widths[p - 1][1:]:
             rank = home_rank.copy()

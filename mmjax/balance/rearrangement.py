@@ -22,18 +22,18 @@ class Places:
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """Items of `length` tokens, int64 `[n]`, move from `before` to `after`; both are over the same `ranks`.
+    """Items of `length` tokens, int64 `[n]`, move from `source` to `destination`; both are over the same `ranks`.
 
     Raises ValueError for places of another size, ranks out of range and lengths or offsets below 0.
     """
 
     length: np.ndarray
-    before: Places
-    after: Places
+    source: Places
+    destination: Places
     ranks: int
 
     def __post_init__(self) -> None:
-        for places in (self.before, self.after):
+        for places in (self.source, self.destination):
             if not len(self.length) == len(places.rank) == len(places.offset):
                 raise ValueError("length, rank and offset must have one entry for each item")
             if np.any((places.rank < 0) | (places.rank >= self.ranks)):
@@ -81,7 +81,7 @@ def rearrange(length: np.ndarray, source: np.ndarray, destination: np.ndarray, r
 
 def inverse(moved: Rearrangement) -> Rearrangement:
     """Return the rearrangement that brings every item back; the backward pass of the forward one."""
-    return Rearrangement(moved.length, moved.after, moved.before, moved.ranks)
+    return Rearrangement(moved.length, moved.destination, moved.source, moved.ranks)
 
 
 def compose(first: Rearrangement, second: Rearrangement) -> Rearrangement:
@@ -91,16 +91,16 @@ def compose(first: Rearrangement, second: Rearrangement) -> Rearrangement:
     """
     if first.ranks != second.ranks or not np.array_equal(first.length, second.length):
         raise ValueError("composed rearrangements must have the same ranks and the same item lengths")
-    middle = first.after
-    start = second.before
+    middle = first.destination
+    start = second.source
     if not (np.array_equal(middle.rank, start.rank) and np.array_equal(middle.offset, start.offset)):
         raise ValueError("the second rearrangement must start where the first one ends")
-    return Rearrangement(first.length, first.before, second.after, first.ranks)
+    return Rearrangement(first.length, first.source, second.destination, first.ranks)
 
 
 def restrict(moved: Rearrangement, items: np.ndarray) -> Rearrangement:
     """Select these items, in this order, where they were: indices int `[k]` or bool `[n]`."""
-    return Rearrangement(moved.length[items], _take(moved.before, items), _take(moved.after, items), moved.ranks)
+    return Rearrangement(moved.length[items], _take(moved.source, items), _take(moved.destination, items), moved.ranks)
 
 
 def restrict_to_parts(moved: Rearrangement, item: np.ndarray, offset: np.ndarray, length: np.ndarray) -> Rearrangement:
@@ -113,13 +113,15 @@ def restrict_to_parts(moved: Rearrangement, item: np.ndarray, offset: np.ndarray
     length = np.asarray(length, np.int64)
     if np.any(offset < 0) or np.any(offset + length > moved.length[item]):
         raise ValueError("every run must lie inside its item")
-    places = [Places(side.rank[item], side.offset[item] + offset) for side in (moved.before, moved.after)]
+    # A run lies in its item at the same place on both sides.
+    places = [Places(side.rank[item], side.offset[item] + offset) for side in (moved.source, moved.destination)]
     return Rearrangement(length, places[0], places[1], moved.ranks)
 
 
 def volume(moved: Rearrangement) -> np.ndarray:
     """Count tokens from rank to rank, int64 `[ranks, ranks]`: V of OrchMLLM section 5.2.2, rows are sources."""
-    pair = moved.before.rank.astype(np.int64) * moved.ranks + moved.after.rank
+    # Source and destination as one number; int64, since ranks^2 of 50,000 ranks exceeds int32.
+    pair = moved.source.rank.astype(np.int64) * moved.ranks + moved.destination.rank
     return sum_by_key(pair, moved.length, moved.ranks**2).reshape(moved.ranks, moved.ranks)
 
 
@@ -137,8 +139,9 @@ def inter_node(
 
 def width(moved: Rearrangement) -> int:
     """Return the most tokens that one rank sends to another: the chunk that a padded all-to-all needs."""
-    away = np.flatnonzero(moved.before.rank != moved.after.rank)
-    pair = moved.before.rank[away].astype(np.int64) * moved.ranks + moved.after.rank[away]
+    away = np.flatnonzero(moved.source.rank != moved.destination.rank)
+    pair = moved.source.rank[away].astype(np.int64) * moved.ranks + moved.destination.rank[away]
+    # Only pairs that occur, so memory follows the items and not ranks^2.
     number = np.unique(pair, return_inverse=True)[1]
     return int(sum_by_key(number, moved.length[away], len(away)).max(initial=0))
 
@@ -155,8 +158,9 @@ def tables(
     """
     peers = range(moved.ranks) if peers is None else peers
     mine = peers if mine is None else mine
-    source = moved.before.rank
-    destination = moved.after.rank
+    source = moved.source.rank
+    destination = moved.destination.rank
+    # Items of no tokens take no place in any table.
     sending = np.flatnonzero(_among(source, mine) & (source != destination) & (moved.length > 0))
     arriving = np.flatnonzero(_among(destination, mine) & (moved.length > 0))
     outside = ~(_among(destination[sending], peers) & _among(source[sending], peers))
@@ -172,26 +176,30 @@ def tables(
 
 def _fill_send(send: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range) -> None:
     length = moved.length[items]
-    pair = (moved.before.rank[items] - mine.start) * np.int64(len(peers)) + moved.after.rank[items] - peers.start
+    # The chunk's number in `send`: row of the sending rank among mine, column of the receiving peer.
+    pair = (moved.source.rank[items] - mine.start) * np.int64(len(peers)) + moved.destination.rank[items] - peers.start
+    # Where an item begins in its chunk: behind the items before it that go the same way.
     slot = _offsets(length, pair, len(mine) * len(peers))
     _check_fits(slot + length, send.shape[2], "pair of ranks exceeds the width")
-    send.reshape(-1)[_runs(pair * send.shape[2] + slot, length)] = _runs(moved.before.offset[items], length)
+    # Chunk c begins at c * width of the flat table, and the item's tokens follow each other on both sides.
+    send.reshape(-1)[_runs(pair * send.shape[2] + slot, length)] = _runs(moved.source.offset[items], length)
 
 
 def _fill_gather(
     gather: np.ndarray, moved: Rearrangement, items: np.ndarray, mine: range, peers: range, width: int
 ) -> None:
     length = moved.length[items]
-    source = moved.before.rank[items]
-    row = moved.after.rank[items] - mine.start
+    source = moved.source.rank[items]
+    row = moved.destination.rank[items] - mine.start
     peer = source - np.int64(peers.start)
     # Both sides number a pair's tokens in the order of its items, so they agree without a word about it.
     slot = _offsets(length, row * len(peers) + peer, len(mine) * len(peers))
-    stays = source == moved.after.rank[items]
+    stays = source == moved.destination.rank[items]
     _check_fits((slot + length)[~stays], width, "pair of ranks exceeds the width")
-    _check_fits(moved.after.offset[items] + length, gather.shape[1], "destination array exceeds the capacity")
-    origin = np.where(stays, len(peers) * width + moved.before.offset[items], peer * width + slot)
-    gather.reshape(-1)[_runs(row * np.int64(gather.shape[1]) + moved.after.offset[items], length)] = _runs(
+    _check_fits(moved.destination.offset[items] + length, gather.shape[1], "destination array exceeds the capacity")
+    # What a rank indexes: the chunks of all peers, then its own array.
+    origin = np.where(stays, len(peers) * width + moved.source.offset[items], peer * width + slot)
+    gather.reshape(-1)[_runs(row * np.int64(gather.shape[1]) + moved.destination.offset[items], length)] = _runs(
         origin, length
     )
     # Two items on one position would leave fewer positions written than tokens.
@@ -222,6 +230,7 @@ def _offsets(length: np.ndarray, key: np.ndarray, keys: int) -> np.ndarray:
     """Sum the tokens of the items before each one that have its key, int64 `[n]`."""
     order = np.argsort(key, kind="stable")
     preceding = np.cumsum(length[order]) - length[order]
+    # Sorted by key, the items before a key's first one are those of all smaller keys.
     first = np.concatenate([[0], np.cumsum(sum_by_key(key, length, keys))[:-1]])
     offset = np.empty(len(length), np.int64)
     offset[order] = preceding - first[key[order]]

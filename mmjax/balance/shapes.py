@@ -33,11 +33,13 @@ def choose_shapes(
     needs = np.asarray(needs, np.int64)
     if len(needs) == 0 or limit < 1:
         raise ValueError("shapes need at least one step to be chosen from, and a limit of at least 1")
+    # Rounded up to the alignment; a step with one way only gets an axis of one.
     needs = -(-(needs if needs.ndim == 3 else needs[:, None]) // alignment) * alignment
     # Equal steps are merged into one need with a count.
     needs, count = np.unique(needs, axis=0, return_counts=True)
     steps = _Steps(needs, count.astype(np.float64), np.asarray(cost, np.float64), _sends_nothing(needs, widths))
     if worth > 0:
+        # The smallest number of tuples whose cost is close to that of all: every tuple costs a compilation.
         some = [_choose(steps, k) for k in range(1, limit + 1)]
         total = [_total(*steps, shapes) for shapes in some]
         return next(shapes for shapes, t in zip(some, total, strict=True) if t <= (1 + worth) * min(total))
@@ -56,6 +58,7 @@ class _Steps(NamedTuple):
 def _sends_nothing(needs: np.ndarray, widths: int) -> int:
     """Return where the columns of widths begin, or all columns where a step has no way that sends nothing."""
     first = needs.shape[2] - widths
+    # Every step must have some way in which all its widths are 0.
     return first if np.all((needs[:, :, first:] == 0).all(2).any(1)) else needs.shape[2]
 
 
@@ -66,6 +69,7 @@ def _choose(steps: _Steps, limit: int) -> np.ndarray:
     resting = np.all(steps.needs[:, :, steps.width_start :] == 0, axis=2)
     rest, rest_price = _cheapest(steps.needs, np.where(resting, price, np.inf))
     move, move_price = _cheapest(steps.needs, np.where(resting, np.inf, price))
+    # Steps for which sending would be cheaper, if there were a tuple for it.
     moving = np.flatnonzero(move_price < rest_price)
     best = None
     min_total = np.inf
@@ -116,6 +120,7 @@ def _spread(needs: np.ndarray, steps: _Steps) -> tuple[np.ndarray, np.ndarray]:
     if len(needs) <= _MOST_NEEDS:
         return needs, steps.count
     by_cost = np.argsort(needs @ steps.cost, kind="stable")
+    # Neighbours in cost are alike; the most expensive of each group stands for it.
     groups = np.array_split(by_cost, _MOST_NEEDS)
     return needs[[g[-1] for g in groups]], np.array([steps.count[g].sum() for g in groups])
 
@@ -136,6 +141,7 @@ def _added(shapes, weight, cost, width_start, i, j):
     """Compute the added cost of running the steps of shapes i and j in one shape that holds both."""
     added = 0.0
     for k in range(len(cost)):
+        # One would then send padding in the other's steps: never merged.
         if k >= width_start and (shapes[i, k] == 0) != (shapes[j, k] == 0):
             return np.inf
         both = max(shapes[i, k], shapes[j, k])
@@ -161,6 +167,7 @@ def _nearest(shapes, weight, alive, cost, width_start, i):
 def _merge_pairs(shapes, weight, other_cost, alive, cost, width_start, limit):
     """Merge the cheapest pair, or leave one shape's steps to other shapes, until `limit` are alive; in place."""
     n = len(shapes)
+    # Nearest neighbours are remembered, so that a turn costs n comparisons and not n^2.
     near = np.full(n, -1)
     added = np.full(n, np.inf)
     for i in range(n):
@@ -177,6 +184,7 @@ def _merge_pairs(shapes, weight, other_cost, alive, cost, width_start, limit):
                 best = i
                 min_cost = added[i]
                 leave = False
+            # What its steps would cost more in other tuples than in their own.
             elsewhere = other_cost[i]
             for k in range(len(cost)):
                 elsewhere -= weight[i] * cost[k] * shapes[i, k]
@@ -210,6 +218,7 @@ def _refine(steps: _Steps, shapes: np.ndarray) -> np.ndarray:
     values = [np.unique(column) for column in steps.needs.reshape(-1, shapes.shape[1]).T]
     for _ in range(_PASSES):
         previous = min_total
+        # The last tuple must go on holding every step.
         for j in range(len(shapes) - 1):
             for k in range(shapes.shape[1]):
                 best_value = shapes[j, k]
@@ -242,6 +251,7 @@ def _least(needs, count, cost, width_start, shapes):
     for i in range(len(needs)):
         for o in range(needs.shape[1]):
             for j in range(len(shapes)):
+                # Whether the shape holds the step is checked only where it would be cheaper.
                 if price[j] < min_price[i]:
                     holds = True
                     for k in range(len(cost)):

@@ -64,13 +64,16 @@ def balance_nodes(cost, order, start, size, mean, ceiling, tolerance, rank):
         relative = np.empty((phases, len(samples)))
         for i in range(len(samples)):
             for p in range(phases):
+                # 1 is what a rank of this node has of the phase on average.
                 relative[p, i] = cost[samples[i], p] / mean[k, p]
+        # The ceiling is the longest sample where that exceeds the mean: no assignment gets below it.
         goal = ceiling[k] * (1 + tolerance)
         local_rank, load = balance(relative, np.arange(len(samples)), np.ones(size[k]), weight, ceiling[k], goal)
         for i in range(len(samples)):
             rank[samples[i]] = local_rank[i]
         for r in range(size[k]):
             for p in range(phases):
+                # One rank above its goal in one phase is enough: all others would wait for it.
                 reached[k] &= load[p, r] <= goal[p]
     return reached
 
@@ -95,6 +98,7 @@ def even(cost, size, weight, ceiling, goal, rank):
     for p in range(len(cost)):
         for s in range(len(rank)):
             load[p, rank[s]] += cost[p, s] / size[rank[s]]
+    # Often longest first is good enough, and the state, which costs more than the check, need not be built.
     if _above(load, goal, stuck) < 0:
         return load
     state = _build_state(cost, rank, size)
@@ -103,6 +107,7 @@ def even(cost, size, weight, ceiling, goal, rank):
         worst = _above(state.load, goal, stuck)
         if worst < 0:
             break
+        # The attempt's number shifts which samples are tried where not all are, so that none is always left out.
         stuck[worst] = not _relieve(state, worst, ceiling, weight, attempt, scratch)
     for r in range(len(size)):
         for i in range(state.count[r]):
@@ -125,6 +130,7 @@ def _longest_first(cost, order, size, weight, rank):
             for p in range(phases):
                 part = cost[p, s] / size[r]
                 growth += weight[p] * part * (2 * load[p, r] + part)
+            # A node of 8 ranks counts 8 times: the sum runs over ranks, of which each has a `size`-th of the load.
             growth *= size[r]
             if growth < min_growth:
                 best = r
@@ -140,6 +146,7 @@ def _build_state(cost, rank, size):
     count = np.zeros(len(size), np.int64)
     for s in range(n):
         count[rank[s]] += 1
+    # Fixed beforehand, for Numba's arrays do not grow; a rank without an empty place takes samples only in exchange.
     places = count.max() + _SLACK
     state = _RankState(
         np.zeros((phases, len(size), places)),
@@ -173,6 +180,7 @@ def _above(load, goal, stuck):
 
 @njit(cache=True)
 def _penalty(above):
+    # Squares make the worst rank count most; an idle rank costs something too, as others hold its part.
     return above * above * (1.0 if above > 0 else _BELOW)
 
 
@@ -192,6 +200,7 @@ def _relieve(state, heavy, ceiling, weight, attempt, scratch):
     place = partner = partner_at = -1
     for _ in range(min(_PARTNERS, len(state.size) - 1)):
         r = np.argmax(promise)
+        # Promises fall from here on, and equality is the best that two ranks can reach: nobody can win more.
         if promise[r] <= max_gain:
             break
         gain, a, b = _best_exchange(state, heavy, r, ceiling, weight, attempt, scratch)
@@ -200,6 +209,7 @@ def _relieve(state, heavy, ceiling, weight, attempt, scratch):
             place = a
             partner = r
             partner_at = b
+            # Half of what equality would win is as good as it gets with samples of finite size.
             if gain > promise[r] / 2:
                 break
         promise[r] = -1
@@ -212,6 +222,7 @@ def _relieve(state, heavy, ceiling, weight, attempt, scratch):
 def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
     """Find the best exchange of two ranks: its gain and places in both; empty ones take part where there is room."""
     places = state.sample.shape[1]
+    # One more than it has: the first empty place, with which an exchange is a move.
     of_heavy = min(state.count[heavy] + 1, places)
     of_light = min(state.count[light] + 1, places)
     # With more than _PAIRS pairs only every step-th sample of the heavy rank is tried, others in the next attempt.
@@ -222,12 +233,14 @@ def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
         old_penalty += weight[p] * _penalty(state.load[p, light] - ceiling[p])
     min_penalty = old_penalty
     best_a = best_b = -1
+    # Products in the inner loop instead of quotients.
     heavy_part = 1 / state.size[heavy]
     light_part = 1 / state.size[light]
     for a in range(attempt % step, of_heavy, step):
         for b in range(of_light):
             scratch[b] = 0.0
         for p in range(len(ceiling)):
+            # Both ranks as if sample a had moved already; the inner loop then brings b the other way.
             without = state.load[p, heavy] - ceiling[p] - state.cost[p, heavy, a] * heavy_part
             received = state.load[p, light] - ceiling[p] + state.cost[p, heavy, a] * light_part
             cost = state.cost[p, light]
@@ -246,6 +259,7 @@ def _best_exchange(state, heavy, light, ceiling, weight, attempt, scratch):
 @njit(cache=True)
 def _exchange(state, x, a, y, b):
     for p in range(len(state.cost)):
+        # Loads are updated by the difference: to sum a rank's samples anew would take longer than the exchange.
         change = state.cost[p, x, a] - state.cost[p, y, b]
         state.load[p, x] -= change / state.size[x]
         state.load[p, y] += change / state.size[y]
@@ -259,9 +273,11 @@ def _exchange(state, x, a, y, b):
 def _close_gap(state, r, place):
     """Count what came to an empty place, or bring the last sample to one that has become empty."""
     if state.sample[r, place] >= 0:
+        # It came to the first empty place, which now is the last of its samples; others were occupied before.
         state.count[r] = max(state.count[r], place + 1)
     elif place < state.count[r]:
         state.count[r] -= 1
+        # Samples of a rank have no order, so the last one may fill the gap.
         last = state.count[r]
         state.sample[r, place] = state.sample[r, last]
         state.sample[r, last] = -1
@@ -284,6 +300,7 @@ def longest_first_in_blocks(cost, order, start, size, rank):
         for i in range(len(samples)):
             for p in range(phases):
                 part[p, i] = cost[p, samples[i]]
+        # Blocks know nothing of each other: each is a problem with ranks from 0 on.
         local_rank = np.zeros(len(samples), np.int64)
         _longest_first(part, np.arange(len(samples)), np.ones(size[k]), np.ones(phases), local_rank)
         for i in range(len(samples)):
@@ -304,6 +321,7 @@ def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
     state = _build_state(cost, rank, np.ones(ranks))
     scratch = np.empty(_WINDOW)
     weight = np.ones(phases)
+    # Loads below the aim cost a little: what a rank lacks, others have too much of.
     below = np.full(phases, _ENCODER_BELOW)
     below[0] = _LLM_BELOW
     goal = np.empty(phases)
@@ -311,10 +329,13 @@ def even_everywhere(cost, ceiling, tolerance, ranks, llm_weight, rank):
     excess = np.empty(ranks)
     visited = 0
     for turn in range(_ROUNDS):
+        # First encoders may become even at the LLM's cost; then it counts so much that exchanges mend it.
         weight[0] = llm_weight[0] if turn < _LOOSE_ROUNDS else llm_weight[1]
         _set_goals(state.load, ceiling, tolerance, goal, aim)
         for r in range(ranks):
             excess[r] = _excess(state.load, goal, weight, r)
+        # By the excess at the start of the round; exchanges since then may have mended a rank, so it is looked up
+        # again.
         for heavy in np.argsort(-excess):
             if excess[heavy] <= 0:
                 break
@@ -338,9 +359,12 @@ def _set_goals(load, ceiling, tolerance, goal, aim):
         if p > 0:
             level = 0.0
             for r in range(load.shape[1]):
+                # A rank below 1 may be full of text, and is not expected to take what others have above 1: it counts as
+                # 1.
                 level += max(load[p, r], 1.0) / load.shape[1]
         allowed = tolerance * (1.0 if p > 0 else _LLM_TOLERANCE)
         goal[p] = max(ceiling[p], level + _SURPLUS * (level - 1)) + allowed
+        # Half of the tolerance below the goal, so that a rank is not above it again after the next exchange.
         aim[p] = max(ceiling[p], level) + allowed / 2
 
 
@@ -370,7 +394,9 @@ def _relieve_anywhere(state, heavy, goal, aim, weight, below, visited, scratch):
     tried = 0
     for k in range(min(_LOOKED_AT, ranks - 1)):
         # Begins elsewhere each time, else the same ranks would take part in every exchange.
+        # heavy + 1 + (0 .. ranks - 2), modulo ranks: every rank but heavy itself.
         r = (heavy + 1 + (visited * _LIGHTER + k) % (ranks - 1)) % ranks
+        # A partner that is above the goal as well could not take anything.
         if state.load[phase, r] < goal[phase]:
             won, a, b = _best_of_window(state, heavy, r, aim, weight, below, visited, scratch)
             if won > gain:
@@ -394,6 +420,7 @@ def _best_of_window(state, heavy, light, aim, weight, below, visited, scratch):
     many_heavy = min(of_heavy, _WINDOW)
     many_light = min(of_light, _WINDOW)
     # The window of samples moves along with the visits, so that all take part in time.
+    # Where the window holds all, the divisor is 1 and it begins at 0.
     from_heavy = visited * _WINDOW % (of_heavy - many_heavy + 1)
     from_light = visited * _WINDOW % (of_light - many_light + 1)
     old_penalty = 0.0

@@ -91,7 +91,9 @@ def _run_exchange(moved: Rearrangement, chunk: int, ranks: int, peers: int, hidd
     if len(jax.devices()) < ranks:
         raise UserError(f"--devices {ranks}: there are {len(jax.devices())}; on a CPU set JAX_NUM_CPU_DEVICES={ranks}")
     mesh = make_mesh(MeshConfig(data=ranks), jax.devices()[:ranks])
-    size, capacity = (max(int(np.max(end.offset + moved.length, initial=0)), 1) for end in (moved.before, moved.after))
+    size, capacity = (
+        max(int(np.max(end.offset + moved.length, initial=0)), 1) for end in (moved.source, moved.destination)
+    )
     nodes = [range(first, first + peers) for first in range(0, ranks, peers)]
     exchange_tables = [tables(moved, chunk, capacity, peers=node) for node in nodes]
     send, gather = (np.concatenate([getattr(t, f) for t in exchange_tables]) for f in ("send", "gather"))
@@ -101,7 +103,12 @@ def _run_exchange(moved: Rearrangement, chunk: int, ranks: int, peers: int, hidd
     arrived = np.asarray(program(*arrays))
     expected = np.zeros_like(arrived)
     for n, source, start, rank, to in zip(
-        moved.length, moved.before.rank, moved.before.offset, moved.after.rank, moved.after.offset, strict=True
+        moved.length,
+        moved.source.rank,
+        moved.source.offset,
+        moved.destination.rank,
+        moved.destination.offset,
+        strict=True,
     ):
         expected[rank, to : to + n] = tokens[source, start : start + n]
     if not np.array_equal(arrived, expected):

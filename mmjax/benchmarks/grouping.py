@@ -20,6 +20,7 @@ from mmjax.data.plan.length_index import read_lengths, visual_corpus
 from mmjax.errors import UserError
 
 BUDGETED = ("isf", "pack")
+TOKENS, ITEMS = range(2)  # columns of `lengths`: LLM tokens and vision items of each sample
 PAPER_TOLERANCE = np.array([128, 0])  # OmniBal section 5.1: Q'_t = Q_t - 128, Q'_v = Q_v
 PUBLISHED = {  # OmniBal table 5: InternVL-Chat-1.2's 1.2M samples, 4 a row
     "random": {"pad_ratio": "0.31", "dist_ratio_items": "0.34", "dist_ratio_tokens": "0.30"},
@@ -67,9 +68,9 @@ def run(args: argparse.Namespace) -> Measurement:
         data = read_lengths(args.lengths, ("vision_items", "llm_tokens"), optional=("source",))
     else:
         data = visual_corpus(args.samples, args.seed)
-    lengths = np.stack([data["llm_tokens"], data["vision_items"]], axis=1)
-    if lengths[:, 0].min() < 1:
-        raise UserError(f"sample {int(lengths[:, 0].argmin())} has no llm_tokens; every sample needs at least 1")
+    lengths = np.stack([data["llm_tokens"], data["vision_items"]], axis=1)  # TOKENS, ITEMS
+    if lengths[:, TOKENS].min() < 1:
+        raise UserError(f"sample {int(lengths[:, TOKENS].argmin())} has no llm_tokens; every sample needs at least 1")
     grouped = _group_by_budget(lengths, args) if args.method in BUDGETED else _group_by_count(lengths, args)
     rng = np.random.default_rng(args.seed)
     figures = {
@@ -103,7 +104,7 @@ def _group_by_budget(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     samples_per_row = (args.samples_per_row, args.samples_per_row + 1)
     try:
         if args.method == "isf":
-            bounds = choose_bounds(lengths, samples_per_row, given=budgets)
+            bounds = choose_bounds(lengths, samples_per_row, fixed=budgets)
             maximum = bounds.maximum
             minimum = np.maximum(budgets - PAPER_TOLERANCE, 1) if np.all(budgets > 0) else bounds.minimum
         else:
@@ -137,8 +138,8 @@ def _group_by_count(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     }
     row = groups[args.method](np.random.default_rng(args.seed))
     seconds = median_seconds(lambda: groups[args.method](np.random.default_rng(args.seed)))
-    items = int(np.bincount(row, lengths[:, 1]).max())
-    return Rows(row, np.array([int(lengths[:, 0].max()) * args.samples_per_row, items]), (), seconds)
+    items = int(np.bincount(row, lengths[:, ITEMS]).max())
+    return Rows(row, np.array([int(lengths[:, TOKENS].max()) * args.samples_per_row, items]), (), seconds)
 
 
 def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: argparse.Namespace) -> dict[str, Any]:
@@ -161,11 +162,11 @@ def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args
         "samples_per_row": len(row) / rows,
         "fill_items": float(fill_items),
         "fill_tokens": float(fill_tokens),
-        "pad_ratio": _pad_ratio(lengths[:, 0], row) if padded else 0.0,
+        "pad_ratio": _pad_ratio(lengths[:, TOKENS], row) if padded else 0.0,
         "dist_ratio_items": float(items),
         "dist_ratio_tokens": float(tokens),
         "overdispersion": None if source is None else parts.overdispersion(source[inside], row // args.ranks),
-        "row_correlation": parts.row_correlation(lengths[:, 0], row),
+        "row_correlation": parts.row_correlation(lengths[:, TOKENS], row),
         "max_items": int(grouped.maximum[1]),
         "max_tokens": int(grouped.maximum[0]),
     }

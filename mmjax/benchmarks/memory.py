@@ -9,7 +9,7 @@ from typing import Any
 
 from mmjax.autotune.compile_memory import aot_h100, compiled_bytes
 from mmjax.autotune.layer_profile import saved_bytes_per_layer
-from mmjax.autotune.memory_plan import ACTIVATION, sharding_spread
+from mmjax.autotune.memory_plan import ACTIVATION, model_sharding
 from mmjax.config import (
     AdamW,
     AudioConfig,
@@ -61,11 +61,11 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     shape = {name: (1, length) for name, length in lengths.items()}
     batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 64), DEVICES)
     saved_bytes = {name: saved_bytes_per_layer(model, name, shape[name], config.training.precision) for name in shape}
-    spread = sharding_spread(config.mesh, {"fsdp": DEVICES, "tensor": 1})
+    sharding = model_sharding(config.mesh, {"fsdp": DEVICES, "tensor": 1})
     activation = ACTIVATION[config.training.precision]
     chunks = config.training.loss_chunks
     predicted = plan_memory(
-        model, [batch], [saved_bytes], spread, activation, config.optimizer, SPEED, MemoryLimit(0), (chunks,)
+        model, [batch], [saved_bytes], sharding, activation, config.optimizer, SPEED, MemoryLimit(0), (chunks,)
     ).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}

@@ -88,7 +88,7 @@ def _row(model: ModelConfig, longest: np.ndarray, args: argparse.Namespace) -> d
     share = sum(again_flops(name, policy) for name, mix in plan.policies.items() for policy in mix) / everything
     row = {f"length_{name}": length for name, (_, length) in shape.items()}
     row |= {"policies": {name: dict(Counter(mix)) for name, mix in plan.policies.items()}, "recompute_share": share}
-    row |= {"seconds": plan.seconds, "bound": plan.least, "pflops": everything * (1 + share) / 1e15}
+    row |= {"seconds": plan.seconds, "bound": plan.lower_bound, "pflops": everything * (1 + share) / 1e15}
     if not plan.fits:
         row |= dict.fromkeys(("policies", "recompute_share", "seconds", "bound", "pflops"))
     return row | {"all": full / everything, "memory": plan.device / GB}

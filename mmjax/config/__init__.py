@@ -6,6 +6,11 @@ discriminated by ``kind``. ``mmjax.config.loading`` loads, edits and stores conf
 
 # ruff: noqa: F401
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
 from mmjax.config.data import (
     ArrayRecordSource,
     BatchConfig,
@@ -19,6 +24,7 @@ from mmjax.config.data import (
     LlavaSource,
     LlmBalance,
     ManifestSource,
+    MediaLimits,
     MessagesSource,
     NoBalance,
     NoGrouping,
@@ -32,41 +38,25 @@ from mmjax.config.data import (
     ShareGptSource,
     Tokens,
 )
-from mmjax.config.experiment import (
-    AdamW,
-    Config,
-    Exchange,
-    MeshConfig,
-    Muon,
-    Rates,
-    Schedule,
-    TrainingConfig,
-    WatchConfig,
-)
-from mmjax.config.media import (
-    AnyRes,
-    AsIs,
-    AudioPreparation,
-    DynamicTiles,
-    Filter,
-    FixedSize,
-    ImagePreparation,
-    LogMel,
-    MediaLimits,
-    SmartResize,
-    WhisperMel,
-)
 from mmjax.config.model import (
     Activation,
+    AnyRes,
+    AsIs,
     AudioConfig,
+    AudioPreparation,
     Biased,
     Callbacks,
     ConnectorConfig,
     DecoderConfig,
     DynamicRope,
+    DynamicTiles,
+    Filter,
+    FixedSize,
+    ImagePreparation,
     LearnedGrid,
     LinearRope,
     Llama3Rope,
+    LogMel,
     LongRope,
     LoraConfig,
     ModelConfig,
@@ -75,9 +65,39 @@ from mmjax.config.model import (
     RopeScaling,
     RotaryGrid,
     Sinusoids,
+    SmartResize,
     StoredTable,
     StretchedGrid,
     TowerRemat,
     VisionConfig,
+    WhisperMel,
     YarnRope,
 )
+from mmjax.config.training import (
+    AdamW,
+    Exchange,
+    MeshConfig,
+    Muon,
+    Rates,
+    Schedule,
+    TrainingConfig,
+    WatchConfig,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment. With mmjax's version, it determines everything about a run but the machine."""
+
+    name: str  # of the experiment
+    data: DataConfig
+    batch: BatchConfig
+    model: ModelConfig
+    training: TrainingConfig
+    optimizer: AdamW | Muon = AdamW()
+    schedule: Schedule = Schedule()
+    mesh: MeshConfig = MeshConfig()
+    seed: int = 0  # of initial weights, the order of samples, dropout and embedded data
+    device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # kind of devices; auto: the fastest available
+    run: str = ""  # the run's folder; empty: runs/<name>
+    init_from: str = ""  # a run whose parameters (and nothing else) this one starts from

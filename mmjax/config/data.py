@@ -232,6 +232,17 @@ class ChatFormat:
 
 
 @dataclass(frozen=True)
+class MediaLimits:
+    """Size limits of images and clips. Those beyond are bad samples, rejected before anything is decoded."""
+
+    pixels: int = 100_000_000  # of an image, also while it is preprocessed
+    min_side: int = 1  # pixels
+    max_side: int = 65_535  # pixels
+    aspect: float = 200.0  # the longer side over the shorter one
+    seconds: float = 3600.0  # of a clip's file
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """The sources of samples, and how they are loaded."""
 
@@ -240,6 +251,7 @@ class DataConfig:
     cache: str = ""  # a folder for headers and lengths of the sources' files; empty: ~/.cache/mmjax/data
     on_bad_sample: Literal["skip", "raise"] = "skip"  # an unreadable sample: listed, then skipped or fatal
     max_bad_share: float = 0.01  # of the samples; more unreadable ones are fatal even if skipped
+    limits: MediaLimits = MediaLimits()  # of images and clips in sources of files
     chat: ChatFormat | None = None  # of the conversations in sources of files
     alphabet: str = ""  # one token per character; token 0 is padding, 1 ends an answer
     workers: int = 2  # processes that load, decode and pack; 0 does it in the training process

@@ -367,6 +367,7 @@ def check_data(data: DataConfig) -> None:
     at_least(1, "data", data, ("prefetch",))
     share = data.max_bad_share
     check(0 <= share <= 1, f"data.max_bad_share={share}: it is a part of the samples; choose 0 to 1")
+    check_limits("data.limits", data.limits)
 
 
 def _check_files(where: str, source: FileSource) -> None:

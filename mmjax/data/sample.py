@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
-
-from mmjax.data.media.anyres_layout import TokenLayout
 
 Medium = Literal["image", "audio"]
 Split = Literal["train", "validation", "test"]
@@ -98,6 +96,21 @@ class Item:
     encoder: str
     number: int
     start: int | None = None  # RoPE position of the first token; None = continue the branch
+
+
+NO_TOKEN = -1  # in `TokenLayout.token`: no token
+NEWLINE = -2  # in `TokenLayout.token`: the connector's newline embedding
+CORNERS = 4  # tokens that one position may interpolate, as bilinear resizing does
+
+
+class TokenLayout(NamedTuple):
+    """The tokens of one image, each the weighted sum of up to four tokens that the encoder made of its items."""
+
+    token: np.ndarray  # int32 [n, CORNERS]: indices into all items' tokens, one item after the other; or a code above
+    share: np.ndarray  # float32 [n, CORNERS]: weights of these tokens
+
+    def __len__(self) -> int:
+        return len(self.token)
 
 
 @dataclass(frozen=True)

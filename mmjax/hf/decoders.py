@@ -23,6 +23,7 @@ from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder, note
 from mmjax.hf.layout import Parts, linear, norm, table
 
+# By HF's names. The three approximations of GELU by tanh differ in how they are computed, not in what.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -90,7 +91,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
     width = fields.get("hidden_size", int, family.width)
     heads = fields.get("num_attention_heads", int, family.heads)
     # null says as many as heads, and a field that is missing the family's default.
-    kv_heads = heads if "num_key_value_heads" in fields.of else family.kv_heads or heads
+    kv_heads = heads if "num_key_value_heads" in fields.values else family.kv_heads or heads
     head_width = fields.get("head_dim", int, family.head_width or width // heads)
     rope = rope_of(fields, family)
     own_tied = fields.get("tie_word_embeddings", bool, family.tied)
@@ -134,13 +135,14 @@ def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     # null is no window, and a field that is missing is the family's default.
-    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.of else 4096)
+    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.values else 4096)
     fields.refuse("layer_types")
     return replace(plain, window=window, windowed=tuple(range(plain.layers)) if window else ())
 
 
 def _gemma2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
+    # Gemma 2's default: layers 0, 2, 4, ... have windows.
     alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(plain.layers)]
     return replace(
         plain,
@@ -148,6 +150,7 @@ def _gemma2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
         norm_offset=1.0,
         post_norms=True,
         embedding_scale=plain.width**0.5,
+        # In place of 1 / sqrt(head width).
         attention_scale=fields.get("query_pre_attn_scalar", (int, float), 256) ** -0.5,
         attention_cap=_cap(fields, "attn_logit_softcapping", 50.0),
         logit_cap=_cap(fields, "final_logit_softcapping", 30.0),
@@ -158,7 +161,7 @@ def _gemma2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 def _cap(fields: Fields, name: str, default: float) -> float:
     """A cap; null is none."""
-    return fields.get(name, float, 0.0 if name in fields.of else default)
+    return fields.get(name, float, 0.0 if name in fields.values else default)
 
 
 def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -166,7 +169,7 @@ def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     if not fields.get("use_sliding_window", bool, False):
         fields.refuse("layer_types", ["full_attention"] * plain.layers)
         return plain
-    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.of else 4096)
+    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.values else 4096)
     first = fields.get("max_window_layers", int, 28)
     late = ["sliding_attention" if window and i >= first else "full_attention" for i in range(plain.layers)]
     windowed = _windowed(fields, plain.layers, late)
@@ -198,6 +201,7 @@ def rope_of(fields: Fields, family: Family) -> Rope:
     """
     places = [name for name in ("rope_scaling", "rope_parameters") if fields.get(name, dict, {})]
     ropes = [_rope_in(fields, name, family) for name in places or ["rope_parameters"]]
+    # One or two places: with one, this compares it with itself.
     if ropes[0] != ropes[-1]:
         raise UserError(
             f"{fields.where}: rope_scaling and rope_parameters differ, and transformers reads rope_scaling alone, with "
@@ -208,12 +212,13 @@ def rope_of(fields: Fields, family: Family) -> Rope:
 
 def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     values = {name: value for name, value in fields.get(place, dict, {}).items() if value is not None}
-    rope = Fields({"rope_theta": fields.of.get("rope_theta"), **values}, f"{fields.where}: {place}")
+    rope = Fields({"rope_theta": fields.values.get("rope_theta"), **values}, f"{fields.where}: {place}")
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind not in ROPE:
         raise UserError(f"{rope.where}: rope_type={kind!r} is not supported; known: {', '.join(ROPE)}")
     if nested := sorted(set(values) & LAYER_TYPES):
         raise UserError(f"{rope.where}: {nested[0]}: RoPE by the type of a layer is not supported")
+    # Not an error: transformers ignores them, and published checkpoints have some.
     if unread := sorted(set(values) - set(ROPE[kind]) - ROPE_ALWAYS):
         note(f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers")
     for where in (rope, fields):
@@ -248,6 +253,7 @@ def _scaling(kind: str, rope: Fields, fields: Fields, family: Family) -> RopeSca
             return YarnRope(factor, trained_positions, attention, fast, slow, whole=truncate)
         case "longrope":
             factor = rope.get("factor", float, max_positions / trained_positions)
+            # Phi-3's scale of attention for positions beyond the pretraining's.
             grown = math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0
             short, long = (tuple(map(float, rope.get(f"{regime}_factor", list))) for regime in ("short", "long"))
             return LongRope(short, long, trained_positions, rope.get("attention_factor", float, grown))
@@ -303,6 +309,7 @@ def find_decoder(folder: HfFolder) -> tuple[str, str]:
 def decoder_parts(config: DecoderConfig, inner: str, output: str) -> Parts:
     """Locate a decoder's parameters: its body under the prefix `inner`, its output table at `output`."""
     layer = f"{inner}layers.*."
+    # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2, where it really comes after attention.
     after_attention = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     parts = {
         "embed": table(f"{inner}embed_tokens"),

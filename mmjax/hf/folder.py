@@ -23,6 +23,7 @@ from mmjax.disk import read_json
 from mmjax.errors import UserError
 from mmjax.hub import INDEX, SINGLE
 
+# Not None, which is a value that a caller may give as the default.
 _NEEDED = object()
 
 
@@ -30,7 +31,7 @@ _NEEDED = object()
 class Fields:
     """One object of a JSON file. `where` names it in messages: the file, and the key inside."""
 
-    of: Mapping[str, Any]
+    values: Mapping[str, Any]
     where: str
 
     def get(self, name: str, kinds: type | tuple[type, ...], default: Any = _NEEDED) -> Any:
@@ -38,12 +39,13 @@ class Fields:
 
         Raises UserError where it has another type, or is missing and there is no default.
         """
-        value = self.of.get(name)
+        value = self.values.get(name)
         if value is None:
             if default is _NEEDED:
                 raise UserError(f"{self.where} has no {name!r}")
             return default
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        # JSON writes 1.0 as 1 at times; a bool is an int in Python and no number here.
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -53,7 +55,8 @@ class Fields:
 
     def over(self, defaults: Mapping[str, Any]) -> Fields:
         """Fill in what is missing, or null, from the defaults of a class of transformers."""
-        return replace(self, of={**defaults, **{name: value for name, value in self.of.items() if value is not None}})
+        present = {name: value for name, value in self.values.items() if value is not None}
+        return replace(self, values={**defaults, **present})
 
     def inner(self, name: str) -> Fields:
         """A field that is an object. Raises UserError where it is none."""
@@ -61,7 +64,7 @@ class Fields:
 
     def refuse(self, name: str, *known: Any) -> None:
         """Raises UserError where a field is there and has none of these values, for which alone this is right."""
-        value = self.of.get(name)
+        value = self.values.get(name)
         if value is not None and value not in known:
             supported = ", ".join(map(repr, known)) or "to leave it out"
             raise UserError(f"{self.where}: {name}={value!r} is not supported; known: {supported}")
@@ -158,6 +161,7 @@ class HfFolder:
         stored = self.stored(key)
         dtype = DTYPES[stored.dtype]
         start, stop, _ = rows.indices(stored.shape[0]) if stored.shape else (0, 1, 1)
+        # Rows of the first axis lie one after the other, so a range of them is one stretch of the file.
         row = math.prod(stored.shape[1:]) * dtype.itemsize
         out = np.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype)
         into = memoryview(out.reshape(-1).view(np.uint8)) if out.size else memoryview(b"")
@@ -165,6 +169,8 @@ class HfFolder:
             file.seek(stored.begin + start * row)
             done = 0
             while done < len(into):
+                # Straight into the array: no second copy of a tensor in memory. An unbuffered file may give less than
+                # asked.
                 if not (got := file.readinto(into[done : done + CHUNK])):
                     raise UserError(f"{stored.file} ends inside {key}; copy the checkpoint again")
                 done += got
@@ -183,6 +189,7 @@ def _header(path: Path) -> dict[str, Stored]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            # At least the two bytes of `{}`, and no more than is there: a torn download is seen here.
             if not 2 <= length <= min(HEADER_LIMIT, size - 8):
                 raise UserError(f"{path} is no whole safetensors file: its header does not fit; copy it again")
             header = json.loads(file.read(length))

@@ -18,7 +18,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of transformers' layout says."""
     # The class ties the tables unless a config says otherwise.
     tied = fields.get("tie_word_embeddings", bool, True)
-    llm = text_of(Fields({**fields.of, "tie_word_embeddings": tied}, fields.where), "qwen2")
+    llm = text_of(Fields({**fields.values, "tie_word_embeddings": tied}, fields.where), "qwen2")
     layer = fields.get("vision_feature_layer", (int, list), -1)
     if isinstance(layer, list):
         raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
@@ -68,7 +68,7 @@ def _tower(fields: Fields) -> Fields:
 
 def _open_tower(fields: Fields) -> Fields:
     tower = fields.inner("vision_config")
-    return Fields({**tower.of, "model_type": "intern_vit_6b"}, tower.where)
+    return Fields({**tower.values, "model_type": "intern_vit_6b"}, tower.where)
 
 
 def _connector(fields: Fields, width: int, activation: str) -> ConnectorConfig:

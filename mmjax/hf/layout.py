@@ -30,7 +30,9 @@ class Part:
         """The tensor's rows, of this shape, from our parameter: the inverse of `ours`."""
         if self.order is None:
             return parameter.reshape(shape)
+        # Our matrix joins several axes; here they come apart again, still in our order.
         turned = parameter.reshape([shape[axis] for axis in self.order])
+        # argsort of a permutation is its inverse: order (2, 3, 1, 0) is undone by (3, 2, 0, 1).
         return turned.transpose(np.argsort(self.order))
 
 
@@ -65,6 +67,7 @@ def convolution(key: str, order: tuple[int, ...]) -> Leaves:
 
 def third(leaves: Leaves, which: int, width: int) -> Leaves:
     """One of queries, keys and values that are stored as one matrix, each of `width` rows."""
+    # Queries are rows 0 .. width, keys the next, values the last.
     rows = which * width, (which + 1) * width
     return {name: replace(part, rows=rows) for name, part in leaves.items()}
 
@@ -73,14 +76,15 @@ def third(leaves: Leaves, which: int, width: int) -> Leaves:
 class Parts:
     """Map the parameters of a tower or a connector to tensors, by our module's path, layers as `*`."""
 
-    of: Mapping[str, Leaves]
+    by_module: Mapping[str, Leaves]
 
     def find(self, path: tuple[str, ...]) -> Part | None:
         """The part that is this parameter (its path inside the tower, layers numbered); None: there is none."""
         *modules, leaf = path
+        # At most one number stands in a path: that of the layer, or of a deepstack's merger.
         number = next((name for name in modules if name.isdigit()), "")
         named = ".".join("*" if name.isdigit() else name for name in modules)
-        part = self.of.get(named, {}).get(leaf)
+        part = self.by_module.get(named, {}).get(leaf)
         return None if part is None else replace(part, key=part.key.replace("*", number))
 
 
@@ -100,6 +104,7 @@ class Layout:
 
         Of all modules of a checkpoint together: every tensor that is not known.
         """
+        # Every key begins with the empty string.
         prefixes = ("",) if set(modules) >= set(self.modules) else tuple(p for m in modules for p in self.prefixes[m])
         known = (*self.unused, *BUFFERS)
         return sorted(

@@ -28,7 +28,7 @@ class Family:
     layer: int  # of the tower, whose output is read
     features: str  # vision_feature_select_strategy
     processor: str = ""  # of images in tiles, whose rows end with a newline
-    most_tiles: str = ""  # the field that says from how many on they are interpolated
+    max_tiles: str = ""  # the field that says from how many on they are interpolated
 
 
 CLIP_L = {
@@ -53,7 +53,7 @@ FAMILIES = {
     "llava": Family("llama", CLIP_L, -2, "default"),
     "llava_next": Family("llama", CLIP_L, -2, "default", "LlavaNextImageProcessor"),
     "llava_onevision": Family(
-        "qwen2", SIGLIP_SO, -1, "full", processor="LlavaOnevisionImageProcessor", most_tiles="vision_aspect_ratio"
+        "qwen2", SIGLIP_SO, -1, "full", processor="LlavaOnevisionImageProcessor", max_tiles="vision_aspect_ratio"
     ),
 }
 
@@ -101,21 +101,21 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
     how = vision.images
     if isinstance(how, AsIs):  # there is no processor: its defaults
         tile = tower_fields(fields, family.tower).get("image_size", int, grid.rows * vision.patch)
-        how = AnyRes(tile=tile, several="square" if family.most_tiles else "tiles")
+        how = AnyRes(tile=tile, several="square" if family.max_tiles else "tiles")
         vision = replace(vision, mean=CLIP_MEAN, std=CLIP_STD)
     elif not isinstance(how, AnyRes):
         raise UserError(f"{fields.where}: its images come in tiles, but the folder's image processor makes none")
     elif how.pinpoints != pinpoints:
         raise UserError(f"{fields.where}: image_grid_pinpoints differs from that of the folder's image processor")
-    most_tiles = 0
-    if family.most_tiles:
-        aspect_ratio = fields.get(family.most_tiles, str, "anyres_max_9")
+    max_tiles = 0
+    if family.max_tiles:
+        aspect_ratio = fields.get(family.max_tiles, str, "anyres_max_9")
         if not (match := re.fullmatch(r"anyres_max_([1-9]\d*)", aspect_ratio)):
             raise UserError(
-                f"{fields.where}: {family.most_tiles}={aspect_ratio!r} is not supported; known: 'anyres_max_9'"
+                f"{fields.where}: {family.max_tiles}={aspect_ratio!r} is not supported; known: 'anyres_max_9'"
             )
-        most_tiles = int(match[1])
-    return replace(vision, images=replace(how, pinpoints=pinpoints, order="rows", most_tiles=most_tiles))
+        max_tiles = int(match[1])
+    return replace(vision, images=replace(how, pinpoints=pinpoints, order="rows", most_tiles=max_tiles))
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:

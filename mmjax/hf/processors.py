@@ -17,6 +17,7 @@ from mmjax.hf.folder import Fields
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# A processor's `resample` is an index into these.
 FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's number
 
 _COMMON = {
@@ -51,7 +52,7 @@ RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first 
 class ImageProcessing(NamedTuple):
     """The preparation of an encoder's pixels: the items of `how`, then `(item * rescale - mean) / std`."""
 
-    how: ImagePreparation
+    preparation: ImagePreparation
     mean: tuple[float, ...]  # red, green, blue
     std: tuple[float, ...]
     rescale: float
@@ -142,6 +143,7 @@ def _smart_resize(fields: _ProcessorFields) -> SmartResize:
         raise fields.refused("size", "give shortest_edge and longest_edge, in pixels of the image")
     bounds = []
     for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        # Three spellings over the years; the one at the top level wins, as in transformers.
         candidates = [value for value in (fields.value(name), size.get(edge), size.get(name)) if value is not None]
         if not candidates or not _is_count(candidates[0]):
             raise fields.refused("size", f"give {edge}, in pixels of the image")
@@ -217,7 +219,8 @@ class _ProcessorFields(Fields):
     """The fields of one processor, refused with the remedy."""
 
     def value(self, name: str) -> Any:
-        return self.of.get(name)
+        # JSON's null is a missing field.
+        return self.values.get(name)
 
     def refused(self, name: str, remedy: str) -> UserError:
         return UserError(f"{self.where}: {name}={self.value(name)!r}: {remedy}")
@@ -297,6 +300,7 @@ def _fields(folder: Path, *parts: str) -> tuple[Path, _ProcessorFields, str]:
 def _kind(fields: _ProcessorFields) -> str:
     key = "image_processor_type" if fields.value("image_processor_type") else "feature_extractor_type"
     name = str(fields.value(key))
+    # Fast and slow processors have the same fields, and older checkpoints call a processor a feature extractor.
     kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     kind = RENAMED.get(kind, kind)
     if kind not in DEFAULTS:

@@ -47,6 +47,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
     merge = vision.get("spatial_merge_size", int)
     width = vision.get("hidden_size", int)
+    # The MLP of the patch merger has the width of what is merged.
     connector = ConnectorConfig(merge, merge**2 * width, norm_eps=EPS, activation="gelu")
     tower = VisionConfig(
         attention="auto",
@@ -70,12 +71,13 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
     """The decoder, whose fields the first checkpoints have beside `vision_config`, later ones in `text_config`."""
-    flat = fields.of.get("text_config") is None
+    flat = fields.values.get("text_config") is None
     text = fields if flat else fields.inner("text_config")
-    values = dict(text.of)
+    values = dict(text.values)
     if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if not family.windows:
+        # Null counts as missing, so the fields have no effect.
         values |= {"use_sliding_window": None, "layer_types": None}
     text = Fields({**values, "model_type": family.decoder}, text.where).over(family.text)
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
@@ -86,6 +88,7 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
         raise UserError(f"{text.where}: mrope_section={list(sections)} must have three numbers: of t, y and x")
     if family.interleaved:
         # Turns beyond the last channel pair are none, and the first axis has every pair that no other takes.
+        # How many of the pairs axis, axis + 3, ... lie below both bounds, as in `axis_of_pair`.
         y, x = (len(range(axis, min(3 * sections[axis], pairs), 3)) for axis in (1, 2))
         sections = pairs - y - x, y, x
     if sum(sections) != pairs:
@@ -103,6 +106,7 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
     size = vision.get("window_size", int)
     merge = plain.connector.merge
     full_attention = vision.get("fullatt_block_indexes", list)
+    # A window is given in pixels and holds whole tokens: 112 pixels of patches of 14, merged by 2, are 4 tokens a side.
     merged = size // merge // plain.patch  # tokens along one side of a window
     if merged < 1:
         raise UserError(f"{vision.where}: window_size={size} is smaller than a merged patch of {merge * plain.patch}")
@@ -237,6 +241,7 @@ def _vision_parts(first: str, config: VisionConfig) -> Parts:
     names = ("gate_proj", "up_proj", "down_proj") if config.gated else ("", "linear_fc1", "linear_fc2")
     parts = {
         # Stored [width, channel, frame, row, column].
+        # Ours: frame, row, column, channel.
         "embed.patches": convolution(f"{first}patch_embed.proj", (2, 3, 4, 1, 0)),
         "embed.positions": table(f"{first}pos_embed"),
         "layers.*.attention_norm": norm(f"{layer}.norm1"),

@@ -28,6 +28,7 @@ from mmjax.hf.processors import image_processor_file, read_image_processing
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
 TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_model.", "")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+# A convolution of stride = kernel is a product over the pixels of a patch.
 PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column, channel
 
 
@@ -87,8 +88,9 @@ def unused_in(config: VisionConfig, fields: Fields, prefix: str) -> tuple[str, .
     """
     tower = TOWERS_BY_KIND[kind_of(fields)]
     full_tower = tower.read(fields)
-    parts = tower.parts(config, prefix).of
+    parts = tower.parts(config, prefix).by_module
     per_layer = [part.key for leaves in parts.values() for part in leaves.values() if "*" in part.key]
+    # Layers behind the one whose output the LLM reads are in the checkpoint and in no model.
     later = [key.replace("*", str(i)) for i in range(config.layers, full_tower.layers) for key in per_layer]
     final_norm = [] if config.head_norm else [part.key for part in parts.get("head", {}).values()]
     return (*later, *final_norm, *(f"{prefix}{name}" for name in tower.unused))
@@ -142,6 +144,7 @@ def _clip_parts(config: VisionConfig, prefix: str) -> Parts:
     return Parts(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
+            # Stored `[width]`, ours is a table of one row: an order with a reshape turns one into the other.
             "embed.class_token": {"weight": Part(f"{prefix}embeddings.class_embedding", (0,))},
             "embed.positions": {"weight": Part(f"{prefix}embeddings.position_embedding.weight")},
             "embed.norm": norm(f"{prefix}pre_layrnorm"),
@@ -267,6 +270,7 @@ def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
         return vision
     how, mean, std, rescale = read_image_processing(folder.path)
     # Here pixels are divided by 255, there multiplied by `rescale`.
+    # (x * rescale - mean) / std = (x / 255 - mean / (255 * rescale)) / (std / (255 * rescale)).
     mean, std = (tuple(x / (255 * rescale) for x in numbers) for numbers in (mean, std))
     prepared = replace(vision, images=how, mean=mean, std=std)
     if differing := _mismatch(prepared):
@@ -316,6 +320,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
     """The tower of a folder that is one, or of CLIP or SigLIP with their text towers."""
     kind = fields.get("model_type", str)
     inner = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)
+    # The layer that LLaVA reads of CLIP and SigLIP is the last but one.
     layer = -1 if kind_of(inner) == "internvl_vision" else -2
     return with_images(folder, vision_of(inner, layer, layer == -1, ConnectorConfig()))
 
@@ -335,4 +340,4 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 def _inner_tower(fields: Fields, kind: str) -> Fields:
     inner = fields.inner("vision_config")
-    return Fields({"model_type": f"{kind}_vision_model", **inner.of}, inner.where)
+    return Fields({"model_type": f"{kind}_vision_model", **inner.values}, inner.where)

@@ -18,6 +18,7 @@ from mmjax.hf.folder import CHUNK, DTYPES, INDEX, SINGLE, HfFolder
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What checkpoints of vision- and audio-language models call their parts, and where these stand in the model now.
+# Longer prefixes come first, for the first one that fits is taken.
 MOVED = {
     "language_model.model.": "model.language_model.",
     "model.language_model.": "model.language_model.",
@@ -29,13 +30,13 @@ MOVED = {
 }
 
 
-def module_path(key: str, alone: bool) -> str:
+def module_path(key: str, decoder_only: bool) -> str:
     """The module whose weight this tensor is, in the class that transformers loads the checkpoint with.
 
-    alone: the checkpoint is a decoder's, and its tensors are named like its modules.
+    decoder_only: the checkpoint is a decoder's, and its tensors are named like its modules.
     """
     path = key.removesuffix(".weight")
-    if alone:
+    if decoder_only:
         return path
     path = path.replace("vision_tower.vision_model.", "vision_tower.")  # as CLIP and SigLIP were wrapped once
     return next((new + path.removeprefix(old) for old, new in MOVED.items() if path.startswith(old)), f"model.{path}")
@@ -51,19 +52,22 @@ def saved_name(path: str, last: str) -> str:
     return f"base_model.model.{path}.{last}"
 
 
-def adapter_config(adapters: Mapping[str, LoraConfig], source: str, alone: bool, saved: Sequence[str] = ()) -> str:
+def adapter_config(
+    adapters: Mapping[str, LoraConfig], source: str, decoder_only: bool, saved: Sequence[str] = ()
+) -> str:
     """The adapter's config as JSON, from the adapter of every module by its path.
 
-    source: the checkpoint's folder. saved: paths of modules that the adapter has whole. alone: as in `module_path`;
-    modules then go by their last names, as they mostly do, for all layers have the same. The rank and alpha that most
-    modules have are the config's own, others are named. Where some scale by the root of the rank and others do not,
-    none does, with alphas that come to the same.
+    source: the checkpoint's folder. saved: paths of modules that the adapter has whole. decoder_only: as in
+    `module_path`; modules then go by their last names, as they mostly do, for all layers have the same. The rank and
+    alpha that most modules have are the config's own, others are named. Where some scale by the root of the rank and
+    others do not, none does, with alphas that come to the same.
     """
+    # PEFT has one switch for all modules, so mixed scalings are written as plain ones with other alphas.
     stabilized = {lora.scaling == "sqrt_rank" for lora in adapters.values()} == {True}
     rank = {path: lora.rank for path, lora in adapters.items()}
     alpha = {path: lora.alpha if stabilized else _plain_alpha(lora) for path, lora in adapters.items()}
-    common_rank = _most(list(rank.values()))
-    common_alpha = _most(list(alpha.values()))
+    common_rank = _most_common(list(rank.values()))
+    common_alpha = _most_common(list(alpha.values()))
     config = {
         "base_model_name_or_path": source,
         "peft_type": "LORA",
@@ -74,7 +78,7 @@ def adapter_config(adapters: Mapping[str, LoraConfig], source: str, alone: bool,
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": stabilized,
-        "target_modules": sorted({path.rpartition(".")[2] if alone else path for path in adapters}),
+        "target_modules": sorted({path.rpartition(".")[2] if decoder_only else path for path in adapters}),
         "modules_to_save": list(saved) or None,
         "rank_pattern": {path: r for path, r in rank.items() if r != common_rank},
         "alpha_pattern": {path: a for path, a in alpha.items() if a != common_alpha},
@@ -86,7 +90,7 @@ def _plain_alpha(lora: LoraConfig) -> float:
     return lora.alpha * lora.rank**0.5 if lora.scaling == "sqrt_rank" else lora.alpha
 
 
-def _most(values: list[float]) -> float:
+def _most_common(values: list[float]) -> float:
     return max(values, key=lambda value: (values.count(value), value))
 
 
@@ -118,6 +122,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NewTensor]) -> None:
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # JSON may end in spaces, and tensors then begin at multiples of 8.
     text += b" " * (-len(text) % ALIGNED)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -140,6 +145,7 @@ def rewrite_tensors(folder: HfFolder, file: Path, out: Path, changed: Changed) -
                 _copy(source, target, stored.begin + math.prod(stored.shape) * DTYPES[stored.dtype].itemsize)
             else:
                 _write(target, value, stored.dtype, stored.shape)
+                # Both files have the same layout, so where the target stands the source goes on.
                 source.seek(target.tell())
                 count += 1
         _copy(source, target, file.stat().st_size)

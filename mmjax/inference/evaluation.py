@@ -198,14 +198,14 @@ class Evaluator:
         limits: Mapping[str, int | None] | None = None,
         samples: Mapping[str, Sequence[int]] | None = None,
         max_tokens: int | None = None,
-        at_once: BatchLimits | None = None,
+        batch_limits: BatchLimits | None = None,
         one_shape: bool = False,
         loss_chunks: int | None = None,
         progress: Callable[[int], None] = lambda done: None,
     ) -> None:
         """limits: by split, the most samples to use of each source. samples: by source, those to choose from.
 
-        max_tokens: of an answer, by default of the longest right one. at_once: what a rank computes together.
+        max_tokens: of an answer, by default of the longest right one. batch_limits: what a rank computes together.
         one_shape: give all batches one shape, for `compile`. loss_chunks: as in the training config; None: no losses.
         progress: called with the number of samples that are done, after every batch. Raises UserError for a sample that
         cannot be used where the config says that is fatal.
@@ -236,7 +236,7 @@ class Evaluator:
         decode: Callable[[Sequence[int]], str] = lambda tokens: ""  # noqa: E731 - each source decodes its own answers
         common_ends = ends.pop() if len(ends) == 1 else ()
         self._generator = Generator(
-            model, mesh, rules, common_ends, decode, most=max_tokens or max(lengths), at_once=at_once
+            model, mesh, rules, common_ends, decode, max_tokens=max_tokens or max(lengths), batch_limits=batch_limits
         )
         prompts = {name: QuestionPrompts(source) for name, source in sources.items()}
         self._questions = self._generator.rows(
@@ -246,8 +246,8 @@ class Evaluator:
             Selection([(sources[name], index) for name, index in measured]),
             model.config,
             self._generator.topology,
-            room=0,
-            at_once=at_once,
+            max_answer=0,
+            batch_limits=batch_limits,
             groups=_by_split(measured) if one_shape else (),
         )
 

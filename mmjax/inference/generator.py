@@ -80,7 +80,7 @@ def keep(sampling: Sampling, scores: jax.Array) -> jax.Array:
 
 
 NOTHING = -1  # where an answer has no token
-MOST = 256  # tokens of an answer, its end included
+DEFAULT_MAX_TOKENS = 256  # tokens of an answer, its end included
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Writing(NamedTuple):
 class Generator:
     """Answers prompts with a model on a mesh. A few programs are compiled, for as many shapes as prompts have.
 
-    ends: tokens that end an answer. decode: what tokens say, up to such a one. most: tokens of an answer.
+    ends: tokens that end an answer. decode: what tokens say, up to such a one. max_tokens: tokens of an answer.
     Several processes with one mesh over all their devices must ask the same, and each gets all the answers; with a mesh
     over its own devices alone (`jax.local_devices()`), a process asks what it likes.
     """
@@ -119,15 +119,15 @@ class Generator:
         ends: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         sampling: Sampling | None = None,
-        most: int = MOST,
-        at_once: BatchLimits | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        batch_limits: BatchLimits | None = None,
     ) -> None:
         self._model = model
         self._mesh, self._rules = mesh, rules
         self._ends = tuple(ends)
         self._decode = decode
-        self._most = most
-        self._at_once = at_once
+        self._max_tokens = max_tokens
+        self._batch_limits = batch_limits
         self._sampling = sampling or Sampling()
         encoders_per_rank = row_ranks(mesh, rules.item_rows) // row_ranks(mesh, rules.rows)
         self.topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank)
@@ -165,7 +165,12 @@ class Generator:
     def rows(self, prompts: Source, groups: Sequence[Sequence[int]] = ()) -> PromptRows:
         """Lay out prompts in rows for this generator; `groups` as in `PromptRows`."""
         return PromptRows(
-            prompts, self._model.config, self.topology, room=self._most, at_once=self._at_once, groups=groups
+            prompts,
+            self._model.config,
+            self.topology,
+            max_answer=self._max_tokens,
+            batch_limits=self._batch_limits,
+            groups=groups,
         )
 
     def answer_rows(
@@ -183,7 +188,7 @@ class Generator:
         """
         for prompt, batch in rows.batches(numbers, spoiled):
             seed = np.array([seeds[n] if seeds is not None and n >= 0 else 0 for n in prompt], np.int32)
-            for tokens, ended in self._tokens(params, batch, seed, every or self._most):
+            for tokens, ended in self._tokens(params, batch, seed, every or self._max_tokens):
                 for row in np.flatnonzero(prompt >= 0):
                     answer = tokens[row][tokens[row] != NOTHING].tolist()
                     yield int(prompt[row]), Answer(self._decode(answer), tuple(answer), bool(ended[row]))
@@ -194,7 +199,7 @@ class Generator:
         """`written` and `ended` of a batch, after every so many tokens and at the end."""
         put = jax.make_array_from_callback(row.shape, replicated(self._mesh), row.__getitem__)
         state, shown = self._begin(params, put_rows(batch, self._mesh, self._rules), put)
-        for until in [*range(every, self._most, every), self._most]:
+        for until in [*range(every, self._max_tokens, every), self._max_tokens]:
             state, shown = self._go_on(params, state, np.int32(until))
             tokens, ended = jax.device_get(shown)
             yield tokens, ended
@@ -210,9 +215,9 @@ class Generator:
 
     def _begun(self, params: Params, batch: Microbatch, row: jax.Array) -> tuple[Writing, tuple[jax.Array, jax.Array]]:
         """The prompts read and the first token of every answer chosen."""
-        logits, cache = self._model.prefill(params, batch, self._most)
+        logits, cache = self._model.prefill(params, batch, self._max_tokens)
         nobody = jnp.logical_not(jnp.any(batch.text.sample >= 0, axis=1))
-        tokens = jnp.full((len(row), self._most), NOTHING, jnp.int32)
+        tokens = jnp.full((len(row), self._max_tokens), NOTHING, jnp.int32)
         state = Writing(
             cache=cache, row=row, token=jnp.zeros_like(row), written=tokens, ended=nobody, count=jnp.int32(0)
         )

@@ -6,15 +6,16 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
-from mmjax.config import AnyRes, DynamicTiles, FixedSize, ModelConfig, VisionConfig
+from mmjax.config import AnyRes, DynamicTiles, FixedSize, MediaLimits, ModelConfig, VisionConfig
 from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
@@ -29,18 +30,9 @@ from mmjax.data.sample import (
     Sample,
     SampleLengths,
     Source,
-    Text,
     split_markers,
 )
-from mmjax.data.sources.chat_source import DECODED
-from mmjax.data.sources.processors import (
-    PROBES,
-    Functions,
-    MediaItems,
-    MediaProcessors,
-    encoder_names,
-    merge_arranged_items,
-)
+from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
 from mmjax.data.toy.dataset import END, decode_characters
 from mmjax.errors import BadMedia, UserError
 
@@ -86,7 +78,7 @@ class PromptFormat(Protocol):
 
     def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample: ...
 
-    def said(self, tokens: Sequence[int]) -> str:
+    def decode_answer(self, tokens: Sequence[int]) -> str:
         """Decode generated tokens up to the end of the answer."""
 
 
@@ -94,13 +86,18 @@ class UserPromptSource:
     """Questions as a `Source` of prompts."""
 
     def __init__(
-        self, prompts: Sequence[UserPrompt], chat: PromptFormat, encoders: Encoders, functions: Functions | None = None
+        self,
+        prompts: Sequence[UserPrompt],
+        chat: PromptFormat,
+        encoders: Encoders,
+        functions: Functions | None = None,
+        limits: MediaLimits = MediaLimits(),
     ) -> None:
         """functions: the encoders' callbacks by name."""
         self._prompts = list(prompts)
         self._chat = chat
-        self._senses = MediaProcessors(encoders, functions)
-        self._decoded = lru_cache(maxsize=DECODED)(self._decode)
+        self._limits = limits
+        self._media = SampleMedia(MediaProcessors(encoders, functions, limits), self._sizes, self._read)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -109,38 +106,29 @@ class UserPromptSource:
         return "asked"  # nothing is cached of user prompts
 
     def facts(self, index: int) -> SampleLengths:
-        text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
-        return self._senses.facts(text, self._media_items(index))
+        try:
+            return self._media.facts(index, text_tokens(self.sample(index)))
+        except BadMedia as bad:
+            raise BadSample(str(bad)) from None
 
     def sample(self, index: int) -> Sample:
-        media = self._media_items(index)
-        return merge_arranged_items(self._chat.prompt(self._prompts[index].conversation, encoder_names(media)), media)
+        return self._media.place(index, partial(self._chat.prompt, self._prompts[index].conversation))
 
     def item(self, index: int, number: int) -> np.ndarray:
-        media = self._media_items(index)
-        places = [(medium, k) for medium, items in enumerate(media) for k in range(len(items.sizes))]
-        medium, k = places[number]
-        return self._decoded(index, medium)[k]
+        return self._media.item(index, number)
 
-    def _media_items(self, index: int) -> list[MediaItems]:
-        """Return the items of every medium. Raises BadSample."""
-        kinds = self._kinds(index)
-        media = []
-        for kind, encoded in zip(kinds, self._prompts[index].media, strict=True):
-            # Headers alone: `item` decodes.
-            try:
-                facts = PROBES[kind](io.BytesIO(encoded))
-                media.append(self._senses.items(kind, (facts[0], facts[1]), kinds.count("image")))
-            except BadMedia as bad:
-                raise BadSample(str(bad)) from None
-        return media
+    def _sizes(self, index: int) -> MediaSizes:
+        """Read the sizes of a prompt's media from their headers. Raises BadMedia."""
+        prompt = self._prompts[index]
+        sizes = []
+        for place, encoded in zip(prompt.conversation.media(), prompt.media, strict=True):
+            first, second = PROBES[place.kind](io.BytesIO(encoded))
+            check_media_size(place.kind, (first, second), self._limits)
+            sizes.append((place.kind, (first, second)))
+        return sizes
 
-    def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
-        kinds = self._kinds(index)
-        return self._senses.decoded(kinds[medium], self._prompts[index].media[medium], kinds.count("image"))
-
-    def _kinds(self, index: int) -> list[Medium]:
-        return [medium.kind for medium in self._prompts[index].conversation.media()]
+    def _read(self, index: int, medium: int) -> bytes:
+        return self._prompts[index].media[medium]
 
 
 class QuestionSource(Source, Protocol):
@@ -183,8 +171,7 @@ class QuestionPrompts:
 
     def facts(self, index: int) -> SampleLengths:
         """Return the sample's items with the question's text."""
-        text = sum(len(s.tokens) for s in self.sample(index).segments if isinstance(s, Text))
-        return replace(self.source.facts(index), text_tokens=text)
+        return replace(self.source.facts(index), text_tokens=text_tokens(self.sample(index)))
 
     def sample(self, index: int) -> Sample:
         """Return the question."""
@@ -272,9 +259,10 @@ class _Chunk(NamedTuple):
 class PromptRows:
     """Batches of a source's samples, each in a row of its own with its items on the same rank.
 
-    prompts: samples whose text ends where the answer begins, or whole samples whose loss is wanted. room: tokens that
-    an answer may take. groups: sets of prompts that will be asked together; all batches then have one shape, that of
-    the largest, so that one program serves them all. Without groups prompts of similar length share a shape.
+    prompts: samples whose text ends where the answer begins, or whole samples whose loss is wanted. max_answer:
+    tokens that an answer may take. groups: sets of prompts that will be asked together; all batches then have one
+    shape, that of the largest, so that one program serves them all. Without groups prompts of similar length share a
+    shape.
     """
 
     def __init__(
@@ -282,14 +270,14 @@ class PromptRows:
         prompts: Source,
         model: ModelConfig,
         topology: Topology,
-        room: int,
-        at_once: BatchLimits | None = None,
+        max_answer: int,
+        batch_limits: BatchLimits | None = None,
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
         self._index = build_index({"prompt": prompts}, model.encoders)
         self._arrays = Arrays.of(model)
-        self._room = room
-        self._at_once = at_once or BatchLimits()
+        self._max_answer = max_answer
+        self._batch_limits = batch_limits or BatchLimits()
         # Items are encoded where their prompt is, so nothing travels.
         self._topology = Topology(topology.ranks, 1, 1, topology.encoders_per_rank)
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
@@ -343,7 +331,7 @@ class PromptRows:
 
     def _capacity(self, columns: int) -> int:
         """Return the number of prompts with rows of this length that a rank answers together: a power of two."""
-        rows = min(self._at_once.rows, max(1, self._at_once.tokens // (columns + self._room)))
+        rows = min(self._batch_limits.rows, max(1, self._batch_limits.tokens // (columns + self._max_answer)))
         return 1 << rows.bit_length() - 1
 
     def _chunk(self, prompts: np.ndarray, columns: int) -> _Chunk:
@@ -418,13 +406,13 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _first_fit(length: np.ndarray, rank: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+def _first_fit(length: np.ndarray, rank: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
     """For each item the row on its rank, and where it begins there."""
     row, offset = np.zeros(len(length), np.int32), np.zeros(len(length), np.int64)
     filled: dict[int, list[int]] = {}  # by rank, how far each of its rows is taken
     for i, (n, owner) in enumerate(zip(length.tolist(), rank.tolist(), strict=True)):
         rows = filled.setdefault(owner, [])
-        fits = next((k for k, taken in enumerate(rows) if taken + n <= room), len(rows))
+        fits = next((k for k, taken in enumerate(rows) if taken + n <= row_length), len(rows))
         if fits == len(rows):
             rows.append(0)
         row[i] = fits

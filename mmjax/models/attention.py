@@ -36,6 +36,7 @@ class Scoring(NamedTuple):
 
     def scores(self, products: Array, head_width: int) -> Array:
         """Scale and cap the dot products of queries and keys."""
+        # Scaled before the cap, as Gemma 2 does.
         scores = products * (self.scale or head_width**-0.5)
         return jnp.tanh(scores / self.cap) * self.cap if self.cap else scores
 

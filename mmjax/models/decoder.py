@@ -36,6 +36,7 @@ class TokenTable(nnx.Module):
 
 def logits_of(x: Float[Array, "r t d"], table: Float[Array, "v d"], cap: float = 0.0) -> Float[Array, "r t v"]:
     """Compute float32 logits over an output table or a slice of one, soft-capped by tanh where `cap` is not 0."""
+    # Operands in the activations' precision, sums in float32.
     logits = jnp.einsum("rtd,vd->rtv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
     logits = constrain(logits, "rows", "length", "vocab")
     return jnp.tanh(logits / cap) * cap if cap else logits
@@ -84,6 +85,7 @@ class Decoder(nnx.Module):
     def embedded(self, token: Int[Array, "r t"]) -> Float[Array, "r t d"]:
         x = self.embed.embed(token, self.dtype)
         scale = self.config.embedding_scale
+        # Gemma's sqrt(width), rounded to the activations' precision as in HF.
         return x if scale == 1 else x * jnp.asarray(scale, self.dtype)
 
     def context(self, text: TextBatch) -> Context:
@@ -95,6 +97,7 @@ class Decoder(nnx.Module):
         rotation = text_rotation(self.config, position, mask.sample)
         c = self.config
         if not c.windowed:
+            # Without windows there is no `reach`, and the program has no comparison for it.
             return Context(mask, rotation).planned(c.attention, c.head_width)
         # Both masks need a window, so that a scan over layers of both kinds can select one of two equal pytrees.
         window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))

@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.batch import ItemBatch
+from mmjax.batch import ROW, TIME, ItemBatch
 from mmjax.config import AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
 from mmjax.kernels.masks import MaskSpec, encoder_mask
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
@@ -49,6 +49,7 @@ class PatchEmbedding(nnx.Module):
         scale = 1 / (255 * np.array(c.std))
         shift = np.array(c.mean) / np.array(c.std)
         pixels = pixels.astype(jnp.float32) * scale.astype(np.float32) - shift.astype(np.float32)
+        # Padding is zero after normalisation, not before: a black pixel is not zero then.
         pixels = jnp.where((items.item >= 0)[..., None], pixels.reshape(items.values.shape), 0).astype(dtype)
         # A still image is repeated over the frames of a temporal patch (Qwen2-VL).
         x = self.patches(jnp.tile(pixels, c.frames))
@@ -78,10 +79,11 @@ def interpolate_positions(table: PositionTable, side: int, items: ItemBatch) -> 
 
     With side 4, patch column 3 of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5: half of column 1 and half of column 2.
     """
-    patch = jnp.maximum(items.coordinates[..., 1:], 0)
+    patch = jnp.maximum(items.coordinates[..., ROW:], 0)
     point = patch.astype(jnp.float32) * (side - 1) / jnp.maximum(max_in_item(patch, items.item), 1)
     vectors = jnp.zeros((), jnp.float32)
     for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        # The four corners around the point, each weighted by 1 less its distance along both axes.
         corner = jnp.floor(point) + jnp.array(step, jnp.float32)
         weight = jnp.prod(1 - jnp.abs(point - corner), axis=-1, keepdims=True)
         # Beyond the last row or column the weight is 0, so any index will do.
@@ -117,7 +119,7 @@ class VisionEncoder(nnx.Module):
     def context(self, items: ItemBatch) -> Context:
         """Build the masks, and the rotary angles if positions are rotary."""
         c = self.config
-        patch = jnp.maximum(items.coordinates[..., 1:], 0)
+        patch = jnp.maximum(items.coordinates[..., ROW:], 0)
         context = Context(encoder_mask(items.item), window_mask=self._window_mask(items.item, patch))
         context = context.planned(c.attention, c.width // c.heads)
         if isinstance(c.positions, LearnedGrid):
@@ -130,6 +132,7 @@ class VisionEncoder(nnx.Module):
             return None
         row, column = jnp.moveaxis(patch // self.config.window, -1, 0)
         # A query that sees no kind attends its span alone, here the window.
+        # Windows of all items may have the same number: tokens of other items are kept apart by `sample`.
         return encoder_mask(item)._replace(span=1 + row * MAX_WINDOWS + column, sees=jnp.zeros_like(item))
 
     def origin(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l"]]:
@@ -155,6 +158,7 @@ def taps(x: Float[Array, "r l f"], item: Int[Array, "r l"], stride: int) -> Floa
     members = []
     for first in range(3):
         neighbour = padded_item[:, first : first + length : stride]
+        # Two paddings are equal too, hence the second condition.
         same = (neighbour == centre) & (centre >= 0)
         members.append(jnp.where(same[..., None], padded_x[:, first : first + length : stride], 0))
     return jnp.concatenate(members, axis=-1)
@@ -163,6 +167,7 @@ def taps(x: Float[Array, "r l f"], item: Int[Array, "r l"], stride: int) -> Floa
 def sinusoids(time: Int[Array, "r l"], width: int) -> Float[Array, "r l d"]:
     """Compute Whisper's position embedding: sines, then cosines, of `width / 2` timescales from 1 to 10000."""
     pairs = width // 2
+    # Over pairs - 1 as in Whisper, so that the last timescale is MAX_TIMESCALE itself.
     scales = jnp.exp(-jnp.log(MAX_TIMESCALE) / (pairs - 1) * jnp.arange(pairs, dtype=jnp.float32))
     angles = time.astype(jnp.float32)[..., None] * scales
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -215,7 +220,7 @@ class AudioEncoder(nnx.Module):
             raise ValueError(
                 f"a row of {items.values.shape[1]} audio frames is no multiple of the stride {STRIDE * self.pool}"
             )
-        x = self.embed(items.values.astype(self.dtype), items.item, items.coordinates[:, ::STRIDE, 0] // STRIDE)
+        x = self.embed(items.values.astype(self.dtype), items.item, items.coordinates[:, ::STRIDE, TIME] // STRIDE)
         return constrain(x, "rows", "length", "width")
 
     def context(self, items: ItemBatch) -> Context:
@@ -244,4 +249,4 @@ class AudioEncoder(nnx.Module):
 
     def _layer_items(self, items: ItemBatch) -> Int[Array, "r m"]:
         """Return the item of every position after the stem, -1 for padding and for silence behind a recording."""
-        return jnp.where(items.coordinates[..., 1] < 0, -1, items.item)[:, ::STRIDE]
+        return jnp.where(items.coordinates[..., ROW] < 0, -1, items.item)[:, ::STRIDE]

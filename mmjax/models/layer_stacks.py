@@ -78,6 +78,7 @@ def plan_stacks(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...]
         raise ValueError(
             f"a cut before layer {outside[0]} does not divide {layers} layers; cuts lie in 1..{layers - 1}"
         )
+    # A border lies before layer 0, behind the last, at every cut, and wherever the policy changes.
     borders = sorted({0, layers, *cuts, *(i for i in range(1, layers) if policies[i] != policies[i - 1])})
     return tuple(LayerStack(start, stop, policies[start]) for start, stop in pairwise(borders))
 
@@ -150,6 +151,8 @@ class LayerStacks(nnx.Module):
                 x, key_value = _apply(self.runs[run.name], run, x, context, windowed, with_kv, run_past)
                 if with_kv:
                     cache[run.name] = key_value
+                # `add` has an entry for each of the LLM's first layers; `Model.build` made each of those a stack of its
+                # own.
                 if run.start < len(add):
                     if run.stop - run.start > 1:
                         raise ValueError(f"something is added to layer {run.start}, which is no run of {self.plan}")
@@ -164,6 +167,7 @@ class LayerStacks(nnx.Module):
         Raises ValueError where these are not the last layers of stacks.
         """
         outputs = []
+        # A layer's output is there when the stack that it ends has run.
         for border in (*(layer + 1 for layer in layers), stop):
             x = self(x, context, start, border)
             outputs.append(x)
@@ -175,6 +179,8 @@ def _init_stack(make: Callable[[nnx.Rngs], nnx.Module], run: LayerStack, key: Ar
     """Initialise layers, stacked if several. Layer i's key depends on i alone, so stacks do not matter."""
 
     def layer(i: int | Array) -> nnx.Module:
+        # The key of the tower, folded with the layer's index in it: under `vmap` i is a tracer, and the values are the
+        # same.
         return make(nnx.Rngs(params=jax.random.fold_in(key, i)))
 
     if run.stop - run.start == 1:
@@ -195,10 +201,12 @@ def _apply(
     past: KVCacheView | None = None,
 ) -> tuple[Array, KeyValue | None]:
     """Apply a stack to `x`, with its keys and values if wanted; `past` has the cache of the whole stack."""
+    # The graph is static; of a stack every parameter has a leading axis of layers.
     graph, params = nnx.split(layers)
     scanned = run.stop - run.start > 1
     # Only dropout needs a layer's number; without it the program has none.
     numbers = None if context.dropout is None else jnp.arange(run.start, run.stop)
+    # Where all layers of a stack are alike, the mask is chosen here; a scan over both kinds chooses inside, by a flag.
     mixed = len(set(windowed)) > 1
     if not mixed:
         context = context.of_layers(windowed[0])
@@ -227,6 +235,8 @@ def _apply(
     if not scanned:
         return layer(params, x, context, LayerInputs(None if numbers is None else numbers[0], None, cache))
     inputs = LayerInputs(numbers, jnp.asarray(windowed) if mixed else None, cache)
+    # The carry is the residual stream; parameters, numbers and caches are sliced along their leading axis. Keys and
+    # values come out stacked.
     return jax.lax.scan(lambda x, xs: layer(xs[0], x, context, xs[1]), x, (params, inputs))
 
 
@@ -255,10 +265,12 @@ def unstack_layers(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i
         return {key: unstack_layers(value, take) for key, value in params.items()}
     layers = {}
     for name, run in params["runs"].items():
+        # `3` names one layer, `3:7` the layers 3 to 6.
         start, _, stop = name.partition(":")
         if not stop:
             layers[start] = run
         for i in range(int(start), int(stop or start)):
+            # The default argument binds n now: a closure would see the loop's last one.
             layers[str(i)] = jax.tree.map(lambda leaf, n=i - int(start): take(leaf, n), run)
     return layers
 
@@ -292,6 +304,7 @@ def stack_layers(
 
 def _map_members(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to the members of a tuple, named tuple or list; return anything else, a leaf, as it is."""
+    # Named tuples take their members one by one, other tuples an iterable.
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(function(x) for x in tree))
     if isinstance(tree, tuple | list):

@@ -57,6 +57,7 @@ def tower_dropout(
         return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
 
     keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset), "rows", "length")
+    # A random word is uniform in 0 .. 2^32 - 1, so the share `rate` of all words lies below the limit.
     return Dropout(keys, np.uint32(rate * 2**32), np.float32(1 / (1 - rate)), np.int32(0))
 
 
@@ -121,12 +122,13 @@ class Linear(nnx.Module):
     """`x @ weight + bias`, initialised normal with variance 1 / fan-in."""
 
     def __init__(self, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs, *, bias: bool = False):
+        # Always float32: the cast to the computation's precision is part of the forward pass.
         weight = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
         self.weight = nnx.Param(weight, axes=axes)
         # A bias along the width is replicated: it is small, and activations are not sharded there.
         bias_axis = None if axes[1] == "embed" else axes[1]
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
-        self.lora: nnx.Module | None = nnx.data(None)  # set by `models.lora.attach`
+        self.lora: nnx.Module | None = nnx.data(None)  # set by `models.model`
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         y = x @ self.weight[...].astype(x.dtype)
@@ -170,6 +172,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        # Gemma stores the scale less 1 (offset 1), others the scale itself (offset 0).
         return (y * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
@@ -258,6 +261,7 @@ class SelfAttention(nnx.Module):
         self.output = Linear(q_width, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
         # Queries and keys are normalised per head after the split (Qwen3), or over all heads before it (InternViT).
         self.norm_heads = b.head_norm is not None
+        # At most one of the two is configured.
         norm = b.head_norm or b.width_norm
         self.query_norm = norm and norm(b.head_width if self.norm_heads else q_width)
         self.key_norm = norm and norm(b.head_width if self.norm_heads else kv_width)
@@ -288,6 +292,7 @@ class SelfAttention(nnx.Module):
             attn_out = attention(q, k, v, context.mask, self.backend, self.scoring, context.plan)
         else:
             # One token is no block of queries, so the backend does not matter: all scores at once.
+            # Written into a copy that only this layer reads; `forward_with_kv` of the stack writes them into the cache.
             keys = jax.lax.dynamic_update_slice_in_dim(past.cache.key, k, past.column, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(past.cache.value, v, past.column, axis=1)
             attn_out = dense_attention(q, keys, values, context.mask, past.mask, self.scoring)
@@ -334,7 +339,7 @@ class TransformerLayer(nnx.Module):
         if self.attention_after is not None:
             attn_out = self.attention_after(attn_out)
         x = x + drop(attn_out, context.dropout, ATTENTION)
-        # The name that the remat policy `attention_mlp` saves (`layer_runs.SAVED`).
+        # The name that the remat policy `attention_mlp` saves (`layer_stacks.SAVED`).
         x = checkpoint_name(x, "mlp_input")
         mlp_out = self.mlp(self.mlp_norm(x))
         if self.mlp_after is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import zlib
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import pairwise
@@ -14,12 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import ModelConfig, VisionConfig
-from mmjax.config.model import frozen_by_adapters
+from mmjax.config import LoraConfig, ModelConfig, VisionConfig
+from mmjax.config.model import adapters_by_layer, frozen_by_adapters, lora_scale
 from mmjax.models.decoder import logits_of
 from mmjax.models.layer_stacks import LayerStack, plan_stacks
-from mmjax.models.layers import Noise
-from mmjax.models.lora import attach
+from mmjax.models.layers import Linear, Noise
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
 from mmjax.parallel.sharding import encoding
 
@@ -49,7 +49,7 @@ class Model:
     ) -> Model:
         """Build the model of a config, its towers cut into stacks at `cuts`. Holds no parameters, so it is cheap.
 
-        functions: the callbacks that encoders name (`config_files.callbacks_of`), needed to compute anything.
+        functions: the callbacks that encoders name (`config.loading.resolve_callbacks`), needed to compute anything.
         Raises ValueError for an encoder called "llm", impossible cuts or remat policies, and widths that do not divide.
         """
         if "llm" in config.encoders:
@@ -61,6 +61,7 @@ class Model:
         runs = {}
         for name, c in towers.items():
             # Stacks end where a layer's output is needed: for a deepstack in an encoder, for an addition in the LLM.
+            # A deepstack of n layers is added behind the LLM's layers 0 .. n - 1.
             layers = range(max(map(len, deepstacks.values()), default=0)) if name == "llm" else deepstacks.get(name, ())
             borders = [i + 1 for i in layers if i + 1 < c.layers]
             remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
@@ -72,6 +73,7 @@ class Model:
         graph, state = nnx.split(nnx.eval_shape(init, jax.random.key(0)))
         axes: Params = {}
         for path, variable in nnx.to_flat_state(state):
+            # Descend along the path, creating the dicts that are missing.
             inner = reduce(lambda tree, key: tree.setdefault(key, {}), path[:-1], axes)
             inner[path[-1]] = variable.get_metadata("axes")
         return cls(config, dtype, runs, abstract=nnx.to_pure_dict(state), axes=axes, graph=graph, functions=functions)
@@ -138,11 +140,13 @@ class Model:
         whose outputs it is added in the LLM's first.
         """
         borders = {run.start for run in self.runs[tower]}
+        # Layer 0 is a border, but a cut before it would leave an empty stage.
         if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
             raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
         encoders = self.config.encoders.items()
         deepstacks = {name: c.deepstack for name, c in encoders if isinstance(c, VisionConfig) and c.deepstack}
         additions = max(map(len, deepstacks.values()), default=0)
+        # In the LLM a cut must lie behind the last addition, in an encoder before the first layer that is taken out.
         crossing = [c for c in cuts if (c < additions if tower == "llm" else c > min(deepstacks.get(tower, (c,))))]
         if crossing:
             raise ValueError(
@@ -262,6 +266,7 @@ def merge(first: Params, second: Params) -> Params:
     """Merge nested dicts; where both have a leaf, take the second's."""
     merged = dict(first)
     for key, value in second.items():
+        # Only where both have a branch is there something to merge; else the second's takes the place.
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = merge(merged[key], value) if both else value
     return merged
@@ -271,5 +276,62 @@ def _init_params(
     config: ModelConfig, runs: dict[str, tuple[LayerStack, ...]], dtype: Any, functions: Functions, key: Array
 ) -> MultimodalModel:
     model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key), functions)
-    attach(model, config, key)
+    _attach_adapters(model, config, key)
     return model
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+class LowRank(nnx.Module):
+    """A low-rank adapter `scale * (x @ a) @ b` beside a linear layer (LoRA, Hu et al. 2021).
+
+    `a` is `[in, rank]`, `b` `[rank, out]`; those of a stack have a leading layer axis. `b` begins as zero, so the model
+    computes the same as without adapters.
+    """
+
+    def __init__(self, a: Array, b: Array, linear: Linear, scale: float):
+        inputs, outputs = linear.weight.get_metadata("axes")
+        self.a = nnx.Param(a, axes=(inputs, None))
+        self.b = nnx.Param(b, axes=(None, outputs))
+        self.scale = scale
+
+    def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
+        return (x @ self.a[...].astype(x.dtype)) @ self.b[...].astype(x.dtype) * self.scale
+
+
+def _attach_adapters(model: MultimodalModel, config: ModelConfig, key: Array) -> None:
+    """Attach adapters to a new model. Layer i's values depend on the linear layer's name and on i, not on stacks."""
+    for name, lora in adapters_by_layer(config).items():
+        # A hash that does not change with the process, unlike Python's own.
+        name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        for linear, run in _linear_layers(model, name):
+            linear.lora = _init_adapter(linear, lora, run, name_key)
+
+
+def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, LayerStack | None]]:
+    """Find the linear layers of this name: a connector's only one, or one per stack of a tower.
+
+    Names are as in `mmjax.config.model`: `vision.connector.mlp.up`, `llm.layers.*.attention.query`.
+    """
+    tower, part, *path = name.split(".")
+    if part == "connector":
+        yield reduce(getattr, path, model.connectors[tower]), None
+        return
+    layers = (model.llm if tower == "llm" else model.encoders[tower]).layers
+    for run in layers.plan:
+        yield reduce(getattr, path[1:], layers.runs[run.name]), run
+
+
+def _init_adapter(linear: Linear, lora: LoraConfig, run: LayerStack | None, key: Array) -> LowRank:
+    """Draw `a` as PyTorch's default for linear layers (Kaiming uniform with a = sqrt(5)); `b` is zero."""
+    *stack, inputs, outputs = linear.weight.shape
+    limit = inputs**-0.5
+
+    def uniform(i: int | Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, i), (inputs, lora.rank), jnp.float32, -limit, limit)
+
+    # Keys count from the stack's first layer in the tower, not from 0: other stacks draw the same values.
+    start = 0 if run is None else run.start
+    a = jax.vmap(uniform)(jnp.arange(start, run.stop)) if stack else uniform(start)
+    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora_scale(lora))

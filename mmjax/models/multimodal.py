@@ -57,6 +57,7 @@ class Connector(nnx.Module):
     ):
         c = config
         self.merge = c.merge
+        # Neighbours along every axis: 2 x 2 patches of an image, or 2 frames of a clip.
         self.group = c.merge ** len(axes)
         merged = self.group * inputs
         eps = c.norm_eps or eps
@@ -72,6 +73,7 @@ class Connector(nnx.Module):
         self.positions = nnx.Dict({AXES[axis]: PositionTable(c.position_grid, outputs, rngs) for axis in table_axes})
         self.newline = PositionTable(1, outputs, rngs) if c.newline else None
         self.deepstack = deepstack
+        # Positions and the newline belong to the tokens themselves, not to what is added to deeper layers.
         inner = replace(c, norm="merged_layer", position_grid=0, newline=False)
         self.deeper = nnx.Dict(
             {str(n): Connector(inner, inputs, outputs, axes, eps, rngs=rngs) for n in range(len(deepstack))}
@@ -210,9 +212,11 @@ class MultimodalModel(nnx.Module):
                 tokens = _place_tokens(feature, text, name).astype(x.dtype)
                 # [B, T, D * (1 + deepstack)]: the embedding, then one addition per deepstack layer.
                 embedding, *deeper = jnp.split(tokens, tokens.shape[-1] // x.shape[-1], axis=-1)
+                # With weights a position counts as an item's where any of its corners is one.
                 slots = text.slots[name]
                 is_item = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, WeightedSlots) else slots >= 0
                 x = jnp.where(is_item[..., None], embedding, x)
+                # Encoders may have deepstacks of different depths, and their additions to a layer add up.
                 add = [a + b for a, b in zip_longest(add, deeper, fillvalue=0)]
         return constrain(x, "rows", "length", "width"), add
 
@@ -267,6 +271,7 @@ def prefill(
     length = prompt.sum(1, dtype=jnp.int32)
     x, add = model.embedded(text, features)
     x, layers = model.llm.layers.forward_with_kv(x, model.context("llm", text, None), add)
+    # Each row's last token; a row without a prompt takes its first column, and nobody reads the result.
     last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
     # Of a layer [B, S, heads, width], of a stack [layers, B, S, heads, width]: room goes behind the third last axis.
     grown = jax.tree.map(lambda kv: jnp.pad(kv, [(0, 0)] * (kv.ndim - 3) + [(0, room), (0, 0), (0, 0)]), layers)
@@ -279,6 +284,7 @@ def prefill(
 
 def step(model: MultimodalModel, token: Int[Array, " b"], cache: Cache) -> tuple[Float[Array, "b v"], Cache]:
     """Write one token per row into the cache and return float32 logits of the next."""
+    # The cache's mask describes columns that are still to be written, so the new token's is a slice of it.
     query_mask = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, cache.column, 1, axis=1), cache.mask)
     position = cache.position[:, None]
     if sections := model.llm.config.rope_sections:
@@ -296,6 +302,7 @@ def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, 
     def filled(value: Array | int) -> Array:
         return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (len(length), room))
 
+    # All kinds that any of the prompt's tokens may see; tokens of items may see none, hence not the last one's.
     sees = jnp.bitwise_or.reduce(jnp.where(prompt, text.sees, 0), axis=1)
     new = MaskSpec(
         sample=filled(0),
@@ -304,6 +311,8 @@ def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, 
         kind=filled(TEXT_KIND),
         sees=filled(sees[:, None]),
     )
+    # A row holds one prompt, so it is sample 0 whatever its number was; what follows the prompt in its columns is
+    # padding.
     old = MaskSpec(jnp.where(prompt, 0, PADDING), text.pos, text.span, text.kind, text.sees)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
 

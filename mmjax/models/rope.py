@@ -42,6 +42,7 @@ def text_rotation(config: DecoderConfig, position: Int[Array, "b t *n"], sample:
     """
     pair_position = position.astype(jnp.float32)
     if config.rope_sections:
+        # [B, T, 3] becomes [B, T, pairs]: each channel pair takes the coordinate of its own axis.
         pair_position = pair_position[..., axis_of_pair(config.rope_sections, config.rope_interleaved)]
     else:
         pair_position = pair_position[..., None]
@@ -54,6 +55,7 @@ def text_rotation(config: DecoderConfig, position: Int[Array, "b t *n"], sample:
         frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, config.head_width // 2))
     # HF's `attention_scaling`: it multiplies cosines and sines, so scores get its square.
     scale = scaling.attention if isinstance(scaling, YarnRope | LongRope) else 1.0
+    # Of one position `[B, T, 1]` and frequencies `[pairs]`, or of pairs each with its own position.
     angles = pair_position * frequencies
     return Rotation(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
 
@@ -67,6 +69,7 @@ def axis_of_pair(sections: tuple[int, ...], interleaved: bool) -> np.ndarray:
         return np.repeat(np.arange(len(sections)), sections)
     axes = np.zeros(sum(sections), int)
     for axis in range(1, len(sections)):
+        # Every third pair, as many as the section has; the others stay with axis 0, time.
         axes[axis : len(sections) * sections[axis] : len(sections)] = axis
     return axes
 
@@ -96,6 +99,7 @@ def _yarn(unscaled: np.ndarray, scaling: YarnRope, theta: float) -> np.ndarray:
 
     def pair_of(rotations: float) -> float:
         """Find the (fractional) pair that turns this many times over the pretraining length."""
+        # Pair i turns positions * theta^(-i / pairs) / (2 pi) times, solved for i.
         return len(unscaled) * math.log(scaling.positions / (rotations * 2 * math.pi)) / math.log(theta)
 
     low = pair_of(scaling.fast)
@@ -104,6 +108,7 @@ def _yarn(unscaled: np.ndarray, scaling: YarnRope, theta: float) -> np.ndarray:
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
+    # Bound as in HF, which has the head's width there and not its pairs.
     high = min(high, 2 * len(unscaled) - 1)
     ramp = np.clip((np.arange(len(unscaled)) - low) / (high - low or 0.001), 0, 1)
     return (unscaled / scaling.factor * ramp + unscaled * (1 - ramp)).astype(np.float32)

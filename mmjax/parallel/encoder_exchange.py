@@ -42,6 +42,7 @@ def dispatch(
         return _on_one_device(tokens, send, gather)
     if ranks != row_ranks(mesh):
         raise ValueError(f"a batch made for {ranks} ranks cannot run on a mesh of {row_ranks(mesh)}")
+    # Static: they decide the program, while `send` and `gather` are its inputs.
     way = _Way(_groups(ranks, peers), exchange, mesh.shape[TENSOR])
     length = tokens.shape[1]
     over = PartitionSpec(RANKS)
@@ -77,7 +78,9 @@ def _bring(way: _Way, tokens: jax.Array, send: jax.Array, gather: jax.Array) -> 
     local, send, gather = tokens[0], send[0], gather[0]
     if send.size:
         sizes = (send >= 0).sum(1, dtype=jnp.int32)
+        # `send` is `[peers, chunk]`: the tokens for each peer side by side, padded with zeros.
         received = _swap(way, _pick(local, send), sizes, outward=True)
+        # The order that `gather` counts in: what came from the peers, then the rank's own.
         local = jnp.concatenate([received.reshape(-1, local.shape[-1]), local])
     return _pick(local, gather)[None]
 
@@ -91,6 +94,8 @@ def _return(way: _Way, back: jax.Array, send: jax.Array, gather: jax.Array, leng
     local = placed[arrived:]
     if arrived:
         sizes = (send >= 0).sum(1, dtype=jnp.int32)
+        # What the peers' rows say of this rank's tokens comes back over the same exchange, and adds up where a token
+        # went to several.
         local += _unpick(_swap(way, placed[:arrived].reshape(*send.shape, width), sizes, outward=False), send, length)
     return local[None]
 
@@ -104,6 +109,7 @@ def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.
     part = chunks
     if cut:
         width = chunks.shape[-1] // way.tensor
+        # All devices of a rank hold the same tokens: device i sends channels i * width on.
         part = jax.lax.dynamic_slice_in_dim(chunks, jax.lax.axis_index(TENSOR) * width, width, axis=-1)
     if way.exchange == "ragged":
         received = _ragged(part, sizes, way.groups, outward)
@@ -131,6 +137,7 @@ def _on_one_device(tokens: jax.Array, send: jax.Array, gather: jax.Array) -> jax
     """Exchange with the arrays of all ranks on one device: what rank a sends to b is what b gets from a."""
     ranks, peers, chunk = send.shape
     width = tokens.shape[-1]
+    # [group, sender, receiver, chunk, width]; swapping sender and receiver is the exchange.
     chunks = jax.vmap(_pick)(tokens, send).reshape(ranks // peers, peers, peers, chunk, width)
     received = chunks.swapaxes(1, 2).reshape(ranks, peers * chunk, width)
     return jax.vmap(_pick)(jnp.concatenate([received, tokens], axis=1), gather)

@@ -26,6 +26,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
     """Build a mesh over all of `devices`. Raises UserError where the axes' sizes do not multiply to their number."""
     if config.exchange == "ragged" and devices[0].platform == "cpu":
         raise UserError("mesh.exchange=ragged: a CPU has no such collective; use mesh.exchange=padded")
+    # Devices fill the last axis first, so neighbours in `tensor` are neighbours in number, and mostly on one node.
     shape = tuple(mesh_sizes(config, len(devices)).values())
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -34,6 +35,7 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """Resolve the size of each axis, -1 included. Raises UserError where they do not multiply to `devices`."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
+    # An empty product is 1: -1 alone takes all devices.
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(free) > 1:
         raise UserError(f"mesh.{free[0]} and mesh.{free[1]} are both -1; give all but one a size")
@@ -83,6 +85,7 @@ def loss_choices(sizes: Mapping[str, int], chunks: int, model: ModelConfig) -> t
     shard = vocab if vocab % tensor else vocab // tensor  # a vocabulary that does not divide is replicated
     if chunks == 0:
         return tuple(n for n in LOSS_PARTS if shard % n == 0)
+    # Each device cuts its own shard, so a chunk has an equal piece of every one.
     if shard % chunks:
         nearest = min((n for n in range(1, shard + 1) if shard % n == 0), key=lambda n: abs(n - chunks))
         cut = f", which mesh.tensor={tensor} cuts into {shard}" if shard < vocab else ""
@@ -130,6 +133,7 @@ def owned_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> tuple[int, ...]:
     for device, (rows,) in rows_sharding(mesh, axes).devices_indices_map((row_ranks(mesh, axes),)).items():
         rank = rows.start or 0
         owner[rank] = min(owner.get(rank, device.process_index), device.process_index)
+    # Every process computes the same table of owners, so none needs to ask another.
     return tuple(rank for rank in local_ranks(mesh, axes) if owner[rank] == jax.process_index())
 
 
@@ -173,6 +177,7 @@ class ShardingRules:
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """Build the partition spec of these logical axes. Raises ValueError for an unknown or a clashing axis."""
+        # The rules' fields are the logical axes.
         known = {f.name for f in fields(self)}
         used: set[str] = set()
         entries: list[tuple[str, ...] | None] = []
@@ -184,6 +189,7 @@ class ShardingRules:
             if clash := used.intersection(mesh_axes):
                 raise ValueError(f"logical axes {axes} put mesh axis {sorted(clash)[0]!r} on two dimensions")
             used.update(mesh_axes)
+            # An empty tuple and None both replicate; None is how JAX prints it.
             entries.append(mesh_axes or None)
         return PartitionSpec(*entries)
 
@@ -202,6 +208,7 @@ _active: contextvars.ContextVar[Active | None] = contextvars.ContextVar("active"
 @contextlib.contextmanager
 def activations_on(mesh: Mesh, rules: ShardingRules, exchange: Exchange = "padded") -> Iterator[None]:
     """Lay out activations by `constrain` on this mesh while tracing inside, and send encoder tokens over it."""
+    # A context variable, read while tracing: models need no mesh among their arguments.
     token = _active.set(Active(mesh, rules, exchange))
     try:
         yield
@@ -269,6 +276,7 @@ def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axe
         size = 1
         for name in names:
             size *= mesh.shape[name]
+        # JAX refuses a sharding of uneven pieces at a program's borders.
         if shape[i] % size:
             spec[i] = None
     return NamedSharding(mesh, PartitionSpec(*spec))

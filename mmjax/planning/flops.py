@@ -1,4 +1,4 @@
-"""Multiply-adds of low-rank adapters, and those that frozen weights beside them save in the backward pass."""
+"""Count parameters and FLOPs of a model: those that it needs, those that are executed, and those of adapters."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         c = encoder.connector
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
+        # A norm after the last layer: a scale, and a bias unless it is an RMSNorm; audio towers always have one.
         head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
         counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_sizes(encoder).parameters + head
         merged = merged_positions(encoder) * width
@@ -79,6 +80,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
         mlp = connector_weights(encoder, llm.width) + biases
+        # Each has a norm of the merged width, scale and bias, and an MLP like the connector's own.
         deeper = (connector_mlps(encoder) - 1) * (2 * merged + mlp)
         tables = (2 if vision else 1) * c.position_grid + c.newline
         counts[f"{name}.connector"] = norm + mlp + deeper + tables * llm.width
@@ -111,6 +113,7 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
     flops = {}
     for module, p in _products(model, work, frozen).items():
         trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
+        # MFU counts what is needed, whatever a scan then computes in vain.
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=True)
         backward = trainable * (p.data + p.weights) + lora.backward
         if trainable or upstream or has_adapters:
@@ -155,10 +158,12 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
     """Return whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
     adapters = set(adapted_modules(model))
     tower = module.removesuffix(".connector")
+    # A connector is fed by its encoder, an encoder by nothing, the LLM by all that run.
     feeding = set() if module == tower else {tower}
     if module == "llm":
         encoders = [name for name in model.encoders if name in running]
         feeding = {*encoders, *(f"{name}.connector" for name in encoders)}
+    # A frozen module that has adapters feeds gradients like a trainable one.
     return module not in frozen, bool(feeding - (frozen - adapters)), module in adapters
 
 
@@ -168,6 +173,7 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
     for name, w in work.items():
         config = model.llm if name == "llm" else model.encoders[name]
         layer = layer_sizes(config)
+        # Per position each element of a matrix is one multiply-add.
         weights = config.layers * layer.weights * w.positions
         attention = config.layers * 2 * layer.queries * w.pairs  # scores, and the weighted sum of values
         if isinstance(config, DecoderConfig):
@@ -177,6 +183,7 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
             data = config.frames * config.patch**2 * config.channels * config.width * w.inputs
         else:
             data = CONV_TAPS * config.mels * config.width * w.inputs
+            # The second convolution, whose input is already an activation; its outputs are the layers' positions.
             weights += CONV_TAPS * config.width**2 * w.positions
         products[name] = Products(data, weights, attention)
         # Behind a frozen encoder, and without a norm, a connector's first matrix is the first trainable thing: its
@@ -211,14 +218,17 @@ def executed(
         config = model.llm if module == "llm" else model.encoders[tower]
         attention = _ATTENTION_PRODUCTS[config.attention] * p.attention // 2
         policies = layer_policies(config)
+        # If the first two layers have one policy they are one scan, whose body computes every gradient for all of them.
         unscanned = module != tower or len(policies) < 2 or policies[0] != policies[1]  # the first layer
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
+        # The blockwise kernel computes the gradients of queries, keys and values together, needed or not.
         attention -= lora.spared_attention if config.attention == "dense" else 0
         backward = trainable * (p.data + p.weights) + lora.backward
         backward += has_backward * (p.weights - lora.spared_weights + attention)
         recompute = 0
         if module == tower:
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
+            # Only layers are recomputed by policy; connectors and embeddings keep what they need.
             recompute = sum(recompute_flops(config, work[tower], policy) for policy in policies)
             if module == "llm" and loss_chunks > 1:
                 recompute += executed_logits(model, work["llm"])
@@ -235,9 +245,11 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
     float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
     """
     steps = {name: CONV_STRIDE * layer_positions(encoder) for name, encoder in model.encoders.items()}
+    # The other modules run on the shortest row that they can have.
     short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
     costs = []
     for name, (_, step) in short.items():
+        # Rows must be whole steps, so the lengths are h and 3 h for a multiple h of the step near length / 2.
         half = max(1, length // (2 * step)) * step
         # The derivative of a quadratic f at 2h is (f(3h) - f(h)) / 2h, exactly. The other modules run as well, because
         # they decide what needs a gradient, and cancel.
@@ -346,6 +358,7 @@ def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
         # The GELUs of both convolutions.
         outside.append((ENCODER.mlp, config.width * (work.inputs + work.positions)))
     once = _sum(*outside)
+    # What is outside of the layers happens once.
     return config.layers * forward + once[0], config.layers * backward + once[1]
 
 
@@ -400,8 +413,11 @@ def adapter_work(
     )
     config = model.llm if tower == "llm" else model.encoders[tower]
     # The second convolution of an audio encoder needs no gradient of its input: the first one stands before it.
+    # Counted among `weights`, whose activation gradients the caller adds; here they are taken off again.
     stem = CONV_TAPS * config.width**2 * work.positions if isinstance(config, AudioConfig) and not connector else 0
     if reached:
+        # Backward has the gradients of a and b, as many multiply-adds as forward, and as many again for the adapter's
+        # input.
         return AdapterWork(forward, 2 * forward)
     if not spares or not forward:
         return AdapterWork(forward, 2 * forward, stem)
@@ -409,6 +425,7 @@ def adapter_work(
     # With nothing trainable before it, an adapter's input needs no gradient: rank * in multiply-adds less.
     unread = sum(lora.rank * sizes[name][0] for name, lora in adapters.items() if name not in live) * positions
     dead = sum(sizes[name][0] * sizes[name][1] for name in sizes if name not in live) * positions
+    # Of four products of attention's backward, those that no adapter of the first layer needs.
     unneeded = 0 if connector else (4 - attention) * layer_sizes(config).queries * work.pairs
     return AdapterWork(forward, 2 * forward - unread, dead + stem, unneeded)
 
@@ -416,6 +433,7 @@ def adapter_work(
 def _live(adapters: Set[str], connector: bool, sizes: Sizes) -> tuple[set[str], int]:
     """Find the first layer's linear layers whose input needs a gradient, and count attention's backward products."""
     if connector:
+        # In the order of the computation: up, then down.
         first, *later = sizes
         return (set(later) if first in adapters else set()), 0
     names = {name.rsplit(".", 1)[1]: name for name in sizes}

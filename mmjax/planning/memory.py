@@ -38,6 +38,7 @@ def saved_bytes_of_policy(
     output = layer.queries * activation
     blockwise = config.attention != "dense"
     logsumexp = LOGSUMEXP * layer.heads * blockwise
+    # With frozen weights and dense attention nobody reads the output in backward.
     attention = logsumexp + (trainable or blockwise) * output
     # Outputs of the linear layers: query, key and value, attention's output, and up (and gate) of the MLP.
     mlp = (1 + layer.gated) * layer.mlp
@@ -55,6 +56,7 @@ def divide_by_tensor_parallelism(
     saved: SavedBytes, config: DecoderConfig | Encoder, positions: int, activation: int, parts: int
 ) -> SavedBytes:
     """Divide the bytes saved at `positions` by tensor parallelism into `parts`: all but the replicated layer inputs."""
+    # A layer's input is whole on every device: tensor parallelism cuts only what lies within a layer.
     replicated = min(layer_sizes(config).width * activation * positions, saved.device)
     return SavedBytes(replicated + (saved.device - replicated) / parts, saved.host / parts)
 
@@ -76,11 +78,11 @@ class ModelSharding:
     encoders: int = 1  # tensor-parallel parts of the encoders' layers
     # By module, the fraction of its parameters on each device, where known: what a mesh axis does not divide is
     # replicated, so it may be more than 1 / shards.
-    held: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     def part_of(self, module: str) -> float:
         """Return the fraction of a module's parameters on each device."""
-        return self.held.get(module, 1 / self.shards)
+        return self.shares.get(module, 1 / self.shards)
 
     def parts(self, tower: str) -> int:
         """Return the number of tensor-parallel parts of a tower's layers."""
@@ -102,7 +104,7 @@ def fixed_bytes(
     batch: DeviceBatch,
     layers: Mapping[str, float],
     frozen: Set[str],
-    spread: ModelSharding,
+    sharding: ModelSharding,
     activation: int,
     optimizer: AdamW | Muon,
     loss_chunks: int = 1,
@@ -118,15 +120,16 @@ def fixed_bytes(
     """
     counts = parameters(model)
     work = row_work(model, batch.shape)
-    on_device = {module: n * spread.part_of(module) for module, n in counts.items()}
+    on_device = {module: n * sharding.part_of(module) for module, n in counts.items()}
     trainable = sum(n for module, n in on_device.items() if module not in frozen)
     fixed = sum(n for module, n in on_device.items() if module in frozen)
+    # By module, since modules may be sharded differently.
     optimizer_numbers = moments(model, frozen, optimizer)
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
-    layer_peaks = [_layer(model, tower, saved, spread, activation) for tower, saved in layers.items()]
+    layer_peaks = [_layer(model, tower, saved, sharding, activation) for tower, saved in layers.items()]
     # One table of the vocabulary, gathered for the logits or where the gradient of looked-up tokens is added up.
-    table = activation * model.llm.width * model.llm.vocab / spread.llm if spread.shards > 1 else 0
+    table = activation * model.llm.width * model.llm.vocab / sharding.llm if sharding.shards > 1 else 0
     tokens = 0
     for name, encoder in model.encoders.items():
         # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
@@ -135,7 +138,7 @@ def fixed_bytes(
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * trainable,
-        "optimizer": MASTER * sum(n * spread.part_of(module) for module, n in optimizer_numbers.items()),
+        "optimizer": MASTER * sum(n * sharding.part_of(module) for module, n in optimizer_numbers.items()),
         "copies": (MASTER + cast) * trainable,
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
         "tokens": tokens,
@@ -143,7 +146,7 @@ def fixed_bytes(
             2 * batch.peers * n * connector_mlps(model.encoders[name]) * model.llm.width * activation
             for name, n in batch.widths.items()
         ),
-        "transient": max(_loss(model, work["llm"].positions, spread, loss_chunks), *layer_peaks, 0.0) + table,
+        "transient": max(_loss(model, work["llm"].positions, sharding, loss_chunks), *layer_peaks, 0.0) + table,
     }
 
 
@@ -165,9 +168,9 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) ->
     return weights + MASTER * sum(moments(model, frozen, optimizer).values())
 
 
-def kv_cache_bytes(llm: DecoderConfig, spread: ModelSharding, activation: int) -> float:
+def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:
     """Bytes on one device that each position of a generated row takes: keys and values of all layers."""
-    return 2 * llm.layers * llm.kv_heads * llm.head_width * activation / spread.llm
+    return 2 * llm.layers * llm.kv_heads * llm.head_width * activation / sharding.llm
 
 
 def _batch_bytes(model: ModelConfig, batch: DeviceBatch) -> float:
@@ -175,6 +178,7 @@ def _batch_bytes(model: ModelConfig, batch: DeviceBatch) -> float:
     # One of the text's fields, the position, has an entry for each axis.
     rows, length = batch.shape["llm"]
     axes = max(len(model.llm.rope_sections), 1)  # of a position
+    # One column of `slots` for each encoder, beside the fields.
     total = 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
     for name, encoder in model.encoders.items():
         rows, length = batch.shape[name]
@@ -184,20 +188,21 @@ def _batch_bytes(model: ModelConfig, batch: DeviceBatch) -> float:
     return total
 
 
-def _loss(model: ModelConfig, positions: int, spread: ModelSharding, chunks: int) -> float:
+def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, chunks: int) -> float:
     """Count the peak bytes of the loss, all float32.
 
     Logits of one vocabulary chunk (their gradient reuses the buffer), the activations and their gradient, and the
     gradient of this chunk of the output table.
     """
     width = model.llm.width
-    vocab = model.llm.vocab / (spread.llm * chunks)
-    table = width * vocab if spread.shards > 1 else 0
+    vocab = model.llm.vocab / (sharding.llm * chunks)
+    # Where parameters are sharded, the gradient of this chunk is whole for a moment.
+    table = width * vocab if sharding.shards > 1 else 0
     return MASTER * (positions * (vocab + 2 * width) + table)
 
 
-def _layer(model: ModelConfig, tower: str, saved: float, spread: ModelSharding, activation: int) -> float:
+def _layer(model: ModelConfig, tower: str, saved: float, sharding: ModelSharding, activation: int) -> float:
     """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient."""
     layer = layer_sizes(model.llm if tower == "llm" else model.encoders[tower])
-    largest = layer.width * max(layer.mlp, layer.queries) / spread.parts(tower)
-    return ALIVE * saved + ((activation + MASTER) * largest if spread.shards > 1 else 0)
+    largest = layer.width * max(layer.mlp, layer.queries) / sharding.parts(tower)
+    return ALIVE * saved + ((activation + MASTER) * largest if sharding.shards > 1 else 0)

@@ -54,6 +54,7 @@ def choose_policies(
     plan: dict[str, tuple[Remat, ...]] = {}
     for name in layers:
         chosen = [(policy, n) for (tower, policy), n in zip(choices, counts, strict=True) if tower == name]
+        # Layers of a tower cost the same, so only how many have a policy was solved; this is their order.
         chosen.sort(key=lambda pair: np.sum(options[name][pair[0]].device))
         plan[name] = tuple(policy for policy, n in chosen for _ in range(round(n)))
     return plan
@@ -87,6 +88,7 @@ def _solve(
     costs = np.array([np.hstack(options[tower][policy]) for tower, policy in choices], float)
     limits = np.hstack([device, host])
     unit = np.maximum(np.abs(costs).max(0), 1e-300)  # the solver's tolerances are absolute
+    # One row for each tower, 1 at its choices: its layers' numbers must add up to the tower's.
     in_tower = np.array([[tower == name for tower, _ in choices] for name in layers], float)
     counts = np.array(list(layers.values()), float)
     # Every layer gets one policy, and the bytes of every shape stay below its limits.
@@ -126,11 +128,11 @@ class MemoryPlan:
     activations: dict[str, float]  # bytes by tower, of the largest shape
     unsaved: dict[str, float]  # bytes by tower per position of one layer without remat or tensor parallelism
     seconds: float  # recomputation time, averaged over the shapes
-    least: float  # lower bound on it: the optimum if layers were divisible
-    again: dict[str, dict[Remat, float]]  # recomputation seconds of one layer of each tower by policy
-    fullest: int  # index of the largest shape
-    spread: ModelSharding
-    room: MemoryLimit
+    lower_bound: float  # on `seconds`: the optimum if layers were divisible
+    recompute_seconds: dict[str, dict[Remat, float]]  # of one layer of each tower, by policy
+    largest_shape: int  # index of the largest shape
+    sharding: ModelSharding
+    limit: MemoryLimit
     measured: float | None = None  # bytes in total, where compiled or measured
 
     @property
@@ -146,7 +148,7 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Return whether the run fits; where it does not, every `auto` layer has the policy that saves least."""
-        return self.device <= self.room.device
+        return self.device <= self.limit.device
 
     def evaluation_positions(self, llm: DecoderConfig, positions: int, activation: int) -> int:
         """Return how many positions of the LLM a rank may answer at once so that this takes no more than a step does.
@@ -155,7 +157,7 @@ class MemoryPlan:
         more temporary memory per position than a step. positions: of the LLM in a step's microbatch on a rank.
         """
         transient = self.fixed["transient"]
-        per_position = kv_cache_bytes(llm, self.spread, activation) + transient / positions
+        per_position = kv_cache_bytes(llm, self.sharding, activation) + transient / positions
         return min(positions, int((sum(self.activations.values()) + transient) / per_position))
 
     def applied(self, model: ModelConfig) -> ModelConfig:
@@ -166,6 +168,7 @@ class MemoryPlan:
 def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
     """Return the model with these remat policies of its layers."""
     # One policy where all layers have the same.
+    # As a person would write it: one word for all layers where that says it.
     remat = {tower: p[0] if len(set(p)) == 1 else tuple(p) for tower, p in policies.items()}
     encoders = {name: replace(encoder, remat=remat[name]) for name, encoder in model.encoders.items()}
     return replace(model, llm=replace(model.llm, remat=remat["llm"]), encoders=encoders)
@@ -175,11 +178,11 @@ def plan_memory(
     model: ModelConfig,
     shapes: Sequence[DeviceBatch],
     saved: Sequence[SavedByTower],
-    spread: ModelSharding,
+    sharding: ModelSharding,
     activation: int,
     optimizer: AdamW | Muon,
     speed: Speed,
-    room: MemoryLimit,
+    limit: MemoryLimit,
     loss_choices: Sequence[int] = (1,),
 ) -> MemoryPlan:
     """Find the policies with the least recomputation that fit in memory; exact, for all compiled shapes at once.
@@ -187,44 +190,19 @@ def plan_memory(
     saved: for each shape, before tensor parallelism. activation: bytes of an activation. Towers whose `remat` is not
     "auto" keep theirs. loss_choices: numbers of loss chunks; more need less memory, and any but 1 recomputes logits.
     """
-    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
     works = [row_work(model, shape.shape) for shape in shapes]
     frozen = frozen_modules(model)
-    options = {
-        tower: _options(
-            config,
-            [work[tower] for work in works],
-            [by_tower[tower] for by_tower in saved],
-            speed.rates,
-            [speed.layer(tower, shape.shape[tower]) for shape in shapes],
-            spread.parts(tower),
-            activation,
-        )
-        for tower, config in towers.items()
-    }
-    without_remat = [{tower: options[tower]["none"].device[s] for tower in towers} for s in range(len(shapes))]
-    configured = {name: layer_policies(config) for name, config in towers.items() if config.remat != "auto"}
-    auto = {name: config.layers for name, config in towers.items() if name not in configured}
-    auto_options = {name: options[name] for name in auto}
-    # Bytes left on the host, by shape.
-    host_room = [room.host - _bytes(configured, options, s, "host") for s in range(len(shapes))]
-    logits = [executed_logits(model, work["llm"]) / spread.llm / speed.rates.flops for work in works]
+    options = _tower_options(model, shapes, works, saved, sharding, activation, speed)
+    without_remat = [{tower: options[tower]["none"].device[s] for tower in options} for s in range(len(shapes))]
+    logits = [executed_logits(model, work["llm"]) / sharding.llm / speed.rates.flops for work in works]
 
     def with_chunks(chunks: int) -> MemoryPlan:
         fixed = [
-            fixed_bytes(model, shape, layers, frozen, spread, activation, optimizer, chunks)
+            fixed_bytes(model, shape, layers, frozen, sharding, activation, optimizer, chunks)
             for shape, layers in zip(shapes, without_remat, strict=True)
         ]
-        # Bytes left on the device, by shape, for the layers whose policy is to be chosen.
-        device_room = [
-            room.device - sum(f.values()) - _bytes(configured, options, s, "device") for s, f in enumerate(fixed)
-        ]
-        chosen = choose_policies(auto, auto_options, device_room, host_room)
-        bound = least_seconds(auto, auto_options, device_room, host_room)
-        if chosen is None:
-            chosen = {name: (_smallest(options[name]),) * layers for name, layers in auto.items()}
-        policies = {name: (configured | chosen)[name] for name in towers}
-        totals = [sum(f.values()) + _bytes(policies, options, s, "device") for s, f in enumerate(fixed)]
+        policies, bound = _choose_auto_policies(model, options, [sum(kinds.values()) for kinds in fixed], limit)
+        totals = [sum(kinds.values()) + _bytes(policies, options, s, "device") for s, kinds in enumerate(fixed)]
         largest = int(np.argmax(totals))
         logits_again = float(np.mean(logits)) if chunks > 1 else 0.0
         return MemoryPlan(
@@ -232,19 +210,69 @@ def plan_memory(
             loss_chunks=chunks,
             fixed=fixed[largest],
             activations={name: _bytes({name: p}, options, largest, "device") for name, p in policies.items()},
-            unsaved={name: saved[largest][name]["none"].device / works[largest][name].positions for name in towers},
+            unsaved={name: saved[largest][name]["none"].device / works[largest][name].positions for name in options},
             seconds=logits_again + _seconds(policies, options),
-            least=logits_again + _seconds(configured, options) + (np.inf if bound is None else bound),
-            again={name: {policy: o.seconds for policy, o in by_policy.items()} for name, by_policy in options.items()},
-            fullest=largest,
-            spread=spread,
-            room=room,
+            lower_bound=logits_again + bound,
+            recompute_seconds={
+                name: {policy: o.seconds for policy, o in by_policy.items()} for name, by_policy in options.items()
+            },
+            largest_shape=largest,
+            sharding=sharding,
+            limit=limit,
         )
 
     # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
     return min(
         map(with_chunks, loss_choices), key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks)
     )
+
+
+def _choose_auto_policies(
+    model: ModelConfig, options: Mapping[str, Mapping[Remat, Option]], fixed: Sequence[float], limit: MemoryLimit
+) -> tuple[dict[str, tuple[Remat, ...]], float]:
+    """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs.
+
+    fixed: bytes of each shape that no policy changes. Returns all towers' policies, those that save least where nothing
+    fits, and a lower bound on their recomputation seconds, infinite where nothing fits.
+    """
+    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
+    configured = {name: layer_policies(config) for name, config in towers.items() if config.remat != "auto"}
+    auto = {name: config.layers for name, config in towers.items() if name not in configured}
+    auto_options = {name: options[name] for name in auto}
+    # Bytes that remain for the layers whose policy is to be chosen, by shape.
+    device_limit = [limit.device - used - _bytes(configured, options, s, "device") for s, used in enumerate(fixed)]
+    host_limit = [limit.host - _bytes(configured, options, s, "host") for s in range(len(fixed))]
+    chosen = choose_policies(auto, auto_options, device_limit, host_limit)
+    bound = least_seconds(auto, auto_options, device_limit, host_limit)
+    if chosen is None:
+        chosen = {name: (_smallest(options[name]),) * layers for name, layers in auto.items()}
+    policies = {name: (configured | chosen)[name] for name in towers}
+    return policies, _seconds(configured, options) + (np.inf if bound is None else bound)
+
+
+def _tower_options(
+    model: ModelConfig,
+    shapes: Sequence[DeviceBatch],
+    works: Sequence[Mapping[str, Work]],
+    saved: Sequence[SavedByTower],
+    sharding: ModelSharding,
+    activation: int,
+    speed: Speed,
+) -> dict[str, dict[Remat, Option]]:
+    """Compute what each policy costs one layer of each tower on one device."""
+    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
+    return {
+        tower: _options(
+            config,
+            [work[tower] for work in works],
+            [by_tower[tower] for by_tower in saved],
+            speed.rates,
+            [speed.layer(tower, shape.shape[tower]) for shape in shapes],
+            sharding.parts(tower),
+            activation,
+        )
+        for tower, config in towers.items()
+    }
 
 
 def _options(
@@ -295,6 +323,7 @@ def _recompute_seconds(
     def seconds(policy: Remat) -> float:
         if policy in measured:
             return (measured[policy] - measured["none"]) / parts
+        # Bytes that are neither on the device nor the host are written and read once more.
         moved = 2 * (saved["none"].device - saved[policy].device - saved[policy].host)
         on_device = recompute_flops(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
         return on_device + 2 * saved[policy].host / rates.host

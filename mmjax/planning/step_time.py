@@ -34,7 +34,7 @@ class StepTime:
         """Return the seconds of the step: the longer of computing and sharding, plus what is not overlapped."""
         return max(self.compute + self.recompute, self.shards) + self.tensor + self.exchange + self.update
 
-    def over(self, steps: int) -> StepTime:
+    def mean_over(self, steps: int) -> StepTime:
         """Return the mean per step of a sum over `steps`; `update` is already per step."""
         means = {f.name: getattr(self, f.name) / steps for f in fields(self)}
         return StepTime(**means | {"update": self.update})
@@ -46,7 +46,7 @@ class ClusterRun:
 
     cluster: Cluster
     mesh: Mapping[str, int]
-    spread: ModelSharding
+    sharding: ModelSharding
     speed: Speed
     activation: int
     loss_chunks: int = 1
@@ -69,7 +69,9 @@ def step_time(
     counts = parameters(model)
     optimizer_numbers = moments(model, frozen_modules(model), optimizer)
     # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared.
-    numbers = sum((2 * counts[module] + n) * machine.spread.part_of(module) for module, n in optimizer_numbers.items())
+    numbers = sum(
+        (2 * counts[module] + n) * machine.sharding.part_of(module) for module, n in optimizer_numbers.items()
+    )
     return StepTime(**summed | {"update": 2 * MASTER * numbers / machine.speed.rates.memory})
 
 
@@ -83,16 +85,17 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
     # Layers of profiled towers are taken out of the FLOPs, and their measured times added below.
     rest = _with_changes(model, {name: {"layers": 0, "remat": "none"} for name in profiled})
     rest_without_remat = _with_changes(rest, {name: {"remat": "none"} for name in towers})
+    # Without remat and without chunks of the loss: what both recompute is counted apart.
     compute = _flops(rest_without_remat, batch, frozen, machine, 1) / rates.flops
     recompute = _flops(rest, batch, frozen, machine, machine.loss_chunks) / rates.flops - compute
     for name, times in profiled.items():
         policies = layer_policies(towers[name])
-        parts = machine.spread.parts(name)
+        parts = machine.sharding.parts(name)
         compute += len(policies) * times["none"] / parts
         recompute += sum(times[policy] - times["none"] for policy in policies) / parts
     work = row_work(model, batch.shape)
     activations = sum(
-        c.layers * work[name].positions * unsaved[name] / machine.spread.parts(name)
+        c.layers * work[name].positions * unsaved[name] / machine.sharding.parts(name)
         for name, c in towers.items()
         if name not in profiled
     )
@@ -104,7 +107,9 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         compute=compute + PASSES * activations / rates.memory,
         recompute=recompute,
         shards=_shards(model, machine, frozen),
-        tensor=sum(_tensor(c, work[name].positions, machine.spread.parts(name), machine) for name, c in towers.items()),
+        tensor=sum(
+            _tensor(c, work[name].positions, machine.sharding.parts(name), machine) for name, c in towers.items()
+        ),
         exchange=2 * sent / (BANDWIDTH_EFFICIENCY * (device.link if in_node else device.network)),
         update=0.0,
     )
@@ -119,7 +124,7 @@ def _with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -
 def _flops(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: ClusterRun, loss_chunks: int) -> float:
     """Count the executed FLOPs per device."""
     flops = executed(model, batch.shape, frozen, loss_chunks)
-    return sum(f.total / machine.spread.parts(module.removesuffix(".connector")) for module, f in flops.items())
+    return sum(f.total / machine.sharding.parts(module.removesuffix(".connector")) for module, f in flops.items())
 
 
 def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
@@ -128,6 +133,7 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     mesh = machine.mesh
     trainable = sum(n for module, n in counts.items() if module not in frozen)
     parts = mesh["tensor"]
+    # Twice, since FSDP frees gathered parameters after the forward pass and gathers them again.
     gather_bytes = 2 * machine.activation * sum(counts.values()) / parts
     gathered = _collective(gather_bytes, mesh["fsdp"], parts, machine.cluster)
     scattered = _collective(MASTER * trainable / parts, mesh["fsdp"], parts, machine.cluster)
@@ -145,10 +151,12 @@ def _collective(size: float, group: int, stride: int, cluster: Cluster) -> float
     if group == 1:
         return 0.0
     device = cluster.device
+    # How many of a group lie on one node: per_node / stride, at least one and at most all.
     nodes = -(-group // max(1, min(group, cluster.per_node // stride)))
     inside = size * (group - 1) / group / device.link
     groups = min(stride, cluster.per_node)
     outside = size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network) if nodes > 1 else 0.0
+    # Links and adapters work at the same time, so the slower one decides.
     return max(inside, outside) / BANDWIDTH_EFFICIENCY
 
 
@@ -156,6 +164,7 @@ def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine
     """Estimate the all-reduces of activations: per layer two forward, two backward, and two if recomputed."""
     if parts == 1:
         return 0.0
+    # Policies that save the products save what their all-reduces gave; the others do both again.
     recomputed = sum(policy in ("attention_mlp", "attention", "full") for policy in layer_policies(config))
     # A ring all-reduce of n bytes among p devices sends 2 (p - 1) / p * n bytes from each.
     size = 2 * (parts - 1) / parts * positions * config.width * machine.activation
@@ -172,7 +181,7 @@ class LayerTimes(NamedTuple):
     rows: int
     seconds: Mapping[int, Mapping[str, float]]
 
-    def at(self, length: int) -> dict[str, float]:
+    def interpolate(self, length: int) -> dict[str, float]:
         """Interpolate the seconds at a row length.
 
         Seconds per position are linear between grid points, which is exact for a time of a*n + b*n^2, as layers with
@@ -197,7 +206,7 @@ class Speed:
         if (times := self.measured.get(tower)) is None:
             return None
         rows, length = shape
-        return {name: seconds * rows / times.rows for name, seconds in times.at(length).items()}
+        return {name: seconds * rows / times.rows for name, seconds in times.interpolate(length).items()}
 
 
 def profile_lengths(lengths: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.balance.mask_work import Mask, block_work
-from mmjax.batch import ItemBatch, TextBatch
+from mmjax.batch import ROW, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.config.model import CONV_STRIDE, Encoder
 
@@ -118,9 +118,10 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
         encoder = model.encoders[name]
         # Coordinates below 0 mark inputs that become no token: class tokens, which pass through the layers, and the
         # silence behind a clip, which does not.
-        output_item = np.where(batch.coordinates[..., 1] >= 0, batch.item, -1)
+        output_item = np.where(batch.coordinates[..., ROW] >= 0, batch.item, -1)
         layer_item = batch.item
         if isinstance(encoder, AudioConfig):
+            # The second convolution keeps every other frame, pooling the last of each group.
             layer_item = output_item[:, ::CONV_STRIDE]
             output_item = layer_item[:, encoder.pool - 1 :: encoder.pool]
         group = merged_positions(encoder)
@@ -135,7 +136,7 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
 
 def _windows(items: ItemBatch, window: int) -> np.ndarray:
     """Number the attention windows of `window` x `window` patches; return each patch's, int `[R, L]`, -1 = padding."""
-    row, column = np.moveaxis(np.maximum(items.coordinates[..., 1:], 0) // window, -1, 0)
+    row, column = np.moveaxis(np.maximum(items.coordinates[..., ROW:], 0) // window, -1, 0)
     sizes = np.array([items.item.max(initial=0), row.max(initial=0), column.max(initial=0)], np.int64) + 1
     number = np.ravel_multi_index((np.maximum(items.item, 0), row, column), sizes)
     # Renumbered without gaps, for `item_pairs` counts by number.
@@ -163,6 +164,7 @@ def length_work(
     for k, (name, config) in enumerate(model.encoders.items()):
         inputs = useful[encoder == k].astype(np.int64)
         positions = inputs // CONV_STRIDE if isinstance(config, AudioConfig) else inputs
+        # Full attention inside an item: n queries of n keys each.
         pairs = int((positions**2).sum())
         # A length does not tell which windows an image's edge cuts: all are counted as complete.
         pairs = _mean_pairs(config, pairs, lambda window, n=positions: int((n * np.minimum(n, window**2)).sum()))
@@ -182,11 +184,13 @@ def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[s
         layer_length = length // CONV_STRIDE if isinstance(config, AudioConfig) else length
         pairs = layer_length**2
         if config.attention != "dense":
+            # A row shorter than a block is one block of its own length.
             side = min(BLOCKS[config.attention], layer_length)
             blocks = -(-layer_length // side)
             pairs = side**2 * (blocks * (blocks + 1) // 2 if name == "llm" else blocks**2)
             if name == "llm":
                 pairs = _mean_pairs(config, pairs, lambda window, n=blocks, s=side: s**2 * _near_blocks(n, window, s))
+        # Padding included: the backend computes it like everything else.
         positions = rows * layer_length
         work[name] = Work(positions, rows * pairs)
         if name != "llm":
@@ -240,6 +244,7 @@ def _far_in_spans(text: TextBatch, window: int) -> np.ndarray:
     count = np.zeros(len(text.sample), np.int64)
     for row, (sample, span) in enumerate(zip(text.sample, text.span, strict=True)):
         columns = np.flatnonzero(span)
+        # By sample, then span, then column: members of a span follow each other in order.
         order = columns[np.lexsort((columns, span[columns], sample[columns]))]
         borders = np.flatnonzero(np.diff(sample[order]) | np.diff(span[order])) + 1
         for members in np.split(order, borders):

@@ -6,6 +6,7 @@ are classes of the page's stylesheet, `c0`, `c1`, ... All texts are escaped here
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,11 @@ class Scale:
         step = round_step((self.high - self.low) / about)
         first = math.ceil(self.low / step - 1e-9)
         return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def data_uri(kind: str, content: bytes) -> str:
+    """Encode an image as a data URI."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def round_step(rough: float) -> float:

@@ -83,7 +83,7 @@ def facts_of(runs: Sequence[Run]) -> Rows:
                 percent(mfu.typical()) if mfu else "",
                 duration(seconds.typical()) if seconds else "",
                 percent(float(np.mean(wait.mean))) if wait else "",
-                str(run.lives[0].get("began", ""))[:16].replace("T", " ") if run.lives else "",
+                str(run.launches[0].get("began", ""))[:16].replace("T", " ") if run.launches else "",
                 _scores(run),
             )
         )
@@ -106,7 +106,7 @@ def _scores(run: Run) -> str:
         scores = json.loads(run.folder.scores.read_text())
         split = "test"
     except (OSError, ValueError):
-        scores = {name: float(curve.mean[-1]) for name, curve in run.metrics.under("validation/").items()}
+        scores = {name: float(curve.mean[-1]) for name, curve in run.metrics.with_prefix("validation/").items()}
         split = "validation"
     texts = [
         f"{name.removeprefix('exact_match_')} {percent(value)}"
@@ -119,37 +119,37 @@ def _scores(run: Run) -> str:
 def list_launches(run: Run) -> list[ShownLaunch]:
     """List the launches in a run's history, each compared with the one before."""
     return [
-        ShownLaunch(_life_facts(life), _mixture(life), _changed(previous, life) if previous else [])
-        for previous, life in zip([None, *run.lives], run.lives, strict=False)
+        ShownLaunch(_launch_facts(launch), _mixture(launch), _changed(previous, launch) if previous else [])
+        for previous, launch in zip([None, *run.launches], run.launches, strict=False)
     ]
 
 
-def _life_facts(life: dict[str, Any]) -> tuple[str, ...]:
+def _launch_facts(launch: dict[str, Any]) -> tuple[str, ...]:
     """Format a launch as a row under LIFE_HEADINGS."""
-    began = str(life.get("began", ""))[:19].replace("T", " ")
-    values = [life.get(key, "") for key in COMPARED]
+    began = str(launch.get("began", ""))[:19].replace("T", " ")
+    values = [launch.get(key, "") for key in COMPARED]
     cells = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
-    return (f"{life['first'] + 1:,}", began, *cells)
+    return (f"{launch['first'] + 1:,}", began, *cells)
 
 
-def _mixture(life: dict[str, Any]) -> str:
+def _mixture(launch: dict[str, Any]) -> str:
     """Format the share of each source in the samples."""
-    files = life.get("files")
-    weights = life.get("weights")
+    files = launch.get("files")
+    weights = launch.get("weights")
     if not isinstance(files, dict) or not isinstance(weights, list) or not sum(weights) > 0:
         return ""
     return ", ".join(f"{name} {percent(w / sum(weights))}" for name, w in zip(files, weights, strict=False))
 
 
-def _changed(previous: dict[str, Any], life: dict[str, Any]) -> list[str]:
+def _changed(previous: dict[str, Any], launch: dict[str, Any]) -> list[str]:
     """List what differs between two launches, in the environment and in the config."""
     lines = [
-        f"{heading}: {previous.get(key)} -> {life.get(key)}"
+        f"{heading}: {previous.get(key)} -> {launch.get(key)}"
         for key, heading in COMPARED.items()
-        if previous.get(key) != life.get(key)
+        if previous.get(key) != launch.get(key)
     ]
     try:
-        old, new = (from_json(json.dumps(launch.get("config"))) for launch in (previous, life))
+        old, new = (from_json(json.dumps(start.get("config"))) for start in (previous, launch))
     except UserError:
         return [*lines, "the config is of another version of mmjax"]
     return [*lines, *differences(old, new)]
@@ -198,7 +198,7 @@ class RunPart:
     missing_row: str = ""  # why no row can be packed again
     quarantine: LeftOut | None = None
     oversize: LeftOut | None = None
-    lives: Sequence[ShownLaunch] = ()
+    launches: Sequence[ShownLaunch] = ()
     config: str = ""
 
     @property
@@ -234,7 +234,7 @@ def sections_of(parts: Sequence[RunPart]) -> dict[str, str]:
         "row": ("A packed row", any(part.row or part.missing_row for part in parts)),
         "worst": ("Worst samples", any(part.worst for part in parts)),
         "left-out": ("Left out", any(part.left_out for part in parts)),
-        "history": ("History", any(part.lives for part in parts)),
+        "history": ("History", any(part.launches for part in parts)),
     }
     titles = {name: title for name, (title, has_content) in shown.items() if has_content}
     return {"training": "Training", **titles, "config": "Config"}
@@ -251,7 +251,7 @@ def part_of(run: Run, media: int) -> RunPart:
         worst=worst_table(run, WORST_LISTED),
         quarantine=left_out(run.folder.quarantine),
         oversize=left_out(run.folder.oversize),
-        lives=list_launches(run),
+        launches=list_launches(run),
         config=describe(run.config),
     )
     # All above is in the run folder; all below needs the data files too, which may be gone.
@@ -260,7 +260,7 @@ def part_of(run: Run, media: int) -> RunPart:
         part.missing_row = part.missing
         return part
     part.lengths = list(length_figures(run, planned))
-    part.ranks = planned.life.layout.topology.ranks
+    part.ranks = planned.launch.layout.topology.ranks
     part.work = work_plot(planned, run.modules)
     part.work_table = work_table(planned, run.modules)
     shower = Shower(planned, media)

@@ -1,4 +1,4 @@
-"""Plot each rank's work by phase, the memory and time that a run is predicted to take, and lengths of data.
+"""Plot each rank's work by phase and lengths of data, and what all plots are drawn with.
 
 Positions are in pixels of a figure that is WIDTH wide, from its upper left corner. The same data gives the same SVG,
 byte for byte.
@@ -6,7 +6,7 @@ byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
@@ -17,10 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.textpath import TextPath
 
-from mmjax.autotune.forecast import BalanceForecast, RunForecast
 from mmjax.balance.parts import dist_ratio
-from mmjax.console import count, duration, size
-from mmjax.planning.flops import parameters
+from mmjax.console import count
 
 Work = Mapping[str, np.ndarray]  # of each module, [steps, ranks]
 
@@ -32,8 +30,6 @@ GAP = 22
 INNER = WIDTH - LEFT - RIGHT
 # Heights in pixels.
 PANEL = 104
-BAR = 26
-HEADING = 22
 TALLEST = 64  # ranks in one column of a panel
 ACROSS = 3  # panels of work side by side
 SHADES = 32  # colours from an idle rank to the busiest
@@ -44,29 +40,8 @@ PIXELS = 100  # per inch; a PNG has twice as many
 PAPER = "#fbfbf9"
 INK = "#222222"
 PALE = "#666666"
-ALARM = "#b3261e"
 MODULES = {"llm": "#3d7f4c", "vision": "#2563a8", "audio": "#b4552d"}
 OTHERS = ("#7a5c99", "#a8862a", "#2f8f8f", "#a34a6f")  # further encoders
-KINDS = {
-    "parameters": "#3f4756",
-    "gradients": "#667085",
-    "optimizer": "#8f98a8",
-    "copies": "#b9bfca",
-    "batch": "#efe8d8",
-    "tokens": "#ddd3bc",
-    "exchange": "#c8bb9d",
-    "transient": "#ad9e7c",
-}
-PARTS = {
-    "compute": "#44546a",
-    "recompute": "#93a5bd",
-    "shards": "#d9a441",
-    "tensor": "#c4704f",
-    "exchange": "#7a5c99",
-    "update": "#a3a8a0",
-}
-LABEL_ROOM = 1.2  # an axis is so many times its longest bar, which leaves room for the label behind that
-INVISIBLE = 0.002  # share of an axis; a part that is shorter in all bars is left out of the legend
 MEANINGS = {
     "none": "samples as they come",
     "llm": "placed by the work of the LLM",
@@ -85,35 +60,10 @@ STYLE = {
 @matplotlib.rc_context(STYLE)
 def plot_work(path: Path, works: Mapping[str, Work], headings: Mapping[str, str], subtitle: str) -> None:
     """Plot each rank's work in every step. works and headings: by kind of balancing."""
-    height = 66 + len(works) * _work_height(next(iter(works.values()))) + 34
-    figure = _new_figure(height, "Work of every rank in every step", subtitle)
-    _draw_works(figure, 66, works, headings)
-    _save(figure, path, "Work of every rank in every step, by phase and way of balancing")
-
-
-@matplotlib.rc_context(STYLE)
-def plot_plan(path: Path, outlook: RunForecast) -> None:
-    """Plot a run's plan: memory and time of a step by kind of balancing, and ranks' work with and without it."""
-    config = outlook.config
-    chosen = outlook.chosen
-    kinds = ["none", config.batch.balance.kind if config.batch.balance.kind != "none" else "post"]
-    works = {kind: outlook.ways[kind].work for kind in kinds}
-    bars = BAR * len(outlook.ways)
-    memory_top, time_top, work_top = np.cumsum([66, HEADING + bars + 66, HEADING + bars + 50])
-    axes = " x ".join(f"{axis} {n}" for axis, n in outlook.mesh.items() if n > 1) or "one device"
-    title = f"{config.name} on {outlook.cluster}: {duration(chosen.time.total)} a step, MFU {outlook.mfu(chosen):.1%}"
-    subtitle = (
-        f"{count(sum(parameters(config.model).values()))} parameters, {config.training.precision}, mesh {axes}, "
-        f"{outlook.samples:,.0f} samples and {count(outlook.tokens)} LLM tokens a step, "
-        f"balance {config.batch.balance.kind}"
-    )
-    figure = _new_figure(work_top + len(works) * _work_height(chosen.work) + 34, title, subtitle)
-    _draw_memory(figure, memory_top, outlook)
-    _draw_time(figure, time_top, outlook)
-    rank = "encoder rank" if chosen.layout.topology.encoders_per_rank > 1 else "rank"
-    headings = {kind: f"Work of each {rank}, balance {kind}: {MEANINGS[kind]}" for kind in works}
-    _draw_works(figure, work_top, works, headings)
-    _save(figure, path, f"Plan of {title}")
+    height = 66 + len(works) * work_height(next(iter(works.values()))) + 34
+    figure = new_figure(height, "Work of every rank in every step", subtitle)
+    draw_works(figure, 66, works, headings)
+    save_figure(figure, path, "Work of every rank in every step, by phase and way of balancing")
 
 
 @matplotlib.rc_context(STYLE)
@@ -123,8 +73,8 @@ def plot_lengths(path: Path, title: str, subtitle: str, lengths: Mapping[str, Ma
     palette = (*MODULES.values(), *OTHERS)
     colours = {source: palette[k % len(palette)] for k, source in enumerate(sources)}
     lines = -(-len(lengths) // HISTOGRAMS)
-    figure = _new_figure(96 + lines * (PANEL + 62), title, subtitle)
-    _legend(figure, 58, "values of", colours)
+    figure = new_figure(96 + lines * (PANEL + 62), title, subtitle)
+    draw_legend(figure, 58, "values of", colours)
     width = (INNER - GAP * (HISTOGRAMS - 1)) / HISTOGRAMS
     for k, (measure, by_source) in enumerate(lengths.items()):
         line, column = divmod(k, HISTOGRAMS)
@@ -132,10 +82,10 @@ def plot_lengths(path: Path, title: str, subtitle: str, lengths: Mapping[str, Ma
         x = LEFT + column * (width + GAP)
         joined = np.concatenate(list(by_source.values()))
         summary = f"median {count(np.median(joined))}, largest {count(joined.max())}"
-        _text(figure, x, top - 6, measure, weight="bold")
-        _text(figure, x + width, top - 6, summary, ha="right", color=PALE)
-        _draw_histogram(_add_axes(figure, x, top, width, PANEL), by_source, colours)
-    _save(figure, path, title)
+        write_text(figure, x, top - 6, measure, weight="bold")
+        write_text(figure, x + width, top - 6, summary, ha="right", color=PALE)
+        _draw_histogram(add_axes(figure, x, top, width, PANEL), by_source, colours)
+    save_figure(figure, path, title)
 
 
 def _draw_histogram(axes: Axes, by_source: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
@@ -154,112 +104,13 @@ def _draw_histogram(axes: Axes, by_source: Mapping[str, np.ndarray], colours: Ma
     _thin_frame(axes)
 
 
-# ------------------------------------------------------------------------------------------------------ memory and time
-
-
-def _draw_memory(figure: Figure, top: float, outlook: RunForecast) -> None:
-    """Draw a device's memory by what it is for, a bar for each kind of balancing, and its capacity."""
-    colours = module_colours(outlook.chosen.work)
-    room = outlook.chosen.fitted.room.device
-    largest = max(way.fitted.device for way in outlook.ways.values())
-    room_visible = room < 4 * largest  # else the bars would be too short to read
-    axes = _bar_axes(figure, top, outlook, LABEL_ROOM * max(largest, room if room_visible else 0))
-    _text(figure, LEFT, top + 14, "Memory of a device", weight="bold")
-    for row, way in enumerate(outlook.ways.values()):
-        memory = way.fitted
-        segments = [(kind, memory.fixed[kind], colour) for kind, colour in KINDS.items()]
-        segments += [(module_name(name), memory.activations[name], colour) for name, colour in colours.items()]
-        label = size(memory.device) + ("" if memory.fits else ": too large")
-        label_colour = INK if memory.fits else ALARM
-        _draw_bar(axes, row, segments, size, label, label_colour, room if room_visible else 0.0)
-    if room_visible:
-        axes.axvline(room, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
-        x = LEFT + INNER * room / axes.get_xlim()[1]
-        _text(figure, max(x, LEFT + 190), top + 14, f"room {size(room)}", ha="center")  # right of the heading
-    else:
-        _text(figure, WIDTH - RIGHT, top + 14, f"room {size(room)}, beyond this picture", ha="right", color=PALE)
-    bottom = top + HEADING + BAR * len(outlook.ways) + 8
-    maximum = {kind: max(way.fitted.fixed[kind] for way in outlook.ways.values()) for kind in KINDS}
-    visible = {kind: colour for kind, colour in KINDS.items() if maximum[kind] > INVISIBLE * largest}
-    _legend(figure, bottom, "always there", visible)
-    _legend(figure, bottom + 19, "activations of", {module_name(name): colour for name, colour in colours.items()})
-
-
-def _draw_time(figure: Figure, top: float, outlook: RunForecast) -> None:
-    """Draw the time of a step by its parts, a bar for each kind of balancing."""
-    slowest = max(way.time.total for way in outlook.ways.values())
-    axes = _bar_axes(figure, top, outlook, LABEL_ROOM * slowest)
-    _text(figure, LEFT, top + 14, "Time of a step", weight="bold")
-    times = [time_parts(way) for way in outlook.ways.values()]
-    for row, (way, seconds) in enumerate(zip(outlook.ways.values(), times, strict=True)):
-        segments = [(part, seconds[part], colour) for part, colour in PARTS.items()]
-        _draw_bar(axes, row, segments, duration, f"{duration(way.time.total)}, MFU {outlook.mfu(way):.1%}")
-    visible = [part for part in PARTS if max(seconds[part] for seconds in times) > INVISIBLE * slowest]
-    names = {("shards, not hidden" if part == "shards" else part): PARTS[part] for part in visible}
-    _legend(figure, top + HEADING + BAR * len(outlook.ways) + 8, "spent on", names)
-
-
-def time_parts(way: BalanceForecast) -> dict[str, float]:
-    """Split the time of a step into parts that add up to it.
-
-    Gathering shards counts as far as computing does not hide it. `recompute` may be negative, where a layer is faster
-    with remat than without; it is then subtracted from computing.
-    """
-    time = way.time
-    parts = {part: getattr(time, part) for part in PARTS}
-    parts |= {"compute": time.compute + min(time.recompute, 0.0), "recompute": max(time.recompute, 0.0)}
-    return parts | {"shards": max(0.0, time.shards - time.compute - time.recompute)}
-
-
-def _bar_axes(figure: Figure, top: float, outlook: RunForecast, limit: float) -> Axes:
-    """Add axes with room for a horizontal bar for each kind of balancing, under a heading."""
-    axes = _add_axes(figure, LEFT, top + HEADING, INNER, BAR * len(outlook.ways))
-    axes.set_xlim(0, limit)
-    axes.set_ylim(len(outlook.ways) - 0.5, -0.5)
-    axes.axis("off")
-    for row, kind in enumerate(outlook.ways):
-        chosen = kind == outlook.config.batch.balance.kind
-        y = top + HEADING + BAR * (row + 0.5) + 4
-        _text(figure, LEFT - 8, y, kind, ha="right", weight="bold" if chosen else "normal")
-    return axes
-
-
-def _draw_bar(
-    axes: Axes,
-    row: int,
-    segments: Sequence[tuple[str, float, str]],
-    format_amount: Callable[[float], str],
-    label: str,
-    label_colour: str = INK,
-    label_from: float = 0.0,
-) -> None:
-    """Draw a bar of segments (name, amount, colour), each labelled as far as it has room, and a label behind the bar.
-
-    label_from: an amount that the bar's label must not stand before.
-    """
-    limit = axes.get_xlim()[1]
-    start = 0.0
-    for name, amount, colour in segments:
-        axes.barh(row, amount, left=start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.6)
-        room = INNER * amount / limit - 8
-        candidates = (f"{name} {format_amount(amount)}", format_amount(amount))
-        text = next((text for text in candidates if _text_width(text) < room), "")
-        # Luma of ITU-R BT.601: white text on dark colours.
-        dark = np.dot(matplotlib.colors.to_rgb(colour), (0.3, 0.59, 0.11)) < 0.6
-        centred = {"ha": "center", "va": "center_baseline"}
-        axes.text(start + amount / 2, row, text, color="white" if dark else INK, fontsize=8, **centred)
-        start += amount
-    x = max(start, label_from) + 0.008 * limit
-    axes.text(x, row, label, va="center_baseline", weight="bold", color=label_colour)
-
-
 # ----------------------------------------------------------------------------------------------------------------- work
 
 
-def _draw_works(figure: Figure, top: float, works: Mapping[str, Work], headings: Mapping[str, str]) -> None:
+def draw_works(figure: Figure, top: float, works: Mapping[str, Work], headings: Mapping[str, str]) -> None:
     """Draw a panel for each kind of balancing and module, and below them a legend of the shades."""
     for kind, work in works.items():
-        _text(figure, LEFT, top + 14, headings[kind], weight="bold")
+        write_text(figure, LEFT, top + 14, headings[kind], weight="bold")
         colours = module_colours(work)
         across = min(ACROSS, len(work))
         width = (INNER - GAP * (across - 1)) / across
@@ -267,11 +118,11 @@ def _draw_works(figure: Figure, top: float, works: Mapping[str, Work], headings:
             line, column = divmod(k, across)
             x = LEFT + column * (width + GAP)
             _draw_panel(figure, x, top + 38 + line * (PANEL + 40), width, name, amounts, colours[name])
-        top += _work_height(work)
+        top += work_height(work)
     _draw_shade_legend(figure, top + 14, next(iter(works.values())))
 
 
-def _work_height(work: Work) -> float:
+def work_height(work: Work) -> float:
     return 38 + -(-len(work) // ACROSS) * (PANEL + 40) - 8
 
 
@@ -280,9 +131,9 @@ def _draw_panel(figure: Figure, x: float, top: float, width: float, name: str, w
     steps, ranks = work.shape
     cells = fold_ranks(work)
     last_rank = len(cells) - 1  # of the first column
-    _text(figure, x, top - 6, module_name(name), weight="bold", color=colour)
-    _text(figure, x + width, top - 6, f"dist ratio {dist_ratio(work).mean():.3f}", ha="right")
-    axes = _add_axes(figure, x, top, width, PANEL)
+    write_text(figure, x, top - 6, module_name(name), weight="bold", color=colour)
+    write_text(figure, x + width, top - 6, f"dist ratio {dist_ratio(work).mean():.3f}", ha="right")
+    axes = add_axes(figure, x, top, width, PANEL)
     shades = LinearSegmentedColormap.from_list(name, ["white", colour], SHADES)
     # Cells of several pixels stay sharp in viewers that smooth an image when they enlarge it.
     for axis, pixels in enumerate((2 * PANEL, 2 * width)):
@@ -290,11 +141,11 @@ def _draw_panel(figure: Figure, x: float, top: float, width: float, name: str, w
     _draw_shades(axes, cells, shades, (0, steps, 0, 1))
     for step in range(1, steps) if ranks > TALLEST else ():
         axes.axvline(step, color=PAPER, linewidth=1.2)
-    _text(figure, x, top + PANEL + 13, "step 1", color=PALE)
-    _text(figure, x + width, top + PANEL + 13, f"{steps}", ha="right", color=PALE)
+    write_text(figure, x, top + PANEL + 13, "step 1", color=PALE)
+    write_text(figure, x + width, top + PANEL + 13, f"{steps}", ha="right", color=PALE)
     if x == LEFT:
-        _text(figure, x - 6, top + 9, "rank 0", ha="right", color=PALE)
-        _text(figure, x - 6, top + PANEL - 1, f"{last_rank}", ha="right", color=PALE)
+        write_text(figure, x - 6, top + 9, "rank 0", ha="right", color=PALE)
+        write_text(figure, x - 6, top + PANEL - 1, f"{last_rank}", ha="right", color=PALE)
 
 
 def _draw_shades(
@@ -322,16 +173,16 @@ def fold_ranks(work: np.ndarray) -> np.ndarray:
 
 def _draw_shade_legend(figure: Figure, y: float, work: Work) -> None:
     """Draw the scale of the shades, and explain how ranks are folded into columns."""
-    _text(figure, LEFT, y, "work of a rank over that of the step's fullest:", color=PALE)
-    _text(figure, LEFT + 286, y, "0", ha="right", color=PALE)
-    axes = _add_axes(figure, LEFT + 294, y - 10, 150, 12)
+    write_text(figure, LEFT, y, "work of a rank over that of the step's fullest:", color=PALE)
+    write_text(figure, LEFT + 286, y, "0", ha="right", color=PALE)
+    axes = add_axes(figure, LEFT + 294, y - 10, 150, 12)
     greys = LinearSegmentedColormap.from_list("greys", ["white", INK], SHADES)
     _draw_shades(axes, np.linspace(0, 1, 600)[None], greys, (0, 1, 0, 1))
-    _text(figure, LEFT + 452, y, "1", color=PALE)
+    write_text(figure, LEFT + 452, y, "1", color=PALE)
     ranks = next(iter(work.values())).shape[1]
     if (columns := -(-ranks // TALLEST)) > 1:
         text = f"{ranks:,} ranks: every step is {columns} columns of {-(-ranks // columns)}"
-        _text(figure, WIDTH - RIGHT, y, text, ha="right", color=PALE)
+        write_text(figure, WIDTH - RIGHT, y, text, ha="right", color=PALE)
 
 
 # -------------------------------------------------------------------------------------------------------------- drawing
@@ -348,10 +199,10 @@ def module_colours(work: Work) -> dict[str, str]:
     return {name: MODULES.get(name) or OTHERS[unknown.index(name) % len(OTHERS)] for name in work}
 
 
-def _new_figure(height: float, title: str, subtitle: str) -> Figure:
+def new_figure(height: float, title: str, subtitle: str) -> Figure:
     figure = Figure((WIDTH / PIXELS, height / PIXELS), dpi=2 * PIXELS, facecolor=PAPER)
-    _text(figure, RIGHT, 28, title, weight="bold", fontsize=11.5)
-    _text(figure, RIGHT, 48, subtitle, color=PALE)
+    write_text(figure, RIGHT, 28, title, weight="bold", fontsize=11.5)
+    write_text(figure, RIGHT, 48, subtitle, color=PALE)
     return figure
 
 
@@ -359,7 +210,7 @@ def _height(figure: Figure) -> float:
     return float(figure.get_figheight()) * PIXELS
 
 
-def _add_axes(figure: Figure, x: float, top: float, width: float, height: float) -> Axes:
+def add_axes(figure: Figure, x: float, top: float, width: float, height: float) -> Axes:
     figure_height = _height(figure)
     box = (x / WIDTH, 1 - (top + height) / figure_height, width / WIDTH, height / figure_height)
     return figure.add_axes(box)
@@ -370,19 +221,19 @@ def _thin_frame(axes: Axes) -> None:
         side.set(color="#999999", linewidth=0.5)
 
 
-def _text(figure: Figure, x: float, y: float, text: str, **style: object) -> None:
+def write_text(figure: Figure, x: float, y: float, text: str, **style: object) -> None:
     """Write text with its baseline at y."""
     figure.text(x / WIDTH, 1 - y / _height(figure), text, va="baseline", **style)
 
 
-def _text_width(text: str) -> float:
+def text_width(text: str) -> float:
     """Estimate the width of a label in pixels."""
     return float(TextPath((0, 0), text, size=8).get_extents().width) * PIXELS / 72
 
 
-def _legend(figure: Figure, top: float, prefix: str, colours: Mapping[str, str]) -> None:
+def draw_legend(figure: Figure, top: float, prefix: str, colours: Mapping[str, str]) -> None:
     """Draw a line of coloured squares with their names."""
-    _text(figure, LEFT, top + 12, prefix, color=PALE)
+    write_text(figure, LEFT, top + 12, prefix, color=PALE)
     figure.legend(
         [Patch(color=colour) for colour in colours.values()],
         list(colours),
@@ -399,7 +250,7 @@ def _legend(figure: Figure, top: float, prefix: str, colours: Mapping[str, str])
     )
 
 
-def _save(figure: Figure, path: Path, title: str) -> None:
+def save_figure(figure: Figure, path: Path, title: str) -> None:
     # Without a date and a version, the same data gives the same bytes.
     metadata = {"Title": title} | ({"Date": None, "Creator": None} if path.suffix == ".svg" else {})
     figure.savefig(path, metadata=metadata)

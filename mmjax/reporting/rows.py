@@ -19,9 +19,8 @@ from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describ
 from mmjax.data.media.audio_features import log_mel_frames
 from mmjax.data.sample import Text
 from mmjax.errors import UserError
-from mmjax.reporting.charts import GREY, WIDE, colour_class, path
+from mmjax.reporting.charts import GREY, WIDE, colour_class, data_uri, path
 from mmjax.reporting.run import Planned, Worst
-from mmjax.reporting.training import data_uri
 
 SAMPLES = 12  # shown of a row
 WORST_LISTED = 16
@@ -76,7 +75,7 @@ class ShownRow:
     window: str  # describes the layers with a sliding window; empty: none
     legend: dict[str, int]
     samples: tuple[ShownSample, ...]
-    more: int  # samples that are not shown
+    hidden_samples: int  # samples that are not shown
 
 
 @dataclass
@@ -84,7 +83,7 @@ class Shower:
     """Shows samples of planned steps."""
 
     planned: Planned
-    room: int  # bytes of the page that images and clips may still take
+    image_budget: int  # bytes of the page that images and clips may still take
 
     @cached_property
     def replayed(self) -> Replayed:
@@ -104,10 +103,10 @@ class Shower:
             f"{len(row.samples)} samples in {used:,} of {row.length:,} positions",
             strip=self._strip(text, row),
             mask=self._mask(text),
-            window=describe_window(self.planned.life.config.model.llm),
+            window=describe_window(self.planned.launch.config.model.llm),
             legend=self._legend,
             samples=tuple(self._placed_sample(sample) for sample in row.samples[:SAMPLES]),
-            more=max(0, len(row.samples) - SAMPLES),
+            hidden_samples=max(0, len(row.samples) - SAMPLES),
         )
 
     def worst(self, worst: Sequence[Worst]) -> list[ShownSample]:
@@ -116,7 +115,7 @@ class Shower:
         for entry in worst:
             # Ids of earlier launches may be of other data.
             sample = self._id(entry.sample)
-            if sample is not None and entry.step > self.planned.life.first and len(shown) < WORST_SHOWN:
+            if sample is not None and entry.step > self.planned.launch.first and len(shown) < WORST_SHOWN:
                 shown.append(self._sample(sample, entry.sample, f"loss {entry.loss:.4g} in step {entry.step}", {}))
         return shown
 
@@ -165,9 +164,9 @@ class Shower:
         }
 
     def _item(self, sample: int, number: int, encoder: str, caption: str) -> ShownItem:
-        if self.room <= 0:
+        if self.image_budget <= 0:
             return ShownItem(f"{caption} (left out: the page is large enough)")
-        config = self.planned.life.config.model.encoders[encoder]
+        config = self.planned.launch.config.model.encoders[encoder]
         try:
             value = self.replayed.item(sample, number)
             if isinstance(config, AudioConfig):
@@ -180,9 +179,9 @@ class Shower:
         except (OSError, ValueError, UserError) as error:
             return ShownItem(f"{caption}: cannot be opened: {error}")
         needed = len(item.picture) + len(item.wave)
-        if needed > self.room:
+        if needed > self.image_budget:
             return ShownItem(f"{caption} (left out: the page is large enough)")
-        self.room -= needed
+        self.image_budget -= needed
         return item
 
     def _id(self, name: str) -> int | None:
@@ -209,7 +208,7 @@ class Shower:
 
     @property
     def _legend(self) -> dict[str, int]:
-        encoders = self.planned.life.config.model.encoders
+        encoders = self.planned.launch.config.model.encoders
         return {"text": GREY, "trained on": 0} | {name: k for k, name in enumerate(encoders, start=1)}
 
     def _colours(self, text: TextBatch) -> np.ndarray:
@@ -220,7 +219,7 @@ class Shower:
         trained = np.zeros(len(colours), bool)
         trained[1:] = (text.weight[:-1] > 0) & (text.sample[1:] == text.sample[:-1])
         colours[trained & used] = self._legend["trained on"]
-        for name in self.planned.life.config.model.encoders:
+        for name in self.planned.launch.config.model.encoders:
             colours[(text.kind == self.replayed.loader.arrays.bit(name)) & used] = self._legend[name]
         return colours
 
@@ -242,7 +241,7 @@ class Shower:
 
     def _mask(self, text: TextBatch) -> str:
         """Draw the attention mask, queries downwards and keys to the right, with a bar of the contents along both."""
-        mask = seen_by_layers(text, self.planned.life.config.model.llm)
+        mask = seen_by_layers(text, self.planned.launch.config.model.llm)
         colours = self._colours(text)
         length = len(colours)
         bar = max(4, length // 60)

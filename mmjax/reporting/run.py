@@ -83,7 +83,7 @@ class Metrics:
     slowest: Mapping[str, tuple[int, float]]  # by process: how many steps it finished last, and their seconds in all
     not_finite: int  # steps whose loss or gradient is not finite
 
-    def under(self, prefix: str) -> dict[str, Curve]:
+    def with_prefix(self, prefix: str) -> dict[str, Curve]:
         """Select the curves whose names start with a prefix, by the rest of their names."""
         return {key.removeprefix(prefix): curve for key, curve in self.curves.items() if key.startswith(prefix)}
 
@@ -176,13 +176,13 @@ class Run:
     folder: RunFolder
     config: Config
     metrics: Metrics
-    lives: Sequence[dict[str, Any]]  # launches
+    launches: Sequence[dict[str, Any]]  # their lines of `history.jsonl`, the first one first
     colour: int  # of its curves, where runs are compared
 
     @property
     def resumes(self) -> list[int]:
         """Steps after which the run resumed."""
-        return [life["first"] for life in self.lives[1:]]
+        return [launch["first"] for launch in self.launches[1:]]
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ class Run:
 class Planned:
     """Plans of consecutive steps, from `first` (counted from 0) on; no sample of them is loaded."""
 
-    life: Launch
+    launch: Launch
     loader: StepLoader
     first: int
     plans: Sequence[StepPlan]
@@ -233,7 +233,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             folder=folder,
             config=folder.read_config(),
             metrics=read_metrics(folder.metrics),
-            lives=read_launches(folder.history),
+            launches=read_launches(folder.history),
             colour=k,
         )
         for k, folder in enumerate(folders)
@@ -246,13 +246,13 @@ def plan_again(run: Run) -> Planned:
     Raises UserError where its history, its length index or its data files are gone.
     """
     last = max(run.metrics.steps, 1)
-    life = launch_of_step(run.folder.history, last - 1, run.folder.due)
-    if life is None:
+    launch = launch_of_step(run.folder.history, last - 1, run.folder.due)
+    if launch is None:
         raise UserError(
             "there is no history.jsonl that tells how its steps were made: it has not started yet, or is old"
         )
     if not run.metrics.steps:
-        last = min(life.first + PLANNED_STEPS, max(life.config.training.steps, life.first + 1))
-    loader = loader_of(life, run.folder)
-    first = max(life.first, last - PLANNED_STEPS)
-    return Planned(life, loader, first, [loader.plan(step) for step in range(first, last)])
+        last = min(launch.first + PLANNED_STEPS, max(launch.config.training.steps, launch.first + 1))
+    loader = loader_of(launch, run.folder)
+    first = max(launch.first, last - PLANNED_STEPS)
+    return Planned(launch, loader, first, [loader.plan(step) for step in range(first, last)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from mmjax.balance.parts import dist_ratio
 from mmjax.config import AudioConfig
 from mmjax.console import count, duration, size
-from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Formatter, area_chart, histogram, line_chart
+from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Formatter, area_chart, data_uri, histogram, line_chart
 from mmjax.reporting.run import Curve, Planned, Run
 
 
@@ -45,7 +44,7 @@ def work_plot(planned: Planned, modules: tuple[str, ...]) -> str:
     """Plot every rank's work, as it ran and without balancing, as a data URI; empty where there is one rank."""
     from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
-    kind = planned.life.config.batch.balance.kind
+    kind = planned.launch.config.batch.balance.kind
     works = {way: dict(zip(modules, planned.work(way != "none"), strict=True)) for way in dict.fromkeys(("none", kind))}
     ranks = next(iter(works["none"].values())).shape[1]
     if ranks == 1:
@@ -64,11 +63,6 @@ def work_table(planned: Planned, modules: tuple[str, ...]) -> list[tuple[str, ..
     for module, unbalanced, balanced in zip(modules, planned.work(False), planned.work(True), strict=True):
         rows.append((module, *(percent(float(dist_ratio(work).mean())) for work in (unbalanced, balanced))))
     return rows
-
-
-def data_uri(kind: str, content: bytes) -> str:
-    """Encode an image as a data URI."""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 RUN_COLOURS = (1, 2, 0, 3, 4, 5, 6)  # blue first, then orange
@@ -101,7 +95,7 @@ class Chart:
     def curves(self, run: Run) -> dict[str, Curve]:
         """Select the curves of a run, by their names in a legend."""
         if self.key.endswith(("/", "_")):
-            return run.metrics.under(self.key)
+            return run.metrics.with_prefix(self.key)
         return {self.key: run.metrics.curves[self.key]} if self.key in run.metrics.curves else {}
 
 

@@ -98,12 +98,12 @@ def describe_memory_plan(fitted: MemoryPlan) -> list[str]:
     kinds = {**fitted.fixed, "activations": sum(fitted.activations.values())}
     # Kinds below 1 % are left out.
     parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.predicted)
-    limit = "" if math.isinf(fitted.room.device) else f" of {size(fitted.room.device)}"
+    limit = "" if math.isinf(fitted.limit.device) else f" of {size(fitted.limit.device)}"
     predicted = "" if fitted.measured is None else " predicted"
     lines = [f"memory {size(fitted.predicted)}{predicted}{limit} a device: {parts}"]
     if fitted.measured is not None:
         lines.append(f"       {size(fitted.measured)} by the compiler, which decided what is computed again")
-    if fitted.room.ram:
+    if fitted.limit.ram:
         lines.append(
             "       THAT IS NEARLY ALL THE RAM there is for a device; data workers and other programs use some too, "
             "and the system may kill the run: raise batch.microbatches, or take a smaller model"
@@ -121,12 +121,12 @@ def describe_memory_plan(fitted: MemoryPlan) -> list[str]:
 
 def replication_warning(fitted: MemoryPlan) -> str:
     """Warn of modules whose widths the mesh does not divide, so that each device stores all of them; else return ""."""
-    spread = fitted.spread
-    replicated = [module for module in spread.held if spread.part_of(module) > REPLICATED / spread.shards]
+    sharding = fitted.sharding
+    replicated = [module for module in sharding.shares if sharding.part_of(module) > REPLICATED / sharding.shards]
     if not replicated:
         return ""
     return (
-        f"the mesh (fsdp {spread.shards // spread.llm}, tensor {spread.llm}) does not divide the widths of "
+        f"the mesh (fsdp {sharding.shards // sharding.llm}, tensor {sharding.llm}) does not divide the widths of "
         f"{', '.join(replicated)}: their parameters lie whole on its devices; choose mesh.fsdp and mesh.tensor that do"
     )
 

@@ -60,7 +60,7 @@ def test_the_compilers_own_figure_is_what_fits():
     lean, rich = measure(LEAN), measure({**LEAN, "llm": RICH["llm"]})
     assert lean < rich
     room = (lean + rich) / 2
-    found = choose_by_measurement(replace(fitted(np.inf), room=MemoryLimit(room)), {"llm": LAYERS}, measure)
+    found = choose_by_measurement(replace(fitted(np.inf), limit=MemoryLimit(room)), {"llm": LAYERS}, measure)
     assert found.measured in said
     assert found.fits
     assert lean < found.measured <= room
@@ -68,7 +68,7 @@ def test_the_compilers_own_figure_is_what_fits():
 
 def test_with_measurements_as_predicted_the_fit_is_the_predicted_one():
     calls = []
-    free = replace(fitted(np.inf), room=MemoryLimit(HALF))
+    free = replace(fitted(np.inf), limit=MemoryLimit(HALF))
     found = choose_by_measurement(free, FREE, lambda policies: calls.append(policies) or predicted(policies))
     assert found.fits
     assert found.measured > 0.8 * HALF
@@ -81,7 +81,7 @@ def test_out_of_memory_backs_off_until_a_try_fits():
         bytes_ = predicted(policies)
         return None if bytes_ > 0.9 * HALF else bytes_
 
-    found = choose_by_measurement(replace(fitted(np.inf), room=MemoryLimit(HALF)), FREE, measure)
+    found = choose_by_measurement(replace(fitted(np.inf), limit=MemoryLimit(HALF)), FREE, measure)
     assert found.fits
     assert predicted(LEAN) < found.measured <= 0.9 * HALF
 
@@ -94,7 +94,7 @@ def test_if_no_try_fits_everything_is_computed_again():
         mixed = len(calls) > 1 + 4 * len(FREE)
         return None if mixed else predicted(policies)
 
-    found = choose_by_measurement(replace(fitted(np.inf), room=MemoryLimit(HALF)), FREE, measure)
+    found = choose_by_measurement(replace(fitted(np.inf), limit=MemoryLimit(HALF)), FREE, measure)
     assert found.policies == LEAN
     assert found.fits
     assert len(calls) == 1 + 4 * len(FREE) + TRIES
@@ -102,11 +102,11 @@ def test_if_no_try_fits_everything_is_computed_again():
 
 @pytest.mark.parametrize("base", [None, 2e9])
 def test_what_does_not_even_fit_with_everything_computed_again_is_found_at_once(base):
-    found = choose_by_measurement(replace(fitted(np.inf), room=MemoryLimit(1e9)), FREE, lambda policies: base)
+    found = choose_by_measurement(replace(fitted(np.inf), limit=MemoryLimit(1e9)), FREE, lambda policies: base)
     assert not found.fits
 
 
 def test_given_policies_stay():
-    given = replace(fitted(np.inf), room=MemoryLimit(HALF))
+    given = replace(fitted(np.inf), limit=MemoryLimit(HALF))
     found = choose_by_measurement(given, {"llm": LAYERS}, predicted)
     assert found.policies["vision"] == given.policies["vision"]

@@ -18,9 +18,9 @@ from mmjax.autotune.memory_plan import (
     ActivationTracer,
     available_memory,
     describe_shortage,
+    model_sharding,
     plan_memory_of_run,
     plan_memory_on_mesh,
-    sharding_spread,
     suggest_settings,
 )
 from mmjax.config import Config, MeshConfig
@@ -148,7 +148,7 @@ def test_what_can_never_fit_is_said(layouts):
 
 def test_parameters_whose_width_the_mesh_does_not_divide_lie_whole_on_each_device(layouts):
     even, uneven = (fitted(layouts, np.inf, fsdp=n, data=24 // n) for n in (8, 12))
-    assert even.spread.held["llm"] < 0.2 < 0.9 < uneven.spread.held["llm"]
+    assert even.sharding.shares["llm"] < 0.2 < 0.9 < uneven.sharding.shares["llm"]
     assert uneven.fixed["optimizer"] > even.fixed["optimizer"]
     assert "llm" not in replication_warning(even)
     assert re.search(r"the mesh \(fsdp 12, tensor 1\) does not divide the widths of .*llm", replication_warning(uneven))
@@ -156,8 +156,8 @@ def test_parameters_whose_width_the_mesh_does_not_divide_lie_whole_on_each_devic
 
 def test_tensor_parallelism_cuts_encoders_only_where_they_lie_on_its_axis():
     sizes = {"data": 1, "fsdp": 4, "tensor": 2}
-    assert sharding_spread(MeshConfig(), sizes) == ModelSharding(8, 2, 2)
-    assert sharding_spread(MeshConfig(encoders="data"), sizes) == ModelSharding(8, 2, 1)
+    assert model_sharding(MeshConfig(), sizes) == ModelSharding(8, 2, 2)
+    assert model_sharding(MeshConfig(encoders="data"), sizes) == ModelSharding(8, 2, 1)
 
 
 def test_the_room_is_what_the_config_says_or_what_the_device_may_give_out():

@@ -56,8 +56,8 @@ def test_every_sample_is_in_one_group_within_bounds_or_returned_as_above_them(pr
     accepted = isf(lengths, maximum, minimum, 5, np.random.default_rng(seed))
     grouping = group_leftovers(lengths, accepted, maximum)
 
-    assert np.array_equal(grouping.above, np.flatnonzero(np.any(lengths > maximum, axis=1)))
-    assert np.array_equal(np.flatnonzero(grouping.group < 0), grouping.above)
+    assert np.array_equal(grouping.oversize, np.flatnonzero(np.any(lengths > maximum, axis=1)))
+    assert np.array_equal(np.flatnonzero(grouping.group < 0), grouping.oversize)
     assert np.array_equal(grouping.group[accepted.group >= 0], accepted.group[accepted.group >= 0])
     groups = grouping.groups + grouping.leftover_groups
     assert np.array_equal(np.unique(grouping.group[grouping.group >= 0]), np.arange(groups))
@@ -100,8 +100,8 @@ def test_many_samples_are_grouped_by_buckets_with_nothing_lost(monkeypatch):
     lengths = np.concatenate([corpus(500, 4).totals(3), [[999, 0, 0]]])
     maximum, minimum = np.array([200, 90, 160]), np.array([190, 85, 150])
     grouping = group_leftovers(lengths, isf(lengths, maximum, minimum, 5, np.random.default_rng(0)), maximum)
-    assert grouping.above.tolist() == np.flatnonzero(np.any(lengths > maximum, axis=1)).tolist()
-    assert np.array_equal(np.flatnonzero(grouping.group < 0), grouping.above)
+    assert grouping.oversize.tolist() == np.flatnonzero(np.any(lengths > maximum, axis=1)).tolist()
+    assert np.array_equal(np.flatnonzero(grouping.group < 0), grouping.oversize)
     inside = grouping.group >= 0
     for column, most in zip(lengths.T, maximum, strict=True):
         assert np.bincount(grouping.group[inside], column[inside]).max() <= most

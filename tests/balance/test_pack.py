@@ -290,4 +290,4 @@ def test_chosen_maxima_follow_the_tiles_that_occur_and_fill_both_dimensions():
     row = pack_rows(lengths, maximum, rng.permutation(8000))
     assert 4 <= 8000 / (row.max() + 1) <= 5
     assert np.all(lengths.sum(0) / ((row.max() + 1) * maximum) >= 0.975)
-    assert choose_row_maximum(lengths, (4, 5), given=np.array([0, 15]))[1] == 15
+    assert choose_row_maximum(lengths, (4, 5), fixed=np.array([0, 15]))[1] == 15

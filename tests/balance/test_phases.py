@@ -95,7 +95,7 @@ def test_the_start_is_kept_unless_the_plan_is_worth_it(problem, data):
     costs, ranks, ranks_per_node, widths = problem
     n = len(costs)
     start = np.array(data.draw(st.lists(st.integers(0, ranks - 1), min_size=n, max_size=n)), np.int32)
-    aim = Aim(least_gain=0.05)
+    aim = Aim(min_gain=0.05)
     free = place_jointly(costs, ranks, ranks_per_node, widths, aim=aim)
     plan = place_jointly(costs, ranks, ranks_per_node, widths, start, aim)
     kept = PhasePlan(start, start[costs.item_sample], np.zeros(costs.phases - 1, np.int64))

@@ -73,9 +73,9 @@ def test_every_token_arrives_at_its_place_and_the_inverse_brings_it_back(problem
         length, shuffled(length, source, ranks, seed), shuffled(length, destination, ranks, seed + 1), ranks
     )
     capacity = int(length.sum()) + 1
-    held = arrays(moved, moved.before, capacity)
+    held = arrays(moved, moved.source, capacity)
     arrived = apply(moved, held)
-    assert np.array_equal(arrived, arrays(moved, moved.after, capacity))
+    assert np.array_equal(arrived, arrays(moved, moved.destination, capacity))
     assert np.array_equal(apply(inverse(moved), arrived), held)
 
 
@@ -86,7 +86,7 @@ def test_composition_is_one_exchange_that_does_what_two_do(problem):
     length, (loaded, encoded, wanted), ranks = problem
     encoder, llm = rearrange(length, loaded, encoded, ranks), rearrange(length, loaded, wanted, ranks)
     composed = compose(inverse(encoder), llm)
-    held = arrays(encoder, encoder.after, int(length.sum()))
+    held = arrays(encoder, encoder.destination, int(length.sum()))
     assert np.array_equal(apply(composed, held), apply(llm, apply(inverse(encoder), held)))
     assert np.array_equal(volume(compose(encoder, inverse(encoder))), np.diag(np.bincount(loaded, length, ranks)))
 
@@ -132,7 +132,7 @@ def test_tables_of_a_node_move_what_stays_in_it(problem, ranks_per_node):
     size = np.minimum(ranks - first, ranks_per_node)
     moved = rearrange(length, source, first + destination % size, ranks)
     capacity = int(length.sum())
-    held, expected = arrays(moved, moved.before, capacity), arrays(moved, moved.after, capacity)
+    held, expected = arrays(moved, moved.source, capacity), arrays(moved, moved.destination, capacity)
     for begin in range(0, ranks, ranks_per_node):
         node = range(begin, min(begin + ranks_per_node, ranks))
         made = tables(moved, width(moved), capacity, peers=node)
@@ -153,9 +153,9 @@ def test_restriction_keeps_items_where_they_were():
     moved = rearrange(length, source, destination, 4)
     some = rng.choice(30, 11, replace=False)
     part = restrict(moved, some)
-    held = arrays(part, part.before, int(length.sum()))
-    assert np.array_equal(apply(part, held), arrays(part, part.after, int(length.sum())))
-    assert np.array_equal(part.after.offset, moved.after.offset[some])
+    held = arrays(part, part.source, int(length.sum()))
+    assert np.array_equal(apply(part, held), arrays(part, part.destination, int(length.sum())))
+    assert np.array_equal(part.destination.offset, moved.destination.offset[some])
     assert np.array_equal(restrict(moved, np.arange(30) < 5).length, length[:5])
 
 
@@ -164,9 +164,9 @@ def test_a_modality_moves_to_its_runs_within_the_samples():
     samples = rearrange(np.array([10, 6, 8]), np.array([0, 0, 1]), np.array([1, 0, 1]), 2)
     item_sample, item_offset, item_length = np.array([0, 0, 2]), np.array([1, 5, 0]), np.array([3, 4, 8])
     images = restrict_to_parts(samples, item_sample, item_offset, item_length)
-    encoder = Rearrangement(item_length, images.before, pack_places(item_length, np.array([1, 0, 0]), 2), samples.ranks)
+    encoder = Rearrangement(item_length, images.source, pack_places(item_length, np.array([1, 0, 0]), 2), samples.ranks)
     composed = compose(inverse(encoder), images)
-    arrived = apply(composed, arrays(composed, composed.before, 18))
+    arrived = apply(composed, arrays(composed, composed.source, 18))
     expected = np.full((2, 18), EMPTY)
     expected[1, 1:4], expected[1, 5:9], expected[1, 10:18] = [0, 1, 2], [3, 4, 5, 6], np.arange(7, 15)
     assert np.array_equal(arrived, expected)
@@ -177,11 +177,11 @@ def test_one_rank_of_many_builds_its_tables_alone():
     ranks = 2560
     length, source = rng.integers(1, 9, 8 * ranks), np.repeat(np.arange(ranks), 8)
     moved = rearrange(length, source, rng.integers(0, ranks, len(length)), ranks)
-    chunk, capacity = width(moved), int(np.bincount(moved.after.rank, length).max())
+    chunk, capacity = width(moved), int(np.bincount(moved.destination.rank, length).max())
     made = tables(moved, chunk, capacity, mine=range(7, 8))
     assert made.send.shape == (1, ranks, chunk)
-    assert np.count_nonzero(made.gather >= 0) == length[moved.after.rank == 7].sum()
-    assert np.count_nonzero(made.send >= 0) == length[(source == 7) & (moved.after.rank != 7)].sum()
+    assert np.count_nonzero(made.gather >= 0) == length[moved.destination.rank == 7].sum()
+    assert np.count_nonzero(made.send >= 0) == length[(source == 7) & (moved.destination.rank != 7)].sum()
 
 
 def test_tables_that_do_not_fit_are_refused():
@@ -196,7 +196,7 @@ def test_tables_that_do_not_fit_are_refused():
         tables(moved, 8, 8, peers=range(1, 3))
     with pytest.raises(ValueError, match=r"between ranks 0 \.\. 0 and others"):
         tables(moved, 8, 8, peers=range(1))
-    on_top = Rearrangement(moved.length, moved.before, Places(moved.after.rank, np.array([0, 2])), 3)
+    on_top = Rearrangement(moved.length, moved.source, Places(moved.destination.rank, np.array([0, 2])), 3)
     with pytest.raises(ValueError, match="overlap"):
         tables(on_top, 8, 8)
 
@@ -207,9 +207,9 @@ def test_maps_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match=r"outside of 0 \.\. 1"):
         rearrange(two, np.array([0, 1]), np.array([1, 2]), 2)
     with pytest.raises(ValueError, match="one entry for each item"):
-        Rearrangement(two[:1], moved.before, moved.after, 2)
+        Rearrangement(two[:1], moved.source, moved.destination, 2)
     with pytest.raises(ValueError, match="negative"):
-        Rearrangement(-two, moved.before, moved.after, 2)
+        Rearrangement(-two, moved.source, moved.destination, 2)
     with pytest.raises(ValueError, match="same item lengths"):
         compose(moved, rearrange(two + 1, np.array([1, 0]), np.array([0, 1]), 2))
     with pytest.raises(ValueError, match="start where the first one ends"):

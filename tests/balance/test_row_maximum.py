@@ -35,8 +35,8 @@ def test_no_maximum_is_below_the_longest_sample():
 
 def test_given_maxima_stay_and_the_others_follow():
     lengths = np.random.default_rng(0).integers(1, 9, (300, 3))
-    assert choose_maximum(lengths, (4, 5), full_rows, given=np.array([30, 20, 25])).tolist() == [30, 20, 25]
-    maximum = choose_maximum(lengths, (4, 5), full_rows, given=np.array([0, 40, 0]))
+    assert choose_maximum(lengths, (4, 5), full_rows, fixed=np.array([30, 20, 25])).tolist() == [30, 20, 25]
+    maximum = choose_maximum(lengths, (4, 5), full_rows, fixed=np.array([0, 40, 0]))
     assert maximum[1] == 40
     assert np.all(np.abs(maximum / 40 - lengths.mean(0) / lengths[:, 1].mean()) < 0.15)
 
@@ -50,4 +50,4 @@ def test_no_samples_and_samples_that_all_exceed_what_is_given_are_refused():
     with pytest.raises(ValueError, match="no samples"):
         choose_maximum(np.zeros((0, 2), np.int64), (4, 5), full_rows)
     with pytest.raises(ValueError, match="every sample exceeds"):
-        choose_maximum(np.full((3, 2), 9), (4, 5), full_rows, given=np.array([0, 8]))
+        choose_maximum(np.full((3, 2), 9), (4, 5), full_rows, fixed=np.array([0, 8]))

@@ -25,14 +25,16 @@ from mmjax.inference.generator import Answer, Generator
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.devices import CompileCounter
 
-MOST = 7
+DEFAULT_MAX_TOKENS = 7
 Inputs = Callable[[Sequence[Part]], dict[str, Any]]  # of transformers' model, for one prompt
 
 
 def answered(folder, prompts: Sequence[Sequence[Part]], ends: Sequence[int]) -> list[Answer]:
     model, params, config = loaded(folder)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    generator = Generator(model, mesh, ShardingRules(), ends, lambda tokens: " ".join(map(str, tokens)), most=MOST)
+    generator = Generator(
+        model, mesh, ShardingRules(), ends, lambda tokens: " ".join(map(str, tokens)), max_tokens=DEFAULT_MAX_TOKENS
+    )
     return generator.answers(params, given(config, prompts))
 
 
@@ -41,14 +43,14 @@ def written_there(model: torch.nn.Module, inputs: dict[str, Any]) -> list[int]:
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     given = {"attention_mask": torch.ones_like(ids)} | inputs
     with torch.no_grad():
-        return model.generate(**given, do_sample=False, max_new_tokens=MOST)[0, ids.shape[1] :].tolist()
+        return model.generate(**given, do_sample=False, max_new_tokens=DEFAULT_MAX_TOKENS)[0, ids.shape[1] :].tolist()
 
 
 def check(model: torch.nn.Module, folder, prompts: Sequence[Sequence[Part]], inputs: Inputs) -> None:
     """Tokens of two answers end them all: what is written is what is there up to the first such token."""
     there = [written_there(model, inputs(prompt)) for prompt in prompts]
     ends = [there[0][2], there[-1][4]]
-    stop = [next((k + 1 for k, token in enumerate(tokens) if token in ends), MOST) for tokens in there]
+    stop = [next((k + 1 for k, token in enumerate(tokens) if token in ends), DEFAULT_MAX_TOKENS) for tokens in there]
     here = answered(folder, prompts, ends)
     assert [list(a.tokens) for a in here] == [tokens[:n] for tokens, n in zip(there, stop, strict=True)]
     assert [a.ended for a in here] == [tokens[n - 1] in ends for tokens, n in zip(there, stop, strict=True)]
@@ -162,7 +164,7 @@ def test_shapes_are_few(tmp_path):
     random_model(transformers.Qwen2Config(**COMMON)).save_pretrained(tmp_path)
     model, params, _ = loaded(tmp_path)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    generator = Generator(model, mesh, ShardingRules(), (), str, most=4)
+    generator = Generator(model, mesh, ShardingRules(), (), str, max_tokens=4)
     rng = np.random.default_rng(0)
     of = lambda lengths: Given([[rng.integers(1, 97, n)] for n in lengths])  # noqa: E731
     generator.answers(params, of([15, 20, 40]))

@@ -147,9 +147,9 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
     assert read == (DynamicTiles(), IMAGENET_MEAN, IMAGENET_STD, 1 / 255)
     least = {"model_type": "internvl_chat", "dynamic_image_size": True, "vision_config": {"image_size": 224}}
     read = read_image_processing(write(tmp_path, "config.json", least))
-    assert read.how == DynamicTiles(tile=(224, 224), max_tiles=6, thumbnail=False)
+    assert read.preparation == DynamicTiles(tile=(224, 224), max_tiles=6, thumbnail=False)
     read = read_image_processing(write(tmp_path, "config.json", config))
-    assert read.how == FixedSize(resize=(448, 448), crop=())
+    assert read.preparation == FixedSize(resize=(448, 448), crop=())
     with pytest.raises(UserError, match=r"config\.json: pad2square=True: only false is known"):
         read_image_processing(write(tmp_path, "config.json", tiles | {"pad2square": True}))
     with pytest.raises(UserError, match=r"config\.json: force_image_size=None: give a whole number"):

@@ -24,7 +24,7 @@ from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
 from mmjax.runtime.state import parameter_shardings
 from mmjax.runtime.step import put_rows
 
-END, MOST = 1, 8
+END, DEFAULT_MAX_TOKENS = 1, 8
 DRAWN = Sampling(0.8, top_k=20, top_p=0.9, seed=5)
 MESHES = {
     "data x tensor": (MeshConfig(data=4, tensor=2), DRAWN),
@@ -54,7 +54,12 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
     count = 4 if mesh.encoders == "data" else 8 if mesh.data > 1 else 1
     made = make_mesh(mesh, jax.devices()[:count])
     return Generator(
-        model, made, ShardingRules.of(mesh), (END,), lambda t: decode_answer(source, t), **{"most": MOST} | own
+        model,
+        made,
+        ShardingRules.of(mesh),
+        (END,),
+        lambda t: decode_answer(source, t),
+        **{"most": DEFAULT_MAX_TOKENS} | own,
     )
 
 
@@ -67,7 +72,7 @@ def test_the_cache_gives_what_a_full_forward_pass_for_every_token_gives(few, cha
     params = random_params(model)
     room = max(answer_tokens(source, i) for i in range(len(source)))
     wanted = greedy_tokens(model, params, source, range(12), room)
-    here = generator(model, source, most=room).answers(params, QuestionPrompts(source), range(12))
+    here = generator(model, source, max_tokens=room).answers(params, QuestionPrompts(source), range(12))
     assert [a.text for a in here] == [decode_answer(source, wanted[i]) for i in range(12)]
     assert len({a.text for a in here}) > 4
 
@@ -92,7 +97,7 @@ def test_a_mesh_writes_what_one_device_writes(few, where):
     params = random_params(model)
     numbers = [3, 17, 0, 9, 22, 5, 1]
     alone = generator(model, source, sampling=sampling).answers(params, QuestionPrompts(source), numbers)
-    spread = generator(model, source, mesh, sampling=sampling, at_once=BatchLimits(rows=2))
+    spread = generator(model, source, mesh, sampling=sampling, batch_limits=BatchLimits(rows=2))
     made = make_mesh(mesh, jax.devices()[: 4 if mesh.encoders == "data" else 8])
     held = jax.device_put(params, parameter_shardings(model, made, ShardingRules.of(mesh)))
     assert spread.answers(held, QuestionPrompts(source), numbers) == alone
@@ -132,7 +137,7 @@ def test_what_is_drawn_does_not_depend_on_what_else_is_asked(few):
     params = random_params(model)
     sampling = Sampling(1.0, seed=2)
     together = generator(model, source, sampling=sampling).answers(params, QuestionPrompts(source), range(8))
-    apart = generator(model, source, sampling=sampling, at_once=BatchLimits(rows=1))
+    apart = generator(model, source, sampling=sampling, batch_limits=BatchLimits(rows=1))
     assert apart.answers(params, QuestionPrompts(source), [6, 2]) == [together[6], together[2]]
     other = generator(model, source, sampling=Sampling(1.0, seed=3)).answers(params, QuestionPrompts(source), range(8))
     assert other != together
@@ -143,7 +148,7 @@ def test_an_answer_stops_at_an_end_or_at_the_limit_and_can_be_watched(few):
     config, source = few
     model = Model.build(config.model, jnp.float32)
     params = random_params(model, 1)
-    writes = generator(model, source, most=20)
+    writes = generator(model, source, max_tokens=20)
     answers = writes.answers(params, QuestionPrompts(source), range(16))
     for answer in answers:
         assert answer.ended == (answer.tokens[-1] == END)

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import QWEN2_VL, QWEN_VL, byte_level, save
 from PIL import Image
 
-from mmjax.config import ChatFormat, SmartResize, VisionConfig
+from mmjax.config import ChatFormat, MediaLimits, SmartResize, VisionConfig
 from mmjax.data.sample import BadSample, Item, MediaPlace, Message
 from mmjax.data.text.chat import load_chat
 from mmjax.errors import UserError
@@ -74,3 +74,6 @@ def test_a_prompt_ends_where_its_answer_begins_and_its_items_are_as_facts_say(tm
     assert prompts.facts(1).items == ()
     with pytest.raises(BadSample, match="PNG"):
         prompts.facts(2)
+    small = UserPromptSource([first], chat, {"eyes": vision}, limits=MediaLimits(max_side=80))
+    with pytest.raises(BadSample, match="an image of 90 x 64 pixels has a side of more than 80"):
+        small.facts(0)

@@ -31,8 +31,8 @@ def tables_of(moved: Rearrangement, chunk: int, peers: int = RANKS) -> tuple[np.
 def moved_by_hand(moved: Rearrangement, tokens: np.ndarray) -> np.ndarray:
     out = np.zeros((RANKS, CAPACITY, HIDDEN), np.float32)
     for i, n in enumerate(moved.length):
-        a, b = moved.before.offset[i], moved.after.offset[i]
-        out[moved.after.rank[i], b : b + n] = tokens[moved.before.rank[i], a : a + n]
+        a, b = moved.source.offset[i], moved.destination.offset[i]
+        out[moved.destination.rank[i], b : b + n] = tokens[moved.source.rank[i], a : a + n]
     return out
 
 
@@ -54,8 +54,8 @@ def test_every_token_arrives_where_the_rearrangement_wants_it_and_its_gradient_c
         (gradient,) = back(put(weight))
         expected = np.zeros_like(TOKENS)
         for i, n in enumerate(moved.length):
-            a, b = moved.before.offset[i], moved.after.offset[i]
-            expected[moved.before.rank[i], a : a + n] += weight[moved.after.rank[i], b : b + n]
+            a, b = moved.source.offset[i], moved.destination.offset[i]
+            expected[moved.source.rank[i], a : a + n] += weight[moved.destination.rank[i], b : b + n]
         np.testing.assert_array_equal(gradient, expected)
 
 

@@ -17,12 +17,12 @@ TIMES = LayerTimes(2, {n: quadratic(n) for n in (128, 512, 2048)})
 
 @pytest.mark.parametrize("length", [128, 300, 512, 2000])
 def test_a_layer_whose_attention_grows_with_the_square_of_its_rows_is_found_exactly(length):
-    assert TIMES.at(length) == pytest.approx(quadratic(length))
+    assert TIMES.interpolate(length) == pytest.approx(quadratic(length))
 
 
 def test_outside_the_grid_a_position_takes_as_long_as_at_its_end():
-    assert TIMES.at(64)["none"] == pytest.approx(TIMES.at(128)["none"] / 2)
-    assert TIMES.at(4096)["none"] == pytest.approx(2 * TIMES.at(2048)["none"])
+    assert TIMES.interpolate(64)["none"] == pytest.approx(TIMES.interpolate(128)["none"] / 2)
+    assert TIMES.interpolate(4096)["none"] == pytest.approx(2 * TIMES.interpolate(2048)["none"])
 
 
 def test_more_rows_take_as_much_longer():

@@ -27,10 +27,10 @@ def on_first_device(tree) -> int:
 
 
 def held(
-    config: Config, spread: ModelSharding = ALONE, activation: int = 4, batch: DeviceBatch = BATCH, chunks: int = 1
+    config: Config, sharding: ModelSharding = ALONE, activation: int = 4, batch: DeviceBatch = BATCH, chunks: int = 1
 ) -> dict[str, float]:
     frozen = Model.build(config.model, jnp.float32).frozen
-    return fixed_bytes(config.model, batch, NONE, frozen, spread, activation, config.optimizer, chunks)
+    return fixed_bytes(config.model, batch, NONE, frozen, sharding, activation, config.optimizer, chunks)
 
 
 @pytest.mark.exhaustive

@@ -40,17 +40,19 @@ def kept_of(model: ModelConfig, shape: dict) -> dict[str, dict[str, SavedBytes]]
     }
 
 
-def fitted(gigabytes: float, shapes=SHAPES, model: ModelConfig = MODEL, host: float = 0, spread=ONE_NODE) -> MemoryPlan:
+def fitted(
+    gigabytes: float, shapes=SHAPES, model: ModelConfig = MODEL, host: float = 0, sharding=ONE_NODE
+) -> MemoryPlan:
     batches = [DeviceBatch(shape, {"vision": 64, "audio": 64}, 8) for shape in shapes]
     kept = [kept_of(model, shape) for shape in shapes]
-    return plan_memory(model, batches, kept, spread, 2, AdamW(), SPEED, MemoryLimit(gigabytes * 1e9, host * 1e9))
+    return plan_memory(model, batches, kept, sharding, 2, AdamW(), SPEED, MemoryLimit(gigabytes * 1e9, host * 1e9))
 
 
 def test_with_room_for_everything_nothing_is_computed_again():
     found = fitted(np.inf)
     assert found.fits
     assert {policy for own in found.policies.values() for policy in own} == {"none"}
-    assert found.seconds == found.least == 0
+    assert found.seconds == found.lower_bound == 0
 
 
 def test_less_memory_is_never_exceeded_and_costs_more_time():
@@ -60,7 +62,7 @@ def test_less_memory_is_never_exceeded_and_costs_more_time():
         found = fitted(share * needed)
         assert found.fits
         assert found.device <= share * needed * 1e9
-        assert found.least <= found.seconds <= 1.1 * found.least
+        assert found.lower_bound <= found.seconds <= 1.1 * found.lower_bound
         seconds.append(found.seconds)
     assert seconds == sorted(seconds)
     assert seconds[0] > 0
@@ -87,7 +89,7 @@ def test_what_does_not_fit_keeps_least_and_says_how_much_that_is():
     assert not found.fits
     assert found.device > 1e9
     assert {policy for own in found.policies.values() for policy in own} == {"full"}
-    assert found.least == np.inf
+    assert found.lower_bound == np.inf
 
 
 def test_activations_go_to_the_host_only_where_it_has_room_and_links_are_fast():
@@ -140,11 +142,11 @@ def test_measured_times_decide_where_there_are_any():
     assert rich.seconds == pytest.approx(-0.5 * rows * length / 1024 * MODEL.encoders["vision"].layers)
     tight = found(0.3 * rich.device / 1e9)
     assert tight.fits
-    assert tight.least <= tight.seconds
+    assert tight.lower_bound <= tight.seconds
 
 
 def test_tensor_parallelism_cuts_what_is_kept_inside_a_layer_but_not_between_layers():
-    whole, halved = (fitted(np.inf, SHAPES[:1], spread=spread) for spread in (ONE_NODE, ModelSharding(64, llm=2)))
+    whole, halved = (fitted(np.inf, SHAPES[:1], sharding=sharding) for sharding in (ONE_NODE, ModelSharding(64, llm=2)))
     assert halved.activations["vision"] == whole.activations["vision"]
     between = 2 / 120
     assert halved.activations["llm"] == pytest.approx((between + (1 - between) / 2) * whole.activations["llm"])

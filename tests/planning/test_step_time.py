@@ -106,7 +106,7 @@ def test_microbatches_add_up_and_the_update_comes_once():
     assert three.compute == pytest.approx(3 * one.compute)
     assert three.shards == pytest.approx(3 * one.shards)
     assert three.update == one.update
-    mean = three.over(3)
+    mean = three.mean_over(3)
     assert (mean.compute, mean.update) == (pytest.approx(one.compute), one.update)
 
 

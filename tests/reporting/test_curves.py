@@ -45,7 +45,7 @@ def test_values_that_are_logged_now_and_then_have_the_steps_at_which_they_were(t
     records = [{"step": s, "loss": 1.0} for s in range(1, 11)]
     records.insert(5, {"step": 5, "validation/score": 0.25})
     metrics = read_metrics(written(tmp_path / "metrics.jsonl", records))
-    (score,) = metrics.under("validation/").values()
+    (score,) = metrics.with_prefix("validation/").values()
     assert (score.step.tolist(), score.mean.tolist()) == ([5], [0.25])
 
 

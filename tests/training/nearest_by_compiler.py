@@ -26,12 +26,12 @@ def main(gigabytes: float) -> None:
     changed = apply_overrides(config, re.findall(r"(?:mesh|batch)\.\w+=\d+", refused.nearest))
     way = forecast_run(changed, NODE, index, [1.0]).chosen
     fitted = way.fitted
-    shape = device_microbatch(changed, way.layout, way.layout.shapes[fitted.fullest])
+    shape = device_microbatch(changed, way.layout, way.layout.shapes[fitted.largest_shape])
     compiled = compiled_bytes(
         apply_memory_plan(changed, fitted.policies, fitted.loss_chunks), shape, aot_h100(NODE.devices)
     )
     fits = [refused.chosen.fitted.fits, fitted.fits]
-    print(json.dumps({"fits": fits, "room": fitted.room.device, "planned": fitted.device, "compiled": compiled}))
+    print(json.dumps({"fits": fits, "room": fitted.limit.device, "planned": fitted.device, "compiled": compiled}))
 
 
 if __name__ == "__main__":

@@ -109,25 +109,25 @@ def _balance(
     """
     nodes = _nodes(ranks, ranks_per_node)
     source_node = source // ranks_per_node
-    over = sum_by_key(source_node, length, len(nodes.size)) - level * nodes.size
-    room = np.maximum(-over, 0)
-    surplus = np.maximum(over, 0).sum()
+    excess = sum_by_key(source_node, length, len(nodes.size)) - level * nodes.size
+    room = np.maximum(-excess, 0)
+    surplus = np.maximum(excess, 0).sum()
     max_received = _water_level(room, nodes.size, surplus + (1 - _SPREAD) * (room.sum() - surplus))
     # A longer item would alone make its rank the one that receives most.
     limit = max(int(max_received), 1)
-    node = _relieve(length, order, source, source_node, nodes, over, limit, max_received)
+    node = _relieve(length, order, source, source_node, nodes, excess, limit, max_received)
 
     stays = node == source_node
     node_ranks = _Bins(np.arange(ranks + 1), nodes.first_unit)
     arrivals = order[~stays[order]]
     staying = order[stays[order]]
     rank, received = _spread_arrivals(length, arrivals, node, source, node_ranks)
-    over = received + sum_by_key(source[staying], length[staying], ranks) - largest
-    rank = _relieve(length, staying, source, rank, node_ranks, over, ENDLESS, np.inf)
-    over = sum_by_key(rank, length, ranks) - largest
+    excess = received + sum_by_key(source[staying], length[staying], ranks) - largest
+    rank = _relieve(length, staying, source, rank, node_ranks, excess, ENDLESS, np.inf)
+    excess = sum_by_key(rank, length, ranks) - largest
     for movable in (staying, order) if last else (staying,):
-        if over.max() > 0:
-            polish_bins(*by_key(movable, rank, ranks), length, over, node_ranks.first, rank)
+        if excess.max() > 0:
+            polish_bins(*by_key(movable, rank, ranks), length, excess, node_ranks.first, rank)
     return rank
 
 
@@ -159,33 +159,33 @@ def _relieve(
     unit: np.ndarray,
     bin_of: np.ndarray,
     bins: _Bins,
-    over: np.ndarray,
+    excess: np.ndarray,
     limit: int,
     max_received: float,
 ) -> np.ndarray:
     """Move what bins have too much of to the other bins of their group; return each item's bin, int64 `[n]`.
 
-    order: the movable items, longest first; unit: `[n]`, the rank each starts on; over: `[b]`, cost above what a bin
+    order: the movable items, longest first; unit: `[n]`, the rank each starts on; excess: `[b]`, cost above what a bin
     may have. Items over `limit` move only where it must be; no bin receives over `max_received` per rank if others can.
     """
     bin_of = bin_of.copy()
-    over = over.copy()
+    excess = excess.copy()
     away = np.zeros(len(length), np.bool_)
-    shed(*by_key(order, unit, bins.first_unit[-1]), bins.first_unit, length, over, limit, away)
+    shed(*by_key(order, unit, bins.first_unit[-1]), bins.first_unit, length, excess, limit, away)
     pool = order[away[order]]
     group_of_bin = np.repeat(np.arange(len(bins.first) - 1), np.diff(bins.first))
     items, start = by_key(pool, group_of_bin[bin_of], len(bins.first) - 1)
     # Bins with more room than they shall use look fuller than they are.
-    hidden = np.maximum(-np.minimum(max_received * bins.size, ENDLESS).astype(np.int64) - over, 0)
-    over += hidden
+    hidden = np.maximum(-np.minimum(max_received * bins.size, ENDLESS).astype(np.int64) - excess, 0)
+    excess += hidden
     no_excess = np.zeros(len(bins.first) - 1, np.int64)
-    fill(items, start, length, over, bins.first, bin_of)
-    even(*by_key(pool, bin_of, len(over)), length, over, bins.first, no_excess, bin_of)
-    over -= hidden
+    fill(items, start, length, excess, bins.first, bin_of)
+    even(*by_key(pool, bin_of, len(excess)), length, excess, bins.first, no_excess, bin_of)
+    excess -= hidden
     for longest in (limit, ENDLESS):
-        if over.max() > 0:
+        if excess.max() > 0:
             movable = order[length[order] <= longest]
-            even(*by_key(movable, bin_of, len(over)), length, over, bins.first, no_excess, bin_of)
+            even(*by_key(movable, bin_of, len(excess)), length, excess, bins.first, no_excess, bin_of)
     return bin_of
 
 

@@ -26,6 +26,7 @@ def balance_packed(length: np.ndarray, ranks: int, equal_counts: bool = False) -
     int32 `[n]`. Raises ValueError. OrchMLLM section 5.1, algorithm 1, then exchanges.
     """
     length = _checked(length, ranks)
+    # Whole numbers: exchanges stop where the largest load is proven to be the least.
     bound = least_largest_load(length, ranks)
     return _balance_sums(length, longest_first(length), ranks, bound, bound, equal_counts)
 
@@ -40,6 +41,7 @@ def balance_quadratic(length: np.ndarray, ranks: int, lam: float, equal_counts: 
     cost = _item_cost("quadratic", length, lam)
     longest = cost.max(initial=0.0)
     mean = cost.sum() / ranks
+    # Real costs hardly ever add up to the mean exactly, so a little above it is good enough.
     target = max(longest, mean * (1 + _TOLERANCE))
     return _balance_sums(cost, longest_first(length), ranks, target, max(longest, mean), equal_counts)
 
@@ -68,6 +70,7 @@ def balance_conv(length: np.ndarray, ranks: int, lam: float, equal_counts: bool 
     min_count, max_count = (len(length) // ranks, -(-len(length) // ranks)) if equal_counts else (0, len(length))
     count = _least_split(_item_cost("conv", length, lam)[order], ranks, min_count, max_count)
     rank = np.empty(len(length), np.int32)
+    # Runs of the sorted items: the first count[0] go to rank 0, and so on.
     rank[order] = np.repeat(np.arange(ranks), count)
     return rank
 
@@ -121,6 +124,7 @@ def _balance_sums(
     place = deal if equal_counts else lpt
     place(weight, order, rank, load)
     polish(weight, order, rank, load, target)
+    # Few items leave gaps that exchanges cannot close; so few can be searched through.
     if n <= MOST_ITEMS and load.max() > bound:
         search(weight, order, rank, load, *((n // ranks, n % ranks) if equal_counts else (n, 0)), bound)
     return rank
@@ -136,12 +140,16 @@ def _least_split(cost, ranks, min_count, max_count):
     count = np.zeros(ranks, np.int64)
     if len(cost) == 0:
         return count
+    # Count times longest is at least the sum of a rank's items, so the mean over ranks bounds the largest cost.
     low = max(cost[0], cost.sum() / ranks)
+    # Runs of ceil(n / ranks) items, each at the price of the longest, always work.
     high, _ = _split(cost, min_count, max_count, cost[0] * -(-len(cost) // ranks), count)
     while low < high:
         bound = low + (high - low) / 2
         if bound >= high:  # neighbours as floating-point numbers
             bound = low
+        # A bound that works is replaced by the cost it reached, one that fails by the next that changes a count: so
+        # bisection ends at a cost that occurs.
         largest, following = _split(cost, min_count, max_count, bound, count)
         if largest < np.inf:
             high = largest
@@ -164,6 +172,7 @@ def _split(cost, min_count, max_count, bound, count):
     largest = 0.0
     following = np.inf
     for r in range(ranks):
+        # The ranks behind this one must get their least, too.
         available = n - begin - (ranks - 1 - r) * min_count
         count[r] = 0
         if available == 0:
@@ -175,6 +184,7 @@ def _split(cost, min_count, max_count, bound, count):
         while fitting * item_cost > bound:
             fitting -= 1
         if fitting < max_count:
+            # With this bound the rank would take one item more.
             following = min(following, (fitting + 1) * item_cost)
         count[r] = min(fitting, available)
         if count[r] < min_count:
@@ -249,6 +259,7 @@ def _search_batches(length, ranks):
     """Return the batch of each item in the last trial, int64 [n]. length: int64 [n], ascending."""
     low = length[0]
     high = int(length[0] * (len(length) / ranks + 1))
+    # As printed the search would try no bound at all.
     if low >= high:
         return _batches(length, high)
     batch = np.zeros(len(length), np.int64)
@@ -278,6 +289,7 @@ def _batches(length, bound):
 
 @njit(cache=True)
 def _lpt_with_tolerance(length, order, rank, ranks, tolerance):
+    # All sums are 0, so any order is a heap; which one it is decides ties.
     heap = np.arange(ranks)
     total = np.zeros(ranks, np.int64)
     squares = np.zeros(ranks, np.int64)

@@ -14,10 +14,10 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
-from mmjax.data.media.anyres_layout import CORNERS, NEWLINE, NO_TOKEN, interpolates_tokens
+from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.media.patches import encoder_input, hidden_tokens, positions_per_token, token_grid
 from mmjax.data.plan.placement import MicrobatchPlan
-from mmjax.data.sample import ArrangedItems, Item, Sample, SampleLengths, Text
+from mmjax.data.sample import CORNERS, NEWLINE, NO_TOKEN, ArrangedItems, Item, Sample, SampleLengths, Text
 from mmjax.errors import UserError
 
 # Bits of `kind` and `sees`: text, then the encoders, then the branches of a sample.

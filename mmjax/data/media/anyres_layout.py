@@ -5,31 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.config import AnyRes, AudioConfig, VisionConfig
 from mmjax.data.media.image_transforms import Size, select_best_resolution
+from mmjax.data.sample import CORNERS, NEWLINE, NO_TOKEN, TokenLayout
 from mmjax.errors import BadMedia
 
-NO_TOKEN = -1  # in `Arrangement.token`: no token
-NEWLINE = -2  # in `Arrangement.token`: the connector's newline embedding
-CORNERS = 4  # tokens that one position may interpolate, as bilinear resizing does
 MIN_SHRINK = 1.1  # of each side: images that would shrink by less are not interpolated
 
 
-class TokenLayout(NamedTuple):
-    """The tokens of one image, each the weighted sum of up to four tokens that the encoder made of its items."""
-
-    token: np.ndarray  # int32 [n, 4]: indices into all items' tokens, one item after the other; or NEWLINE, NOTHING
-    share: np.ndarray  # float32 [n, 4]: weights of these tokens
-
-    def __len__(self) -> int:
-        return len(self.token)
-
-
-# (image (height, width) in pixels, (rows, columns) of tokens of each of its items) -> Arrangement
+# (image (height, width) in pixels, (rows, columns) of tokens of each of its items) -> TokenLayout
 BeforeLlm = Callable[[Size, Sequence[Size]], TokenLayout]
 
 

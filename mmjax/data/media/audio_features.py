@@ -144,7 +144,7 @@ class ClipSize(NamedTuple):
     """Frame counts of one clip, computed from its number of samples."""
 
     frames: int  # that become positions of the layers
-    held: int  # frames and, behind them, those of the padding silence that only the convolutions read
+    input_frames: int  # frames and, behind them, those of the padding silence that only the convolutions read
 
     @property
     def positions(self) -> int:
@@ -182,9 +182,9 @@ def split_clip(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...
 
 
 def log_mel_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
-    """Compute frames float32 `[held, mels]` of a clip float `[samples]`; lengths and errors are `clip_size`'s."""
+    """Compute frames float32 `[input_frames, mels]` of a clip float `[samples]`, as `clip_size` says."""
     clips = encoder.clips
     if isinstance(clips, LogMel):
         return log_mel(wave, clips.sample_rate, clips.window, clips.hop, clips.mels)
-    extra_frames = clip_size(encoder, len(wave)).held - valid_frames(clips, len(wave))
+    extra_frames = clip_size(encoder, len(wave)).input_frames - valid_frames(clips, len(wave))
     return whisper_log_mel(clips, wave, extra_frames)

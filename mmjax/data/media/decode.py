@@ -68,48 +68,64 @@ MAX_OGG_PAGE = 65_307  # bytes
 MIN_SECONDS = 0.001  # a shorter clip is a mistake
 
 
+# ----------------------------------------------------------------------------------------------------------- limits
+
+
+def limit_violations(kind: str, sizes: np.ndarray, limits: MediaLimits) -> dict[str, np.ndarray]:
+    """Test (height, width) of images, or (frames, rate) of clips, int64 `[..., 2]`, against every limit of the kind.
+
+    Returns bool `[...]`, whether the limit is violated, by the words that say so.
+    """
+    sizes = np.asarray(sizes, float)  # the product of a hostile file's sides overflows int64
+    first = sizes[..., 0]
+    second = sizes[..., 1]
+    if kind == "audio":
+        return {f" is longer than {limits.seconds:g} s": first > limits.seconds * second}
+    short = np.minimum(first, second)
+    long = np.maximum(first, second)
+    return {
+        f" has a side of less than {limits.min_side}": short < limits.min_side,
+        f" has a side of more than {limits.max_side}": long > limits.max_side,
+        f" has more than {limits.pixels} of them: a decompression bomb": first * second > limits.pixels,
+        f": one side is more than {limits.aspect:g} times the other": long > limits.aspect * short,
+    }
+
+
+def check_media_size(kind: str, size: tuple[int, int], limits: MediaLimits) -> None:
+    """Raise BadMedia if an image of (height, width), or a clip of (frames, rate), is beyond the limits."""
+    for reason, violated in limit_violations(kind, size, limits).items():
+        if violated:
+            image = f"an image of {size[0]} x {size[1]} pixels"
+            raise BadMedia((image if kind == "image" else f"a clip of {size[0] / size[1]:.1f} s") + reason)
+
+
 # ----------------------------------------------------------------------------------------------------------- images
 
 
-def read_image_size(file: BinaryIO, limits: MediaLimits | None = None) -> tuple[int, int]:
+def read_image_size(file: BinaryIO) -> tuple[int, int]:
     """Read (height, width) of an image, orientation applied, from the header of a seekable (best a buffered) file.
 
-    Raises BadMedia for an unknown format or a size beyond the limits (None = the defaults).
+    Raises BadMedia for an unknown format, and for an image without pixels.
     """
     reader = _FileReader(file)
     height, width = _call_decoder(reader, _image_kind(reader), _stored_size)
-    check_size(height, width, limits)
+    if min(height, width) < 1:
+        raise BadMedia(f"an image of {height} x {width} pixels is empty")
     return height, width
 
 
-def decode_image(data: bytes, limits: MediaLimits | None = None) -> np.ndarray:
+def decode_image(data: bytes, limits: MediaLimits = MediaLimits()) -> np.ndarray:
     """Decode an image file to pixels, uint8 `[height, width, 3]`, read only, of the size of `read_image_size`.
 
-    Raises BadMedia as `read_image_size`, and for a truncated or corrupt file.
+    Raises BadMedia as `read_image_size`, for a size beyond the limits, and for a truncated or corrupt file.
     """
-    size = read_image_size(io.BytesIO(data), limits)
+    size = read_image_size(io.BytesIO(data))
+    check_media_size("image", size, limits)
     reader = _FileReader(io.BytesIO(data))
     pixels = _call_decoder(reader, _image_kind(reader), _pixels)
     if pixels.shape[:2] != size:
         raise BadMedia("it says only after its pixels that it lies on its side; write its EXIF before them")
     return pixels
-
-
-def check_size(height: int, width: int, limits: MediaLimits | None = None) -> None:
-    """Raise BadMedia if an image of this size is empty or beyond the limits."""
-    limits = limits or MediaLimits()
-    image = f"an image of {height} x {width} pixels"
-    short, long = sorted((height, width))
-    if short < 1:
-        raise BadMedia(f"{image} is empty")
-    if short < limits.min_side:
-        raise BadMedia(f"{image} has a side of less than {limits.min_side}")
-    if long > limits.max_side:
-        raise BadMedia(f"{image} has a side of more than {limits.max_side}")
-    if height * width > limits.pixels:
-        raise BadMedia(f"{image} has more than {limits.pixels} of them: a decompression bomb")
-    if long > limits.aspect * short:
-        raise BadMedia(f"{image}: one side is more than {limits.aspect:g} times the other")
 
 
 def _image_kind(reader: _FileReader) -> str:
@@ -238,10 +254,10 @@ class ClipHeader(NamedTuple):
     sample_rate: int  # Hz
 
 
-def read_clip_header(file: BinaryIO, limits: MediaLimits | None = None) -> ClipHeader:
+def read_clip_header(file: BinaryIO) -> ClipHeader:
     """Read length and sample rate of a clip from the header of a seekable file (for Ogg also from its end).
 
-    Raises BadMedia for an unknown format, an unknown length, an empty clip, and one longer than the limits.
+    Raises BadMedia for an unknown format, an unknown length, and an empty clip.
     """
     reader = _FileReader(file)
     facts = _call_decoder(reader, _clip_kind(reader), _clip_facts)
@@ -253,9 +269,6 @@ def read_clip_header(file: BinaryIO, limits: MediaLimits | None = None) -> ClipH
         raise BadMedia(
             f"a clip of {facts.frames} samples at {facts.sample_rate} Hz is shorter than {1e3 * MIN_SECONDS:g} ms"
         )
-    max_seconds = (limits or MediaLimits()).seconds
-    if facts.frames > max_seconds * facts.sample_rate:
-        raise BadMedia(f"a clip of {facts.frames / facts.sample_rate:.1f} s is longer than {max_seconds:g} s")
     return facts
 
 
@@ -264,12 +277,14 @@ def resampled_length(facts: ClipHeader, sample_rate: int) -> int:
     return -(-facts.frames * sample_rate // facts.sample_rate)
 
 
-def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits | None = None) -> np.ndarray:
+def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits()) -> np.ndarray:
     """Decode a clip's file to mono samples at that rate, float32 `[clip_samples]` in about -1..1.
 
-    Raises BadMedia as `read_clip_header`, and for a file that is truncated, corrupt or holds NaN.
+    Raises BadMedia as `read_clip_header`, for a clip beyond the limits, and for a file that is truncated, corrupt or
+    holds NaN.
     """
-    facts = read_clip_header(io.BytesIO(data), limits)
+    facts = read_clip_header(io.BytesIO(data))
+    check_media_size("audio", facts, limits)
     reader = _FileReader(io.BytesIO(data))
     kind = _clip_kind(reader)
     if kind == "OGG":

@@ -46,10 +46,10 @@ class LazyImage:
     def resized(self, size: Size, filter: Filter = "bicubic") -> LazyImage:
         """Resize to (height, width)."""
         if self.pixels is None or size == self.size:
-            return self._with(size, self.pixels)
+            return self._replaced(size, self.pixels)
         self._check(size)
         image = Image.fromarray(self.pixels).resize((size[1], size[0]), FILTERS[filter])
-        return self._with(size, np.asarray(image))
+        return self._replaced(size, np.asarray(image))
 
     def squared(self, color: tuple[int, ...] = (0, 0, 0)) -> LazyImage:
         """Pad to a square of the longer side, centred; an odd row or column of padding goes after the image."""
@@ -72,31 +72,31 @@ class LazyImage:
     def cropped(self, size: Size) -> LazyImage:
         """Crop to the centre, padding with black where the picture is smaller."""
         if self.pixels is None:
-            return self._with(size, None)
+            return self._replaced(size, None)
         y, x = (max(0, have - want) // 2 for have, want in zip(self.size, size, strict=True))
         inner = self.pixels[y : y + size[0], x : x + size[1]]
         # An odd row or column of padding goes before the image, as in transformers' center_crop.
         padding = [((want - have + 1) // 2, (want - have) // 2) for have, want in zip(inner.shape, size, strict=False)]
-        return self._with(size, np.pad(inner, (*padding, (0, 0))))
+        return self._replaced(size, np.pad(inner, (*padding, (0, 0))))
 
     def cut(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
         """Cut into the tiles of a grid, row by row."""
         tile = self.size[0] // rows, self.size[1] // columns
         if self.pixels is None:
-            return (self._with(tile, None),) * (rows * columns)
+            return (self._replaced(tile, None),) * (rows * columns)
         parts = [part for row in np.split(self.pixels, rows) for part in np.split(row, columns, axis=1)]
-        return tuple(self._with(tile, part) for part in parts)
+        return tuple(self._replaced(tile, part) for part in parts)
 
     def _centred(self, canvas: Size, color: tuple[int, ...]) -> LazyImage:
         self._check(canvas)
         if self.pixels is None:
-            return self._with(canvas, None)
+            return self._replaced(canvas, None)
         pixels = np.full((*canvas, 3), color, np.uint8)
         y, x = ((outer - inner) // 2 for outer, inner in zip(canvas, self.size, strict=True))
         pixels[y : y + self.size[0], x : x + self.size[1]] = self.pixels
-        return self._with(canvas, pixels)
+        return self._replaced(canvas, pixels)
 
-    def _with(self, size: Size, pixels: np.ndarray | None) -> LazyImage:
+    def _replaced(self, size: Size, pixels: np.ndarray | None) -> LazyImage:
         self._check(size)
         return replace(self, size=size, pixels=pixels)
 
@@ -127,7 +127,7 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
 
 
 def prepared_sizes(
-    prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits | None = None
+    prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits = MediaLimits()
 ) -> tuple[Size, ...]:
     """Compute the sizes of the items of an image of (height, width); `images` is how many images its sample has.
 
@@ -136,12 +136,12 @@ def prepared_sizes(
     if min(size) < 1:
         raise BadMedia(f"an image of {size[0]} x {size[1]} pixels is empty")
     # Without pixels: the preparation computes sizes alone.
-    picture = LazyImage(size, None, (limits or MediaLimits()).pixels)
+    picture = LazyImage(size, None, limits.pixels)
     return tuple(item.size for item in prepare(picture, images))
 
 
 def prepare_image(
-    prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits | None = None
+    prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits = MediaLimits()
 ) -> tuple[np.ndarray, ...]:
     """Prepare the items uint8 `[h, w, 3]` (read only) of an image uint8 `[H, W, 3]`, in the sizes of `prepared_sizes`.
 
@@ -151,7 +151,7 @@ def prepare_image(
         raise ValueError(f"an image must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}")
     if not image.size:
         raise BadMedia(f"an image of {image.shape[0]} x {image.shape[1]} pixels is empty")
-    picture = LazyImage(image.shape[:2], image, (limits or MediaLimits()).pixels)
+    picture = LazyImage(image.shape[:2], image, limits.pixels)
     return tuple(item.pixels for item in prepare(picture, images))
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmjax.batch import COLUMN, ROW, TIME
 from mmjax.config import AudioConfig, LearnedGrid, LogMel, VisionConfig
 from mmjax.config.model import CONV_STRIDE, Encoder
 from mmjax.data.media.audio_features import clip_size, log_mel_frames
@@ -72,7 +73,7 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
     if not tokens:
         raise BadMedia(f"a clip of {size[0]} samples is too short: the encoder makes no token of it")
     _check_positions(encoder, size, tokens)
-    return ItemSize((tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.held)
+    return ItemSize((tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.input_frames)
 
 
 def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:
@@ -130,10 +131,10 @@ def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Enc
     values = np.zeros((positions, encoder.mels), np.float32)
     values[: len(frames)] = frames
     coordinates = np.zeros((positions, 3), np.int32)
-    coordinates[:, 0] = np.arange(positions)
+    coordinates[:, TIME] = np.arange(positions)
     # Row -1 marks frames that the convolutions read but that make no position of the layers.
-    coordinates[clip_size(encoder, len(array)).frames :, 1] = -1
-    return EncoderInput(values, coordinates, coordinates[:, 0] < len(frames))
+    coordinates[clip_size(encoder, len(array)).frames :, ROW] = -1
+    return EncoderInput(values, coordinates, coordinates[:, TIME] < len(frames))
 
 
 def to_patches(image: np.ndarray, patch: int, merge: int) -> EncoderInput:
@@ -180,11 +181,11 @@ def _merge_order(height: int, width: int, merge: int) -> tuple[np.ndarray, np.nd
     """Return coordinates int32 `[n, 3]` and validity `[n]` of a patch grid in merge order; read-only, since cached."""
     rows, columns = (-(-side // merge) for side in (height, width))  # of windows
     grid = np.zeros((rows * merge, columns * merge, 3), np.int32)
-    grid[..., 1] = np.arange(rows * merge)[:, None]
-    grid[..., 2] = np.arange(columns * merge)
+    grid[..., ROW] = np.arange(rows * merge)[:, None]
+    grid[..., COLUMN] = np.arange(columns * merge)
     windows = grid.reshape(rows, merge, columns, merge, 3).transpose(0, 2, 1, 3, 4)
     coordinates = np.ascontiguousarray(windows.reshape(-1, 3))
-    valid = (coordinates[:, 1] < height) & (coordinates[:, 2] < width)
+    valid = (coordinates[:, ROW] < height) & (coordinates[:, COLUMN] < width)
     # lru_cache returns the same arrays to all callers.
     coordinates.flags.writeable = valid.flags.writeable = False
     return coordinates, valid

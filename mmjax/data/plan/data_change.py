@@ -38,6 +38,7 @@ class Segment:
                 due = [stored[str(s)] for s in range(len(stored.files))]
         except Exception as error:  # NumPy's reader raises what its parser stumbles over
             raise UserError(f"{self.due} cannot be read: {type(error).__name__}; restore it") from None
+        # The content's hash is in the file's name, so a changed file does not match its own name.
         if not self.due.stem.endswith(_digest(due)):
             raise UserError(f"{self.due} is not what was written; restore it")
         return due
@@ -104,7 +105,9 @@ def carried(due: Due, old: Held, pools: Sequence[Pool], new: Held) -> list[np.nd
         new_number = _new_numbers(old.files[name], new.files[name])
         usable = new_number[pool.ids(np.arange(len(pool))) - old.start[name]]
         every = np.arange(sum(count for _, count in new.files[name]))
+        # What is still owed, and all that the old data did not have: new samples join in the current epoch.
         ids = np.union1d(new_number[owed - old.start[name]], np.setdiff1d(every, usable))
+        # -1 stands for samples that are gone.
         translated.append(new.start[name] + ids[ids >= 0])
     return translated
 
@@ -121,6 +124,7 @@ def _new_numbers(old: Files, new: Files) -> np.ndarray:
     for name, count in old:
         start, new_count = known.get(same.get(name, ""), (0, 0))
         number = np.arange(count)
+        # A file that became shorter has lost its last samples.
         numbers.append(np.where(number < new_count, start + number, -1))
     return np.concatenate(numbers)
 

@@ -58,11 +58,13 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     batch = config.batch
     modules = ("llm", *config.model.encoders)
     by_tokens = isinstance(batch.size, Tokens)
+    # With a batch of tokens no sample may be more than a microbatch; with one of samples all are used.
     longest = batch.size.count // batch.microbatches if by_tokens else int(index.llm_tokens.max(initial=0))
     rows = np.array([batch.rows[m] for m in modules])
     # A row ends where a token of the LLM does.
     alignment = math.lcm(batch.alignment, *index.positions_per_token.tolist())
     pools = pools_of(index, weights, np.flatnonzero(index.llm_tokens > longest))
+    # As many draws as there are samples, within these bounds.
     size = int(np.clip(sum(len(p) for p, w in zip(pools, weights, strict=True) if w > 0), *TYPICAL))
     typical = typical_samples(pools, weights, size, config.seed)
     mean = float(index.llm_tokens[typical].mean())
@@ -70,6 +72,7 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     extremes = _extremes(index, pools, weights)
     match batch.grouping:
         case PackGrouping():
+            # The extremes must fit as well, though they are too few to change the mean.
             parts = index.parts(np.concatenate([typical, extremes]))
             columns = int(np.gcd.reduce(rows))
             thin = columns >= _MANY_COLUMNS and samples < _THIN_COLUMN * columns
@@ -96,6 +99,7 @@ def stream_of(
     multiple = 1.0
     match batch.grouping:
         case PackGrouping():
+            # 128 steps of 128 samples, 64 of 512, 32 of 2,048: what is planned at once grows more slowly than the step.
             steps = min(steps, max(2, round(128 * (128 / samples_per_step) ** 0.5)))
             multiple = samples_per_step
         case NoGrouping():
@@ -105,6 +109,7 @@ def stream_of(
 
 def steps_for(samples: int, per_step: float) -> int:
     """Count the steps of about `per_step` samples that take them all; rounding ends of chunks may add a sample."""
+    # A mean of 24.3 samples a step makes chunks of a rounded number, at times one more than their steps hold.
     rounding = 0 if float(per_step).is_integer() else 1
     return max(1, math.ceil((samples - rounding) / max(per_step, 1.0)))
 
@@ -117,6 +122,7 @@ def _first_steps(stream: Stream, per_step: int) -> list[np.ndarray]:
     while len(steps) < max_steps:
         order = stream.chunk(chunk)
         count = steps_for(len(order), per_step)
+        # 10 samples in 4 steps are cut at 2, 5 and 7.
         steps += np.split(order, np.arange(1, count) * len(order) // count)
         chunk += 1
     return steps[:max_steps]
@@ -147,10 +153,12 @@ def _extremes(index: LengthIndex, pools: Sequence[Pool], weights: Sequence[float
         if weight > 0:
             usable[pool.start : pool.stop] = True
             usable[pool.excluded] = False
+    # One sample for each module, the one with the largest total; -1 keeps unusable ones from winning.
     largest = [np.argmax(np.where(usable, total, -1)) for total in index.totals.T]
     item_usable = np.repeat(usable, np.diff(index.item_start))
     for encoder in np.unique(index.item_encoder[item_usable]):
         item = np.argmax(np.where(item_usable & (index.item_encoder == encoder), index.item_positions, -1))
+        # From the item's number to its sample: item_start 0, 2, 2, 3 gives item 2 to sample 2.
         largest.append(np.searchsorted(index.item_start, item, side="right") - 1)
     return np.unique(np.array(largest, np.int64))
 
@@ -179,6 +187,7 @@ def _isf_budget(
     A row of each module must hold the longest sample; fewer rows keep the number of samples where that makes them long.
     """
     mean = np.maximum(lengths.mean(0), 1e-9)
+    # A row that holds the longest sample of a module holds so many mean ones, and in every module as many.
     group_samples = float((lengths.max(0) / mean).max())  # in units of the mean sample
     count = int(np.clip(samples / batch.microbatches // group_samples, 1, rows[0]))
     mean = samples / (count * batch.microbatches)
@@ -252,6 +261,7 @@ class StepGrouper:
         self.columns = _columns(self.index, np.setdiff1d(wide, self.oversize), self.batch, self.budget)
         self.pools: list[Pool] = pools_of(self.index, self.weights, self.oversize, self.due)
         self._stream = stream_of(self.batch, self.budget.samples_per_step, self.pools, self.weights, self.seed)
+        # Two, since a step near a chunk's end and one after it are asked for in turn.
         self._chunk = lru_cache(maxsize=2)(self._group_chunk)
 
     def step(self, step: int) -> list[Group]:
@@ -277,6 +287,7 @@ class StepGrouper:
         chunk, position = self._place_of(step)
         drawn = self._samples_before(chunk) + int(self._chunk(chunk).step_start[position + 1])
         due, rest = self._due
+        # First the remainder of an epoch begun with other data, then whole ones.
         epochs = rest * drawn / due if drawn < due else rest + (drawn - due) / self.epoch_samples
         return self.epochs_before + epochs
 
@@ -292,6 +303,7 @@ class StepGrouper:
         chunk = 0
         while self._samples_before(chunk + 1) < samples:
             chunk += 1
+        # The first step of the chunk after which so many samples have come.
         steps_in_chunk = np.searchsorted(self._chunk(chunk).step_start, samples - self._samples_before(chunk))
         return self.first + self._first_step(chunk) + int(steps_in_chunk)
 
@@ -305,6 +317,7 @@ class StepGrouper:
         if (chunk := sum(draw.end - draw.begin for draw in draws.values())) >= 8 * per_step:
             return ()
         sizes = {s: draw.last - draw.first for s, draw in draws.items()}
+        # The source whose epoch ends first, since it is drawn from most in proportion to its size.
         shortest = min(sizes, key=lambda s: sizes[s] / self.weights[s])
         name = self.index.source_name[shortest]
         key = f"data.sources.{name}.weight" if len(draws) > 1 else "batch.size.count"
@@ -326,6 +339,7 @@ class StepGrouper:
 
     def _place_of(self, step: int) -> tuple[int, int]:
         """Return the chunk of a step of the run, and which of its steps it is."""
+        # Chunks are counted from the segment's first step, not from the run's.
         step -= self.first
         while self.first_steps[-1] <= step:
             self._first_step(len(self.first_steps))
@@ -344,6 +358,7 @@ class StepGrouper:
         match self.batch.grouping:
             case IsfGrouping():
                 return len(self._chunk(chunk))
+            # How many steps a small chunk takes is only known when it is packed, and that is quick.
             case PackGrouping() if samples < _SOON_GROUPED:
                 return len(self._chunk(chunk))
             case PackGrouping() if samples < _SURELY_TYPICAL:
@@ -366,6 +381,7 @@ class StepGrouper:
         # With 4 rows of a module, row 6 of the step is row 2 of microbatch 1.
         microbatch, in_microbatch = np.divmod(row, rows)
         count = max(count, int(microbatch.max(initial=0)) + 1)  # what a step's rows do not hold comes in one more
+        # A sample's first part is the LLM's, and all its parts are in one microbatch.
         chosen = [np.flatnonzero(microbatch[parts.sample_start[:-1]] == m) for m in range(count)]
         in_microbatch = in_microbatch.astype(np.int32)
         return [Group(samples[indices], in_microbatch[parts.of_samples(indices)]) for indices in chosen]
@@ -395,9 +411,11 @@ class StepGrouper:
         parts = self.index.parts(order)
         grouping = isf_groups(self.index.totals[order], self.budget, iterations, rng)
         groups = grouping.groups + grouping.leftover_groups
+        # A group fills one row of every module, so a step takes as many groups as it has rows.
         steps = -(-groups // (self.budget.rows[0] * self.batch.microbatches))
         # What is left over comes among the rest, and the last step is about as full as the others.
         position = rng.permutation(groups)[grouping.group]
+        # 10 groups in 3 steps begin at 0, 3 and 6.
         first = np.arange(steps + 1) * groups // steps
         step = np.searchsorted(first, position, side="right") - 1
         return _chunk_of(order, parts, step, np.repeat(position - first[step], np.diff(parts.sample_start)))
@@ -422,6 +440,7 @@ def _chunk_of(
     samples: np.ndarray, parts: Parts, step: np.ndarray, row: np.ndarray, waited: np.ndarray | None = None
 ) -> _Chunk:
     by_step = np.argsort(step, kind="stable")
+    # Where each step begins among the sorted; one number more than steps, the last is the end.
     step_start = np.searchsorted(step[by_step], np.arange(step.max(initial=-1) + 2))
     part_start = _starts(np.diff(parts.sample_start)[by_step])
     waited = None if waited is None else waited[by_step]

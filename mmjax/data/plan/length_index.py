@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.balance.parts import Parts
+from mmjax.balance.parts import LLM, Parts
 from mmjax.config import AudioConfig
 from mmjax.config.model import CONV_STRIDE
 from mmjax.data.media.patches import Encoders, item_size, positions_per_token
@@ -34,6 +34,7 @@ def read_lengths(files: Sequence[Path], keys: Sequence[str], optional: Sequence[
     parts = [_read(path, keys, optional) for path in files]
     joined = {key: np.concatenate([part[key] for part in parts]) for key in parts[0] if all(key in p for p in parts)}
     if len(files) > 1 and "source" in optional and "source" not in joined:
+        # The file's number for each of its samples.
         joined["source"] = np.repeat(np.arange(len(files)), [len(part[keys[0]]) for part in parts])
     return joined
 
@@ -62,6 +63,7 @@ def visual_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     source = rng.choice(10, samples, p=np.array([4, 3, 3, 2, 2, 2, 1, 1, 1, 1]) / 20)
     tiles_of = rng.dirichlet([0.9, 0.2, 0.05, 0.25], 10)  # of a source: how often an image has 1, 3, 4 or 5 tiles
     text_of = rng.uniform(4.2, 6.4, 10)  # of a source: mean of the logarithm of its text tokens
+    # A draw from the source's distribution: how many of the first three cumulative shares a random number exceeds.
     tiles = np.array([1, 3, 4, 5])[(rng.random((samples, 1)) > np.cumsum(tiles_of[source], 1)[:, :-1]).sum(1)]
     text = rng.lognormal(text_of[source], 0.7)
     return {
@@ -110,6 +112,9 @@ def index_of_lengths(lengths: Mapping[str, np.ndarray], encoders: Encoders) -> L
     )
 
 
+# An item while the index is built; each field becomes one array `item_*` of the index.
+_ITEM = np.dtype([(name, np.int32) for name in ("encoder", "positions", "tokens", "useful")])
+
 OUTLIER = 8  # times as many tokens as the median sample
 
 
@@ -137,7 +142,7 @@ class LengthIndex:
     @property
     def llm_tokens(self) -> np.ndarray:
         """int32 `[n]`: text and items together."""
-        return self.totals[:, 0]
+        return self.totals[:, LLM]
 
     def source_of(self, samples: np.ndarray) -> np.ndarray:
         """Return the number of the source of each sample."""
@@ -222,7 +227,7 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
     numbers = {name: k for k, name in enumerate(encoders)}
     text: list[int] = []
     item_count: list[int] = []
-    item_rows: list[tuple[int, int, int, int]] = []  # encoder, positions, tokens, useful positions
+    item_rows: list[tuple[int, int, int, int]] = []  # as in _ITEM
     extra: list[int] = []  # LLM tokens beyond those of text and items
     bad: dict[int, str] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]] = {}
@@ -246,24 +251,28 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
             text.append(facts.text_tokens)
             item_count.append(len(rows))
             item_rows += rows
-            extra.append(0 if facts.item_tokens is None else facts.item_tokens - sum(row[2] for row in rows))
-    items = np.array(item_rows, np.int32).reshape(-1, 4)
+            extra.append(
+                0 if facts.item_tokens is None else facts.item_tokens - sum(tokens for _, _, tokens, _ in rows)
+            )
+    items = np.array(item_rows, _ITEM)
+    # CSR: the items of sample i are item_start[i] : item_start[i + 1].
     item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
     totals = np.zeros((len(text), 1 + len(encoders)), np.int32)
-    totals[:, 0] = np.array(text, np.int64) + np.array(extra, np.int64)
+    totals[:, LLM] = np.array(text, np.int64) + np.array(extra, np.int64)
     sample = np.repeat(np.arange(len(text)), item_count)
-    np.add.at(totals, (sample, 0), items[:, 2])
-    np.add.at(totals, (sample, 1 + items[:, 0]), items[:, 1])
+    # An item counts in two columns: its tokens in the LLM's, its positions in its encoder's.
+    np.add.at(totals, (sample, LLM), items["tokens"])
+    np.add.at(totals, (sample, 1 + items["encoder"]), items["positions"])
     return LengthIndex(
         source_name=np.array(list(sources), np.str_),
         source_start=np.concatenate([[0], np.cumsum([len(s) for s in sources.values()], dtype=np.int64)]),
         text_tokens=np.array(text, np.int32),
         totals=totals,
         item_start=item_start,
-        item_encoder=items[:, 0],
-        item_positions=items[:, 1],
-        item_tokens=items[:, 2],
-        item_useful=items[:, 3],
+        item_encoder=items["encoder"],
+        item_positions=items["positions"],
+        item_tokens=items["tokens"],
+        item_useful=items["useful"],
         positions_per_token=np.array([positions_per_token(e) for e in encoders.values()], np.int32),
         bad=np.array(list(bad), np.int64),
         reason=np.array(list(bad.values()), np.str_),

@@ -133,6 +133,7 @@ class Placer:
         """Place the group's parts. Where it fits no shape, it becomes several microbatches."""
         inputs = self._inputs(group)
         # Widths of shapes first, then those by which the shapes were found.
+        # First widths that are compiled already.
         widths = self._widths(), usual_widths(self._costs(inputs))
         for ways in (ways for allowed in widths for ways in self._ways(inputs, allowed)):
             choices = [(*rank, placed) for placed in ways if (rank := self._shape(placed)) is not None]
@@ -141,6 +142,7 @@ class Placer:
                 return [self._plan(group.samples, inputs, placed, self.shapes[number])]
         if len(group.samples) < 2:
             raise AssertionError(f"sample {group.samples[0]} fits no compiled shape")
+        # Two microbatches of half the samples each, and so on: a lone sample fits the last shape.
         half = split(inputs.parts.totals(len(self.rows)), 2)
         return [plan for h in (0, 1) for plan in self.place(Group(group.samples[half == h], None))]
 
@@ -160,7 +162,7 @@ class Placer:
     def needs_alone(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """Measure what a sample needs with a rank for itself, and with its items spread over the rank's peers."""
         inputs = self._inputs(Group(np.array([sample]), None))
-        return self._at(inputs, np.zeros(len(inputs.tokens), np.int32)).needs, self._spread(inputs).needs
+        return self._place_on_ranks(inputs, np.zeros(len(inputs.tokens), np.int32)).needs, self._spread(inputs).needs
 
     def _inputs(self, group: Group) -> _Inputs:
         return _Inputs(self.index.parts(group.samples), self.index.tokens(group.samples), group.row)
@@ -186,13 +188,13 @@ class Placer:
             return [self._in_order(inputs, in_order)]
         costs = self._costs(inputs)
         if isinstance(self.balance, LlmBalance):
-            return [self._by(inputs, place_by_llm(costs, ranks))]
+            return [self._place_phases(inputs, place_by_llm(costs, ranks))]
         if self.balance.locality == "off":
-            return [self._by(inputs, place_apart(costs, ranks))]
+            return [self._place_phases(inputs, place_apart(costs, ranks))]
         plans = [place_jointly(costs, ranks, self.topology.peers, widths, in_order)]
         if plans[0].width.any():  # whether what it gains is worth an exchange, the shapes say
             plans.append(place_jointly(costs, ranks, self.topology.peers, None, in_order))
-        return [self._by(inputs, plan) for plan in plans]
+        return [self._place_phases(inputs, plan) for plan in plans]
 
     def _sample_ranks(self, inputs: _Inputs) -> np.ndarray:
         """Return each sample's rank if nothing is balanced, int32 `[n]`: that of its row in the LLM, or in order."""
@@ -204,19 +206,20 @@ class Placer:
         """Place samples on these ranks, in the rows of grouping; items on the rank of their sample."""
         home_rank = sample_rank[inputs.parts.sample()]
         if inputs.row is None:
-            return self._at(inputs, home_rank)
+            return self._place_on_ranks(inputs, home_rank)
         if np.array_equal(self._ranks(inputs, inputs.row), home_rank):
             return self._in_rows(inputs, inputs.row)
-        row = np.where(inputs.parts.module == LLM, inputs.row, self._at(inputs, home_rank).row)
+        row = np.where(inputs.parts.module == LLM, inputs.row, self._place_on_ranks(inputs, home_rank).row)
         return self._in_rows(inputs, row)
 
-    def _by(self, inputs: _Inputs, plan: PhasePlan) -> Placed:
+    def _place_phases(self, inputs: _Inputs, plan: PhasePlan) -> Placed:
         rank = np.empty(len(inputs.tokens), np.int32)
         rank[inputs.llm] = plan.sample_rank
+        # Parts are in CSR order, items in that of `Costs`: both go sample by sample, so they line up.
         rank[inputs.parts.module != LLM] = plan.item_rank
-        return self._at(inputs, rank)
+        return self._place_on_ranks(inputs, rank)
 
-    def _at(self, inputs: _Inputs, rank: np.ndarray) -> Placed:
+    def _place_on_ranks(self, inputs: _Inputs, rank: np.ndarray) -> Placed:
         """Place parts on these ranks `[p]`, in the rows of each as evenly as longest first makes it."""
         if max(self.rows) == 1:
             return self._in_rows(inputs, rank)
@@ -224,6 +227,7 @@ class Placer:
 
     def _spread(self, inputs: _Inputs) -> Placed:
         """Place one sample on the first rank, its items over all peers."""
+        # Encoders' rows of all peers, the LLM's of the first rank alone.
         rows = np.array(self.rows) * self.topology.peers
         rows[LLM] = self.rows[LLM]
         group = np.zeros(len(inputs.tokens), np.int64)
@@ -233,6 +237,7 @@ class Placer:
         parts = inputs.parts
         ranks = self.topology.ranks
         modules = len(self.rows)
+        # Rows that a module lacks stay 0.
         used = np.zeros((modules, ranks * max(self.rows)), np.int64)
         np.add.at(used, (parts.module, row), parts.length)
         rank = self._ranks(inputs, row)
@@ -255,6 +260,7 @@ class Placer:
             # With 2 rows on each rank, columns 2 and 3 of the assignment both stand for rank 1.
             at_home = np.zeros((ranks * rows_per_rank, ranks), np.int64)
             np.add.at(at_home, (row[items], home_rank[items]), inputs.tokens[items])
+            # Rows are only renumbered, so the fit that grouping found stays; what changes is which rank has them.
             old_row, new_row = linear_sum_assignment(np.repeat(at_home, rows_per_rank, axis=1), maximize=True)
             renumbered = np.empty(ranks * rows_per_rank, np.int32)
             renumbered[old_row] = new_row
@@ -297,7 +303,9 @@ class Placer:
         parts = inputs.parts
         home_rank = self._sample_ranks(inputs)[parts.sample()]
         one_each = self.topology.encoders_per_rank == 1
-        unbalanced_row = home_rank * np.array(self.rows)[parts.module] if one_each else self._at(inputs, home_rank).row
+        unbalanced_row = (
+            home_rank * np.array(self.rows)[parts.module] if one_each else self._place_on_ranks(inputs, home_rank).row
+        )
         return MicrobatchPlan(
             samples=samples,
             part_start=parts.sample_start,
@@ -317,7 +325,9 @@ def _work(module: np.ndarray, row: np.ndarray, length: np.ndarray, rows: Lengths
     parts = topology.encoders_per_rank
     llm = module == LLM
     work = np.zeros((len(rows), topology.ranks * parts), np.int64)
+    # rows // parts are an encoder's rows on each of its ranks, so a row's quotient by it is its encoder rank.
     np.add.at(work, (module[~llm], row[~llm] // (np.array(rows) // parts)[module[~llm]]), length[~llm])
+    # The LLM's work counts for each encoder rank of its rank, so that all phases have one shape.
     work[LLM] = np.repeat(np.bincount(row[llm] // rows[LLM], length[llm], topology.ranks).astype(np.int64), parts)
     return work
 

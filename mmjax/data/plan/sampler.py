@@ -42,6 +42,7 @@ class Pool:
 
         Every epoch has a permutation of its own, which depends on `key`.
         """
+        # Draws before len(due) are what is due, in a shuffle of its own; the others count from there on in epochs.
         due = np.arange(begin, min(end, len(self.due)))
         epoch, rank = np.divmod(np.arange(max(begin, len(self.due)), end) - len(self.due), max(1, len(self)))
         first = self.due[_shuffled(due, len(self.due), key, np.full(len(due), _REMAINDER))]
@@ -63,10 +64,12 @@ def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray,
     pools = []
     for s, weight in enumerate(weights):
         start, stop = map(int, index.source_start[s : s + 2])
+        # A sample that was due may have become bad since.
         remaining = np.setdiff1d(due[s] if due else [], excluded).astype(np.int64)
         excluded_here = excluded[(excluded >= start) & (excluded < stop)]
         pools.append(Pool(start, stop, excluded_here, remaining))
         if weight > 0 and not len(pools[-1]):
+            # Two causes with two remedies: broken data, or a batch too small for all samples.
             if np.isin(np.arange(start, stop), index.bad).all() and stop > start:
                 reason = index.reason[np.searchsorted(index.bad, start)]
                 raise UserError(
@@ -108,6 +111,7 @@ class Stream:
     def chunk(self, chunk: int) -> np.ndarray:
         """Return the sample ids of a chunk in random order, int64. Raises UserError where no weight is positive."""
         ids = [self.pools[s].draw(draw.begin, draw.end, key_of(self.seed, s)) for s, draw in self.draws(chunk).items()]
+        # Sources one after the other; the shuffle below mixes them.
         drawn = np.concatenate(ids)
         return drawn[Shuffler(self.seed, 2, chunk).permutation(len(drawn))]
 
@@ -123,10 +127,12 @@ class Stream:
         pool = self.pools[source]
         due = len(pool.due)
         size = len(pool)
+        # What is due takes its proportion of an epoch's chunks, rounded up.
         due_chunks = math.ceil(per_epoch * due / size)
         if chunk < due_chunks:
             return self._share(0, due, chunk, due_chunks)
         chunk -= due_chunks
+        # Epoch e has the chunks from floor(e * per_epoch + 0.5) on: with 2.5 chunks an epoch 0..2, 3..4, 5..7, ...
         epoch = int((chunk + 0.5) / per_epoch)  # or, by rounding, a neighbour of this one
         while (begin := math.floor(epoch * per_epoch + 0.5)) > chunk:
             epoch -= 1
@@ -138,19 +144,24 @@ class Stream:
     def _share(self, first: int, size: int, number: int, count: int) -> Draws:
         """Return the share of chunk `number` of the `count` that an epoch of `size` draws has."""
         unit = self.multiple if len(self._chunks_per_epoch) == 1 else 1
+        # ceil(n * size / count) in multiples of the unit: 10 draws in 3 chunks are cut at 4 and 7, in units of 4 at 4
+        # and 8.
         begin, end = (min(round(-(-n * size // (count * unit)) * unit), size) for n in (number, number + 1))
         return Draws(first + begin, first + end, first, first + size)
 
     @cached_property
     def _chunks_per_epoch(self) -> dict[int, float]:
         """Compute the mean number of chunks in an epoch of each source that is drawn from, at least 1."""
+        # An epoch of source s is over after so many draws of all sources.
         drawn = {s: len(self.pools[s]) / share for s, share in enumerate(shares(self.weights)) if share}
         shortest = min(drawn.values())  # in draws of all sources
+        # The shortest epoch has a whole number of chunks; others in proportion, at least as many.
         return {s: draws / shortest * math.ceil(shortest / self.size) for s, draws in drawn.items()}
 
 
 def typical_samples(pools: Sequence[Pool], weights: Sequence[float], size: int, seed: int) -> np.ndarray:
     """Draw about `size` ids in the proportions of the mixture, int64, wherever epochs end."""
+    # Rounded running sums, so that the counts add up to the size.
     ends = np.floor(np.cumsum(shares(weights)) * size + 0.5).astype(np.int64)
     counts = enumerate(np.diff(ends, prepend=0).tolist())
     return np.concatenate([pools[s].draw(0, count, key_of(seed, s)) for s, count in counts if count])
@@ -174,6 +185,7 @@ def _shuffled(rank: np.ndarray, n: int, key: np.uint64, epoch: np.ndarray) -> np
 
     A Feistel network permutes the next power of four; what falls outside goes through it again until it falls inside.
     """
+    # Bits of each half: for n = 1000, whose numbers have 10 bits, 5; for 2000 with 11, 6, a network over 4096.
     half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
     low = (np.uint64(1) << half) - np.uint64(1)
     keys = _mixed(epoch.astype(np.uint64) ^ key)
@@ -185,8 +197,11 @@ def _shuffled(rank: np.ndarray, n: int, key: np.uint64, epoch: np.ndarray) -> np
         key_outside = keys[outside]
         for turn in range(_ROUNDS):
             mask = _mixed(low_half ^ _mixed(key_outside + np.uint64(turn))) & low
+            # One round: the halves swap, one of them masked by a function of the other, which can be undone.
             high_half, low_half = low_half, high_half ^ mask
         value[outside] = high_half << half | low_half
+        # Walking the cycle until it returns below n keeps it a permutation; under 4 turns on average, as the domain is
+        # less than 4 n.
         outside = value >= np.uint64(n)
     return value.astype(np.int64)
 

@@ -51,6 +51,7 @@ def lay_out(
     max_steps: of these, for a look; a run needs shapes that later steps fit too.
     """
     if isinstance(config.batch.balance, PostBalance) and config.batch.balance.locality == "off":
+        # Each phase by itself sends nearly everything, so all ranks must be able to send to all.
         topology = replace(topology, peers=topology.ranks)
     rows = tuple(_rows_of_rank(count, topology, k == LLM) for k, count in enumerate(grouper.budget.rows))
     placer = make_placer(grouper, config, RankLayout(topology, rows, ()))
@@ -63,6 +64,7 @@ def lay_out(
 def _rows_of_rank(count: int, topology: Topology, llm: bool) -> int:
     """Count the rows on each rank, the same on each rank of an encoder, so that all together hold `count` rows."""
     parts = 1 if llm else topology.encoders_per_rank
+    # 10 rows on 4 ranks of 2 encoder ranks each: 2 rows on each of 8, so 4 a rank.
     return -(-count // (topology.ranks * parts)) * parts
 
 
@@ -92,9 +94,13 @@ def _price(grouper: StepGrouper, flops: np.ndarray, layout: RankLayout) -> np.nd
     index = grouper.index
     samples = grouper.budget.samples_per_step / grouper.batch.microbatches
     rows = ranks * np.array(layout.rows)
+    # Mean positions of a row, so that price * need is what a whole row costs.
     need = np.maximum(samples * index.totals.mean(0) / rows, 1)
+    # The exponent lies between 0, where all modules' rows cost the same, and 1, their operations.
     price = (rows * flops * need) ** OF_OPERATIONS / need
     sent = max(samples * float(index.item_tokens.sum()) / len(index), 1.0)
+    # `Aim.exchange` is the share of a step for sending as many tokens as the encoders make; here for each token of
+    # width, which all pairs of peers send.
     width = Aim.exchange * float(price @ need) * ranks * (layout.topology.peers - 1) / sent
     return np.concatenate([price, np.full(len(rows) - 1, width)])
 
@@ -209,6 +215,7 @@ class StepPlan:
         for m in self.microbatches:
             for a in (m.samples, m.module, m.row, m.offset, np.array(m.shape.lengths + m.shape.widths)):
                 digest.update(np.ascontiguousarray(a, np.int64).tobytes())
+        # 63 bits, so that it is never negative as an int64.
         return int.from_bytes(digest.digest()[:8], "little") >> 1
 
 

@@ -11,29 +11,22 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import ChatFormat, DataConfig
+from mmjax.config import ChatFormat, DataConfig, MediaLimits
 from mmjax.data.media.patches import Encoders
-from mmjax.data.sample import BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths, Text
+from mmjax.data.sample import BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
 from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
-from mmjax.data.sources.processors import (
-    PROBES,
-    Functions,
-    MediaItems,
-    MediaProcessors,
-    encoder_names,
-    merge_arranged_items,
-)
+from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import Conversations, hash_strings
 from mmjax.data.text.chat import Chat, load_chat
 from mmjax.data.text.chat_template import ASSISTANT
 from mmjax.disk import append_json_lines, read_json_lines, remove_path
-from mmjax.errors import BadMedia, UserError
+from mmjax.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -182,30 +175,35 @@ def _path(conversations: Conversations, chat: Chat, cache: Path) -> Path:
     return cache / f"text-{hash_strings(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"
 
 
-DECODED = 4  # cached media, so that an image is decoded once for all its tiles
-
-
 class ChatSource:
     """Conversations of a data set as a `Source`, and as questions: each one's last answer."""
 
     def __init__(
-        self, reopen: Reopen, chat: Chat, encoders: Encoders, cache: Path, functions: Functions | None = None
+        self,
+        reopen: Reopen,
+        chat: Chat,
+        encoders: Encoders,
+        cache: Path,
+        functions: Functions | None = None,
+        limits: MediaLimits = MediaLimits(),
     ) -> None:
         """reopen: opens the conversations, here and in counting worker processes. functions: callbacks by name."""
         self.conversations = reopen()
         self.chat = chat
         self._cache = cache
         self._reopen = reopen
-        self._senses = MediaProcessors(encoders, functions)
-        self._decoded = lru_cache(maxsize=DECODED)(self._decode)
+        self._limits = limits
+        self._processors = MediaProcessors(encoders, functions, limits)
+        self._media = SampleMedia(self._processors, self._sizes, self._read)
 
     def __len__(self) -> int:
         return len(self.conversations)
 
     def fingerprint(self) -> str:
-        """Hash the records, the sizes of their media, the template and how media are prepared."""
+        """Hash the records, the sizes of their media, the template, how media are prepared, and their limits."""
         digest = hashlib.sha256()
-        for part in (self.conversations.fingerprint(), self.chat.fingerprint(), repr(self._senses.encoders)):
+        settings = (repr(self._processors.encoders), repr(self._limits))
+        for part in (self.conversations.fingerprint(), self.chat.fingerprint(), *settings):
             digest.update(part.encode())
         # Resized media change tokens, so that a batch of the same index would have another content.
         for array in (self._facts.start, self._facts.size, self._facts.bad):
@@ -217,7 +215,7 @@ class ChatSource:
 
     def read_headers(self, progress: Progress = lambda done: None) -> MediaFacts:
         """Read the media's headers that are new or have changed since the last time; return the facts of all."""
-        self._facts = read_facts(self.conversations, PROBES, self._cache, progress)
+        self._facts = read_facts(self.conversations, PROBES, self._cache, progress, self._limits)
         return self._facts
 
     def count_tokens(self, progress: Progress = lambda done: None) -> None:
@@ -226,7 +224,7 @@ class ChatSource:
 
     @cached_property
     def _facts(self) -> MediaFacts:
-        known = open_facts(self.conversations, self._cache)
+        known = open_facts(self.conversations, self._cache, self._limits)
         return self.read_headers() if known is None else known
 
     @cached_property
@@ -243,36 +241,22 @@ class ChatSource:
     def facts(self, index: int) -> SampleLengths:
         if (reason := self._bad.get(index)) is not None:
             raise BadSample(reason)
-        try:
-            media = self._items(index)
-        except BadMedia as bad:
-            raise BadSample(str(bad)) from None
-        return self._senses.facts(int(self._text.tokens[index]), media)
+        return self._media.facts(index, int(self._text.tokens[index]))
 
-    def _items(self, index: int) -> list[MediaItems]:
-        """Return the items of every medium. Raises BadMedia."""
-        begin, end = self._facts.start[index : index + 2]
-        kinds = [KINDS[kind] for kind in self._facts.kind[begin:end]]
-        sizes = map(tuple, self._facts.size[begin:end].tolist())
-        return [self._senses.items(kind, size, kinds.count("image")) for kind, size in zip(kinds, sizes, strict=True)]
+    def _sizes(self, index: int) -> MediaSizes:
+        media = slice(*self._facts.start[index : index + 2])
+        kinds = self._facts.kind[media].tolist()
+        return [(KINDS[k], tuple(size)) for k, size in zip(kinds, self._facts.size[media].tolist(), strict=True)]
+
+    def _read(self, index: int, medium: int) -> bytes:
+        return self.conversations.media(index)[medium].read()
 
     def sample(self, index: int) -> Sample:
-        media = self._items(index)
-        return merge_arranged_items(
-            self.chat.sample(self.conversations.conversation(index), encoder_names(media)), media
-        )
+        conversation = self.conversations.conversation(index)
+        return self._media.place(index, partial(self.chat.sample, conversation))
 
     def item(self, index: int, number: int) -> np.ndarray:
-        for medium, items in enumerate(self._items(index)):
-            if number < len(items.sizes):
-                return self._decoded(index, medium)[number]
-            number -= len(items.sizes)
-        raise IndexError(f"sample {index} has no item {number}")
-
-    def _decode(self, index: int, medium: int) -> tuple[np.ndarray, ...]:
-        kinds = [KINDS[kind] for kind in self._facts.kind[slice(*self._facts.start[index : index + 2])]]
-        encoded = self.conversations.media(index)[medium].read()
-        return self._senses.decoded(kinds[medium], encoded, kinds.count("image"))
+        return self._media.item(index, number)
 
     def question(self, index: int) -> Question:
         """Return the conversation up to its last answer, and that answer. Raises BadSample where it ends otherwise."""
@@ -280,19 +264,18 @@ class ChatSource:
         *history, last = conversation.messages
         if last.role != ASSISTANT or any(isinstance(part, MediaPlace) for part in last.parts):
             raise BadSample("it does not end with an answer of the assistant, so there is nothing to ask")
-        media = self._items(index)
         return Question(
             family="chat",
             task="chat.answer",
-            prompt=merge_arranged_items(self.chat.prompt(Conversation(tuple(history)), encoder_names(media)), media),
+            prompt=self._media.place(index, partial(self.chat.prompt, Conversation(tuple(history)))),
             answer="".join(last.parts).strip(),
-            needs=tuple(dict.fromkeys(medium.encoder for medium in media)),
+            needs=tuple(dict.fromkeys(medium.encoder for medium in self._media.items(index))),
             answers=conversation.answers,
         )
 
     def answer_tokens(self, index: int) -> int:
         """Count the tokens of a question's answer, including its end."""
-        return _text_tokens(self.sample(index)) - _text_tokens(self.question(index).prompt)
+        return text_tokens(self.sample(index)) - text_tokens(self.question(index).prompt)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -300,8 +283,4 @@ class ChatSource:
         return self.chat.ends
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.chat.said(tokens)
-
-
-def _text_tokens(sample: Sample) -> int:
-    return sum(len(segment.tokens) for segment in sample.segments if isinstance(segment, Text))
+        return self.chat.decode_answer(tokens)

@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmjax.data.media.decode import Probe
+from mmjax.config import MediaLimits
+from mmjax.data.media.decode import Probe, check_media_size, limit_violations
 from mmjax.data.sample import BadSample, Medium
 from mmjax.data.sources.array_records import FACTS, ArrayRecords
 from mmjax.data.storage.array_store import (
@@ -34,13 +35,13 @@ from mmjax.data.storage.array_store import (
 )
 from mmjax.data.storage.files import AudioSegment, Conversations, FileRef, Unreadable, hash_strings, is_url, local_copy
 from mmjax.disk import append_json_lines, atomic_write, read_json_lines, remove_path
-from mmjax.errors import UserError
+from mmjax.errors import BadMedia, UserError
 
 KINDS: tuple[Medium, ...] = ("image", "audio")
 # Read (height, width) of an image or (frames, rate) of a clip from its header. I/O errors propagate.
 Progress = Callable[[int], None]  # called with the number of records done
 
-_VERSION = "2"
+_VERSION = "3"
 _ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
 _THREADS = 96  # files requested at a time where storage is slow
 _SLOW = 0.003  # seconds; storage is slow once 4 records in a row take longer than this,
@@ -106,15 +107,16 @@ class MediaFacts:
         return cls(**open_array_files(copies, sums))
 
 
-def open_facts(conversations: Conversations, cache: Path) -> MediaFacts | None:
+def open_facts(conversations: Conversations, cache: Path, limits: MediaLimits = MediaLimits()) -> MediaFacts | None:
     """Open the facts that `read_facts` cached for these records, or that their ArrayRecord folder has; None for none.
 
-    Media are not checked for changes since.
+    Media are not checked for changes since. Records with media beyond the limits are bad.
     """
     if isinstance(conversations, ArrayRecords):
-        return _shipped_facts(conversations, cache)
+        facts = _shipped_facts(conversations, cache)
+        return None if facts is None else _apply_limits(facts, limits)
     try:
-        return MediaFacts.open(str(_folder(conversations, cache)), cache)
+        return MediaFacts.open(str(_folder(conversations, cache, limits)), cache)
     except Damaged as damage:
         print_recomputation(damage)
         return None
@@ -141,13 +143,14 @@ def read_facts(
     probes: Mapping[Medium, Probe],
     cache: Path,
     progress: Progress = lambda done: None,
+    limits: MediaLimits = MediaLimits(),
 ) -> MediaFacts:
-    """Read the facts of all media, headers only of files that are new or changed.
+    """Read the facts of all media, headers only of files that are new or changed. Those beyond the limits are bad.
 
     On fast storage one thread reads thousands of headers per second, and several would contend for Python's lock; once
     storage is seen to be slow, many files are requested at a time.
     """
-    if isinstance(conversations, ArrayRecords) and (shipped := open_facts(conversations, cache)) is not None:
+    if isinstance(conversations, ArrayRecords) and (shipped := open_facts(conversations, cache, limits)) is not None:
         return shipped
     known = _KnownFiles(cache / "media")
     records = range(len(conversations))
@@ -155,7 +158,7 @@ def read_facts(
     latency = 0
 
     def read_record(index: int) -> _RecordFacts:
-        return _read_record(conversations, index, probes, known)
+        return _read_record(conversations, index, probes, known, limits)
 
     pool = ThreadPoolExecutor(_THREADS)
     try:
@@ -176,12 +179,42 @@ def read_facts(
     known.merge()
     joined = {f.name: np.concatenate([getattr(chunk, f.name) for chunk in chunks]) for f in fields(MediaFacts)[1:]}
     media = np.concatenate([[0], *(np.diff(chunk.start) for chunk in chunks)])
-    MediaFacts(start=np.cumsum(media, dtype=np.int64), **joined).save(_folder(conversations, cache))
-    return MediaFacts.open(str(_folder(conversations, cache)), cache)
+    folder = _folder(conversations, cache, limits)
+    MediaFacts(start=np.cumsum(media, dtype=np.int64), **joined).save(folder)
+    return MediaFacts.open(str(folder), cache)
 
 
-def _folder(conversations: Conversations, cache: Path) -> Path:
-    return cache / f"facts-{hash_strings(conversations.fingerprint(), _VERSION)}"
+def _folder(conversations: Conversations, cache: Path, limits: MediaLimits) -> Path:
+    return cache / f"facts-{hash_strings(conversations.fingerprint(), repr(limits), _VERSION)}"
+
+
+def _apply_limits(facts: MediaFacts, limits: MediaLimits) -> MediaFacts:
+    """Make the records with media beyond the limits bad, as `read_facts` does while it reads headers."""
+    count = np.diff(facts.start)
+    record = np.repeat(np.arange(len(facts)), count)
+    reasons: dict[int, str] = {}  # by record
+    for number, kind in enumerate(KINDS):
+        media = np.flatnonzero(facts.kind == number)
+        beyond = np.logical_or.reduce(list(limit_violations(kind, facts.size[media], limits).values()))
+        for medium in media[beyond].tolist():
+            try:
+                check_media_size(kind, tuple(facts.size[medium].tolist()), limits)
+            except BadMedia as error:
+                reasons.setdefault(int(record[medium]), str(error))
+    if not reasons:
+        return facts
+    bad = np.array(sorted(reasons), np.int64)
+    count[bad] = 0
+    remaining = ~np.isin(record, bad)
+    merged = dict(zip(facts.bad.tolist(), facts.reason.tolist(), strict=True)) | reasons
+    return MediaFacts(
+        start=np.concatenate([[0], np.cumsum(count, dtype=np.int64)]),
+        kind=facts.kind[remaining],
+        size=facts.size[remaining],
+        characters=np.where(np.isin(np.arange(len(facts)), bad), 0, facts.characters).astype(np.int32),
+        bad=np.array(sorted(merged), np.int64),
+        reason=np.array([merged[k] for k in sorted(merged)], np.str_),
+    )
 
 
 @dataclass(frozen=True)
@@ -195,7 +228,7 @@ class _RecordFacts:
 
 
 def _read_record(
-    conversations: Conversations, index: int, probes: Mapping[Medium, Probe], known: _KnownFiles
+    conversations: Conversations, index: int, probes: Mapping[Medium, Probe], known: _KnownFiles, limits: MediaLimits
 ) -> _RecordFacts:
     try:
         conversation = conversations.conversation(index)
@@ -203,6 +236,10 @@ def _read_record(
         sizes = []
         for medium, stored in zip(media, conversations.media(index) if media else (), strict=True):
             first, second = known.size(medium.kind, stored, probes[medium.kind])
+            try:
+                check_media_size(medium.kind, (first, second), limits)
+            except BadMedia as error:
+                raise BadSample(f"{stored.name} is a bad {medium.kind} file: {error}") from None
             sizes.append((stored.frames(first, second) if isinstance(stored, AudioSegment) else first, second))
     except BadSample as error:
         return _RecordFacts(reason=str(error) or "cannot be used")
@@ -227,7 +264,9 @@ def _as_arrays(first: int, records: Sequence[_RecordFacts]) -> MediaFacts:
 class _KnownFiles:
     """A cache of media sizes by file name and stamp: sorted and memory-mapped, and in memory those of this run.
 
-    Its folder has `all.npy`, `found-*.npy` that runs wrote since these were merged, and `bad.jsonl`.
+    Sizes are cached whatever the limits, so that other limits need no header read again.
+
+    Its folder has `all.npy`, `found-*.npy` that runs wrote since these were merged, and `unreadable.jsonl`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -241,7 +280,7 @@ class _KnownFiles:
         tables = _rows(folder / "all.npy", "r"), _unique(list(map(_rows, self._shards())))
         # Keys are copied out: searching a field of the rows would copy the whole field each time.
         self._tables = [(np.ascontiguousarray(rows["key"]), rows) for rows in tables if len(rows)]
-        self._bad = _read_bad(folder / "bad.jsonl")
+        self._bad = _read_bad(folder / "unreadable.jsonl")
 
     def size(self, kind: Medium, stored: FileRef, probe: Probe) -> tuple[int, int]:
         """Look a medium's size up, or read it from the header. Raises BadSample."""
@@ -281,7 +320,7 @@ class _KnownFiles:
             rows = [(key, _seal(stamp, size), size) for (key, stamp), size in self._written.items()]
             _write_rows(self._folder / f"found-{uuid.uuid4().hex}.npy", np.array(rows, _ROW))
         if self._new_bad:
-            append_json_lines(self._folder / "bad.jsonl", self._new_bad)
+            append_json_lines(self._folder / "unreadable.jsonl", self._new_bad)
             self._new_bad = []
         self._last_write = time.monotonic()
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, VisionConfig
-from mmjax.data.media.anyres_layout import BeforeLlm, TokenLayout, before_llm
+from mmjax.config import AudioConfig, MediaLimits, VisionConfig
+from mmjax.data.media.anyres_layout import BeforeLlm, before_llm
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
     ClipHeader,
@@ -23,13 +23,17 @@ from mmjax.data.media.decode import (
 )
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import Encoders, item_size, token_grid
-from mmjax.data.sample import ArrangedItems, Item, Medium, Sample, SampleLengths
-from mmjax.errors import UserError
+from mmjax.data.sample import ArrangedItems, BadSample, Item, Medium, Sample, SampleLengths, Text, TokenLayout
+from mmjax.errors import BadMedia, UserError
 
 CACHED_SIZES = 1 << 16  # media whose items' sizes are cached
+CACHED_MEDIA = 4  # decoded media that are cached, so that an image is decoded once for all its tiles
 
 Functions = Mapping[str, Callable[..., Any]]  # encoder callbacks by the names that the config gives them
 PROBES: dict[Medium, Probe] = {"image": read_image_size, "audio": read_clip_header}
+
+
+MediaSizes = Sequence[tuple[Medium, tuple[int, int]]]  # kind and header's size of each medium of a sample
 
 
 class MediaItems(NamedTuple):
@@ -48,8 +52,12 @@ class MediaItems(NamedTuple):
 class MediaProcessors:
     """Prepare images and clips for a model's encoders, and their tokens for its LLM."""
 
-    def __init__(self, encoders: Encoders, functions: Functions | None = None) -> None:
+    def __init__(
+        self, encoders: Encoders, functions: Functions | None = None, limits: MediaLimits = MediaLimits()
+    ) -> None:
+        """limits: those of `data.limits`. Media beyond them are bad, also while they are prepared."""
         self.encoders = dict(encoders)
+        self.limits = limits
         vision = {name: encoder for name, encoder in encoders.items() if isinstance(encoder, VisionConfig)}
         self._eyes = {name: ImageProcessor.of(name, encoder, functions or {}) for name, encoder in vision.items()}
         # Many media have one of few sizes, and arranging the tokens of an image takes longer than looking them up.
@@ -67,7 +75,7 @@ class MediaProcessors:
         """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia."""
         name = self.encoder(kind)
         if kind == "image":
-            return self._eyes[name].items(facts, images)
+            return self._eyes[name].items(facts, images, self.limits)
         encoder = self.encoders[name]
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
@@ -76,10 +84,12 @@ class MediaProcessors:
         """Decode a medium's file to its items, of the sizes that `items` returns. Raises BadMedia."""
         name = self.encoder(kind)
         if kind == "image":
-            items = prepare_image(self._eyes[name].before_encoder, decode_image(encoded), images)
+            items = prepare_image(
+                self._eyes[name].before_encoder, decode_image(encoded, self.limits), images, self.limits
+            )
             return tuple(map(grey, items)) if self.encoders[name].channels == 1 else items
         encoder = self.encoders[name]
-        wave = decode_clip(encoded, encoder.sample_rate)
+        wave = decode_clip(encoded, encoder.sample_rate, self.limits)
         # Cut after resampling, as `_items` does from the header's length.
         return tuple(wave[start:stop] for start, stop in split_clip(encoder, len(wave)))
 
@@ -90,6 +100,57 @@ class MediaProcessors:
         return SampleLengths(
             text_tokens, tuple((medium.encoder, size) for medium in media for size in medium.sizes), tokens
         )
+
+
+class SampleMedia:
+    """The images and clips of numbered samples: their items by their headers, and decoded.
+
+    sizes: returns the media of a sample. read: returns the encoded file of medium `number` of a sample.
+    """
+
+    def __init__(
+        self, processors: MediaProcessors, sizes: Callable[[int], MediaSizes], read: Callable[[int, int], bytes]
+    ) -> None:
+        self._processors = processors
+        self._sizes = sizes
+        self._read = read
+        self._decoded = lru_cache(maxsize=CACHED_MEDIA)(self._decode)
+
+    def items(self, sample: int) -> list[MediaItems]:
+        """Compute the items of every medium of a sample. Raises BadMedia."""
+        sizes = self._sizes(sample)
+        images = sum(kind == "image" for kind, _ in sizes)
+        return [self._processors.items(kind, size, images) for kind, size in sizes]
+
+    def facts(self, sample: int, text_tokens: int) -> SampleLengths:
+        """Return the lengths of a sample with so much text. Raises BadSample where its media cannot be used."""
+        try:
+            return self._processors.facts(text_tokens, self.items(sample))
+        except BadMedia as bad:
+            raise BadSample(str(bad)) from None
+
+    def place(self, sample: int, tokenize: Callable[[Sequence[Sequence[str]]], Sample]) -> Sample:
+        """Tokenize a sample's text and place its items in it. tokenize: takes the encoder of each item of each medium.
+
+        Raises BadMedia.
+        """
+        media = self.items(sample)
+        encoders = [[medium.encoder] * len(medium.sizes) for medium in media]
+        return merge_arranged_items(tokenize(encoders), media)
+
+    def item(self, sample: int, number: int) -> np.ndarray:
+        """Decode one item. Raises IndexError where the sample has no such item, BadMedia where it cannot be decoded."""
+        # Items are numbered through all media: of media with 3 and 2 items, item 4 is item 1 of medium 1.
+        first = 0
+        for medium, items in enumerate(self.items(sample)):
+            if number < first + len(items.sizes):
+                return self._decoded(sample, medium)[number - first]
+            first += len(items.sizes)
+        raise IndexError(f"sample {sample} has no item {number}")
+
+    def _decode(self, sample: int, medium: int) -> tuple[np.ndarray, ...]:
+        kinds = [kind for kind, _ in self._sizes(sample)]
+        return self._processors.decoded(kinds[medium], self._read(sample, medium), kinds.count("image"))
 
 
 @dataclass(frozen=True)
@@ -112,9 +173,9 @@ class ImageProcessor:
             functions[callbacks.before_llm] if callbacks.before_llm else before_llm(encoder),
         )
 
-    def items(self, size: tuple[int, int], images: int) -> MediaItems:
+    def items(self, size: tuple[int, int], images: int, limits: MediaLimits = MediaLimits()) -> MediaItems:
         """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
-        sizes = prepared_sizes(self.before_encoder, size, images)
+        sizes = prepared_sizes(self.before_encoder, size, images, limits)
         if self.before_llm is None:
             return MediaItems(self.name, sizes)
         grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
@@ -126,9 +187,9 @@ def grey(image: np.ndarray) -> np.ndarray:
     return ((image @ np.array([299, 587, 114]) + 500) // 1000).astype(np.uint8)[..., None]
 
 
-def encoder_names(media: Sequence[MediaItems]) -> list[list[str]]:
-    """List the encoder name of each item of every medium."""
-    return [[medium.encoder] * len(medium.sizes) for medium in media]
+def text_tokens(sample: Sample) -> int:
+    """Count the tokens of a sample's text."""
+    return sum(len(segment.tokens) for segment in sample.segments if isinstance(segment, Text))
 
 
 def merge_arranged_items(sample: Sample, media: Sequence[MediaItems]) -> Sample:

@@ -372,23 +372,23 @@ class AudioSegment:
     Name, stamp and header are the whole file's, so that the header is read once for all cuts of a file.
     """
 
-    whole: FileRef
+    file: FileRef
     offset: float
     duration: float | None
 
     @property
     def name(self) -> str:
-        return self.whole.name
+        return self.file.name
 
     def stamp(self) -> str:
-        return self.whole.stamp()
+        return self.file.stamp()
 
     def open(self) -> BinaryIO:
-        return self.whole.open()
+        return self.file.open()
 
     def read(self) -> bytes:
         """Return the file itself where this is all of it, else a WAV of the stretch with the same samples."""
-        encoded = self.whole.read()
+        encoded = self.file.read()
         try:
             with soundfile.SoundFile(io.BytesIO(encoded)) as clip:
                 frames = self.frames(clip.frames, clip.samplerate)

@@ -102,7 +102,7 @@ class Chat:
     def ends(self) -> tuple[int, ...]:
         return self.tokenizer.ends
 
-    def said(self, tokens: Sequence[int]) -> str:
+    def decode_answer(self, tokens: Sequence[int]) -> str:
         """Decode generated tokens up to the end of the answer."""
         stop = next((k for k, token in enumerate(tokens) if token in self.tokenizer.ends), len(tokens))
         return self.tokenizer.decode(tokens[:stop], skip_special=True).strip()

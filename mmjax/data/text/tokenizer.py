@@ -66,7 +66,7 @@ class AlphabetFormat:
         segments.append(self._text(question.strip(), QUESTION if self.embedded else None, int(self.embedded)))
         return Sample(tuple(segments))
 
-    def said(self, tokens: Sequence[int]) -> str:
+    def decode_answer(self, tokens: Sequence[int]) -> str:
         """Decode generated tokens up to the end of the answer, skipping tokens that are no character."""
         stop = next((k for k, token in enumerate(tokens) if token == END), len(tokens))
         # 0 is padding and 1 the end; characters follow from 2.

@@ -16,10 +16,10 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from mmjax.config import AnyRes, AsIs, BatchConfig, ChatFormat, Config, DataConfig, LlavaSource, Samples, TrainingConfig
 from mmjax.data.loading.packing import Arrays, pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
-from mmjax.data.media.anyres_layout import NEWLINE, any_res_rows, interpolate_tokens, layout_in_order
+from mmjax.data.media.anyres_layout import any_res_rows, interpolate_tokens, layout_in_order
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
-from mmjax.data.sample import ArrangedItems, Sample, SampleLengths, Text
+from mmjax.data.sample import NEWLINE, ArrangedItems, Sample, SampleLengths, Text
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import BadMedia, UserError
 from mmjax.hf.families import from_hf

@@ -159,7 +159,7 @@ def test_what_is_no_line_of_the_bad_files_is_passed_over(line: bytes, tmp_path: 
     counted = Counted()
     for _ in range(2):
         assert read_facts(got, counted.probes, tmp_path / "cache").bad.tolist() == [0]
-        path = tmp_path / "cache" / "media" / "bad.jsonl"
+        path = tmp_path / "cache" / "media" / "unreadable.jsonl"
         path.write_bytes(line + b"\n" + path.read_bytes())
     assert counted.count == 1
 

@@ -1,12 +1,9 @@
-"""Config of an experiment: its training section, and the root that holds all sections."""
+"""Configs of training: length, precision, optimizer, schedule, mesh and watchdog."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
-
-from mmjax.config.data import BatchConfig, DataConfig
-from mmjax.config.model import ModelConfig
 
 Exchange = Literal["padded", "ragged"]
 
@@ -99,21 +96,3 @@ class TrainingConfig:
     spike: float = 10.0  # report a gradient norm of so many times the usual, with the worst samples; 0: never
     wandb: str = ""  # a project of Weights & Biases to send the metrics to; needs the extra `wandb`
     watch: WatchConfig = field(default_factory=WatchConfig)
-
-
-@dataclass(frozen=True)
-class Config:
-    """One experiment. With mmjax's version, it determines everything about a run but the machine."""
-
-    name: str  # of the experiment
-    data: DataConfig
-    batch: BatchConfig
-    model: ModelConfig
-    training: TrainingConfig
-    optimizer: AdamW | Muon = AdamW()
-    schedule: Schedule = Schedule()
-    mesh: MeshConfig = MeshConfig()
-    seed: int = 0  # of initial weights, the order of samples, dropout and embedded data
-    device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # kind of devices; auto: the fastest available
-    run: str = ""  # the run's folder; empty: runs/<name>
-    init_from: str = ""  # a run whose parameters (and nothing else) this one starts from
