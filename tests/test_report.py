@@ -167,7 +167,7 @@ def test_what_samples_and_files_say_is_shown_and_never_obeyed(tmp_path: Path, mo
     folder.path.mkdir()
     folder.write_config(config)
     opened = open_data(config, folder, 0, NOTHING, make_mesh(config.mesh, jax.devices()[:1]))
-    append_launch(folder.history, opened.life)
+    append_launch(folder.history, opened.launch)
     (data.parent / "images" / "3.png").write_bytes(b"no longer an image")
     worst = {"chat[3]": 2.5, "chat[1]": 1.5, evil: 9.0}
     line = {"step": 1, "loss": 1.0, "gradient_norm": 1.0, "loss/" + evil: 1.0, "loss/b": 2.0, "worst": worst}

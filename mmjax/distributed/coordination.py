@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -113,6 +113,13 @@ def run_on_leader(work: Callable[[], Any]) -> Any:
         raise UserError(str(error), everywhere=True) from error
     client.key_value_set(key, json.dumps({"result": result}))
     return result
+
+
+@contextmanager
+def enter_on_leader(context: AbstractContextManager[Any]) -> Iterator[Any]:
+    """Enter a context on process 0 alone, and yield its value, which JSON can hold, on all."""
+    with ExitStack() as stack:
+        yield run_on_leader(lambda: stack.enter_context(context))
 
 
 def gather(key: str, text: str) -> list[str]:

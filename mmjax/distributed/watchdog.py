@@ -1,7 +1,7 @@
 """End a process that hangs: write where every thread stands, say which process has not arrived, and exit with code 3.
 
-The loop reports its phase (`Watchdog.at`); a thread beside it watches the clock. With several processes, the first
-that finds the run stuck tells the others, and all end with the same line.
+The loop reports its phase (`Watchdog.set_phase`); a thread beside it watches the clock. With several processes, the
+first that finds the run stuck tells the others, and all end with the same line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from mmjax.distributed import coordination
 from mmjax.distributed.peer_monitor import PeerMonitor, PeerStatus, Phase, StuckReport, call_with_timeout, exit_once
 
 # Phases of a process, in the order in which a step, or a run, reaches them.
-Doing = Literal["starting", "opening", "compiling", "waiting for data", "running", "evaluating", "saving", "closing"]
+Doing = Literal[
+    "starting", "opening", "planning", "compiling", "waiting for data", "running", "evaluating", "saving", "closing"
+]
 _ORDER = {doing: k for k, doing in enumerate(get_args(Doing))}
 _IN_STEP = ("waiting for data", "running")
 
@@ -53,7 +55,7 @@ class Watchdog:
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
-    def at(self, doing: Doing, step: int | None = None) -> None:
+    def set_phase(self, doing: Doing, step: int | None = None) -> None:
         """Record the phase that begins, and its step (from 0; by default the current one). It is cheap."""
         last = self._place
         clock = time.monotonic()

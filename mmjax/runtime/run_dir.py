@@ -194,10 +194,8 @@ class RunFolder:
 
 
 @contextmanager
-def claim(
-    config: Config, source: Path, mode: Mode, permitted: AllowedChanges = NOTHING
-) -> Iterator[tuple[RunFolder, bool]]:
-    """Claim the run's folder, and return it with whether its run is resumed. The start belongs inside `with`.
+def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = NOTHING) -> Iterator[bool]:
+    """Claim the run's folder, and yield whether its run is resumed. The start belongs inside `with`.
 
     Where the body raises, everything is undone: a new folder is removed, and the run that was to be resumed or
     overwritten is untouched. Raises UserError where there is a run, but neither resume nor overwrite is requested;
@@ -213,7 +211,7 @@ def claim(
             print_lines(line)
         with _writing(folder):
             _check_writable(folder)
-        yield folder, True
+        yield True
         with _writing(folder):
             folder.write_config(config)
         return
@@ -231,7 +229,7 @@ def claim(
             _check_writable(folder)
             copy_config(source, folder.path)
             folder.write_config(config)
-        yield folder, False
+        yield False
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
         if exists:

@@ -113,21 +113,21 @@ def launch_of_step(path: Path, step: int, due: Path) -> Launch | None:
 
 def read_launches(path: Path) -> list[dict[str, Any]]:
     """Read every start as plain JSON, to show to a person."""
-    return [life for life in read_json_lines(path) if "first" in life]
+    return [launch for launch in read_json_lines(path) if "first" in launch]
 
 
-def append_launch(path: Path, life: Launch) -> None:
+def append_launch(path: Path, launch: Launch) -> None:
     """Append a start. One that was killed may have left half a line, which then gets its end first."""
     ended = not path.is_file() or path.read_bytes()[-1:] in (b"", b"\n")
     with path.open("a") as file:
-        file.write(("" if ended else "\n") + life.to_json())
+        file.write(("" if ended else "\n") + launch.to_json())
 
 
 @dataclass(frozen=True)
 class RunData:
     """The opened data of a run."""
 
-    life: Launch
+    launch: Launch
     loader: StepLoader
     index: LengthIndex
     quarantine: Quarantine
@@ -135,11 +135,11 @@ class RunData:
 
     def layout_of(self, config: Config, mesh: Mesh) -> RankLayout:
         """Return the row layout of another config on the same devices."""
-        life = self.life
-        if config == life.config:
-            return life.layout
+        launch = self.launch
+        if config == launch.config:
+            return launch.layout
         topology = mesh_topology(mesh, config.mesh)
-        return make_planner(self.index, config, life.weights, topology, segment=life.segment)[1]
+        return make_planner(self.index, config, launch.weights, topology, segment=launch.segment)[1]
 
 
 def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedChanges, mesh: Mesh) -> RunData:
@@ -188,7 +188,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
         validate(config)
         loader = replace(loader, config=config)
-    life = Launch(
+    launch = Launch(
         first=step,
         began=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         version=version("mmjax"),
@@ -204,25 +204,25 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         segment=segment,
         config=config,
     )
-    return RunData(life, loader, index, _quarantine(index, folder, config), len(sources))
+    return RunData(launch, loader, index, _quarantine(index, folder, config), len(sources))
 
 
-def loader_of(life: Launch, folder: RunFolder) -> StepLoader:
+def loader_of(launch: Launch, folder: RunFolder) -> StepLoader:
     """Make a loader of all rows of a past start's steps. Raises UserError where its index is missing."""
-    index = folder.index / life.index
+    index = folder.index / launch.index
     if not index.is_dir():
         raise UserError(
-            f"{index} is gone: the length index by which steps from {life.first} on were planned; restore it"
+            f"{index} is gone: the length index by which steps from {launch.first} on were planned; restore it"
         )
     return StepLoader(
-        config=life.config,
-        budget=life.budget,
-        layout=life.layout,
+        config=launch.config,
+        budget=launch.budget,
+        layout=launch.layout,
         index_folder=index,
         config_folder=folder.path,
-        ranks=range(life.layout.topology.ranks),
+        ranks=range(launch.layout.topology.ranks),
         leads=False,
-        segment=life.segment,
+        segment=launch.segment,
     )
 
 

@@ -22,7 +22,7 @@ from mmjax.inference.prompts import BatchLimits
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps
-from mmjax.training.best import BestMetric
+from mmjax.training.evaluation import BestMetric
 
 CONFIG = load(default_config())
 
