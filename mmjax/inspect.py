@@ -94,7 +94,7 @@ def _steps_done(folder: RunFolder) -> int:
 
 def _launch_of(folder: RunFolder, number: int) -> Launch:
     """Find the launch that ran step `number`, counted from 1. Raises UserError where the history does not have it."""
-    launch = launch_of_step(folder.history, number - 1, folder.due)
+    launch = launch_of_step(folder.history, number - 1, folder.due_samples)
     if launch is None:
         raise UserError(f"{folder.history} does not tell of step {number}; it is kept since runs have a history")
     return launch

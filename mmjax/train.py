@@ -29,7 +29,7 @@ from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.planning.plan_file import plan_changes
 from mmjax.runtime.devices import set_gpu_memory_fraction
-from mmjax.runtime.run_dir import NOTHING, AllowedChanges, RunFolder, run_folder_of
+from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, run_folder_of
 from mmjax.startup import end_loading
 from mmjax.training.loop import train
 from mmjax.training.signals import install_signal_handlers
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         mute()
     set_gpu_memory_fraction()
     permitted = AllowedChanges(args.new_data, tuple(args.change))
-    if permitted != NOTHING and not args.resume:
+    if permitted != NO_CHANGES and not args.resume:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
     mode = "overwrite" if args.overwrite else args.resume or "new"
     flags = install_signal_handlers()

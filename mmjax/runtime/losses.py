@@ -123,8 +123,8 @@ def _running_sums(losses: jax.Array, weights: jax.Array, sample: jax.Array) -> t
     # A scan, by which NaN does not pass from one sample to the next.
     begins = jnp.concatenate([jnp.ones_like(sample[:, :1], bool), sample[:, 1:] != sample[:, :-1]], axis=1)
 
-    def joined(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def combine(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return a[0] | b[0], *(jnp.where(b[0], y, x + y) for x, y in zip(a[1:], b[1:], strict=True))
 
-    _, loss, weight = jax.lax.associative_scan(joined, (begins, losses, weights), axis=1)
+    _, loss, weight = jax.lax.associative_scan(combine, (begins, losses, weights), axis=1)
     return loss, weight

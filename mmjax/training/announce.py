@@ -69,10 +69,10 @@ def print_run_summary(
         lines.append((module, str(rows), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}"))
     print_lines(*table(lines))
     if layout.topology.ranks * layout.topology.encoders_per_rank > 1:
-        print_lines(*_ranks(config, layout))
+        print_lines(*_describe_ranks(config, layout))
 
 
-def _ranks(config: Config, layout: RankLayout) -> list[str]:
+def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:
     """Describe how rows are spread over ranks, and what ranks may send to each other."""
     topology = layout.topology
     lines = [f"ranks  {topology.ranks} in nodes of {topology.ranks_per_node}, balance {config.batch.balance.kind}"]
@@ -93,35 +93,35 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
     return lines
 
 
-def describe_memory_plan(fitted: MemoryPlan) -> list[str]:
+def describe_memory_plan(memory_plan: MemoryPlan) -> list[str]:
     """Describe the predicted memory of a device and its remat policies."""
-    kinds = {**fitted.fixed, "activations": sum(fitted.activations.values())}
+    kinds = {**memory_plan.fixed, "activations": sum(memory_plan.activations.values())}
     # Kinds below 1 % are left out.
-    parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.predicted)
-    limit = "" if math.isinf(fitted.room.device) else f" of {size(fitted.room.device)}"
-    predicted = "" if fitted.measured is None else " predicted"
-    lines = [f"memory {size(fitted.predicted)}{predicted}{limit} a device: {parts}"]
-    if fitted.measured is not None:
-        lines.append(f"       {size(fitted.measured)} by the compiler, which decided what is computed again")
-    if fitted.room.ram:
+    parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * memory_plan.predicted)
+    limit = "" if math.isinf(memory_plan.room.device) else f" of {size(memory_plan.room.device)}"
+    predicted = "" if memory_plan.measured is None else " predicted"
+    lines = [f"memory {size(memory_plan.predicted)}{predicted}{limit} a device: {parts}"]
+    if memory_plan.measured is not None:
+        lines.append(f"       {size(memory_plan.measured)} by the compiler, which decided what is computed again")
+    if memory_plan.room.ram:
         lines.append(
             "       THAT IS NEARLY ALL THE RAM there is for a device; data workers and other programs use some too, "
             "and the system may kill the run: raise batch.microbatches, or take a smaller model"
         )
-    if fitted.loss_chunks > 1:
-        lines.append(f"       loss in {fitted.loss_chunks} parts of the vocabulary")
-    if warning := replication_warning(fitted):
+    if memory_plan.loss_chunks > 1:
+        lines.append(f"       loss in {memory_plan.loss_chunks} parts of the vocabulary")
+    if warning := replication_warning(memory_plan):
         lines.append(f"       {warning}")
-    for tower, policies in fitted.policies.items():
+    for tower, policies in memory_plan.policies.items():
         if set(policies) != {"none"}:
             mix = ", ".join(f"{n} {policy}" for policy, n in Counter(policies).items())
             lines.append(f"       remat of {tower}: {mix}")
     return lines
 
 
-def replication_warning(fitted: MemoryPlan) -> str:
+def replication_warning(memory_plan: MemoryPlan) -> str:
     """Warn of modules whose widths the mesh does not divide, so that each device stores all of them; else return ""."""
-    spread = fitted.spread
+    spread = memory_plan.spread
     replicated = [module for module in spread.held if spread.part_of(module) > REPLICATED / spread.shards]
     if not replicated:
         return ""

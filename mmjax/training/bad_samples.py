@@ -111,20 +111,20 @@ def _isolate(batch: Microbatch, rows: jax.Array) -> Microbatch:
     """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely."""
     # A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
 
-    def keep(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
+    def select(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
         mask = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
         return jnp.where(mask, x, jnp.array(empty, x.dtype))
 
     text = batch.text
     # Owners of removed rows become PADDING - 1, which is the owner of no item, not even of padding.
-    owners = keep(text.owner, rows, PADDING - 1)
-    plain = {f: keep(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
-    slots = {e: jax.tree.map(lambda x: keep(x, rows, PADDING), slot) for e, slot in text.slots.items()}
+    owners = select(text.owner, rows, PADDING - 1)
+    plain = {f: select(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
+    slots = {e: jax.tree.map(lambda x: select(x, rows, PADDING), slot) for e, slot in text.slots.items()}
     items = {}
     for encoder, item in batch.items.items():
         mask = jnp.isin(item.owner, owners)
-        items[encoder] = item._replace(values=keep(item.values, mask, 0), item=keep(item.item, mask, PADDING))
-    return Microbatch(text._replace(**plain, sample=keep(text.sample, rows, PADDING), slots=slots), items)
+        items[encoder] = item._replace(values=select(item.values, mask, 0), item=select(item.item, mask, PADDING))
+    return Microbatch(text._replace(**plain, sample=select(text.sample, rows, PADDING), slots=slots), items)
 
 
 def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials: int) -> list[int]:

@@ -41,7 +41,7 @@ from mmjax.runtime.devices import (
     peak_flops,
     peak_memory_used,
 )
-from mmjax.runtime.run_dir import NOTHING, AllowedChanges, Mode, RunFolder, claim, run_folder_of, run_lock_held
+from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
 from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer
 from mmjax.runtime.step import Accumulated, Executor, ProcessReport, StepReport
 from mmjax.startup import activity
@@ -63,7 +63,7 @@ def train(
     mode: Mode = "new",
     devices: Sequence[jax.Device] | None = None,
     profile: bool = False,
-    permitted: AllowedChanges = NOTHING,
+    permitted: AllowedChanges = NO_CHANGES,
     flags: StopFlags | None = None,
     watchdog: Watchdog | None = None,
 ) -> Trainer:
@@ -78,7 +78,7 @@ def train(
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, folder.stacks)
     flags = flags or StopFlags()
-    with raise_ctrl_c_once(), coordination.enter_on_leader(run_lock_held(folder.path)):
+    with raise_ctrl_c_once(), coordination.enter_on_leader(lock_run(folder.path)):
         # Until the state is restored or made, a failure leaves the folder as it was before.
         with coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed:
             make_trainer = partial(Trainer, config, folder, devices, watchdog, flags, permitted, profile)
@@ -128,7 +128,7 @@ class Trainer:
         devices: Sequence[jax.Device],
         watchdog: Watchdog,
         flags: StopFlags,
-        permitted: AllowedChanges = NOTHING,
+        permitted: AllowedChanges = NO_CHANGES,
         profile: bool = False,
         first_step: int = 0,
     ) -> None:
@@ -201,7 +201,7 @@ class Trainer:
         decision = None
         if self.first_step and not profile:
             key = plan_key(self.config, self.mesh)
-            stored = coordination.run_on_leader(lambda: read_memory_plan(self.folder.fit, key))
+            stored = coordination.run_on_leader(lambda: read_memory_plan(self.folder.memory_plan, key))
             decision = MemoryDecision.of(stored) if stored else None
         layout_of = partial(self.data.layout_of, mesh=self.mesh)
         return plan_memory_on_mesh(self.config, self.mesh, layout_of, profile, decision, self.data.index.longest())
@@ -212,7 +212,7 @@ class Trainer:
             self.best.check(self.evaluator)
             state = self.checkpoints.init_state()
             if coordination.is_leader():
-                write_memory_plan(self.folder.fit, plan_key(self.config, self.mesh), self.memory_plan)
+                write_memory_plan(self.folder.memory_plan, plan_key(self.config, self.mesh), self.memory_plan)
                 wandb = self.config.training.wandb
                 self.metrics_log = MetricsLog(
                     self.folder.metrics, self.first_step, wandb, json.loads(to_json(self.config))

@@ -139,14 +139,16 @@ class RunCheckpoints:
 
     def warn_of_failure(self) -> None:
         """Warn once where the last save has failed; the checkpoint before it is kept, and the run goes on."""
-        ended = self._store.ended
-        if ended is None or ended.step == self._checked:
+        finished = self._store.finished_save
+        if finished is None or finished.step == self._checked:
             return
-        self._checked = ended.step
-        if ended.error:
+        self._checked = finished.step
+        if finished.error:
             saved = saved_steps(self._folder.checkpoints)
             newest = f"the checkpoint after step {saved[-1]} is kept" if saved else "there is none yet"
-            print_lines(f"WARNING step {ended.step} could not be saved: {ended.error}; {newest}, and the run goes on")
+            print_lines(
+                f"WARNING step {finished.step} could not be saved: {finished.error}; {newest}, and the run goes on"
+            )
 
     def check_saved(self) -> None:
         """Wait for the last save. Raises UserError where it is not whole on disk."""

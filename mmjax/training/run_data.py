@@ -156,7 +156,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
     segment = WHOLE_RUN
-    if step and (last := launch_of_step(folder.history, step, folder.due)) is not None:
+    if step and (last := launch_of_step(folder.history, step, folder.due_samples)) is not None:
         same = last.fingerprint == fingerprint and list(last.weights) == weights
         same = same and _grouping_settings(last.config) == _grouping_settings(config)
         if not same and not permitted.allows_other_samples():
@@ -250,10 +250,10 @@ def _next_segment(last: Launch, data: Held, folder: RunFolder, step: int) -> Seg
         print_lines(
             f"data   {len(data.index):,} samples from step {step} on; epochs under way still have {count:,} to come"
         )
-        return write_due(folder.due, step, due).name, grouper.epochs_after(step - 1)
+        return write_due(folder.due_samples, step, due).name, grouper.epochs_after(step - 1)
 
     name, epochs = coordination.run_on_leader(write)
-    return Segment(step, folder.due / name, epochs)
+    return Segment(step, folder.due_samples / name, epochs)
 
 
 def _quarantine(index: LengthIndex, folder: RunFolder, config: Config) -> Quarantine:

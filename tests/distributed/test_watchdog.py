@@ -113,8 +113,8 @@ def test_native_code_that_keeps_python_from_running_is_ended_too(tmp_path):
 # ---------------------------------------------------------------------------------------------------- several processes
 
 
-def seen(step: int, doing: str, silent: bool = False) -> PeerStatus:
-    return PeerStatus(step, doing, 5.0, "host", silent)
+def seen(step: int, name: str, silent: bool = False) -> PeerStatus:
+    return PeerStatus(step, name, 5.0, "host", silent)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,7 @@ def seen(step: int, doing: str, silent: bool = False) -> PeerStatus:
         ([seen(8, "running"), seen(8, "running"), seen(8, "running", silent=True)], [2]),
         ([seen(8, "saving"), seen(9, "running"), seen(9, "waiting for data")], [0]),
         ([seen(-1, "opening"), seen(-1, "compiling")], [0]),
+        ([seen(0, "compiling"), seen(0, "planning")], [1]),
         ([seen(8, "running"), seen(8, "running")], []),
     ],
 )

@@ -9,14 +9,14 @@ from commands import TINY, TINY_MEDIA, files
 from mmjax.config import Config
 from mmjax.config.loading import load, to_json
 from mmjax.errors import UserError
-from mmjax.runtime.run_dir import NOTHING, AllowedChanges, RunFolder, claim, run_folder_of
+from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, claim, run_folder_of
 
 
 def config_in(folder: Path, *lines: str) -> Config:
     return load(TINY, [f"run={folder}", *lines])
 
 
-def start(config: Config, mode="new", source=TINY, permitted=NOTHING) -> bool:
+def start(config: Config, mode="new", source=TINY, permitted=NO_CHANGES) -> bool:
     """Claim the folder for a start that works; whether a run goes on."""
     with claim(config, Path(source), mode, permitted) as resumed:
         (run_folder_of(config).path / "written.txt").write_text("by the start")

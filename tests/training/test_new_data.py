@@ -20,7 +20,7 @@ from mmjax import inspect, train
 from mmjax.config.loading import load
 from mmjax.data.loading.replay import Replayed
 from mmjax.parallel.sharding import make_mesh
-from mmjax.runtime.run_dir import NOTHING, RunFolder, claim, run_folder_of
+from mmjax.runtime.run_dir import NO_CHANGES, RunFolder, claim, run_folder_of
 from mmjax.training.run_data import launch_of_step, loader_of, open_data, read_launches
 
 WORDS = (
@@ -37,7 +37,7 @@ def train_on(samples: int, folder: Path, processes: int, *more: str) -> subproce
 
 def replayed(folder: RunFolder, step: int, loaders: dict) -> Replayed:
     """A step, counted from 0, by a loader that is opened once for each life."""
-    life = launch_of_step(folder.history, step, folder.due)
+    life = launch_of_step(folder.history, step, folder.due_samples)
     return Replayed(loaders.setdefault(life.first, loader_of(life, folder)), step)
 
 
@@ -156,7 +156,7 @@ def test_epochs_become_the_steps_that_hold_every_sample_as_often(tmp_path):
     assert (config.training.steps, config.training.epochs) == (0, 2)
     with claim(config, Path(TINY_MEDIA), "new"):
         pass
-    data = open_data(config, run_folder_of(config), 0, NOTHING, make_mesh(config.mesh, jax.devices()[:1]))
+    data = open_data(config, run_folder_of(config), 0, NO_CHANGES, make_mesh(config.mesh, jax.devices()[:1]))
     steps, grouper = data.launch.config.training.steps, data.loader.planner.grouper
     ids = Counter(int(k) for step in range(steps) for k in data.loader.plan(step).samples())
     assert set(ids.values()) == {2}
