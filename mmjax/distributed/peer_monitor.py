@@ -98,7 +98,8 @@ class PeerMonitor:
         latest = call_with_timeout(_REPLY_SECONDS, self._read_heartbeats)
         if earlier is None or latest is None:
             return None
-        phases = {p: PeerStatus(-1, "starting", 0.0, "", silent=True) for p in range(self.count)}
+        no_heartbeat = PeerStatus(step=-1, name="starting", seconds=0.0, host="", silent=True)
+        phases = dict.fromkeys(range(self.count), no_heartbeat)
         for process, heartbeat in latest.items():
             beat = heartbeat.pop("beat")
             # Two readings with the same counter: no heartbeat came between them. This process clearly runs.

@@ -174,7 +174,14 @@ class CheckpointStore:
                 raise OSError(error)
 
         self._saves += 1
-        self._commit = Commit(self._folder, data.step, self._saves, write, finish, retention=self.retention)
+        self._commit = Commit(
+            folder=self._folder,
+            step=data.step,
+            number=self._saves,
+            write=write,
+            finish=finish,
+            retention=self.retention,
+        )
 
     def wait(self) -> str:
         """Wait for the last save, and return why it failed, the same on every process; empty where it did not."""
@@ -188,7 +195,7 @@ class CheckpointStore:
     def restore(self, step: int) -> tuple[TrainState, CheckpointMetadata]:
         """Restore step `step` into this run's shardings.
 
-        Raises TornCheckpoint on all processes where one of them cannot read it.
+        Raises DamagedCheckpoint on all processes where one of them cannot read it.
         """
         parts: list[Any] = []  # metadata and state
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules
+from mmjax.data.plan.placement import Shape
 from mmjax.models.model import Model, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
 from mmjax.runtime.losses import MAX_WORST, highest_losses, losses_in_chunks, step_loss, worst_samples
@@ -321,6 +322,23 @@ def _weigh(
     excluded = (owner[..., None] == unreadable).any(-1) | (count > MAX_UNREADABLE)
     weight = jnp.where(excluded, 0.0, weight)
     return total + weight.sum(), weight
+
+
+def padding_microbatches(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
+    """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
+
+    def resize(x: np.ndarray, length: int) -> np.ndarray:
+        return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
+
+    batches = []
+    for shape in shapes:
+        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}))
+        widths = zip(first.text.send.items(), shape.widths, strict=True)
+        lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
+        send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
+        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
+        batches.append(Microbatch(text._replace(send=send), items))
+    return batches
 
 
 def put_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:

@@ -1,4 +1,4 @@
-"""The first lines of a run: what will be trained, on what, in which shapes."""
+"""Print what a run will train, on what and in which shapes, its scores, and what to try next."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from mmjax.balance.parts import LLM
-from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
-from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, parameter_group
 from mmjax.planning.remat import MemoryPlan
@@ -149,23 +146,6 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
     return (
         f"{line}: THE LOADER CANNOT KEEP UP, about {waiting:.0%} of the time will be waiting; use data.workers={needed}"
     )
-
-
-def padding_microbatches(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
-    """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
-
-    def resize(x: np.ndarray, length: int) -> np.ndarray:
-        return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
-
-    batches = []
-    for shape in shapes:
-        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}))
-        widths = zip(first.text.send.items(), shape.widths, strict=True)
-        lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
-        send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
-        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
-        batches.append(Microbatch(text._replace(send=send), items))
-    return batches
 
 
 def score_line(scores: dict[str, float]) -> str:

@@ -43,7 +43,7 @@ from mmjax.runtime.devices import (
 )
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
 from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor, ProcessReport, StepReport
+from mmjax.runtime.step import Accumulated, Executor, ProcessReport, StepReport, padding_microbatches
 from mmjax.startup import activity
 from mmjax.startup import seconds as startup_seconds
 from mmjax.training import announce
@@ -81,7 +81,9 @@ def train(
     with raise_ctrl_c_once(), coordination.enter_on_leader(lock_run(folder.path)):
         # Until the state is restored or made, a failure leaves the folder as it was before.
         with coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed:
-            make_trainer = partial(Trainer, config, folder, devices, watchdog, flags, permitted, profile)
+            make_trainer = partial(
+                Trainer, config, folder, devices, watchdog, flags, permitted=permitted, profile=profile
+            )
             trainer, state = restore_or_init(make_trainer, folder, resumed)
         with closing(trainer):
             if not trainer.is_complete():
@@ -158,9 +160,9 @@ class Trainer:
             make_optimizer(config.optimizer, model.axes),
             self.mesh,
             ShardingRules.of(config.mesh),
-            self.data.sources,
-            config.mesh.exchange,
-            self.memory_plan.loss_chunks,
+            sources=self.data.sources,
+            exchange=config.mesh.exchange,
+            loss_chunks=self.memory_plan.loss_chunks,
         )
 
         self.checkpoints = RunCheckpoints(config, folder, self.data, self.executor)
@@ -253,7 +255,7 @@ class Trainer:
         with activity("compiling the programs of a step"):
             accumulated = self.executor.zeros()
             # One microbatch is enough for the programs of all shapes: they differ only in the rows' lengths.
-            shapes = announce.padding_microbatches(self.loader.layout.shapes, example)
+            shapes = padding_microbatches(self.loader.layout.shapes, example)
             hyper = hyperparameters(self.config, self.executor.modules, self.first_step)
             self.executor.compile(state, accumulated, shapes, hyper)
         with activity("compiling those of saving and answering"):

@@ -131,7 +131,7 @@ class RunData:
     loader: StepLoader
     index: LengthIndex
     quarantine: Quarantine
-    sources: int
+    sources: int  # number of data sources
 
     def layout_of(self, config: Config, mesh: Mesh) -> RankLayout:
         """Return the row layout of another config on the same devices."""
@@ -204,7 +204,13 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         segment=segment,
         config=config,
     )
-    return RunData(launch, loader, index, _quarantine(index, folder, config), len(sources))
+    return RunData(
+        launch=launch,
+        loader=loader,
+        index=index,
+        quarantine=_quarantine(index, folder, config),
+        sources=len(sources),
+    )
 
 
 def loader_of(launch: Launch, folder: RunFolder) -> StepLoader:
