@@ -19,6 +19,7 @@ from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules
 from mmjax.data.plan.placement import Shape
+from mmjax.errors import UserError
 from mmjax.models.model import Model, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
 from mmjax.runtime.losses import MAX_WORST, highest_losses, losses_in_chunks, step_loss, worst_samples
@@ -68,6 +69,22 @@ class StepReport(NamedTuple):
     batch_seconds: jax.Array  # float32 [devices]: of each device's process
     unreadable: jax.Array  # int32 [MAX_UNREADABLE]: ids of the samples that some process could not read, -1 = none
     unreadable_count: jax.Array  # int32 []: where it is more than MAX_UNREADABLE nothing was updated
+
+
+def check_updated(step: int, report: StepReport) -> None:
+    """Raise UserError where a step has updated nothing: its batch differs by process, or has no loss weight."""
+    if not report.agreed:
+        raise UserError(
+            f"the processes planned different batches for step {step + 1}, so nothing was updated: they do not see "
+            "the same data, config or version of mmjax; make them the same and go on with --resume",
+            everywhere=True,
+        )
+    if not report.weight.sum() > 0:
+        raise UserError(
+            f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers "
+            "in its samples a weight above 0 (Text.weights)",
+            everywhere=True,
+        )
 
 
 class Executor:

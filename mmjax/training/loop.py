@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,10 @@ from mmjax.data.loading.step_loader import LoadedStep, spelled
 from mmjax.data.loading.workers import refuse_in_worker, steps
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
-from mmjax.errors import UserError, raise_ctrl_c_once
+from mmjax.errors import raise_ctrl_c_once
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.planning.remat import MemoryPlan
-from mmjax.runtime.checkpoint import DamagedCheckpoint
-from mmjax.runtime.checkpoint_commit import saved_steps, set_aside
 from mmjax.runtime.devices import (
     CompileCounter,
     choose_devices,
@@ -43,14 +41,14 @@ from mmjax.runtime.devices import (
 )
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
 from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor, ProcessReport, StepReport, padding_microbatches
+from mmjax.runtime.step import Accumulated, Executor, ProcessReport, StepReport, check_updated, padding_microbatches
 from mmjax.startup import activity
 from mmjax.startup import seconds as startup_seconds
 from mmjax.training import announce
 from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples, samples_with_bad_gradients
 from mmjax.training.evaluation import BestMetric, make_evaluator, score_split, write_test_scores
 from mmjax.training.metrics import MetricsLog, MetricValue, StepMetrics
-from mmjax.training.run_checkpoints import RunCheckpoints
+from mmjax.training.run_checkpoints import RunCheckpoints, restore_or_init
 from mmjax.training.run_data import append_launch, open_data
 from mmjax.training.signals import ProfilerTrace, StopFlags
 
@@ -89,32 +87,6 @@ def train(
             if not trainer.is_complete():
                 trainer.train(state)
     return trainer
-
-
-def restore_or_init(
-    make_trainer: Callable[..., Trainer], folder: RunFolder, resumed: bool
-) -> tuple[Trainer, TrainState]:
-    """Make a trainer and its first state: fresh, or restored from the newest readable checkpoint of a resumed run.
-
-    make_trainer: makes one that begins at `first_step`. Unreadable newer checkpoints are set aside. Raises UserError if
-    there are checkpoints and none is readable.
-    """
-    damaged: list[tuple[int, DamagedCheckpoint]] = []
-    # Process 0 lists the checkpoints for all, so that all try the same ones.
-    saved = coordination.run_on_leader(lambda: saved_steps(folder.checkpoints)) if resumed else []
-    for step in reversed(saved or [0]):
-        trainer = make_trainer(first_step=step)
-        try:
-            state = trainer.init_state()
-        except DamagedCheckpoint as error:
-            damaged.append((step, error))
-            continue
-        for newer, error in damaged:
-            aside = coordination.run_on_leader(lambda newer=newer: set_aside(folder.checkpoints, newer).name)
-            print_lines(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
-        return trainer, state
-    older = f"nor can the {len(damaged) - 1} before it" if len(damaged) > 1 else "there is no older one here"
-    raise UserError(f"{damaged[0][1]}; {older}; restore the folder, or start afresh with --overwrite", everywhere=True)
 
 
 class Trainer:
@@ -432,19 +404,3 @@ class Trainer:
         self.checkpoints.close()
         if self.metrics_log is not None:
             self.metrics_log.close()
-
-
-def check_updated(step: int, report: StepReport) -> None:
-    """Raise UserError where a step has updated nothing: its batch differs by process, or has no loss weight."""
-    if not report.agreed:
-        raise UserError(
-            f"the processes planned different batches for step {step + 1}, so nothing was updated: they do not see "
-            "the same data, config or version of mmjax; make them the same and go on with --resume",
-            everywhere=True,
-        )
-    if not report.weight.sum() > 0:
-        raise UserError(
-            f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers "
-            "in its samples a weight above 0 (Text.weights)",
-            everywhere=True,
-        )

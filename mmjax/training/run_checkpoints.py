@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -13,16 +14,18 @@ from mmjax.config import Config
 from mmjax.config.loading import to_json
 from mmjax.console import print_lines
 from mmjax.data.plan.step_plan import PLANNER
+from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.model import Model, merge, modules_of
 from mmjax.runtime.checkpoint import (
     CheckpointMetadata,
     CheckpointStore,
+    DamagedCheckpoint,
     DataState,
     checkpoint_step,
     restore_parameters,
 )
-from mmjax.runtime.checkpoint_commit import Retention, saved_steps
+from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import TrainState, parameter_shardings, state_from
 from mmjax.runtime.step import Executor
@@ -31,6 +34,31 @@ from mmjax.startup import activity
 from mmjax.training.run_data import RunData
 
 Params = dict[str, Any]
+T = TypeVar("T")
+
+
+def restore_or_init(make_trainer: Callable[..., T], folder: RunFolder, resumed: bool) -> tuple[T, TrainState]:
+    """Make a trainer and its first state: fresh, or restored from the newest readable checkpoint of a resumed run.
+
+    make_trainer: makes one that begins at `first_step`. Unreadable newer checkpoints are set aside. Raises UserError if
+    there are checkpoints and none is readable.
+    """
+    damaged: list[tuple[int, DamagedCheckpoint]] = []
+    # Process 0 lists the checkpoints for all, so that all try the same ones.
+    saved = coordination.run_on_leader(lambda: saved_steps(folder.checkpoints)) if resumed else []
+    for step in reversed(saved or [0]):
+        trainer = make_trainer(first_step=step)
+        try:
+            state = trainer.init_state()
+        except DamagedCheckpoint as error:
+            damaged.append((step, error))
+            continue
+        for newer, error in damaged:
+            aside = coordination.run_on_leader(lambda newer=newer: set_aside(folder.checkpoints, newer).name)
+            print_lines(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
+        return trainer, state
+    older = f"nor can the {len(damaged) - 1} before it" if len(damaged) > 1 else "there is no older one here"
+    raise UserError(f"{damaged[0][1]}; {older}; restore the folder, or start afresh with --overwrite", everywhere=True)
 
 
 class RunCheckpoints:
