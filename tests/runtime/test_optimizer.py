@@ -155,13 +155,12 @@ def test_rates_of_a_config_are_scheduled_and_given_by_module():
     own = {"vision": Rates(learning_rate=0.5), "llm": Rates(weight_decay=0.7)}
     adamw = AdamW(learning_rate=0.2, weight_decay=0.1, modules=own)
     config = tiny_config(optimizer=adamw, schedule=Schedule(warmup=4))
-    rates, clip = hyperparameters(config, MODULES, 0)
-    wanted = {"llm": (0.05, 0.7), "vision": (0.125, 0.1), "vision.connector": (0.05, 0.1)}
-    assert {m: tuple(map(float, pair)) for m, pair in rates.items()} == {m: pytest.approx(w) for m, w in wanted.items()}
-    assert clip == config.training.clip
+    rates = hyperparameters(config, MODULES, 0)
+    wanted = {"learning_rate/llm": 0.05, "learning_rate/vision": 0.125, "learning_rate/vision.connector": 0.05}
+    wanted |= {"weight_decay/llm": 0.7, "weight_decay/vision": 0.1, "weight_decay/vision.connector": 0.1}
+    assert rates == pytest.approx(wanted | {"clip": config.training.clip})
 
     muon = Muon(learning_rate=0.2, adam_learning_rate=0.02, weight_decay=0.1, modules=own)
-    rates, _ = hyperparameters(replace(config, optimizer=muon), MODULES, 3)
-    assert rates["vision/matrix"] == pytest.approx((0.5, 0.1))
-    assert rates["vision/other"] == pytest.approx((0.05, 0.1))
-    assert rates["llm/other"] == pytest.approx((0.02, 0.7))
+    rates = hyperparameters(replace(config, optimizer=muon), MODULES, 3)
+    for group, pair in {"vision/matrix": (0.5, 0.1), "vision/other": (0.05, 0.1), "llm/other": (0.02, 0.7)}.items():
+        assert (rates[f"learning_rate/{group}"], rates[f"weight_decay/{group}"]) == pytest.approx(pair)
