@@ -53,7 +53,7 @@ def test_a_step_that_stands_still_ends_with_all_stacks_the_step_and_what_it_was_
     for written in (ended.stderr, (tmp_path / "stacks" / "process-0.txt").read_text()):
         assert "process 0 of 1, waiting for data of step 7" in written
         assert "in stand_still" in written
-        assert "in _look" in written  # of all threads
+        assert "in _watch" in written  # of all threads
 
 
 @pytest.mark.exhaustive

@@ -112,7 +112,7 @@ def scattered(executor: Executor, seed: int = 0) -> Any:
 def state_with(executor: Executor, trainable: Any) -> TrainState:
     """Step 0 with these parameters, nothing frozen, where the executor wants them."""
     trainable = jax.device_put(trainable, executor.shardings.trainable)
-    step, moments = executor.start(trainable)
+    step, moments = executor.init_optimizer(trainable)
     return TrainState(step, trainable, {}, moments)
 
 
