@@ -34,7 +34,7 @@ from mmjax.inference.evaluation import (
     Scores,
     chance,
     evaluation_sources,
-    exact_match,
+    exact_match_by_group,
 )
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS
 from mmjax.inference.prompts import BatchLimits, QuestionSource
@@ -65,9 +65,9 @@ def evaluate(
     answers = [answer for replies in evaluator.answer(params).values() for answer in replies.answered]
     scores = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
     if not swap:
-        return scores | exact_match(answers) | evaluator.loss(params)
+        return scores | exact_match_by_group(answers) | evaluator.loss(params)
     swapped = [a for a in answers if swap in a.needs]
-    return scores | exact_match(swapped) | chance(swapped)
+    return scores | exact_match_by_group(swapped) | chance(swapped)
 
 
 def ask(run: Path, samples: Sequence[int], source: str = "", split: Split = "test") -> list[Answered]:

@@ -53,20 +53,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.ids:
         _list_ids(folder, args.ids, args.json)
         return
-    replayed, life = replay(folder, args.step)
-    ranks = life.layout.topology.ranks
+    replayed, launch = replay(folder, args.step)
+    ranks = launch.layout.topology.ranks
     if args.rank is not None and not 0 <= args.rank < ranks:
         raise UserError(f"--rank {args.rank}: the step had {ranks} ranks; give 0 to {ranks - 1}")
     logged = record_of(folder, args.step)
-    _check_readable(replayed, life, args.step)
+    _check_readable(replayed, launch, args.step)
     rows = list(replayed.rows(args.rank))
     if args.json:
         print_lines(json.dumps(_as_json(replayed, rows, logged, args.step)))
     else:
-        print_lines(*_report(replayed, life, rows, logged, args.step))
+        print_lines(*_report(replayed, launch, rows, logged, args.step))
     if args.out:
         print_lines(f"images, clips and masks are in {write(replayed, rows, args.out)}")
-        if window := describe_window(life.config.model.llm):
+        if window := describe_window(launch.config.model.llm):
             print_lines(f"masks: {window}")
     if logged.get("batch", replayed.content) != replayed.content:
         raise UserError(
@@ -80,8 +80,8 @@ def replay(folder: RunFolder, number: int) -> tuple[Replayed, Launch]:
     done = _steps_done(folder)
     if not 1 <= number <= done:
         raise UserError(f"--step {number}: {folder.path} has logged {done} steps; give 1 to {done}")
-    life = _launch_of(folder, number)
-    return Replayed(loader_of(life, folder), number - 1), life
+    launch = _launch_of(folder, number)
+    return Replayed(loader_of(launch, folder), number - 1), launch
 
 
 def _steps_done(folder: RunFolder) -> int:
@@ -94,16 +94,18 @@ def _steps_done(folder: RunFolder) -> int:
 
 def _launch_of(folder: RunFolder, number: int) -> Launch:
     """Find the launch that ran step `number`, counted from 1. Raises UserError where the history does not have it."""
-    life = launch_of_step(folder.history, number - 1, folder.due)
-    if life is None:
+    launch = launch_of_step(folder.history, number - 1, folder.due_samples)
+    if launch is None:
         raise UserError(f"{folder.history} does not tell of step {number}; it is kept since runs have a history")
-    return life
+    return launch
 
 
 def step_ids(folder: RunFolder, first: int, last: int) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each step from `first` to `last`, counted from 1, with the names of its samples."""
     # Each launch has data and settings of its own, so the steps between two launches share a loader.
-    starts = sorted({first} | {life["first"] + 1 for life in read_launches(folder.history) if life["first"] >= first})
+    starts = sorted(
+        {first} | {launch["first"] + 1 for launch in read_launches(folder.history) if launch["first"] >= first}
+    )
     for begin, end in pairwise([*starts, last + 1]):
         if begin > last:
             return
@@ -128,14 +130,14 @@ def _list_ids(folder: RunFolder, text: str, as_json: bool) -> None:
         print_lines(f"{number}: {' '.join(names)}")
 
 
-def _check_readable(replayed: Replayed, life: Launch, number: int) -> None:
+def _check_readable(replayed: Replayed, launch: Launch, number: int) -> None:
     """Raises UserError where the step cannot be rebuilt because its data has changed."""
     # Files that have changed may raise anything; the key of the index tells whether they did.
     try:
         _ = replayed.loaded
     except Exception as error:
         loader = replayed.loader
-        if index_key(loader.sources, loader.config.model.encoders) == life.index:
+        if index_key(loader.sources, loader.config.model.encoders) == launch.index:
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
@@ -152,14 +154,14 @@ def record_of(folder: RunFolder, number: int) -> dict[str, Any]:
 
 
 def _report(
-    replayed: Replayed, life: Launch, rows: Sequence[PackedRow], logged: dict[str, Any], number: int
+    replayed: Replayed, launch: Launch, rows: Sequence[PackedRow], logged: dict[str, Any], number: int
 ) -> Iterator[str]:
     """Format a step for a person."""
-    topology = life.layout.topology
+    topology = launch.layout.topology
     yield (
         f"step {number}: {len(replayed.plan.samples())} samples on {topology.ranks} rank(s), "
-        f"{len(replayed.plan.microbatches)} microbatch(es); run from step {life.first + 1} on by {life.processes} "
-        f"process(es), {life.devices}"
+        f"{len(replayed.plan.microbatches)} microbatch(es); run from step {launch.first + 1} on by {launch.processes} "
+        f"process(es), {launch.devices}"
     )
     if not logged:
         yield f"batch {replayed.content}; nothing was logged of it"
@@ -169,8 +171,8 @@ def _report(
         yield f"batch {replayed.content}, {same}; loss {logged['loss']}, gradient norm {norm}"
         if worst := logged.get("worst"):
             yield "worst losses: " + ", ".join(f"{name} {loss}" for name, loss in worst.items())
-    for spoiled in replayed.loaded.spoiled:
-        yield f"left out: {replayed.loader.index.name(spoiled.sample)}: {spoiled.reason}"
+    for unreadable, reason in replayed.loaded.unreadable.items():
+        yield f"left out: {replayed.loader.index.name(unreadable)}: {reason}"
     for row in rows:
         used = sum(s.end - s.begin for s in row.samples)
         yield f"microbatch {row.microbatch}, rank {row.rank}, row {row.row}: {used} of {row.length} positions"

@@ -9,17 +9,11 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-
-from mmjax.autotune.memory_plan import ACTIVATION, MemoryDecision, plan_key, plan_memory_on_mesh, read_memory_plan
-from mmjax.balance.parts import LLM
 from mmjax.config import Config
 from mmjax.config.loading import (
     apply_overrides,
@@ -27,213 +21,18 @@ from mmjax.config.loading import (
     describe_with_meanings,
     find_config,
     load,
-    resolve_callbacks,
     shipped_configs,
 )
-from mmjax.console import ProgressLine, mute, print_lines
-from mmjax.data.loading.workers import refuse_in_worker
+from mmjax.console import mute, print_lines
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
-from mmjax.errors import UserError, exit_process, raise_ctrl_c_once, run_command
-from mmjax.inference.evaluation import Evaluator, evaluation_sources
-from mmjax.inference.prompts import BatchLimits
-from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
+from mmjax.errors import UserError, exit_process, run_command
 from mmjax.planning.plan_file import plan_changes
-from mmjax.runtime.checkpoint import CheckpointStore, DamagedCheckpoint
-from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
-from mmjax.runtime.devices import (
-    CompileCounter,
-    choose_devices,
-    enable_compilation_cache,
-    peak_flops,
-    set_gpu_memory_fraction,
-)
-from mmjax.runtime.run_dir import NOTHING, AllowedChanges, Mode, RunFolder, claim, run_folder_of, run_lock_held
-from mmjax.runtime.state import TrainState, make_optimizer
-from mmjax.runtime.step import Executor
-from mmjax.startup import activity, end_loading
-from mmjax.training.loop import Session
-from mmjax.training.run_data import open_data
-from mmjax.training.signals import StopFlags, install_signal_handlers
-from mmjax.training.unreadable import UnreadableSamples
-
-
-def open_session(
-    config: Config,
-    folder: RunFolder,
-    devices: Sequence[jax.Device],
-    watchdog: Watchdog,
-    flags: StopFlags,
-    permitted: AllowedChanges = NOTHING,
-    profile: bool = False,
-    step: int = 0,
-) -> Session:
-    """Build the data, model, optimizer, checkpoints and evaluator of a run that continues from `step`.
-
-    Other arguments are as of `train`.
-    """
-    mesh = make_mesh(config.mesh, devices)
-    check_heads(mesh.shape, config.mesh, config.model)
-    enable_compilation_cache(folder.programs)  # before anything is compiled
-    programs = CompileCounter()
-
-    with activity("opening the data"):
-        data = open_data(config, folder, step, permitted, mesh)
-    config = data.life.config  # training.epochs is resolved to training.steps here
-    # A resumed run takes over the remat policies it was started with: others would be other programs, with other bits.
-    reuse_plan = step > 0 and not profile
-    stored_plan = (
-        coordination.run_on_leader(lambda: read_memory_plan(folder.fit, plan_key(config, mesh))) if reuse_plan else None
-    )
-    with activity("predicting memory"):
-        decision = MemoryDecision.of(stored_plan) if stored_plan else None
-        memory_plan = plan_memory_on_mesh(
-            config, mesh, partial(data.layout_of, mesh=mesh), profile, decision, data.index.longest()
-        )
-    functions = resolve_callbacks(config.model, folder.path)
-    model = Model.build(memory_plan.applied(config.model), jnp.dtype(config.training.precision), functions=functions)
-    rules = ShardingRules.of(config.mesh)
-    optimizer = make_optimizer(config.optimizer, model.axes)
-    executor = Executor(model, optimizer, mesh, rules, data.sources, config.mesh.exchange, memory_plan.loss_chunks)
-    retention = Retention(config.training.keep, config.training.keep_every)
-    checkpoints = CheckpointStore(folder.checkpoints, executor, retention)
-    layout = data.loader.layout
-    positions = layout.rows[LLM] * max(shape.lengths[LLM] for shape in layout.shapes)
-    activation = ACTIVATION[config.training.precision]
-    with activity("opening the validation and test splits"):
-        evaluator = Evaluator(
-            model,
-            mesh,
-            rules,
-            evaluation_sources(config, ("validation", "test"), folder.path),
-            config,
-            limits={"validation": config.training.evaluate_samples},
-            batch_limits=BatchLimits(tokens=memory_plan.evaluation_positions(config.model.llm, positions, activation)),
-            one_shape=True,
-            loss_chunks=memory_plan.loss_chunks,
-            progress=lambda done: watchdog.beat(),
-        )
-    return Session(
-        config=config,
-        folder=folder,
-        life=data.life,
-        mesh=mesh,
-        executor=executor,
-        loader=data.loader,
-        left_out=UnreadableSamples(data.quarantine, data.index.name),
-        checkpoints=checkpoints,
-        evaluator=evaluator,
-        programs=programs,
-        peak=peak_flops(devices, config.training.precision),
-        fitted=memory_plan,
-        asked=flags,
-        watchdog=watchdog,
-    )
-
-
-def restore_or_init(open_at: Callable[..., Session], folder: RunFolder, resumed: bool) -> tuple[Session, TrainState]:
-    """Open a session and its train state: fresh, or restored from the newest readable checkpoint of a resumed run.
-
-    open_at: `open_session` with all arguments but `step`. Unreadable newer checkpoints are set aside. Raises UserError
-    if there are checkpoints and none is readable.
-    """
-    torn: list[tuple[int, DamagedCheckpoint]] = []
-    # Process 0 lists the checkpoints for all, so that all try the same ones.
-    saved = coordination.run_on_leader(lambda: saved_steps(folder.checkpoints)) if resumed else []
-    for step in reversed(saved or [0]):
-        session = open_at(step=step)
-        try:
-            state = session.start()
-        except DamagedCheckpoint as error:
-            torn.append((step, error))
-            continue
-        for torn_step, error in torn:
-            aside = coordination.run_on_leader(
-                lambda torn_step=torn_step: set_aside(folder.checkpoints, torn_step).name
-            )
-            print_lines(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
-        return session, state
-    older = f"nor can the {len(torn) - 1} before it" if len(torn) > 1 else "there is no older one here"
-    raise UserError(f"{torn[0][1]}; {older}; restore the folder, or start afresh with --overwrite", everywhere=True)
-
-
-def train(
-    config: Config,
-    source: Path,
-    mode: Mode = "new",
-    devices: Sequence[jax.Device] | None = None,
-    profile: bool = False,
-    permitted: AllowedChanges = NOTHING,
-    flags: StopFlags | None = None,
-    watchdog: Watchdog | None = None,
-) -> Session:
-    """Train a config to its last step, or until a stop is requested, and return the closed session.
-
-    source: the config's file, which is copied into the run folder. devices: by default all of the config's kind.
-    profile: time layers before `remat=auto` is decided. permitted: what may differ from the run that is resumed.
-    flags: what signals ask for, such as a stop. watchdog: ends this process when it hangs.
-    """
-    refuse_in_worker()
-    devices = choose_devices(config.device) if devices is None else devices
-    watchdog = watchdog or Watchdog(config.training.watch, run_folder_of(config).stacks)
-    with raise_ctrl_c_once(), lock_run(run_folder_of(config).path):
-        # Until the state is restored or made, a failure leaves the folder as it was before.
-        with claim_run(config, source, mode, permitted) as (folder, resumed):
-            open_at = partial(open_session, config, folder, devices, watchdog, flags or StopFlags(), permitted, profile)
-            session, state = restore_or_init(open_at, folder, resumed)
-        first = session.life.first
-        training = session.config.training
-        with closing(session):
-            if session.complete(first):
-                return session
-            # One microbatch is enough to compile the programs of all shapes: they differ only in the rows' lengths.
-            example = session.describe(first)
-            batches = session.batches(first)  # starts the workers, which load while XLA compiles
-            accumulated = session.compile(state, example, first)
-            with ProgressLine(first, training.steps) as progress:
-                for step, ready in enumerate(batches, start=first):
-                    hyper = session.hyperparameters(step)
-                    noise = session.noise(step)
-                    unreadable = session.left_out.of_step(ready.loaded)
-                    state, accumulated, report = session.executor.step(
-                        state, accumulated, ready.arrays, hyper, session.said(ready), noise, unreadable
-                    )
-                    # Logs the step before this one: its numbers are there by now, while this one still computes.
-                    session.ran(step, ready, report, state, progress)
-                    # All processes agree to stop at the same step, or a collective would wait for the stopped ones.
-                    if session.stopping:
-                        session.stop(step + 1, state, progress)
-                        return session
-                    if session.due(step + 1, training.evaluate_every):
-                        session.evaluate(step + 1, state, progress)
-                        if session.best.exhausted:
-                            session.save(step + 1, state, progress)
-                            break
-                    if session.due(step + 1, training.checkpoint_every):
-                        session.save(step + 1, state, progress)
-                session.settle(state, progress)
-            session.finish(first, state)
-    return session
-
-
-@contextmanager
-def lock_run(folder: Path) -> Iterator[None]:
-    """Lock a run's folder in process 0 on behalf of all processes."""
-    with ExitStack() as stack:
-        coordination.run_on_leader(lambda: stack.enter_context(run_lock_held(folder)))
-        yield
-
-
-@contextmanager
-def claim_run(config: Config, source: Path, mode: Mode, permitted: AllowedChanges) -> Iterator[tuple[RunFolder, bool]]:
-    """Claim the run folder in process 0, the only one that changes files. Yields it, and whether the run resumes."""
-    with ExitStack() as stack:
-
-        def enter() -> bool:
-            return stack.enter_context(claim(config, source, mode, permitted))[1]
-
-        yield run_folder_of(config), coordination.run_on_leader(enter)
+from mmjax.runtime.devices import set_gpu_memory_fraction
+from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, run_folder_of
+from mmjax.startup import end_loading
+from mmjax.training.loop import train
+from mmjax.training.signals import install_signal_handlers
 
 
 def _read_config(words: Sequence[str], plan: str, resume: bool) -> tuple[Config, Path]:
@@ -323,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         mute()
     set_gpu_memory_fraction()
     permitted = AllowedChanges(args.new_data, tuple(args.change))
-    if permitted != NOTHING and not args.resume:
+    if permitted != NO_CHANGES and not args.resume:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
     mode = "overwrite" if args.overwrite else args.resume or "new"
     flags = install_signal_handlers()

@@ -52,7 +52,7 @@ class Loaded(NamedTuple):
     def bad(self) -> dict[int, str]:
         """The samples that are listed, now or when they are decoded."""
         known = dict(zip(self.index.bad.tolist(), self.index.reason.tolist(), strict=True))
-        return known | {of.sample: of.reason for step in self.steps for of in step.spoiled}
+        return known | {sample: reason for step in self.steps for sample, reason in step.unreadable.items()}
 
     def drawn(self) -> set[int]:
         """The samples that came."""
@@ -95,7 +95,7 @@ def check_whole(loaded: Loaded) -> None:
 def same(a: Loaded, b: Loaded) -> bool:
     """To the bit, but for what the clock says."""
     x, y = (
-        jax.tree.leaves([s._replace(plan_seconds=0, load_seconds=0, spoiled=()) for s in of.steps]) for of in (a, b)
+        jax.tree.leaves([s._replace(plan_seconds=0, load_seconds=0, unreadable={}) for s in of.steps]) for of in (a, b)
     )
     return len(x) == len(y) and all(np.array_equal(u, v) for u, v in zip(x, y, strict=True))
 

@@ -48,7 +48,7 @@ class Runs:
         decided = MemoryPlan(
             {"llm": ("none", "full")}, 1, {}, {}, {}, 0.0, 0.0, {}, 0, ModelSharding(1, 1, 1), MemoryLimit(1e9)
         )
-        write_memory_plan(folder.fit, self._asked(config), decided)
+        write_memory_plan(folder.memory_plan, self._asked(config), decided)
         steps = [json.dumps({"step": k, "loss": 1.5, "time": 1.0 * k}) for k in range(1, 9)]
         folder.metrics.write_text("".join(line + "\n" for line in steps))
         folder.quarantine.write_text(json_lines({"sample": f"few[{k}]", "reason": "broken"} for k in range(3)))
@@ -61,7 +61,7 @@ class Runs:
         config, path = self.run_files
         folder = RunFolder(path)
         with put_back(path):
-            spoiled = (folder.config, folder.fit, folder.metrics, folder.quarantine)[int(rng.integers(4))]
+            spoiled = (folder.config, folder.memory_plan, folder.metrics, folder.quarantine)[int(rng.integers(4))]
             if spoiled.suffix == ".json" and rng.random() < 0.5:
                 kind, content = spoiled_record(json.loads(spoiled.read_text()), rng)
                 spoiled.write_bytes(content)
@@ -75,7 +75,7 @@ class Runs:
         """What resuming and scoring read of a run's folder."""
         apply_overrides(folder.read_config(), [])
         changes_of(folder, config)
-        if kept := read_memory_plan(folder.fit, self._asked(config)):
+        if kept := read_memory_plan(folder.memory_plan, self._asked(config)):
             decided = MemoryDecision.of(kept)
             apply_overrides(
                 config,

@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         "a loss scaled by the microbatch instead of the step",
         "runtime/losses.py",
-        "return losses.sum() / total_weight, report",
-        "return losses.sum() / jnp.maximum(text.weight.sum(), 1.0), report",
+        "return losses.sum() / total_weight, by_source, weight",
+        "return losses.sum() / jnp.maximum(text.weight.sum(), 1.0), by_source, weight",
         ("training/test_exactness.py::test_four_microbatches_give_the_gradients_and_losses_of_their_rows_in_one",),
     ),
     Fault(
@@ -183,15 +183,15 @@ FAULTS = (
     Fault(
         "a damaged checkpoint that is believed",
         "runtime/checkpoint.py",
-        "if (wrong := _not_as_saved(_state_of(single), saved.sums)) is not None:",
+        "if (wrong := _find_damaged(_state_of(single), saved.sums)) is not None:",
         "if (wrong := None) is not None:",
         ("runtime/test_checkpoint.py::test_noise_that_storage_does_not_notice_is_named",),
     ),
     Fault(
         "a resumed run that repeats a step's data",
         "training/loop.py",
-        "self._batches = steps(self.loader, first, self",
-        "self._batches = steps(self.loader, max(first - 1, 0), self",
+        "self.batches = steps(self.loader, self.first_step, self",
+        "self.batches = steps(self.loader, max(self.first_step - 1, 0), self",
         ("test_train.py::test_a_stopped_run_goes_on_to_the_same_bits",),
     ),
     Fault(
@@ -234,8 +234,8 @@ FAULTS = (
     Fault(
         "a second microbatch that compiles in mid-run",
         "runtime/step.py",
-        "weight, (put, _), _ = self.weighed([put, put])",
-        "weight, (put,), _ = self.weighed([put])",
+        "weight, (put, _), unreadable = self.weigh_batches([put, put], reports)",
+        "weight, (put,), unreadable = self.weigh_batches([put], reports)",
         ("test_train.py::test_nothing_is_compiled_after_the_start",),
     ),
     Fault(

@@ -272,16 +272,19 @@ def test_a_history_with_any_letter_changed_is_never_believed(a_run):
     """Only where a line's end is gone does it count as cut off, as when its process was killed."""
     folder, rng = RunFolder(a_run), random.Random(0)
     written = folder.history.read_bytes()
-    whole, end = launch_of_step(folder.history, 2, folder.due), len(written) - len('"sum": "0123456789abcdef"}\n')
+    whole, end = (
+        launch_of_step(folder.history, 2, folder.due_samples),
+        len(written) - len('"sum": "0123456789abcdef"}\n'),
+    )
     folder.history.write_bytes(written + written[:300])
-    assert launch_of_step(folder.history, 2, folder.due) == whole
+    assert launch_of_step(folder.history, 2, folder.due_samples) == whole
     said = []
     for _ in range(100):
         wrong, at = bytearray(written), rng.randrange(len(written))
         wrong[at] ^= 1 << rng.randrange(8)
         folder.history.write_bytes(wrong)
         try:
-            assert launch_of_step(folder.history, 2, folder.due) is None
+            assert launch_of_step(folder.history, 2, folder.due_samples) is None
             assert at >= end
         except UserError as error:
             said.append(str(error))

@@ -29,7 +29,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import make_mesh
 from mmjax.report import main, report
 from mmjax.reporting.run import plan_again, read_runs
-from mmjax.runtime.run_dir import NOTHING, RunFolder
+from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.training.run_data import append_launch, open_data
 
 SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "history", "config")  # nothing is left out
@@ -166,7 +166,7 @@ def test_what_samples_and_files_say_is_shown_and_never_obeyed(tmp_path: Path, mo
     folder = RunFolder(tmp_path / evil[:8])
     folder.path.mkdir()
     folder.write_config(config)
-    opened = open_data(config, folder, 0, NOTHING, make_mesh(config.mesh, jax.devices()[:1]))
+    opened = open_data(config, folder, 0, NO_CHANGES, make_mesh(config.mesh, jax.devices()[:1]))
     append_launch(folder.history, opened.launch)
     (data.parent / "images" / "3.png").write_bytes(b"no longer an image")
     worst = {"chat[3]": 2.5, "chat[1]": 1.5, evil: 9.0}

@@ -27,8 +27,9 @@ from mmjax.config.loading import default_config, describe_with_meanings, load, s
 from mmjax.disk import verify_checksum, with_checksum
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
-from mmjax.runtime.run_dir import RunFolder, claim
+from mmjax.runtime.run_dir import RunFolder, claim, run_folder_of
 from mmjax.runtime.state import all_parameters, parameter_shardings
+from mmjax.training.loop import Trainer
 from mmjax.training.signals import StopFlags
 
 STEPS = 6
@@ -341,14 +342,15 @@ def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
     monkeypatch.chdir(source.parent)
     words = (f"run={source.with_name('begun')}", f"init_from={source.name}", "optimizer=muon", *MEDIA_WORDS)
     config = load(TINY_MEDIA, words)
-    with claim(config, Path(TINY_MEDIA), "new") as (folder, _):
+    folder = run_folder_of(config)
+    with claim(config, Path(TINY_MEDIA), "new"):
         watchdog = Watchdog(config.training.watch, folder.stacks)
-        session = train.open_session(config, folder, jax.devices(), watchdog, StopFlags())
-        state = session.start()
-        session.close()
-    assert session.life.first == int(state.step) == 0
-    executor = session.executor
-    layouts = parameter_shardings(executor.model, session.mesh, executor.rules)
+        trainer = Trainer(config, folder, jax.devices(), watchdog, StopFlags())
+        state = trainer.init_state()
+        trainer.close()
+    assert trainer.first_step == int(state.step) == 0
+    executor = trainer.executor
+    layouts = parameter_shardings(executor.model, trainer.mesh, executor.rules)
     saved = restore_parameters(RunFolder(source).checkpoints, STEPS, executor.model, layouts)
     jax.tree.map(np.testing.assert_array_equal, all_parameters(state), saved)
 

@@ -30,7 +30,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, local_ranks, make_mesh, replicated
 from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor, Said
+from mmjax.runtime.step import Accumulated, Executor, ProcessReport
 
 CORES_LEFT = -1  # in place of a core's number: do not pin
 
@@ -61,7 +61,7 @@ class Trainer:
 
     def step(self, step: Prepared) -> bool:
         """Run one update to its end; return whether all processes had planned the same."""
-        report = Said(int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops))
+        report = ProcessReport(int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops))
         self.state, self.accumulated, outcome = self.executor.step(
             self.state, self.accumulated, step.arrays, self.hyper, report
         )
@@ -140,8 +140,9 @@ def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]], barrier: Callab
     shapes: dict[Shape, tuple[Microbatch, Prepared]] = {}
     for step in steps:
         for prepared in step.values():
-            for work, batch in zip(prepared.loaded.work, prepared.loaded.microbatches, strict=True):
-                shape = Shape(tuple(work.lengths.tolist()), tuple(work.widths.tolist()))
+            loaded = prepared.loaded
+            for lengths, widths, batch in zip(loaded.lengths, loaded.widths, loaded.microbatches, strict=True):
+                shape = Shape(tuple(lengths.tolist()), tuple(widths.tolist()))
                 shapes.setdefault(shape, (batch, prepared))
     examples = list(shapes.values())
     trainer.executor.compile(trainer.state, trainer.accumulated, [batch for batch, _ in examples], trainer.hyper)

@@ -140,7 +140,7 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, list[Any]])
     executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules.of(config.mesh), 1)
     runs = str({tower: [run.name for run in plan] for tower, plan in model.runs.items()})
     if runs not in states:
-        states[runs] = [executor.born()(jax.random.key(0)), executor.zeros()]
+        states[runs] = [executor.random_parameters()(jax.random.key(0)), executor.zeros()]
     arrays = executor.put(_microbatch(config, batch))
     weight = np.float32(batch.shape["llm"][1])
 

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,7 @@ _START_SECONDS = 300  # until all processes have connected
 _EXIT_SECONDS = 1.0  # for the others to exit after their last message
 _WAIT_SECONDS = 3600  # the longest that the others wait for work of process 0: indexing a large dataset
 
-_lookout: PeerMonitor | None = None
+_peer_monitor: PeerMonitor | None = None
 _broadcasts = 0  # of `run_on_leader` so far; in step on all processes, which makes the keys unique
 
 
@@ -47,9 +47,9 @@ def is_leader() -> bool:
     return index() == 0
 
 
-def lookout() -> PeerMonitor | None:
+def peer_monitor() -> PeerMonitor | None:
     """Return the monitor of the other processes; None when this process is alone."""
-    return _lookout
+    return _peer_monitor
 
 
 @contextmanager
@@ -62,10 +62,10 @@ def process_group() -> Iterator[None]:
     if count() == 1:
         yield
         return
-    global _lookout
+    global _peer_monitor
     _connect()
-    _lookout = PeerMonitor(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
-    _lookout.start()
+    _peer_monitor = PeerMonitor(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
+    _peer_monitor.start()
     try:
         yield
         wait_for_all("end")
@@ -73,19 +73,19 @@ def process_group() -> Iterator[None]:
         if is_leader() or not error.everywhere:
             print(f"error: process {index()}: {error}", file=sys.stderr, flush=True)
         if error.everywhere:
-            _lookout.await_leavers(range(count()))
-        _leave(2)
+            _peer_monitor.await_exits(range(count()))
+        _exit_now(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-        _leave(130)
+        _exit_now(130)
     except BaseException:
-        # A failed collective mostly means that another process died: the lookout prints which and ends this one, within
+        # A failed collective mostly means that another process died: the monitor prints which and ends this one, within
         # JAX's heartbeat timeout. Only where it has not is the traceback worth printing.
         time.sleep(HEARTBEAT_SECONDS + 6)
         print(f"process {index()} of {count()}:", file=sys.stderr)
         traceback.print_exc()
-        _leave(1)
-    _lookout.finish()
+        _exit_now(1)
+    _peer_monitor.finish()
     _disconnect()
 
 
@@ -97,7 +97,7 @@ def run_on_leader(work: Callable[[], Any]) -> Any:
     global _broadcasts
     if count() == 1:
         return work()
-    key = f"mmjax/told/{_broadcasts}"
+    key = f"mmjax/broadcast/{_broadcasts}"
     _broadcasts += 1
     client = distributed.global_state.client
     if not is_leader():
@@ -113,6 +113,13 @@ def run_on_leader(work: Callable[[], Any]) -> Any:
         raise UserError(str(error), everywhere=True) from error
     client.key_value_set(key, json.dumps({"result": result}))
     return result
+
+
+@contextmanager
+def enter_on_leader(context: AbstractContextManager[Any]) -> Iterator[Any]:
+    """Enter a context on process 0 alone, and yield its value, which JSON can hold, on all."""
+    with ExitStack() as stack:
+        yield run_on_leader(lambda: stack.enter_context(context))
 
 
 def gather(key: str, text: str) -> list[str]:
@@ -188,15 +195,15 @@ def _disconnect() -> None:
     """Exit in order: process 0 last, because the others need its service even to announce that they exit."""
     client = distributed.global_state.client
     if not is_leader():
-        client.key_value_set(f"mmjax/left/{index()}", "")
-        _leave(0)
+        client.key_value_set(f"mmjax/exited/{index()}", "")
+        _exit_now(0)
     for process in range(1, count()):
-        client.blocking_key_value_get(f"mmjax/left/{process}", _WAIT_SECONDS * 1000)
+        client.blocking_key_value_get(f"mmjax/exited/{process}", _WAIT_SECONDS * 1000)
     time.sleep(_EXIT_SECONDS)
     jax.distributed.shutdown()
 
 
-def _leave(code: int) -> None:
+def _exit_now(code: int) -> None:
     """Exit at once: an orderly exit would wait for processes that are dead."""
     # Remove `os._exit` when JAX's exit hook, `jax.distributed.shutdown`, no longer waits for all processes.
     sys.stdout.flush()

@@ -39,9 +39,9 @@ class Phase(NamedTuple):
     """The current phase of this process; times of `time.monotonic`."""
 
     step: int  # from 0; -1 = before the first
-    doing: str
-    since: float  # start of the phase
-    began: float  # start of the step, or of work outside any step
+    name: str
+    began: float
+    step_began: float  # the step, or work outside any step
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PeerStatus:
     """The phase of a process by its last heartbeat."""
 
     step: int
-    doing: str
+    name: str
     seconds: float  # since the start of the phase
     host: str
     silent: bool  # no heartbeat lately
@@ -68,7 +68,7 @@ class PeerMonitor:
     def __init__(self, client: Any, address: str, index: int, count: int) -> None:
         """address: of process 0, host:port."""
         start = time.monotonic()
-        self.place = Phase(-1, "starting", start, start)  # the watchdog updates it
+        self.phase = Phase(-1, "starting", start, start)  # the watchdog updates it
         self.stuck: StuckReport | None = None
         self.index = index
         self.count = count
@@ -91,14 +91,15 @@ class PeerMonitor:
         """Stop watching: from here on peers may exit."""
         self._finished.set()
 
-    def everyone(self) -> dict[int, PeerStatus] | None:
+    def read_phases(self) -> dict[int, PeerStatus] | None:
         """Read the phase of every process, this one included; None if process 0 does not answer. Takes seconds."""
         earlier = call_with_timeout(_REPLY_SECONDS, self._read_heartbeats)
         time.sleep(_BEATS_SECONDS)
         latest = call_with_timeout(_REPLY_SECONDS, self._read_heartbeats)
         if earlier is None or latest is None:
             return None
-        phases = {p: PeerStatus(-1, "starting", 0.0, "", silent=True) for p in range(self.count)}
+        no_heartbeat = PeerStatus(step=-1, name="starting", seconds=0.0, host="", silent=True)
+        phases = dict.fromkeys(range(self.count), no_heartbeat)
         for process, heartbeat in latest.items():
             beat = heartbeat.pop("beat")
             # Two readings with the same counter: no heartbeat came between them. This process clearly runs.
@@ -106,7 +107,7 @@ class PeerMonitor:
             phases[process] = PeerStatus(**heartbeat, silent=silent and process != self.index)
         return phases
 
-    def say_stuck(self, stuck: StuckReport) -> StuckReport:
+    def publish_stuck(self, stuck: StuckReport) -> StuckReport:
         """Report to all processes that the run is stuck; return the report that came first, which all print."""
 
         def report() -> StuckReport:
@@ -116,7 +117,7 @@ class PeerMonitor:
 
         return call_with_timeout(_REPLY_SECONDS, report) or stuck
 
-    def await_leavers(self, peers: Collection[int]) -> None:
+    def await_exits(self, peers: Collection[int]) -> None:
         """Announce that this process exits. Process 0 waits for the others, which would else blame it for their end."""
         if self.index:
             call_with_timeout(_REPLY_SECONDS, lambda: self._client.key_value_set(f"mmjax/leaving/{self.index}", ""))
@@ -128,7 +129,7 @@ class PeerMonitor:
                 self._client.blocking_key_value_get(f"mmjax/leaving/{process}", _milliseconds(seconds))
 
     def _read_heartbeats(self) -> dict[int, dict[str, Any]]:
-        entries = self._client.key_value_dir_get("mmjax/place/")
+        entries = self._client.key_value_dir_get("mmjax/phase/")
         return {int(key.rpartition("/")[2]): json.loads(heartbeat) for key, heartbeat in entries}
 
     def _send_heartbeats(self) -> None:
@@ -137,11 +138,11 @@ class PeerMonitor:
         for beat in itertools.count(1):
             if self._finished.wait(_POLL_SECONDS):
                 return
-            place = self.place
-            heartbeat = {"step": place.step, "doing": place.doing, "seconds": time.monotonic() - place.since}
+            phase = self.phase
+            heartbeat = {"step": phase.step, "name": phase.name, "seconds": time.monotonic() - phase.began}
             heartbeat |= {"beat": beat, "host": host}
             try:
-                self._client.key_value_set(f"mmjax/place/{self.index}", json.dumps(heartbeat), allow_overwrite=True)
+                self._client.key_value_set(f"mmjax/phase/{self.index}", json.dumps(heartbeat), allow_overwrite=True)
                 self._unanswered = 0
             except Exception as error:
                 if _disconnected(error):
@@ -172,7 +173,7 @@ class PeerMonitor:
             if dead := sorted(set(everyone) - alive):
                 if not self._finished.is_set():
                     exit_once()
-                    self.await_leavers(alive)
+                    self.await_exits(alive)
                     peers = [str(p) for p in dead if p != self.index]
                     if not peers:
                         self._end("the others took this process for gone, so long was it stopped or out of reach")

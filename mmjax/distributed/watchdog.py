@@ -1,7 +1,7 @@
 """End a process that hangs: write where every thread stands, say which process has not arrived, and exit with code 3.
 
-The loop reports its phase (`Watchdog.at`); a thread beside it watches the clock. With several processes, the first
-that finds the run stuck tells the others, and all end with the same line.
+The loop reports its phase (`Watchdog.set_phase`); a thread beside it watches the clock. With several processes, the
+first that finds the run stuck tells the others, and all end with the same line.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from mmjax.distributed import coordination
 from mmjax.distributed.peer_monitor import PeerMonitor, PeerStatus, Phase, StuckReport, call_with_timeout, exit_once
 
 # Phases of a process, in the order in which a step, or a run, reaches them.
-Doing = Literal["starting", "opening", "compiling", "waiting for data", "running", "evaluating", "saving", "closing"]
-_ORDER = {doing: k for k, doing in enumerate(get_args(Doing))}
-_IN_STEP = ("waiting for data", "running")
+PhaseName = Literal[
+    "starting", "opening", "planning", "compiling", "waiting for data", "running", "evaluating", "saving", "closing"
+]
+_ORDER = {name: k for k, name in enumerate(get_args(PhaseName))}
+_STEP_PHASES = ("waiting for data", "running")
 
 STUCK = 3  # exit code
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _STEPS = 100  # most recent steps, whose median is taken
-_NAMED = 4  # processes that a line names
+_MAX_NAMED = 4  # processes that a line names
 _REPORT_SECONDS = 15.0  # for writing the stacks: the storage may be what hangs
 _WORKERS_SECONDS = 1.0  # for data workers to write theirs
 _LOCKED_SECONDS = 60.0  # beyond the limit, until the timer in C ends the process
@@ -49,25 +51,25 @@ class Watchdog:
         self._folder = folder
         self._times: deque[float] = deque(maxlen=_STEPS)
         clock = time.monotonic()
-        self._place = Phase(-1, "opening", clock, clock)
+        self._phase = Phase(-1, "opening", clock, clock)
         self._finished = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def at(self, doing: Doing, step: int | None = None) -> None:
+    def set_phase(self, name: PhaseName, step: int | None = None) -> None:
         """Record the phase that begins, and its step (from 0; by default the current one). It is cheap."""
-        last = self._place
+        last = self._phase
         clock = time.monotonic()
         step = last.step if step is None else step
         # Waiting for data and running are one step to the limit, whose time goes on from the one to the other.
-        same_step = doing in _IN_STEP and last.doing in _IN_STEP and step == last.step
-        if last.doing in _IN_STEP and not same_step:
-            self._times.append(clock - last.began)
-        self._place = Phase(step, doing, clock, last.began if same_step else clock)
+        same_step = name in _STEP_PHASES and last.name in _STEP_PHASES and step == last.step
+        if last.name in _STEP_PHASES and not same_step:
+            self._times.append(clock - last.step_began)
+        self._phase = Phase(step, name, clock, last.step_began if same_step else clock)
 
     def beat(self) -> None:
         """Record that the current phase makes progress, so that its time starts anew."""
         clock = time.monotonic()
-        self._place = self._place._replace(since=clock, began=clock)
+        self._phase = self._phase._replace(began=clock, step_began=clock)
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -79,24 +81,24 @@ class Watchdog:
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
-    def _look(self) -> None:
-        while not self._finished.wait(_LOOK_SECONDS):
-            peers = coordination.lookout()
+    def _watch(self) -> None:
+        while not self._finished.wait(_POLL_SECONDS):
+            peers = coordination.peer_monitor()
             if peers is not None:
-                peers.place = self._place
+                peers.phase = self._phase
             # The timer in C is set anew each time: it only runs out where this thread cannot run.
-            if limit := self._limit(self._place.doing):
+            if limit := self._limit(self._phase.name):
                 faulthandler.dump_traceback_later(limit + _LOCKED_SECONDS, exit=True, file=2)
             else:
                 faulthandler.cancel_dump_traceback_later()
             if peers is not None and peers.stuck is not None:
                 self._end(peers, peers.stuck)
             if stuck := self._stuck(peers):
-                self._end(peers, stuck if peers is None else peers.say_stuck(stuck))
+                self._end(peers, stuck if peers is None else peers.publish_stuck(stuck))
 
-    def _limit(self, doing: str) -> float:
+    def _limit(self, name: str) -> float:
         """Return the seconds that a phase may take; 0 = no limit."""
-        if doing not in _IN_STEP:
+        if name not in _STEP_PHASES:
             return self._config.others
         return self._config.seconds and max(self._config.seconds, self._config.times * self._median)
 
@@ -106,25 +108,29 @@ class Watchdog:
 
     def _stuck(self, peers: PeerMonitor | None) -> StuckReport | None:
         """Return what to report where this process, or one that it waits for, hangs; None where neither does."""
-        place = self._place
-        limit = self._limit(place.doing)
-        seconds = time.monotonic() - place.began
+        phase = self._phase
+        limit = self._limit(phase.name)
+        seconds = time.monotonic() - phase.step_began
         if not limit or seconds <= limit:
             return None
-        status = None if peers is None else peers.everyone()
+        status = None if peers is None else peers.read_phases()
         late = not_arrived(status) if status else []
-        if late and place.doing in _IN_STEP and all(status[p].doing not in _IN_STEP for p in late):
+        if late and phase.name in _STEP_PHASES and all(status[p].name not in _STEP_PHASES for p in late):
             # The processes that all wait for are in a phase that may take longer than a step.
             limit = self._config.others
         # Asking the others took time, in which this process may have gone on.
-        if self._place != place or not limit or seconds <= limit:
+        if self._phase != phase or not limit or seconds <= limit:
             return None
-        who = f"this process was {_phase(place.doing, place.step)}" if peers is None else describe_missing(status, late)
+        who = (
+            f"this process was {describe_phase(phase.name, phase.step)}"
+            if peers is None
+            else describe_missing(status, late)
+        )
         silent = tuple(p for p, peer in (status or {}).items() if peer.silent)
-        return StuckReport(self._line(place, seconds, limit, who), silent)
+        return StuckReport(self._line(phase, seconds, limit, who), silent)
 
-    def _line(self, place: Phase, seconds: float, limit: float, who: str) -> str:
-        name = f"step {place.step + 1}" if place.doing in _IN_STEP else place.doing
+    def _line(self, phase: Phase, seconds: float, limit: float, who: str) -> str:
+        name = f"step {phase.step + 1}" if phase.name in _STEP_PHASES else phase.name
         key = "others" if limit == self._config.others else "seconds" if limit == self._config.seconds else "times"
         allowed = f"{limit:g} s"
         if key == "times":
@@ -141,17 +147,17 @@ class Watchdog:
         _write(f"error: {stuck.line}\n")
         call_with_timeout(1, sys.stdout.flush)
         if peers is not None:
-            peers.await_leavers(set(range(peers.count)) - set(stuck.silent))
+            peers.await_exits(set(range(peers.count)) - set(stuck.silent))
         for worker in multiprocessing.active_children():
             worker.kill()  # one that is stuck in native code would stay
         os._exit(STUCK)  # the main thread, which alone could exit in order, is stuck
 
     def _write_stacks(self) -> None:
-        place = self._place
-        title = f"process {coordination.index()} of {coordination.count()}, {_phase(place.doing, place.step)}"
+        phase = self._phase
+        title = f"process {coordination.index()} of {coordination.count()}, {describe_phase(phase.name, phase.step)}"
         _write(f"\n{title}:\n")
         faulthandler.dump_traceback(2)
-        workers = multiprocessing.active_children() if place.doing == "waiting for data" else []
+        workers = multiprocessing.active_children() if phase.name == "waiting for data" else []
         if workers:
             _write(f"\ndata workers {', '.join(str(w.pid) for w in workers)} of {title}:\n")
             for worker in workers:
@@ -170,7 +176,7 @@ def not_arrived(status: Mapping[int, PeerStatus]) -> list[int]:
     # A process without a heartbeat may have stopped anywhere; the phase it last reported says nothing.
     if silent := [p for p, peer in status.items() if peer.silent]:
         return silent
-    reached = {p: (peer.step, _ORDER[peer.doing]) for p, peer in status.items()}
+    reached = {p: (peer.step, _ORDER[peer.name]) for p, peer in status.items()}
     last = min(reached.values())
     return [p for p, phase in reached.items() if phase == last] if max(reached.values()) > last else []
 
@@ -183,22 +189,22 @@ def describe_missing(status: Mapping[int, PeerStatus] | None, late: Sequence[int
     if status is None:
         return "process 0, which coordinates the others, does not answer"
     if not late:
-        doing, step = next((peer.doing, peer.step) for peer in status.values())
-        cause = ": a device, or the network between them, does not answer" if doing == "running" else ""
-        return f"all processes are {_phase(doing, step)}{cause}"
+        name, step = next((peer.name, peer.step) for peer in status.values())
+        cause = ": a device, or the network between them, does not answer" if name == "running" else ""
+        return f"all processes are {describe_phase(name, step)}{cause}"
     lines = []
-    for p in late[:_NAMED]:
+    for p in late[:_MAX_NAMED]:
         peer = status[p]
         name = f"process {p}" + (f" on {peer.host}" if peer.host else "")
         state = "gives no sign of life" if peer.silent else "has not arrived"
-        lines.append(f"{name} {state}, last seen {_phase(peer.doing, peer.step)}, for {peer.seconds:.0f} s")
-    return "; ".join(lines) + (f"; and {len(late) - _NAMED} more" if len(late) > _NAMED else "")
+        lines.append(f"{name} {state}, last seen {describe_phase(peer.name, peer.step)}, for {peer.seconds:.0f} s")
+    return "; ".join(lines) + (f"; and {len(late) - _MAX_NAMED} more" if len(late) > _MAX_NAMED else "")
 
 
-def _phase(doing: str, step: int) -> str:
+def describe_phase(name: str, step: int) -> str:
     """Describe a phase, as in `waiting for data of step 12`."""
     prepositions = {"waiting for data": "of ", "running": "", "evaluating": "after ", "saving": "after "}
-    return f"{doing} {prepositions[doing]}step {step + 1}" if doing in prepositions and step >= 0 else doing
+    return f"{name} {prepositions[name]}step {step + 1}" if name in prepositions and step >= 0 else name
 
 
 def _write(text: str) -> None:

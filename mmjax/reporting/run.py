@@ -246,7 +246,7 @@ def plan_again(run: Run) -> Planned:
     Raises UserError where its history, its length index or its data files are gone.
     """
     last = max(run.metrics.steps, 1)
-    launch = launch_of_step(run.folder.history, last - 1, run.folder.due)
+    launch = launch_of_step(run.folder.history, last - 1, run.folder.due_samples)
     if launch is None:
         raise UserError(
             "there is no history.jsonl that tells how its steps were made: it has not started yet, or is old"

@@ -64,12 +64,12 @@ def silence_late_io_errors() -> None:
         if not (closed or (isinstance(error, Exception) and _from_storage(error))):
             previous_hook(unraisable)
 
-    def keep(record: logging.LogRecord) -> bool:
+    def allow(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         return error is None or "was never retrieved" not in record.getMessage() or not _from_storage(error)
 
     sys.unraisablehook = hook
-    logging.getLogger("asyncio").addFilter(keep)
+    logging.getLogger("asyncio").addFilter(allow)
 
 
 def _from_storage(error: BaseException) -> bool:
@@ -174,21 +174,28 @@ class CheckpointStore:
                 raise OSError(error)
 
         self._saves += 1
-        self._commit = Commit(self._folder, data.step, self._saves, write, finish, retention=self.retention)
+        self._commit = Commit(
+            folder=self._folder,
+            step=data.step,
+            number=self._saves,
+            write=write,
+            finish=finish,
+            retention=self.retention,
+        )
 
     def wait(self) -> str:
         """Wait for the last save, and return why it failed, the same on every process; empty where it did not."""
         return self._commit.wait() if self._commit else ""
 
     @property
-    def ended(self) -> Commit | None:
+    def finished_save(self) -> Commit | None:
         """Return the last save if it has ended, successfully or not."""
-        return self._commit if self._commit and self._commit.ended else None
+        return self._commit if self._commit and self._commit.finished else None
 
     def restore(self, step: int) -> tuple[TrainState, CheckpointMetadata]:
         """Restore step `step` into this run's shardings.
 
-        Raises TornCheckpoint on all processes where one of them cannot read it.
+        Raises DamagedCheckpoint on all processes where one of them cannot read it.
         """
         parts: list[Any] = []  # metadata and state
 
@@ -198,7 +205,7 @@ class CheckpointStore:
             parts.append(self._handler.restore(self._folder / str(step) / STATE, args=_restore_as(self._target)))
 
         error = next(filter(None, coordination.gather(f"restored/{step}", run_and_describe_failure(read))), "")
-        if not error and (wrong := _not_as_saved(parts[1], parts[0].sums)) is not None:
+        if not error and (wrong := _find_damaged(parts[1], parts[0].sums)) is not None:
             error = f"{wrong} is not what was saved"
         if error:
             raise DamagedCheckpoint(f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True)
@@ -244,7 +251,7 @@ def restore_parameters(folder: Path, step: int, model: Model, shardings: Params)
         parts = _parameter_tree(handler, path, target)
         stored = {part: _as_stored(tree, target) for part, tree in parts.items()}
         single = handler.restore(path, args=_restore_as(stored, partial=True))
-        if (wrong := _not_as_saved(_state_of(single), saved.sums)) is not None:
+        if (wrong := _find_damaged(_state_of(single), saved.sums)) is not None:
             raise UserError(f"{wrong} is not what was saved")
     # Checksums are of the stored precision, so the cast comes after them.
     params = jax.tree.map(lambda x, w: x.astype(w.dtype), all_parameters(_state_of(single)), target)
@@ -362,7 +369,7 @@ def _as_ints(sums: dict[str, jax.Array]) -> Sums:
     return {name: int(x) for name, x in jax.device_get(sums).items()}
 
 
-def _not_as_saved(tree: Any, saved: Sums) -> str | None:
+def _find_damaged(tree: Any, saved: Sums) -> str | None:
     """Return the name of the first array that is not what was saved."""
     sums = _as_ints(jax.jit(_bit_sums)(tree))
     return next((name for name, value in sums.items() if saved.get(name) != value), None)

@@ -35,7 +35,7 @@ class Retention:
     every: int = 0
     best: int = 0  # step of the best evaluation; 0 = none
 
-    def superfluous(self, steps: Sequence[int]) -> list[int]:
+    def steps_to_remove(self, steps: Sequence[int]) -> list[int]:
         """Return the checkpoints to remove, of these in ascending order."""
         return [s for s in steps[: -self.last] if s != self.best and not (self.every and s % self.every == 0)]
 
@@ -61,7 +61,7 @@ class Commit:
         self._thread.start()
 
     @property
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         """Return whether the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
@@ -98,7 +98,7 @@ class Commit:
                 partial.write_text(str(self.step))
 
     def _remove_superfluous(self) -> None:
-        for step in self.retention.superfluous(saved_steps(self.folder)):
+        for step in self.retention.steps_to_remove(saved_steps(self.folder)):
             remove(self.folder / str(step))
         remove_leftovers(self.folder)
         for torn in self.folder.glob(f"*{TORN}"):

@@ -23,7 +23,7 @@ from mmjax.errors import UserError
 
 
 @contextmanager
-def run_lock_held(folder: Path) -> Iterator[None]:
+def lock_run(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder; the system releases it however the process ends.
 
     The lock is a file beside the folder, since the folder may be moved or deleted meanwhile. Raises UserError where
@@ -32,11 +32,11 @@ def run_lock_held(folder: Path) -> Iterator[None]:
     folder = folder.resolve()
     path = folder.with_name(f".{folder.name}.lock")
     try:
-        lock = _hold(path)
+        lock = _acquire_lock(path)
     except BlockingIOError:
         raise UserError(
-            f"{folder} is in use by {_holder(path)}: two trainings cannot write in one run; wait until it has ended, "
-            "stop it, or choose another folder with run=FOLDER"
+            f"{folder} is in use by {_lock_owner(path)}: two trainings cannot write in one run; wait until it has "
+            "ended, stop it, or choose another folder with run=FOLDER"
         ) from None
     except OSError:
         # The file system has no locks; or nothing can be written beside the folder; if not in it either, `claim` fails.
@@ -49,14 +49,14 @@ def run_lock_held(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _hold(path: Path) -> int:
+def _acquire_lock(path: Path) -> int:
     """Open and lock the file, and write into it who holds it. Raises BlockingIOError where another process does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # closed in programs that this process executes
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, path):
+            if _is_same_file(file, path):
                 os.ftruncate(file, 0)
                 os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return file
@@ -66,14 +66,14 @@ def _hold(path: Path) -> int:
         os.close(file)  # its last holder deleted it between our open and our lock: try again with a new file
 
 
-def _is_at(file: int, path: Path) -> bool:
+def _is_same_file(file: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-def _holder(path: Path) -> str:
+def _lock_owner(path: Path) -> str:
     try:
         return path.read_text() or "another process"
     except OSError:
@@ -101,11 +101,11 @@ class AllowedChanges:
         return self.new_data or any(key.split(".")[0] in parts for key in self.keys)
 
 
-NOTHING = AllowedChanges()
-FEW = 5  # differences between configs that are listed
+NO_CHANGES = AllowedChanges()
+MAX_LISTED = 5  # differences between configs that are listed
 
 
-def _inside(name: str) -> property:
+def _path_in_run(name: str) -> property:
     return property(lambda folder: folder.path / name)
 
 
@@ -115,19 +115,19 @@ class RunFolder:
 
     path: Path
 
-    config = _inside("config.json")  # the resolved config; a folder is a run once it has this file
-    source = _inside("config.py")  # copy of the config file, for functions that the config names
-    checkpoints = _inside("checkpoints")  # a folder per saved step
-    metrics = _inside("metrics.jsonl")  # a JSON object per step and per evaluation
-    index = _inside("index")  # length indices, by fingerprint
-    history = _inside("history.jsonl")  # config, data and devices of every start of the run, a JSON object each
-    due = _inside("due")  # samples that epochs still owed when the data changed
-    traces = _inside("traces")  # profiler traces of a few steps
-    fit = _inside("fit.json")  # the run's remat policies and loss chunks
-    oversize = _inside("oversize.jsonl")  # samples that fit no budget, a JSON object each
-    quarantine = _inside("quarantine.jsonl")  # unusable samples and why, a JSON object each
-    scores = _inside("test.json")  # the test split's scores, once the run has ended
-    stacks = _inside("stacks")  # the stack of each process when the run was found stuck
+    config = _path_in_run("config.json")  # the resolved config; a folder is a run once it has this file
+    source = _path_in_run("config.py")  # copy of the config file, for functions that the config names
+    checkpoints = _path_in_run("checkpoints")  # a folder per saved step
+    metrics = _path_in_run("metrics.jsonl")  # a JSON object per step and per evaluation
+    index = _path_in_run("index")  # length indices, by fingerprint
+    history = _path_in_run("history.jsonl")  # config, data and devices of every start of the run, a JSON object each
+    due_samples = _path_in_run("due")  # samples that epochs still owed when the data changed
+    traces = _path_in_run("traces")  # profiler traces of a few steps
+    memory_plan = _path_in_run("fit.json")  # the run's remat policies and loss chunks
+    oversize = _path_in_run("oversize.jsonl")  # samples that fit no budget, a JSON object each
+    quarantine = _path_in_run("quarantine.jsonl")  # unusable samples and why, a JSON object each
+    scores = _path_in_run("test.json")  # the test split's scores, once the run has ended
+    stacks = _path_in_run("stacks")  # the stack of each process when the run was found stuck
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.absolute())
@@ -178,10 +178,8 @@ class RunFolder:
 
 
 @contextmanager
-def claim(
-    config: Config, source: Path, mode: Mode, permitted: AllowedChanges = NOTHING
-) -> Iterator[tuple[RunFolder, bool]]:
-    """Claim the run's folder, and return it with whether its run is resumed. The start belongs inside `with`.
+def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = NO_CHANGES) -> Iterator[bool]:
+    """Claim the run's folder, and yield whether its run is resumed. The start belongs inside `with`.
 
     Where the body raises, everything is undone: a new folder is removed, and the run that was to be resumed or
     overwritten is untouched. Raises UserError where there is a run, but neither resume nor overwrite is requested;
@@ -193,11 +191,11 @@ def claim(
     exists = _check_claim(folder, config, mode)
     if exists and mode in ("resume", "auto"):
         changes = changes_of(folder, config, permitted)
-        for line in first_few([f"changed {line}" for line in changes if not line.startswith(WHERE)]):
+        for line in shorten([f"changed {line}" for line in changes if not line.startswith(LOCATION_KEYS)]):
             print_lines(line)
         with _writing(folder):
             _check_writable(folder)
-        yield folder, True
+        yield True
         with _writing(folder):
             folder.write_config(config)
         return
@@ -215,7 +213,7 @@ def claim(
             _check_writable(folder)
             copy_config(source, folder.path)
             folder.write_config(config)
-        yield folder, False
+        yield False
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
         if exists:
@@ -268,7 +266,7 @@ def _writing(folder: RunFolder) -> Iterator[None]:
         ) from error
 
 
-WHERE = ("name:", "run:")
+LOCATION_KEYS = ("name:", "run:")
 # Keys that may change freely when a run is resumed: where, how fast and how long it runs, how often it evaluates and
 # saves.
 MAY_CHANGE = (
@@ -280,19 +278,19 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 
-def changes_of(folder: RunFolder, config: Config, permitted: AllowedChanges = NOTHING) -> Sequence[str]:
+def changes_of(folder: RunFolder, config: Config, permitted: AllowedChanges = NO_CHANGES) -> Sequence[str]:
     """List the differences from the config of the run in the folder. Raises UserError for those not permitted."""
     lines = differences(folder.read_config(), config)
     by_key = {line.partition(":")[0]: line for line in lines}
     if fixed := [key for key in by_key if not (_may_change(key) or permitted.allows(key))]:
         data = [key for key in fixed if key.startswith("data.sources")]
         keys = [key for key in fixed if key not in data]
-        if len(keys) > FEW:
+        if len(keys) > MAX_LISTED:
             # Many differences are named by their top-level keys, which --change accepts as prefixes.
             keys = list(dict.fromkeys(key.partition(".")[0] for key in keys))
         options = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in keys])
         raise UserError(
-            f"{folder.path} is a run of another config: {'; '.join(first_few([by_key[key] for key in fixed]))}. Say "
+            f"{folder.path} is a run of another config: {'; '.join(shorten([by_key[key] for key in fixed]))}. Say "
             f"these values as they were, or leave the config away: --resume {folder.path} goes on with its own; or say "
             f"that they shall change: {options}; or start another run from its parameters: run=FOLDER "
             f"init_from={folder.path}"
@@ -300,9 +298,13 @@ def changes_of(folder: RunFolder, config: Config, permitted: AllowedChanges = NO
     return lines
 
 
-def first_few(lines: Sequence[str]) -> list[str]:
-    """Cut lines to at most `FEW`, the last of which counts the rest."""
-    return list(lines) if len(lines) <= FEW else [*lines[: FEW - 1], f"and {len(lines) - FEW + 1} more"]
+def shorten(lines: Sequence[str]) -> list[str]:
+    """Cut lines to at most `MAX_LISTED`, the last of which counts the rest."""
+    return (
+        list(lines)
+        if len(lines) <= MAX_LISTED
+        else [*lines[: MAX_LISTED - 1], f"and {len(lines) - MAX_LISTED + 1} more"]
+    )
 
 
 def check_keys(permitted: AllowedChanges, config: Config) -> None:

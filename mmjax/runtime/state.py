@@ -18,13 +18,9 @@ from mmjax.models.model import Model, Params, merge, parameter_group, partition
 from mmjax.parallel.sharding import Axes, ShardingRules, replicated, sharding
 
 Path = tuple[str, ...]
-
-
-class Hyperparameters(NamedTuple):
-    """Arguments of one update, float32 scalars; `rates` by parameter group: (learning rate, weight decay)."""
-
-    rates: dict[str, tuple[jax.Array, jax.Array]]
-    clip: jax.Array
+# Run-time arguments of one update, float32 []: `clip`, and `learning_rate/<group>`, `weight_decay/<group>` by parameter
+# group. They are arguments of the compiled update, so that a schedule compiles nothing.
+Hyperparameters = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,13 +44,15 @@ class Optimizer:
         tables), also where the gradient is zero: an encoder that saw nothing in this step still decays.
         """
         norm = optax.tree.norm(gradients)
-        scale = jnp.minimum(1.0, hyper.clip / jnp.maximum(norm, 1e-12))
+        scale = jnp.minimum(1.0, hyper["clip"] / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * scale, gradients)
         directions, state = self.direction.update(gradients, state, params)
 
         def apply(key_path: Any, p: jax.Array, d: jax.Array) -> jax.Array:
             path = key_names(key_path)
-            rate, decay = hyper.rates[self.group_of(path)]
+            group = self.group_of(path)
+            rate = hyper[f"learning_rate/{group}"]
+            decay = hyper[f"weight_decay/{group}"]
             # Decoupled decay (AdamW): it does not pass through the moments, nor is it clipped.
             return p - rate * (d + decay * p) if path in self.matrices else p - rate * d
 
@@ -120,19 +118,20 @@ def hyperparameters(config: Config, modules: tuple[str, ...], step: int) -> Hype
     o = config.optimizer
     factor = schedule_factor(config.schedule, step, config.training.steps)
     # NumPy scalars of a fixed dtype: other values are other arguments, not another program.
-    rates: dict[str, tuple[np.float32, np.float32]] = {}
+    hyper: Hyperparameters = {"clip": np.float32(config.training.clip)}
     for module in modules:
         override = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))
         rate = override.learning_rate if override and override.learning_rate is not None else o.learning_rate
         decay = override.weight_decay if override and override.weight_decay is not None else o.weight_decay
-        decay = np.float32(decay)
-        if isinstance(o, AdamW):
-            rates[module] = np.float32(factor * rate), decay
-        else:
-            rates[f"{module}/matrix"] = np.float32(factor * rate), decay
+        rates = {module: factor * rate}
+        if isinstance(o, Muon):
             # A module's learning rate scales both of its groups alike.
-            rates[f"{module}/other"] = np.float32(factor * o.adam_learning_rate * rate / o.learning_rate), decay
-    return Hyperparameters(rates, np.float32(config.training.clip))
+            other = factor * o.adam_learning_rate * rate / o.learning_rate
+            rates = {f"{module}/matrix": factor * rate, f"{module}/other": other}
+        for group, scheduled in rates.items():
+            hyper[f"learning_rate/{group}"] = np.float32(scheduled)
+            hyper[f"weight_decay/{group}"] = np.float32(decay)
+    return hyper
 
 
 class TrainState(NamedTuple):

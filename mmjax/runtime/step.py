@@ -1,4 +1,4 @@
-"""The SPMD executor: compiled programs that accumulate gradients microbatch by microbatch and update once.
+"""Compile and run the SPMD programs of a step: accumulate gradients microbatch by microbatch, then update once.
 
 One gradient program per shape and one update program. Microbatches are a Python loop over donated buffers, so the
 microbatches of a step may differ in shape and their number compiles nothing.
@@ -13,58 +13,76 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import PADDING, Microbatch
 from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
+from mmjax.data.plan.placement import Shape
+from mmjax.errors import UserError
 from mmjax.models.model import Model, Params, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
-from mmjax.runtime.losses import LossReport, Worst, losses_in_chunks, no_samples, step_loss, worse_of, worst_samples
+from mmjax.runtime.losses import MAX_WORST, highest_losses, losses_in_chunks, step_loss, worst_samples
 from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, split, state_from, state_shardings
 
-MOST_SPOILED = 32  # samples of a step that may be left out: where more cannot be read, it is not the samples
+MAX_UNREADABLE = 32  # samples of a step that may be left out: where more cannot be read, it is not the samples
 
 
-class Spoiled(NamedTuple):
-    """The samples of a step that some process could not read: they weigh nothing."""
-
-    samples: jax.Array  # int32 [MOST_SPOILED]: ids in the length index, -1 = none
-    count: jax.Array  # int32 []: where it is more than MOST_SPOILED nothing is updated
-
-
-class Said(NamedTuple):
+class ProcessReport(NamedTuple):
     """Report one process's part of a step to all processes, with the update."""
 
-    digest: int = 0  # of the step's plan, which must be the same everywhere; 63 bits
+    digest: int = 0  # hash of the step's plan, 63 bits; must be the same everywhere
     content: int = 0  # sum of the hashes of its rows, 64 bits; a row that several processes hold counts once
-    needed_flops: float = 0.0  # of its ranks
-    busy: float = 0.0  # seconds that it kept the others waiting in the step before, at most
-    stop: bool = False  # whether it was asked to stop
+    needed_flops: float = 0.0  # of its ranks' rows, without padding
+    batch_seconds: float = 0.0  # from requesting the batch to having it on the devices: others wait at most so long
+    stop: bool = False  # a signal requests a stop
+    unreadable: Sequence[int] = ()  # ids in the length index of the samples that it could not read
 
 
 class Accumulated(NamedTuple):
-    """Accumulate over microbatches: gradients in float32, the loss report, and the worst samples so far."""
+    """Accumulate the gradients and losses of a step's microbatches."""
 
-    gradients: Params
-    report: LossReport
-    worst: Worst
+    gradients: Params  # float32
+    loss: jax.Array  # float32 [sources]: weighted sum over each source's tokens
+    weight: jax.Array  # float32 [sources]: sum of the loss weights
+    worst_samples: jax.Array  # int32 [MAX_WORST]: ids of the samples with the highest losses, in descending order
+    worst_losses: jax.Array  # float32 [MAX_WORST]: theirs; 0 = no sample, Inf = not finite
+    not_finite: jax.Array  # int32 []: number of samples whose loss is not finite
 
 
 class StepReport(NamedTuple):
     """Report one update, the same on every process."""
 
-    report: LossReport
-    worst: Worst
-    gradient_norm: jax.Array
+    loss: jax.Array  # this and the next four as in Accumulated
+    weight: jax.Array
+    worst_samples: jax.Array
+    worst_losses: jax.Array
+    not_finite: jax.Array
+    gradient_norm: jax.Array  # float32 []: before clipping
     agreed: jax.Array  # bool []: every process had planned the same step; where not, nothing was updated
     finite: jax.Array  # bool []: loss and gradient are; where not, nothing was updated
-    stop: jax.Array  # bool []: some process was asked to stop
+    stop: jax.Array  # bool []: some process requests a stop
     content: jax.Array  # uint32 [2]: the hash of all rows, its lower half first
     needed_flops: jax.Array  # float32 []: of all processes' rows
-    busy: jax.Array  # float32 [devices]: of each device's process
-    spoiled: Spoiled | None = None
+    batch_seconds: jax.Array  # float32 [devices]: of each device's process
+    unreadable: jax.Array  # int32 [MAX_UNREADABLE]: ids of the samples that some process could not read, -1 = none
+    unreadable_count: jax.Array  # int32 []: where it is more than MAX_UNREADABLE nothing was updated
+
+
+def check_updated(step: int, report: StepReport) -> None:
+    """Raise UserError where a step has updated nothing: its batch differs by process, or has no loss weight."""
+    if not report.agreed:
+        raise UserError(
+            f"the processes planned different batches for step {step + 1}, so nothing was updated: they do not see "
+            "the same data, config or version of mmjax; make them the same and go on with --resume",
+            everywhere=True,
+        )
+    if not report.weight.sum() > 0:
+        raise UserError(
+            f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers "
+            "in its samples a weight above 0 (Text.weights)",
+            everywhere=True,
+        )
 
 
 class Executor:
@@ -90,31 +108,19 @@ class Executor:
         self.frozen = frozenset(model.frozen)
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         on_all = replicated(mesh)
-        sums = LossReport(on_all, on_all)
-        worst = Worst(on_all, on_all, on_all)
-        accumulated = Accumulated(self.shardings.trainable, sums, worst)
-        step_report = StepReport(
-            report=sums,
-            worst=worst,
-            gradient_norm=on_all,
-            agreed=on_all,
-            finite=on_all,
-            stop=on_all,
-            content=on_all,
-            needed_flops=on_all,
-            busy=on_all,
-        )
+        accumulated = Accumulated(self.shardings.trainable, *[on_all] * (len(Accumulated._fields) - 1))
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
-        self.born = cache(self._born)
-        self.start = jax.jit(self._start, out_shardings=(self.shardings.step, self.shardings.optimizer))
+        self.random_parameters = cache(self._random_parameters)
+        self.init_optimizer = jax.jit(
+            lambda trainable: (jnp.zeros((), jnp.int32), optimizer.init(trainable)),
+            out_shardings=(self.shardings.step, self.shardings.optimizer),
+        )
         self.zeros = jax.jit(self._zeros, out_shardings=accumulated)
         self.accumulate = jax.jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
-        self.agree = jax.jit(_all_spoiled, out_shardings=Spoiled(on_all, on_all))
+        self.merge_unreadable = jax.jit(_merge_unreadable, out_shardings=on_all)
         self.weigh = jax.jit(_weigh, out_shardings=(on_all, rows_sharding(mesh, rules.rows)))
-        self.update = jax.jit(
-            self._update, out_shardings=(self.shardings, accumulated, step_report), donate_argnums=(0, 1)
-        )
+        self.update = jax.jit(self._update, out_shardings=(self.shardings, accumulated, on_all), donate_argnums=(0, 1))
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -123,36 +129,39 @@ class Executor:
         return (*module_names(config), *(f"{module}.lora" for module in adapted_modules(config)))
 
     def init(self, key: jax.Array, pretrained: Params | None = None) -> TrainState:
-        """A fresh state, every array born in its shards. pretrained: the parameters of some modules, in place."""
+        """Make the state of step 0, every array in its shards. pretrained: the parameters of some modules, in place."""
         # Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
         pretrained = pretrained or {}
         modules = frozenset(modules_of(pretrained))
-        drawn = self.born(modules)(key)
+        drawn = self.random_parameters(modules)(key)
         read = partition(pretrained, self.frozen & modules)
         trainable, frozen = (merge(random, stored) for random, stored in zip(drawn, read, strict=True))
-        step, moments = self.start(trainable)
+        step, moments = self.init_optimizer(trainable)
         return TrainState(step, trainable, frozen, moments)
 
-    def _born(self, without: frozenset[str] = frozenset()) -> Callable[[jax.Array], tuple[Params, Params]]:
-        """The program that makes random parameters, trainable and frozen, in their shards.
+    def _random_parameters(self, without: frozenset[str] = frozenset()) -> Callable[[jax.Array], tuple[Params, Params]]:
+        """Return the program that makes random parameters, trainable and frozen, in their shards.
 
-        Of some modules none but the adapters.
+        without: modules of which only the adapters are made.
         """
 
-        def other(parts: tuple[Params, Params]) -> tuple[Params, Params]:
+        def select(parts: tuple[Params, Params]) -> tuple[Params, Params]:
             return tuple(partition(part, without & modules_of(part))[0] for part in parts)
 
-        def born(key: jax.Array) -> tuple[Params, Params]:
-            return other(split(self.model, self.frozen, self.model.init(key)))
+        def draw(key: jax.Array) -> tuple[Params, Params]:
+            return select(split(self.model, self.frozen, self.model.init(key)))
 
-        return jax.jit(born, out_shardings=other((self.shardings.trainable, self.shardings.frozen)))
-
-    def _start(self, trainable: Params) -> tuple[jax.Array, optax.OptState]:
-        return jnp.zeros((), jnp.int32), self.optimizer.init(trainable)
+        return jax.jit(draw, out_shardings=select((self.shardings.trainable, self.shardings.frozen)))
 
     def _zeros(self) -> Accumulated:
-        gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.abstract.trainable)
-        return Accumulated(gradients, LossReport(jnp.zeros(self.sources), jnp.zeros(self.sources)), no_samples())
+        return Accumulated(
+            gradients=jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.abstract.trainable),
+            loss=jnp.zeros(self.sources),
+            weight=jnp.zeros(self.sources),
+            worst_samples=jnp.zeros(MAX_WORST, jnp.int32),
+            worst_losses=jnp.zeros(MAX_WORST),
+            not_finite=jnp.zeros((), jnp.int32),
+        )
 
     def _accumulate(
         self,
@@ -163,17 +172,26 @@ class Executor:
         total_weight: jax.Array,
         noise: jax.Array | None = None,
     ) -> Accumulated:
-        def loss(trainable: Params) -> tuple[jax.Array, tuple[LossReport, Worst]]:
+        def loss(trainable: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             hidden, table = self.model.hidden_and_table(merge(trainable, frozen), batch, noise)
             cap = self.model.config.llm.logit_cap
             losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks, cap)
-            total, report = step_loss(losses, batch.text, total_weight, self.sources)
-            return total, (report, worst_samples(jax.lax.stop_gradient(losses), batch.text))
+            total, by_source, weight = step_loss(losses, batch.text, total_weight, self.sources)
+            return total, (by_source, weight, *worst_samples(jax.lax.stop_gradient(losses), batch.text))
 
         with activations_on(self.mesh, self.rules, self.exchange):
-            gradients, (report, worst) = jax.grad(loss, has_aux=True)(trainable)
-        gradients, report = jax.tree.map(jnp.add, accumulated[:2], (gradients, report))
-        return Accumulated(gradients, report, worse_of(accumulated.worst, worst))
+            gradients, (by_source, weight, samples, losses, not_finite) = jax.grad(loss, has_aux=True)(trainable)
+        worst = highest_losses(
+            jnp.concatenate([accumulated.worst_samples, samples]), jnp.concatenate([accumulated.worst_losses, losses])
+        )
+        return Accumulated(
+            gradients=jax.tree.map(jnp.add, accumulated.gradients, gradients),
+            loss=accumulated.loss + by_source,
+            weight=accumulated.weight + weight,
+            worst_samples=worst[0],
+            worst_losses=worst[1],
+            not_finite=accumulated.not_finite + not_finite,
+        )
 
     def _update(
         self,
@@ -181,16 +199,13 @@ class Executor:
         accumulated: Accumulated,
         hyper: Hyperparameters,
         weight: jax.Array,
-        words: jax.Array,
-        numbers: jax.Array,
+        reports: ProcessReport,
+        unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[TrainState, Accumulated, StepReport]:
         params, moments, norm = self.optimizer.update(accumulated.gradients, state.optimizer, state.trainable, hyper)
-        # The columns of `words`: two halves of the digest, two of the content's hash, and the request to stop.
-        digests = words[:, :2]
-        content = words[:, 2:4].sum(0, dtype=jnp.uint32)
-        stop = words[:, 4].any()
+        digests = reports.digest
         agreed = jnp.all(digests.min(0) == digests.max(0))
-        finite = jnp.isfinite(norm) & jnp.isfinite(accumulated.report.loss).all()
+        finite = jnp.isfinite(norm) & jnp.isfinite(accumulated.loss).all()
         # A selection, not a branch: it is part of the update's own pass over the parameters.
         valid = agreed & (weight > 0) & finite
         params, moments = jax.tree.map(
@@ -198,15 +213,20 @@ class Executor:
         )
         cleared = jax.tree.map(jnp.zeros_like, accumulated)
         step_report = StepReport(
-            report=accumulated.report,
-            worst=accumulated.worst,
+            loss=accumulated.loss,
+            weight=accumulated.weight,
+            worst_samples=accumulated.worst_samples,
+            worst_losses=accumulated.worst_losses,
+            not_finite=accumulated.not_finite,
             gradient_norm=norm,
             agreed=agreed,
             finite=finite,
-            stop=stop,
-            content=content,
-            needed_flops=numbers[:, 0].sum(),
-            busy=numbers[:, 1],
+            stop=reports.stop.any(),
+            content=reports.content.sum(0, dtype=jnp.uint32),
+            needed_flops=reports.needed_flops.sum(),
+            batch_seconds=reports.batch_seconds,
+            unreadable=unreadable[0],
+            unreadable_count=unreadable[1],
         )
         return TrainState(state.step + valid, params, state.frozen, moments), cleared, step_report
 
@@ -227,86 +247,116 @@ class Executor:
         accumulated: Accumulated,
         batches: Sequence[Microbatch],
         hyper: Hyperparameters,
-        process_report: Said | None = None,
+        process_report: ProcessReport | None = None,
         noise: np.ndarray | None = None,
-        spoiled: Sequence[int] = (),
     ) -> tuple[TrainState, Accumulated, StepReport]:
-        """One optimizer update over microbatches that lie on the devices. `accumulated` is zero before and after.
+        """Update once from microbatches that lie on the devices. `accumulated` is zero before and after.
 
-        process_report: of this process, for the others. noise: uint32 (seed, step) of dropout; None: none is.
-        spoiled: the samples that this process could not read. Nothing is updated, and the step does not count, where
-        processes differ in the digest of its plan, where loss or gradient are not finite, where no token of the step
-        has a loss weight, or where more samples are spoiled than may be left out.
+        process_report: of this process, for the others. noise: uint32 (seed, step) of dropout; None: none is. Nothing
+        is updated, and the step does not count, where processes differ in the digest of its plan, where loss or
+        gradient are not finite, where no token of the step has a loss weight, or where more samples are unreadable than
+        may be left out.
         """
-        weight, batches, left_out = self.weighed(batches, spoiled)
+        reports = self.put_report(process_report or ProcessReport())
+        weight, batches, unreadable = self.weigh_batches(batches, reports)
         for batch in batches:
             accumulated = self.accumulate(
                 state.trainable, state.frozen, accumulated, batch, weight, noise if self.model.drops else None
             )
-        words = self.put_said(process_report or Said())
-        state, accumulated, report = self.update(state, accumulated, hyper, weight, *words)
-        return state, accumulated, report._replace(spoiled=left_out)
+        return self.update(state, accumulated, hyper, weight, reports, unreadable)
 
-    def weighed(
-        self, batches: Sequence[Microbatch], spoiled: Sequence[int] = ()
-    ) -> tuple[jax.Array, list[Microbatch], Spoiled]:
-        """The loss weight of a step, its microbatches without weight where samples are spoiled, and which all are."""
-        unreadable = np.full((len(self.mesh.local_devices), MOST_SPOILED + 1), PADDING, np.int32)
-        ids = list(spoiled)[: MOST_SPOILED + 1]
-        unreadable[0, : len(ids)] = ids
-        left_out = self.agree(jax.make_array_from_process_local_data(self.per_device, unreadable))
-        weight = np.float32(0)
+    def weigh_batches(
+        self, batches: Sequence[Microbatch], reports: ProcessReport
+    ) -> tuple[jax.Array, list[Microbatch], tuple[jax.Array, jax.Array]]:
+        """Return the loss weight of a step, and its microbatches with weight 0 where a sample is unreadable.
+
+        Also returns the ids and the number of the samples that any process could not read. reports: of all processes,
+        on the devices.
+        """
+        unreadable = self.merge_unreadable(reports.unreadable)
+        total = np.float32(0)
         weighed = []
         for batch in batches:
-            weight, own_weight = self.weigh(weight, batch.text.weight, batch.text.owner, left_out)
-            weighed.append(batch._replace(text=batch.text._replace(weight=own_weight)))
-        return weight, weighed, left_out
+            total, weight = self.weigh(total, batch.text.weight, batch.text.owner, *unreadable)
+            weighed.append(batch._replace(text=batch.text._replace(weight=weight)))
+        return total, weighed, unreadable
 
-    def put_said(self, process_report: Said) -> tuple[jax.Array, jax.Array]:
-        """Put this process's report on each of its devices: uint32 `[devices, 5]`, float32 `[devices, 2]`."""
-        words = np.zeros((len(self.mesh.local_devices), 5), np.uint32)
-        numbers = np.zeros((len(words), 2), np.float32)
-        # 64-bit numbers take two words, the lower first: 0x1_0000_0002 is 2, 1.
-        words[:, :2] = process_report.digest & 0xFFFFFFFF, process_report.digest >> 32
-        words[0, 2:4] = process_report.content & 0xFFFFFFFF, process_report.content >> 32  # it is summed over devices
-        words[:, 4] = process_report.stop
-        numbers[:, 1] = process_report.busy
+    def put_report(self, report: ProcessReport) -> ProcessReport:
+        """Put this process's report on each of its devices: every field becomes an array `[devices, ...]`."""
+        devices = len(self.mesh.local_devices)
+        content = np.zeros((devices, 2), np.uint32)
+        content[0] = _two_words(report.content)  # the programs add it up over devices
+        unreadable = np.full((devices, MAX_UNREADABLE + 1), PADDING, np.int32)
+        ids = list(report.unreadable)[: MAX_UNREADABLE + 1]
+        unreadable[0, : len(ids)] = ids
         # A rank's rows are counted once for each of the devices that share them.
         shared = len(local_ranks(self.mesh)) * self.mesh.size // row_ranks(self.mesh)
-        numbers[:, 0] = process_report.needed_flops / shared
-        put = partial(jax.make_array_from_process_local_data, self.per_device)
-        return put(words), put(numbers)
+        arrays = ProcessReport(
+            digest=np.tile(_two_words(report.digest), (devices, 1)),
+            content=content,
+            needed_flops=np.full(devices, report.needed_flops / shared, np.float32),
+            batch_seconds=np.full(devices, report.batch_seconds, np.float32),
+            stop=np.full(devices, report.stop),
+            unreadable=unreadable,
+        )
+        return jax.tree.map(partial(jax.make_array_from_process_local_data, self.per_device), arrays)
 
     def compile(
         self, state: TrainState, accumulated: Accumulated, batches: Sequence[Microbatch], hyper: Hyperparameters
     ) -> None:
-        """Compile the gradient program of each batch's shape and the update ahead of the first step, for training."""
+        """Compile the gradient program of each batch's shape and the update, ahead of the first step."""
         # A model that drops nothing takes no noise: there is then one program, whether a step is given any or not.
         noise = np.zeros(2, np.uint32) if self.model.drops else None
+        reports = self.put_report(ProcessReport())
         for batch in batches:
             put = self.put(batch)
-            weight, (put, _), _ = self.weighed([put, put])  # begun with a number, gone on with an array
+            # Twice, since the first total is a number and each later one an array: two programs of `weigh`.
+            weight, (put, _), unreadable = self.weigh_batches([put, put], reports)
             self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight, noise).compile()
-        self.update.lower(state, accumulated, hyper, weight, *self.put_said(Said())).compile()
+        self.update.lower(state, accumulated, hyper, weight, reports, unreadable).compile()
 
 
-def _all_spoiled(samples: jax.Array) -> Spoiled:
-    """Merge the samples that each device was given, every sample once."""
+def _two_words(number: int) -> np.ndarray:
+    """Split 64 bits into two words, uint32 `[2]`, the lower first: 0x1_0000_0002 is 2, 1."""
+    return np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
+
+
+def _merge_unreadable(samples: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Merge the ids of each device, int32 `[devices, n]`, every id once: int32 `[MAX_UNREADABLE]`, and their number."""
     ids = -jnp.sort(-samples.reshape(-1))
     # An id stays where it differs from the one before: 7, 7, 3, -1 becomes 7, -1, 3, -1.
     unique = jnp.where((ids >= 0) & (ids != jnp.pad(ids[:-1], (1, 0), constant_values=PADDING)), ids, PADDING)
-    return Spoiled(jax.lax.top_k(unique, MOST_SPOILED)[0], (unique >= 0).sum())
+    return jax.lax.top_k(unique, MAX_UNREADABLE)[0], (unique >= 0).sum()
 
 
-def _weigh(total: jax.Array, weight: jax.Array, owner: jax.Array, spoiled: Spoiled) -> tuple[jax.Array, jax.Array]:
-    """The total with a microbatch's loss weights `[R, T]` added, and those; 0 where their sample is spoiled."""
-    out = (owner[..., None] == spoiled.samples).any(-1) | (spoiled.count > MOST_SPOILED)
-    weight = jnp.where(out, 0.0, weight)
+def _weigh(
+    total: jax.Array, weight: jax.Array, owner: jax.Array, unreadable: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Add a microbatch's loss weights `[R, T]` to the total; return it and them, 0 where a sample is unreadable."""
+    excluded = (owner[..., None] == unreadable).any(-1) | (count > MAX_UNREADABLE)
+    weight = jnp.where(excluded, 0.0, weight)
     return total + weight.sum(), weight
 
 
+def padding_microbatches(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
+    """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
+
+    def resize(x: np.ndarray, length: int) -> np.ndarray:
+        return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
+
+    batches = []
+    for shape in shapes:
+        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}))
+        widths = zip(first.text.send.items(), shape.widths, strict=True)
+        lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
+        send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
+        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
+        batches.append(Microbatch(text._replace(send=send), items))
+    return batches
+
+
 def put_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
-    """A microbatch that every process has whole, made for the ranks of `mesh`, on its devices."""
+    """Put a microbatch, made for the ranks of `mesh` and whole on every process, on the devices."""
 
     def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
         return jax.make_array_from_callback(x.shape, rows_sharding(mesh, axes), x.__getitem__)
@@ -317,6 +367,6 @@ def put_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
 def _put(
     batch: Microbatch, put: Callable[[np.ndarray, tuple[str, ...]], jax.Array], rules: ShardingRules
 ) -> Microbatch:
-    """Every array put on the axes that its rows are spread over."""
+    """Put every array on the axes that its rows are spread over."""
     text = jax.tree.map(lambda x: put(x, rules.rows), batch.text)
     return Microbatch(text, jax.tree.map(lambda x: put(x, rules.item_rows), batch.items))

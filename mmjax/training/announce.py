@@ -1,4 +1,4 @@
-"""The first lines of a run: what will be trained, on what, in which shapes."""
+"""Print what a run will train, on what and in which shapes, its scores, and what to try next."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from mmjax.balance.parts import LLM
-from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
-from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, parameter_group
 from mmjax.planning.remat import MemoryPlan
@@ -69,10 +66,10 @@ def print_run_summary(
         lines.append((module, str(rows), "/".join(map(str, lengths)), shape, f"{fills[f'fill/{module}']:.2f}"))
     print_lines(*table(lines))
     if layout.topology.ranks * layout.topology.encoders_per_rank > 1:
-        print_lines(*_ranks(config, layout))
+        print_lines(*_describe_ranks(config, layout))
 
 
-def _ranks(config: Config, layout: RankLayout) -> list[str]:
+def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:
     """Describe how rows are spread over ranks, and what ranks may send to each other."""
     topology = layout.topology
     lines = [f"ranks  {topology.ranks} in nodes of {topology.ranks_per_node}, balance {config.batch.balance.kind}"]
@@ -93,35 +90,35 @@ def _ranks(config: Config, layout: RankLayout) -> list[str]:
     return lines
 
 
-def describe_memory_plan(fitted: MemoryPlan) -> list[str]:
+def describe_memory_plan(memory_plan: MemoryPlan) -> list[str]:
     """Describe the predicted memory of a device and its remat policies."""
-    kinds = {**fitted.fixed, "activations": sum(fitted.activations.values())}
+    kinds = {**memory_plan.fixed, "activations": sum(memory_plan.activations.values())}
     # Kinds below 1 % are left out.
-    parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * fitted.predicted)
-    limit = "" if math.isinf(fitted.limit.device) else f" of {size(fitted.limit.device)}"
-    predicted = "" if fitted.measured is None else " predicted"
-    lines = [f"memory {size(fitted.predicted)}{predicted}{limit} a device: {parts}"]
-    if fitted.measured is not None:
-        lines.append(f"       {size(fitted.measured)} by the compiler, which decided what is computed again")
-    if fitted.limit.ram:
+    parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * memory_plan.predicted)
+    limit = "" if math.isinf(memory_plan.limit.device) else f" of {size(memory_plan.limit.device)}"
+    predicted = "" if memory_plan.measured is None else " predicted"
+    lines = [f"memory {size(memory_plan.predicted)}{predicted}{limit} a device: {parts}"]
+    if memory_plan.measured is not None:
+        lines.append(f"       {size(memory_plan.measured)} by the compiler, which decided what is computed again")
+    if memory_plan.limit.ram:
         lines.append(
             "       THAT IS NEARLY ALL THE RAM there is for a device; data workers and other programs use some too, "
             "and the system may kill the run: raise batch.microbatches, or take a smaller model"
         )
-    if fitted.loss_chunks > 1:
-        lines.append(f"       loss in {fitted.loss_chunks} parts of the vocabulary")
-    if warning := replication_warning(fitted):
+    if memory_plan.loss_chunks > 1:
+        lines.append(f"       loss in {memory_plan.loss_chunks} parts of the vocabulary")
+    if warning := replication_warning(memory_plan):
         lines.append(f"       {warning}")
-    for tower, policies in fitted.policies.items():
+    for tower, policies in memory_plan.policies.items():
         if set(policies) != {"none"}:
             mix = ", ".join(f"{n} {policy}" for policy, n in Counter(policies).items())
             lines.append(f"       remat of {tower}: {mix}")
     return lines
 
 
-def replication_warning(fitted: MemoryPlan) -> str:
+def replication_warning(memory_plan: MemoryPlan) -> str:
     """Warn of modules whose widths the mesh does not divide, so that each device stores all of them; else return ""."""
-    sharding = fitted.sharding
+    sharding = memory_plan.sharding
     replicated = [module for module in sharding.shares if sharding.part_of(module) > REPLICATED / sharding.shards]
     if not replicated:
         return ""
@@ -149,23 +146,6 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
     return (
         f"{line}: THE LOADER CANNOT KEEP UP, about {waiting:.0%} of the time will be waiting; use data.workers={needed}"
     )
-
-
-def padding_microbatches(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
-    """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
-
-    def resize(x: np.ndarray, length: int) -> np.ndarray:
-        return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
-
-    batches = []
-    for shape in shapes:
-        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}))
-        widths = zip(first.text.send.items(), shape.widths, strict=True)
-        lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
-        send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
-        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
-        batches.append(Microbatch(text._replace(send=send), items))
-    return batches
 
 
 def score_line(scores: dict[str, float]) -> str:

@@ -1,464 +1,406 @@
-"""One training session: everything that a run needs between its config and its loop."""
+"""Train a run: build its mesh, data, model and programs, restore or make its state, and run its steps."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from mmjax import startup
-from mmjax.autotune.memory_plan import plan_key, write_memory_plan
+from mmjax.autotune.memory_plan import (
+    MemoryDecision,
+    plan_key,
+    plan_memory_on_mesh,
+    read_memory_plan,
+    write_memory_plan,
+)
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.config.loading import to_json
+from mmjax.config.loading import resolve_callbacks, to_json
 from mmjax.console import ProgressLine, print_lines, size
-from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
-from mmjax.data.loading.workers import steps
-from mmjax.data.plan.step_plan import PLANNER
-from mmjax.disk import atomic_write
+from mmjax.data.loading.step_loader import LoadedStep, spelled
+from mmjax.data.loading.workers import refuse_in_worker, steps
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
-from mmjax.errors import UserError
-from mmjax.inference.evaluation import Answered, Evaluator, Scores, exact_match_by_group
-from mmjax.models.model import Model, Params, merge, modules_of
+from mmjax.errors import raise_ctrl_c_once
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.planning.remat import MemoryPlan
-from mmjax.runtime.checkpoint import (
-    CheckpointMetadata,
-    CheckpointStore,
-    DataState,
-    checkpoint_step,
-    restore_parameters,
+from mmjax.runtime.devices import (
+    CompileCounter,
+    choose_devices,
+    enable_compilation_cache,
+    peak_flops,
+    peak_memory_used,
 )
-from mmjax.runtime.checkpoint_commit import saved_steps
-from mmjax.runtime.devices import CompileCounter, peak_memory_used
-from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.state import (
-    Hyperparameters,
-    TrainState,
-    all_parameters,
-    hyperparameters,
-    parameter_shardings,
-    state_from,
-)
-from mmjax.runtime.step import Accumulated, Executor, Said, StepReport
-from mmjax.runtime.weights import load_pretrained, modules_by_folder
+from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
+from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer
+from mmjax.runtime.step import Accumulated, Executor, ProcessReport, StepReport, check_updated, padding_microbatches
+from mmjax.startup import activity
+from mmjax.startup import seconds as startup_seconds
 from mmjax.training import announce
-from mmjax.training.best import BestMetric
-from mmjax.training.metrics import DeviceBatch, MetricsLog, MetricValue, StepMetrics
-from mmjax.training.nonfinite import NonFiniteWatch, samples_with_bad_gradients
-from mmjax.training.run_data import Launch, append_launch
+from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples, samples_with_bad_gradients
+from mmjax.training.evaluation import BestMetric, make_evaluator, score_split, write_test_scores
+from mmjax.training.metrics import MetricsLog, MetricValue, StepMetrics
+from mmjax.training.run_checkpoints import RunCheckpoints, restore_or_init
+from mmjax.training.run_data import append_launch, open_data
 from mmjax.training.signals import ProfilerTrace, StopFlags
-from mmjax.training.unreadable import UnreadableSamples
 
-SETTLED = 5  # steps after which step times say something
-
-
-class Running(NamedTuple):
-    """A step that was started; its numbers are read when the next one is under way."""
-
-    step: int
-    ready: DeviceBatch
-    report: StepReport
+WARM_STEPS = 5  # after which step times are representative
 
 
-@dataclass(repr=False)
-class Session:
-    """A run's folder, programs, data, checkpoints and log. `mmjax.train` opens it and walks the loop."""
+def train(
+    config: Config,
+    source: Path,
+    mode: Mode = "new",
+    devices: Sequence[jax.Device] | None = None,
+    profile: bool = False,
+    permitted: AllowedChanges = NO_CHANGES,
+    flags: StopFlags | None = None,
+    watchdog: Watchdog | None = None,
+) -> Trainer:
+    """Train a config to its last step, or until a stop is requested, and return the closed trainer.
 
-    config: Config
-    folder: RunFolder
-    life: Launch
-    mesh: Mesh
-    executor: Executor
-    loader: StepLoader
-    left_out: UnreadableSamples
-    checkpoints: CheckpointStore
-    evaluator: Evaluator
-    programs: CompileCounter
-    peak: float  # FLOP/s of all devices together
-    fitted: MemoryPlan
-    asked: StopFlags
-    watchdog: Watchdog
-
-    def __post_init__(self) -> None:
-        self.began = time.monotonic()
-        self.stopping = False  # some process was asked to, and all know it
-        self.tracer = ProfilerTrace(self.folder.traces)
-        self._bad_numbers = NonFiniteWatch(self.config.training, self.loader.index.name)
-        self.start_seconds: dict[str, float] = {}  # until the first step was done, by activity; of a command alone
-        self.best = BestMetric.resume(self.config.training, self.folder.metrics, self.life.first)
-        self.end = self.life.first if self.best.exhausted else self.config.training.steps
-        self._saved = self.life.first  # the step of the newest checkpoint, begun to be saved or restored
-        self._told_save = 0  # the step of the last save that something was said of
-        self._running: Running | None = None
-        self._numbers = StepMetrics(self.config, self.executor, self.loader, self.programs, self.peak)
-        self._log: MetricsLog | None = None
-        self._batches: Iterator[LoadedStep] = iter(())
-
-    def __repr__(self) -> str:
-        return f"Session({self.config.name!r}, {str(self.folder.path)!r})"
-
-    # ------------------------------------------------------------------------------------------------ before the loop
-
-    def start(self) -> TrainState:
-        """The state to begin with: of a checkpoint where the run goes on, from `init_from`, or fresh.
-
-        No file changes before. Raises TornCheckpoint.
-        """
-        with startup.activity("reading the checkpoint" if self.life.first else "making parameters"):
-            return self._start()
-
-    def _start(self) -> TrainState:
-        executor = self.executor
-        first = self.life.first
-        metrics = self.evaluator.metrics("validation")
-        if self.best.metric and self.best.metric not in metrics:
-            raise UserError(
-                f"training.keep_best={self.best.metric}: evaluations of this run give "
-                f"{', '.join(metrics) or 'nothing, since no source has a validation split'}; name one of them",
-                everywhere=True,
+    source: the config's file, which is copied into the run folder. devices: by default all of the config's kind.
+    profile: time layers before `remat=auto` is decided. permitted: what may differ from the run that is resumed.
+    flags: requests by signals. watchdog: ends this process when it hangs.
+    """
+    refuse_in_worker()
+    folder = run_folder_of(config)
+    devices = choose_devices(config.device) if devices is None else devices
+    watchdog = watchdog or Watchdog(config.training.watch, folder.stacks)
+    flags = flags or StopFlags()
+    with raise_ctrl_c_once(), coordination.enter_on_leader(lock_run(folder.path)):
+        # Until the state is restored or made, a failure leaves the folder as it was before.
+        with coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed:
+            make_trainer = partial(
+                Trainer, config, folder, devices, watchdog, flags, permitted=permitted, profile=profile
             )
-        if first:
-            state, saved = self.checkpoints.restore(first)
-            self._check_goes_with(saved)
-            print_lines(f"resumed {self.folder.path} at step {first}")
-        elif self.config.init_from:
-            params = self._parameters_of(Path(self.config.init_from))
-            begin = lambda p: state_from(executor.model, executor.optimizer, executor.frozen, p)  # noqa: E731
-            state = jax.jit(begin, out_shardings=executor.shardings)(params)
-        else:
-            pretrained = load_pretrained(executor.model, parameter_shardings(executor.model, self.mesh, executor.rules))
-            state = executor.init(jax.random.key(self.config.seed), pretrained)
-            for folder, modules in modules_by_folder(self.config.model).items():
-                print_lines(f"weights of {', '.join(modules)} from {folder}")
-        if coordination.is_leader():
-            write_memory_plan(self.folder.fit, plan_key(self.config, self.mesh), self.fitted)
-            self._log = MetricsLog(
-                self.folder.metrics, first, self.config.training.wandb, json.loads(to_json(self.config))
-            )
-        return state
+            trainer, state = restore_or_init(make_trainer, folder, resumed)
+        with closing(trainer):
+            if not trainer.is_complete():
+                trainer.train(state)
+    return trainer
 
-    def _check_goes_with(self, saved: CheckpointMetadata) -> None:
-        """Raises UserError where a checkpoint does not go with the data or the length of the run."""
-        step = saved.step
-        current = asdict(self.data_state(step))
-        begins = self.life.segment.first == step  # with other data, as was said
-        if saved.data.planner != PLANNER:
-            raise UserError(
-                f"{self.folder.path} was planned by another version of mmjax, which put other samples into its steps; "
-                "go on with that version, or start another run from its parameters with init_from="
-            )
-        if changed := [key for key, value in asdict(saved.data).items() if current[key] != value and not begins]:
-            raise UserError(
-                f"{self.folder.path} was trained on other data ({', '.join(changed)} differ); restore the data, go on "
-                "with what there is now by --new-data, or start another run from its parameters with init_from="
-            )
-        if self.config.training.steps < step:
-            raise UserError(
-                f"{self.folder.path} has done {step} steps already, more than "
-                f"training.steps={self.config.training.steps}; give at least {step}, or score it with "
-                "python -m mmjax.evaluate"
-            )
 
-    def _parameters_of(self, run: Path) -> Params:
-        source = RunFolder(run)
-        try:
-            model = self.executor.model
-            adapted = bool(source.read_config().model.lora)
-            if adapted and not model.config.lora:
-                raise UserError(
-                    "that run has adapters and this model has none: give it the same model.lora, or merge them with "
-                    "python -m mmjax.export and start from that folder"
-                )
-            step = checkpoint_step(source.checkpoints)
-            fresh: Params = {}
-            if model.config.lora and not adapted:
-                adapters = self.executor.born(frozenset(modules_of(model.abstract)))
-                fresh = merge(*adapters(jax.random.key(self.config.seed)))
-                model = Model.build(replace(model.config, lora={}), model.dtype)
-            shardings = parameter_shardings(model, self.mesh, self.executor.rules)
-            params = merge(restore_parameters(source.checkpoints, step, model, shardings), fresh)
-        except UserError as error:
-            raise UserError(f"init_from={run}: {error}") from error
-        print_lines(f"parameters of {run} after {step} steps")
-        return params
+class Trainer:
+    """One start of a run in this process: mesh, data, model, programs, checkpoints, evaluation and log.
 
-    def complete(self, first: int) -> bool:
-        """Return whether all steps are done, and say so."""
-        if first < self.end or (self.evaluator.metrics("test") and self.folder.scored_step() != self.end):
-            return False
-        if self.end < self.config.training.steps:
-            print_lines(f"{self._stopped_early()}; to go on, resume with a larger training.patience")
-        else:
-            print_lines(f"all {self.end} steps are done; to go on, resume with a larger training.steps")
-        return True
+    The first step has number 0. `done` is the number of steps after which something is logged, evaluated or saved.
+    """
 
-    def _stopped_early(self) -> str:
-        best = self.best
-        return (
-            f"{best.metric} has not improved for {best.stale} evaluations, the last after step {self.end} "
-            f"(best {best.value:.4g} after step {best.step})"
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        devices: Sequence[jax.Device],
+        watchdog: Watchdog,
+        flags: StopFlags,
+        permitted: AllowedChanges = NO_CHANGES,
+        profile: bool = False,
+        first_step: int = 0,
+    ) -> None:
+        """first_step: the run continues from here. Other arguments are as of `train`."""
+        self.folder = folder
+        self.watchdog = watchdog
+        self.flags = flags
+        self.first_step = first_step
+
+        self.mesh = make_mesh(config.mesh, devices)
+        check_heads(self.mesh.shape, config.mesh, config.model)
+        enable_compilation_cache(folder.programs)  # before anything is compiled
+        self.programs = CompileCounter()
+
+        with activity("opening the data"):
+            self.data = open_data(config, folder, first_step, permitted, self.mesh)
+        self.config = config = self.data.launch.config  # in which training.epochs became training.steps
+        self.loader = self.data.loader
+
+        with activity("predicting memory"):
+            self.memory_plan = self.plan_memory(profile)
+        functions = resolve_callbacks(config.model, folder.path)
+        dtype = jnp.dtype(config.training.precision)
+        model = Model.build(self.memory_plan.applied(config.model), dtype, functions=functions)
+        self.executor = Executor(
+            model,
+            make_optimizer(config.optimizer, model.axes),
+            self.mesh,
+            ShardingRules.of(config.mesh),
+            sources=self.data.sources,
+            exchange=config.mesh.exchange,
+            loss_chunks=self.memory_plan.loss_chunks,
         )
 
-    def data_state(self, step: int) -> DataState:
-        """Return the position in the data before `step`."""
-        budget = json.loads(json.dumps(asdict(self.loader.budget)))
-        return DataState(step, self.life.fingerprint, budget, PLANNER, self.life.segment.first)
+        self.checkpoints = RunCheckpoints(config, folder, self.data, self.executor)
+        with activity("opening the validation and test splits"):
+            self.evaluator = make_evaluator(
+                config,
+                folder,
+                self.executor,
+                self.loader.layout,
+                self.memory_plan,
+                report_progress=lambda done: watchdog.beat(),
+            )
+        self.best = BestMetric.resume(config.training, folder.metrics, first_step)
+        self.end_step = first_step if self.best.exhausted else config.training.steps  # one after the last
 
-    def describe(self, first: int) -> Microbatch:
+        self.unreadable = UnreadableSamples(self.data.quarantine, self.data.index.name)
+        self.nonfinite = NonFiniteWatch(config.training, self.data.index.name)
+        self.profiler = ProfilerTrace(folder.traces)
+        peak = peak_flops(devices, config.training.precision)
+        self.metrics = StepMetrics(config, self.executor, self.loader, self.programs, peak)
+        self.metrics_log: MetricsLog | None = None  # of process 0
+        self.batches: Iterator[LoadedStep] = iter(())
+        # The step that was started last, until its report is read: step, batch, its arrays on devices, report, and
+        # seconds that the loop waited for the batch.
+        self.running: tuple[int, LoadedStep, list[Microbatch], StepReport, float] | None = None
+        self.stop_requested = False  # by a signal to any process; all learn it from the same step's report
+        self.start_seconds: dict[str, float] = {}  # until the first step was done, by activity; of a command alone
+        self.began = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"Trainer({self.config.name!r}, {str(self.folder.path)!r})"
+
+    def plan_memory(self, profile: bool) -> MemoryPlan:
+        """Choose remat policies and loss chunks that fit the devices.
+
+        A resumed run takes over those it was started with: others would be other programs, with other bits.
+        """
+        decision = None
+        if self.first_step and not profile:
+            key = plan_key(self.config, self.mesh)
+            stored = coordination.run_on_leader(lambda: read_memory_plan(self.folder.memory_plan, key))
+            decision = MemoryDecision.of(stored) if stored else None
+        layout_of = partial(self.data.layout_of, mesh=self.mesh)
+        return plan_memory_on_mesh(self.config, self.mesh, layout_of, profile, decision, self.data.index.longest())
+
+    def init_state(self) -> TrainState:
+        """Restore or make the first state, and open the log. No file changes before. Raises DamagedCheckpoint."""
+        with activity("reading the checkpoint" if self.first_step else "making parameters"):
+            self.best.check(self.evaluator)
+            state = self.checkpoints.init_state()
+            if coordination.is_leader():
+                write_memory_plan(self.folder.memory_plan, plan_key(self.config, self.mesh), self.memory_plan)
+                wandb = self.config.training.wandb
+                self.metrics_log = MetricsLog(
+                    self.folder.metrics, self.first_step, wandb, json.loads(to_json(self.config))
+                )
+            return state
+
+    def is_complete(self) -> bool:
+        """Return whether all steps are done and scored, and print so."""
+        scored = not self.evaluator.metrics("test") or self.folder.scored_step() == self.end_step
+        if self.first_step < self.end_step or not scored:
+            return False
+        if self.end_step < self.config.training.steps:
+            print_lines(f"{self.best.describe_stop(self.end_step)}; to go on, resume with a larger training.patience")
+        else:
+            print_lines(f"all {self.end_step} steps are done; to go on, resume with a larger training.steps")
+        return True
+
+    def print_summary(self) -> Microbatch:
         """Print what will run and how it fits; return the first microbatch, as an example of all."""
-        self.watchdog.at("planning", first)
-        with startup.activity("planning the first step"):  # a first start compiles the planner
-            example = self.loader(first)
+        self.watchdog.set_phase("planning", self.first_step)
+        with activity("planning the first step"):  # a first start compiles the planner
+            example = self.loader(self.first_step)
         announce.print_run_summary(self.config, self.executor.model, self.mesh, self.loader, example)
-        print_lines(*announce.describe_memory_plan(self.fitted))
+        print_lines(*announce.describe_memory_plan(self.memory_plan))
         return example.microbatches[0]
 
-    def compile(self, state: TrainState, example: Microbatch, first: int) -> Accumulated:
-        """Compile every program ahead: gradients of each shape, update, saving, answering."""
-        self.watchdog.at("compiling", first)
+    def start_workers(self) -> None:
+        """Start the data workers, which begin to load at once, and add this start to the run's history."""
+        if coordination.is_leader():
+            append_launch(self.folder.history, self.data.launch)
+        data = self.config.data
+        self.batches = steps(self.loader, self.first_step, self.end_step, data.workers, data.prefetch)
+
+    def compile(self, state: TrainState, example: Microbatch) -> Accumulated:
+        """Compile every program ahead: gradients of each shape, update, saving, answering. Returns zero gradients."""
+        self.watchdog.set_phase("compiling", self.first_step)
         began = time.monotonic()
-        with startup.activity("compiling the programs of a step"):
+        with activity("compiling the programs of a step"):
             accumulated = self.executor.zeros()
-            shapes = announce.padding_microbatches(self.loader.layout.shapes, example)
-            self.executor.compile(state, accumulated, shapes, self.hyperparameters(first))
-        with startup.activity("compiling those of saving and answering"):
-            self.checkpoints.prepare()
+            # One microbatch is enough for the programs of all shapes: they differ only in the rows' lengths.
+            shapes = padding_microbatches(self.loader.layout.shapes, example)
+            hyper = hyperparameters(self.config, self.executor.modules, self.first_step)
+            self.executor.compile(state, accumulated, shapes, hyper)
+        with activity("compiling those of saving and answering"):
+            self.checkpoints.compile()
             self.evaluator.compile(all_parameters(state))
         print_lines(
             f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
             + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
         )
-        self._numbers.begin()
+        self.metrics.start()
         return accumulated
 
-    def hyperparameters(self, step: int) -> Hyperparameters:
-        """The run-time arguments of update `step`."""
-        return hyperparameters(self.config, self.executor.modules, step)
+    def train(self, state: TrainState) -> None:
+        """Run the steps until the last one, a requested stop, or evaluations that have not improved for too long."""
+        config = self.config
+        example = self.print_summary()
+        self.start_workers()  # they load the first batches while XLA compiles
+        accumulated = self.compile(state, example)
+        with ProgressLine(self.first_step, config.training.steps) as progress:
+            for step in range(self.first_step, self.end_step):
+                # Load the batch that the data workers packed ahead, and put it on the devices.
+                self.watchdog.set_phase("waiting for data", step)
+                began = time.monotonic()
+                with activity("waiting for data"):
+                    loaded = next(self.batches)
+                wait_seconds = time.monotonic() - began
+                self.watchdog.set_phase("running", step)
+                batches = [self.executor.put(batch) for batch in loaded.microbatches]
 
-    # ------------------------------------------------------------------------------------------------ inside the loop
+                # Start the step. Devices compute it while the loop goes on, up to where its report is read.
+                process_report = ProcessReport(
+                    digest=int(loaded.digest),
+                    content=int(loaded.content),
+                    needed_flops=float(loaded.needed_flops),
+                    batch_seconds=time.monotonic() - began,
+                    stop=bool(self.flags.stop),
+                    unreadable=self.unreadable.publish(loaded.unreadable),
+                )
+                hyper = hyperparameters(config, self.executor.modules, step)
+                noise = np.array([config.seed, step], np.uint32)
+                state, accumulated, report = self.executor.step(
+                    state, accumulated, batches, hyper, process_report, noise
+                )
 
-    def batches(self, first: int) -> Iterator[DeviceBatch]:
-        """The steps' batches, on the devices; workers begin to load them at once, and this life is written down."""
-        if coordination.is_leader():
-            append_launch(self.folder.history, self.life)
-        data = self.config.data
-        self._batches = steps(self.loader, first, self.end, data.workers, data.prefetch)
-        return self._arrive(first)
+                # Check and log the step before: its report is there by now, while this one still computes.
+                self.finish_step(state, progress)
+                self.running = step, loaded, batches, report, wait_seconds
+                self.profiler.before_step(step + 1, self.flags)
 
-    def _arrive(self, first: int) -> Iterator[DeviceBatch]:
-        for step in itertools.count(first):
-            self.watchdog.at("waiting for data", step)
-            began = time.monotonic()
-            with startup.activity("waiting for data"):
-                loaded = next(self._batches, None)
-            if loaded is None:
-                return
-            waited = time.monotonic() - began
-            self.watchdog.at("running", step)
-            arrays = tuple(self.executor.put(b) for b in loaded.microbatches)
-            yield DeviceBatch(arrays, loaded, waited, time.monotonic() - began)
+                # A report is the same on all processes, so that all stop, evaluate and save after the same step.
+                stop = self.stop_requested
+                evaluate = self.is_due(step + 1, config.training.evaluate_every)
+                save = stop or self.is_due(step + 1, config.training.checkpoint_every)
+                if evaluate or save:
+                    self.finish_step(state, progress)  # bad numbers are neither evaluated nor saved
+                if evaluate and not stop:
+                    self.evaluate(step + 1, state)
+                    if self.best.exhausted:
+                        break
+                if save:
+                    self.save(step + 1, state)
+                if stop:
+                    self.checkpoints.check_saved()
+                    print_lines(
+                        f"stopped as asked after step {step + 1}, which is saved; go on with --resume",
+                        f"run    {self.folder.path}",
+                    )
+                    return
+            self.finish_step(state, progress)
+        self.finish_run(state)
 
-    def said(self, ready: DeviceBatch) -> Said:
-        """Collect what this process reports to the others with a step."""
-        loaded = ready.loaded
-        work = float(loaded.needed_flops)
-        return Said(int(loaded.digest), int(loaded.content), work, ready.busy, bool(self.asked.stop))
+    def is_due(self, done: int, interval: int) -> bool:
+        """Return whether something periodic is due after `done` steps; never at the end of the run. 0 = never."""
+        return interval > 0 and done % interval == 0 and done < self.config.training.steps
 
-    def ran(self, step: int, ready: DeviceBatch, report: StepReport, state: TrainState, progress: ProgressLine) -> None:
-        """Note a step that was started and gave this state, and write down the one before, which is done by now."""
-        self.settle(state, progress)
-        self._running = Running(step, ready, report)
-        if self.tracer.before(step + 1, self.asked.trace):
-            self.asked.trace = False
+    def finish_step(self, state: TrainState, progress: ProgressLine) -> None:
+        """Wait for the running step, check its report and log it. Raises UserError where the run cannot go on.
 
-    def settle(self, state: TrainState, progress: ProgressLine) -> None:
-        """Write down the step under way, waiting for it to end. Raises UserError where it is to be the last."""
-        if self._running is None:
-            return
-        step, ready, report = self._running
-        self._running = None
-        report = jax.device_get(report)
-        self.left_out.settle(step, report.spoiled)
-        self._check_updated(step, report)
-        self.stopping = bool(report.stop)
-        scalars = self._numbers.of(ready, report, self.hyperparameters(step))
-        low, high = map(int, report.content)
-        extra = {"batch": spelled(low + (high << 32)), "worst": self._bad_numbers.worst(report.worst)}
-        self._write(step + 1, scalars | extra)
-        progress.update(step + 1, scalars)
-        spoiled = [int(sample) for sample in report.spoiled.samples if sample >= 0]
-        find_bad_gradients = partial(
-            samples_with_bad_gradients, self.executor, state, ready.arrays, self.noise(step), spoiled
-        )
-        self._bad_numbers.settle(step, report, find_bad_gradients, ready.loaded.samples.tolist())
-        self._tell_save()
-        if not self.start_seconds:
-            self.start_seconds = startup.seconds()
-        if self._numbers.times.steps == SETTLED:
-            typical = self._numbers.times.typical()
-            if (used := peak_memory_used(self.mesh)) is not None:
-                print_lines(f"memory {size(used)} of a device used so far, {size(self.fitted.device)} predicted")
-            load = float(ready.loaded.load_seconds)  # the first steps' includes opening everything
-            print_lines(announce.loader_verdict(load, self.config.data.workers, typical))
-
-    def _write(self, done: int, scalars: Mapping[str, MetricValue]) -> None:
-        if self._log is not None:
-            self._log.write(done, scalars)
-
-    def _tell_save(self) -> None:
-        """Warn where the save that was begun last has failed; the one before is kept, and the run goes on."""
-        ended = self.checkpoints.ended
-        if ended is None or ended.step == self._told_save:
-            return
-        self._told_save = ended.step
-        if ended.error:
-            saved = saved_steps(self.folder.checkpoints)
-            newest = f"the checkpoint after step {saved[-1]} is kept" if saved else "there is none yet"
-            print_lines(f"WARNING step {ended.step} could not be saved: {ended.error}; {newest}, and the run goes on")
-
-    def _check_updated(self, step: int, report: StepReport) -> None:
-        """Raises UserError where the step has updated nothing."""
-        if not report.agreed:
-            raise UserError(
-                f"the processes planned different batches for step {step + 1}, so nothing was updated: they do not see "
-                "the same data, config or version of mmjax; make them the same and go on with --resume",
-                everywhere=True,
-            )
-        if not report.report.weight.sum() > 0:
-            raise UserError(
-                f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers "
-                "in its samples a weight above 0 (Text.weights)",
-                everywhere=True,
-            )
-
-    def noise(self, step: int) -> np.ndarray:
-        """Return the dropout seed of a step."""
-        return np.array([self.config.seed, step], np.uint32)
-
-    def due(self, done: int, every: int) -> bool:
-        """Return whether a periodic action is due after `done` steps; never at the end of the run."""
-        return every > 0 and done % every == 0 and done < self.config.training.steps
-
-    def evaluate(self, done: int, state: TrainState, progress: ProgressLine) -> None:
-        """Settle the last step, evaluate on the validation split, log the scores and show one answer.
-
-        Where the scores are the best so far by `training.keep_best`, the state is saved.
+        state: the newest, by which rows with bad gradients are found.
         """
-        self.settle(state, progress)
-        self.watchdog.at("evaluating")
-        scores, answered = self._scores(done, state, "validation")
+        if self.running is None:
+            return
+        step, loaded, batches, report, wait_seconds = self.running
+        self.running = None
+        report = jax.device_get(report)
+        self.unreadable.quarantine(step, report)
+        check_updated(step, report)
+        self.stop_requested = bool(report.stop)
+
+        hyper = hyperparameters(self.config, self.executor.modules, step)
+        scalars = self.metrics.compute(loaded, report, hyper, wait_seconds)
+        low, high = map(int, report.content)
+        extra = {"batch": spelled(low + (high << 32)), "worst": self.nonfinite.worst_losses(report)}
+        self.log(step + 1, scalars | extra)
+        progress.update(step + 1, scalars)
+
+        noise = np.array([self.config.seed, step], np.uint32)
+        unreadable = report.unreadable[report.unreadable >= 0].tolist()
+        find = partial(samples_with_bad_gradients, self.executor, state, batches, noise, unreadable)
+        self.nonfinite.check(step, report, find, loaded.samples.tolist())
+        self.checkpoints.warn_of_failure()
+        if not self.start_seconds:
+            self.start_seconds = startup_seconds()
+        if self.metrics.steps == WARM_STEPS:
+            if (used := peak_memory_used(self.mesh)) is not None:
+                print_lines(f"memory {size(used)} of a device used so far, {size(self.memory_plan.device)} predicted")
+            load_seconds = float(loaded.load_seconds)  # the first steps' includes opening everything
+            workers = self.config.data.workers
+            print_lines(announce.loader_verdict(load_seconds, workers, self.metrics.typical_seconds()))
+
+    def log(self, done: int, scalars: Mapping[str, MetricValue]) -> None:
+        """Log numbers after `done` steps, on process 0."""
+        if self.metrics_log is not None and scalars:
+            self.metrics_log.write(done, scalars)
+
+    def evaluate(self, done: int, state: TrainState) -> None:
+        """Score the validation split after `done` steps, and print one answer; save the state where it is the best."""
+        self.watchdog.set_phase("evaluating")
+        scores, answered = score_split(self.evaluator, all_parameters(state), "validation")
+        self.unreadable.print_questions(self.evaluator.left_out)
+        self.log(done, scores)
         if scores:
             print_lines(f"step {done}  validation, {announce.score_line(scores)}")
         if answered:
             print_lines(f"  {answered[done % len(answered)]}")
         if self.best.update(done, scores):
             print_lines(f"  best {self.best.metric} so far; its checkpoint is kept")
-            self.save(done, state, progress)
+            self.save(done, state)
         elif self.best.exhausted:
-            self.end = done
-            print_lines(self._stopped_early())
-        self._numbers.go_on()
+            self.end_step = done
+            print_lines(self.best.describe_stop(done))
+        self.metrics.restart_timer()
 
-    def _scores(self, done: int, state: TrainState, split: str) -> tuple[Scores, list[Answered]]:
-        """Evaluate on a split after `done` steps and log the scores, named as in metrics.jsonl; with the answers."""
-        params = all_parameters(state)
-        replies = self.evaluator.answer(params, split)
-        answered = [a for of_source in replies.values() for a in of_source.answered]
-        scores = exact_match_by_group(answered) | self.evaluator.loss(params, split)
-        self.left_out.say_questions(self.evaluator.left_out)
-        scores = {f"{split}/{name}": value for name, value in scores.items()}
-        if scores:
-            self._write(done, scores)
-        return scores, answered
-
-    def save(self, done: int, state: TrainState, progress: ProgressLine) -> None:
-        """Begin to save the state after `done` steps, whose last is settled first so that no bad numbers are kept."""
-        self.settle(state, progress)
-        self._save(done, state)
-
-    def _save(self, done: int, state: TrainState) -> None:
+    def save(self, done: int, state: TrainState) -> None:
         """Begin to save the state after `done` steps, unless that was begun already."""
-        if done == self._saved:
-            return
-        self.watchdog.at("saving")
-        self._saved = done
-        self.checkpoints.wait()  # for the save before, whose failure would be forgotten by the next one
-        self._tell_save()
-        self.checkpoints.retention = replace(self.checkpoints.retention, best=self.best.step)
-        self.checkpoints.save(state, to_json(self.config), self.data_state(done))
+        self.watchdog.set_phase("saving")
+        self.checkpoints.save(done, state, self.best.step)
 
-    def stop(self, done: int, state: TrainState, progress: ProgressLine) -> None:
-        """Save the state after `done` steps, where that was asked for in mid-run."""
-        self.save(done, state, progress)
-        self._check_saved()
-        print_lines(
-            f"stopped as asked after step {done}, which is saved; go on with --resume", f"run    {self.folder.path}"
-        )
-
-    # ------------------------------------------------------------------------------------------------- after the loop
-
-    def finish(self, first: int, state: TrainState) -> None:
-        """Save, evaluate on the test split, and say where everything is and what to try next."""
-        self._save(self.end, state)
-        self.watchdog.at("evaluating")
-        scores, _ = self._scores(self.end, state, "test")
-        self.watchdog.at("saving")
-        self._check_saved()
+    def finish_run(self, state: TrainState) -> None:
+        """Save, score the test split, and print where everything is and what to try next."""
+        done = self.end_step
+        self.save(done, state)
+        self.watchdog.set_phase("evaluating")
+        scores, _ = score_split(self.evaluator, all_parameters(state), "test")
+        self.unreadable.print_questions(self.evaluator.left_out)
+        self.log(done, scores)
+        self.watchdog.set_phase("saving")
+        self.checkpoints.check_saved()
         if scores:
             scores = {name.removeprefix("test/"): value for name, value in scores.items()}
             if coordination.is_leader():
-                self._write_scores({"step": self.end} | scores)
+                write_test_scores(self.folder.scores, {"step": done} | scores)
             print_lines(*announce.score_table(scores))
         if self.best.step:
             print_lines(
                 f"best   {self.best.metric} {self.best.value:.4g} after step {self.best.step}; its checkpoint is kept "
                 f"(--step {self.best.step} of evaluate, generate and export)"
             )
-        times = self._numbers.times
-        total = times.total or 1.0
+        total = self.metrics.total_seconds or 1.0
         print_lines(
-            f"{self.end - first} steps in {total:.0f} s, {times.waited / total:.1%} of it waiting for data; "
-            f"{time.monotonic() - self.began:.0f} s in all; {self._numbers.compiled} programs compiled after the start",
+            f"{done - self.first_step} steps in {total:.0f} s, {self.metrics.wait_seconds / total:.1%} of it waiting "
+            f"for data; {time.monotonic() - self.began:.0f} s in all; {self.metrics.programs_compiled} programs "
+            "compiled after the start",
             f"run    {self.folder.path}",
             *announce.next_commands(self.folder.path, tuple(self.config.model.encoders)),
         )
 
-    def _write_scores(self, scores: Mapping[str, float]) -> None:
-        """Write the scores of the test split, whole or not at all: where there is no room they are made again later."""
-        try:
-            with atomic_write(self.folder.scores) as partial:
-                partial.write_text(json.dumps(scores, indent=2) + "\n")
-        except OSError as error:
-            print_lines(f"WARNING {self.folder.scores} cannot be written: {error.strerror}; the scores are below")
-
-    def _check_saved(self) -> None:
-        """Raises UserError where the last state is not whole on disk."""
-        with startup.activity("saving"):
-            error = self.checkpoints.wait()
-        if error:
-            saved = saved_steps(self.folder.checkpoints)
-            newest = f"step {saved[-1]}, which is kept," if saved else "the start"
-            raise UserError(
-                f"the last state could not be saved: {error}; make room, and go on from {newest} with --resume",
-                everywhere=True,
-            )
-
     def close(self) -> None:
-        """Let the workers go, finish the checkpoint that is being written, and close the log; also in mid-run."""
-        self.watchdog.at("closing")
-        if isinstance(self._batches, Generator):
-            self._batches.close()
-        self.tracer.close()
+        """End the workers, wait for the checkpoint that is being written, and close the log; also in mid-run."""
+        self.watchdog.set_phase("closing")
+        if isinstance(self.batches, Generator):
+            self.batches.close()
+        self.profiler.close()
         self.checkpoints.close()
-        if self._log is not None:
-            self._log.close()
+        if self.metrics_log is not None:
+            self.metrics_log.close()

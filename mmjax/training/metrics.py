@@ -12,15 +12,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
 from mmjax.balance.parts import LLM, dist_ratio, pad_ratio
-from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
@@ -51,15 +48,15 @@ def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayo
     useful = budget = 0
     for k, module in enumerate(modules):
         rows = ranks * layout.rows[k]
-        used = [work.useful[k, :rows] for work in loaded.work]  # useful positions of each row, by microbatch
-        positions = sum(rows * int(work.lengths[k]) for work in loaded.work)
-        module_useful = int(sum(u.sum() for u in used))
+        used = loaded.useful[:, k, :rows]  # useful positions of each row, by microbatch
+        positions = rows * int(loaded.lengths[:, k].sum())
+        module_useful = int(used.sum())
         scalars[f"fill/{module}"] = module_useful / positions
         scalars[f"pad_ratio/{module}"] = float(np.mean([pad_ratio(u) if u.any() else 0.0 for u in used]))
         useful += module_useful
         budget += positions
-    for suffix, placement in (("", "balanced"), ("_before", "unbalanced")):
-        by_rank = sum(getattr(work, placement) for work in loaded.work)
+    for suffix, work in (("", loaded.balanced), ("_before", loaded.unbalanced)):
+        by_rank = work.sum(0)
         for k, module in enumerate(modules):
             any_work = by_rank[k].any()
             scalars[f"dist_ratio{suffix}/{module}"] = float(dist_ratio(by_rank[k])) if any_work else 0.0
@@ -78,8 +75,8 @@ def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topo
     ranks = topology.ranks
     peers = topology.peers
     # Every rank sends `widths` tokens to each of its other peers, filled or not.
-    sent = sum(work.widths for work in loaded.work) * ranks * (peers - 1) * token_bytes
-    useful = sum(work.moved for work in loaded.work) * token_bytes
+    sent = loaded.widths.sum(0) * ranks * (peers - 1) * token_bytes
+    useful = loaded.moved.sum(0) * token_bytes
     scalars = {f"all_to_all_bytes/{e}": float(n) for e, n in zip(encoders, sent, strict=True)}
     scalars |= {f"all_to_all_useful_bytes/{e}": float(n) for e, n in zip(encoders, useful, strict=True)}
     # Share of a rank's other peers that are on other nodes.
@@ -87,116 +84,94 @@ def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topo
     return scalars | {"inter_node_share": away if sent.any() else 0.0}
 
 
-class DeviceBatch(NamedTuple):
-    """One step's batches on the devices, and on the host."""
-
-    arrays: tuple[Microbatch, ...]
-    loaded: LoadedStep
-    waited: float  # seconds that the loop waited for it
-    busy: float  # seconds from requesting it to having it on the devices
-
-
-@dataclass
-class StepTimes:
-    """Running statistics of step times, in seconds."""
-
-    steps: int = 0
-    total: float = 0.0
-    waited: float = 0.0
-    _last: deque[float] = field(default_factory=lambda: deque(maxlen=100))  # without waiting for data
-
-    def add(self, seconds: float, waited: float) -> None:
-        """Add a step, and how much of it was waiting for data."""
-        self.steps += 1
-        self.total += seconds
-        self.waited += waited
-        self._last.append(seconds - waited)
-
-    def typical(self) -> float:
-        """Return the median seconds of a step without waiting for data."""
-        return float(np.median(self._last))
-
-
-@dataclass(eq=False)
 class StepMetrics:
-    """Times a run's steps, and computes the numbers to log for each. peak: FLOP/s of all devices together."""
+    """Times a run's steps, and computes the numbers to log for each. peak_flops: FLOP/s of all devices together."""
 
-    config: Config
-    executor: Executor
-    loader: StepLoader
-    programs: CompileCounter
-    peak: float
-    times: StepTimes = field(default_factory=StepTimes)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, config: Config, executor: Executor, loader: StepLoader, programs: CompileCounter, peak_flops: float
+    ) -> None:
+        self._config = config
+        self._executor = executor
+        self._loader = loader
+        self._programs = programs
+        self._peak_flops = peak_flops
         self._processes = [f"process {p} ({host})" for p, host in enumerate(coordination.hosts())]
-        self.begin()
+        self.steps = 0
+        self.total_seconds = 0.0
+        self.wait_seconds = 0.0  # of these, for data
+        self._recent_seconds: deque[float] = deque(maxlen=100)  # of a step each, without waiting for data
+        self.start()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Mark the end of compiling: programs compiled from here on count as compiled after the start."""
-        self._compiled_at_start = self.programs.requested
-        self.go_on()
+        self._compiled_at_start = self._programs.requested
+        self.restart_timer()
 
-    def go_on(self) -> None:
+    def restart_timer(self) -> None:
         """Restart the step timer, so that what happened between steps is not charged to the next one."""
-        self._ended = time.monotonic()
+        self._previous_end = time.monotonic()
 
     @property
-    def compiled(self) -> int:
+    def programs_compiled(self) -> int:
         """Return the number of programs that were compiled after the start."""
-        return self.programs.requested - self._compiled_at_start
+        return self._programs.requested - self._compiled_at_start
 
-    def of(self, ready: DeviceBatch, report: StepReport, hyper: Hyperparameters) -> dict[str, MetricValue]:
-        """Return the numbers of the step that has just ended. report: on the host."""
+    def typical_seconds(self) -> float:
+        """Return the median seconds of a step without waiting for data."""
+        return float(np.median(self._recent_seconds))
+
+    def compute(
+        self, loaded: LoadedStep, report: StepReport, hyper: Hyperparameters, wait_seconds: float
+    ) -> dict[str, MetricValue]:
+        """Compute the numbers of the step that has just ended. report: on the host. wait_seconds: for its batch."""
         clock = time.monotonic()
-        seconds = clock - self._ended
-        self._ended = clock
+        seconds = clock - self._previous_end
+        self._previous_end = clock
         # The wait for data may have begun before the previous step was logged, and so exceed this step's time.
-        waited = min(ready.waited, seconds)
-        self.times.add(seconds, waited)
-        loss = report.report.loss
-        weight = report.report.weight
-        loaded = ready.loaded
-        modules = ("llm", *self.config.model.encoders)
-        layout = self.loader.layout
-        token_bytes = self.config.model.llm.width * self.executor.model.dtype.itemsize
+        wait_seconds = min(wait_seconds, seconds)
+        self.steps += 1
+        self.total_seconds += seconds
+        self.wait_seconds += wait_seconds
+        self._recent_seconds.append(seconds - wait_seconds)
+        modules = ("llm", *self._config.model.encoders)
+        layout = self._loader.layout
+        token_bytes = self._config.model.llm.width * self._executor.model.dtype.itemsize
         tokens = dict(zip(("text", *modules[1:]), loaded.tokens.tolist(), strict=True))
-        names = self.config.data.sources
-        memory = peak_memory_used(self.executor.mesh)
+        by_source = zip(self._config.data.sources, report.loss, report.weight, strict=True)
+        memory = peak_memory_used(self._executor.mesh)
         return {
-            "loss": float(loss.sum() / weight.sum()),
-            **{f"loss/{n}": float(x / w) for n, x, w in zip(names, loss, weight, strict=True) if w > 0},
+            "loss": float(report.loss.sum() / report.weight.sum()),
+            **{f"loss/{source}": float(loss / weight) for source, loss, weight in by_source if weight > 0},
             "gradient_norm": float(report.gradient_norm),
-            **{f"learning_rate/{group}": float(rate) for group, (rate, _) in hyper.rates.items()},
-            **balance_scalars(loaded, modules, layout, self.loader.planner.placer.flops),
+            **{name: float(rate) for name, rate in hyper.items() if name.startswith("learning_rate/")},
+            **balance_scalars(loaded, modules, layout, self._loader.planner.placer.flops),
             **exchange_scalars(loaded, modules[1:], layout.topology, token_bytes),
             "epoch": float(loaded.epoch),
             # Without those that could not be read.
-            "samples": len(loaded.samples) - int(report.spoiled.count),
+            "samples": len(loaded.samples) - int(report.unreadable_count),
             "samples/s": len(loaded.samples) / seconds,
             "tokens/s": sum(tokens.values()) / seconds,
             **{f"tokens/s/{modality}": n / seconds for modality, n in tokens.items()},
-            "mfu": float(report.needed_flops) / seconds / self.peak,
-            "programs_compiled": self.compiled,
+            "mfu": float(report.needed_flops) / seconds / self._peak_flops,
+            "programs_compiled": self.programs_compiled,
             "seconds/step": seconds,
-            "seconds/data_wait": waited,
+            "seconds/data_wait": wait_seconds,
             "plan_ms": 1e3 * float(loaded.plan_seconds),
             "seconds/load": float(loaded.load_seconds),
-            "data_wait_share": waited / seconds,
-            **self._slowest(report.busy),
+            "data_wait_share": wait_seconds / seconds,
+            **self._slowest(report.batch_seconds),
             "memory/host": resident_memory(),
             **({} if memory is None else {"memory/device": memory}),
             "open_files": open_files(),
         }
 
-    def _slowest(self, busy: jax.Array) -> dict[str, MetricValue]:
-        """Name the process that was ready last."""
+    def _slowest(self, batch_seconds: np.ndarray) -> dict[str, MetricValue]:
+        """Name the process whose batch was on its devices last. batch_seconds: of each device's process."""
         if len(self._processes) == 1:
             return {}
-        # `busy` has an entry per device; all of a process have the same.
-        device = int(np.argmax(busy))
-        process = self.executor.mesh.devices.flat[device].process_index
-        return {"slowest": self._processes[process], "seconds/slowest": float(busy[device])}
+        device = int(np.argmax(batch_seconds))
+        process = self._executor.mesh.devices.flat[device].process_index
+        return {"slowest": self._processes[process], "seconds/slowest": float(batch_seconds[device])}
 
 
 MetricValue = float | str | Mapping[str, float]  # a mapping is by sample name

@@ -112,31 +112,31 @@ def launch_of_step(path: Path, step: int, due: Path) -> Launch | None:
 
 def read_launches(path: Path) -> list[dict[str, Any]]:
     """Read every start as plain JSON, to show to a person."""
-    return [life for life in read_json_lines(path) if "first" in life]
+    return [launch for launch in read_json_lines(path) if "first" in launch]
 
 
-def append_launch(path: Path, life: Launch) -> None:
+def append_launch(path: Path, launch: Launch) -> None:
     """Append a start to the history."""
-    append_json_lines(path, [life.to_record()])
+    append_json_lines(path, [launch.to_record()])
 
 
 @dataclass(frozen=True)
 class RunData:
     """The opened data of a run."""
 
-    life: Launch
+    launch: Launch
     loader: StepLoader
     index: LengthIndex
     quarantine: Quarantine
-    sources: int
+    sources: int  # number of data sources
 
     def layout_of(self, config: Config, mesh: Mesh) -> RankLayout:
         """Return the row layout of another config on the same devices."""
-        life = self.life
-        if config == life.config:
-            return life.layout
+        launch = self.launch
+        if config == launch.config:
+            return launch.layout
         topology = mesh_topology(mesh, config.mesh)
-        return make_planner(self.index, config, life.weights, topology, segment=life.segment)[1]
+        return make_planner(self.index, config, launch.weights, topology, segment=launch.segment)[1]
 
 
 def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedChanges, mesh: Mesh) -> RunData:
@@ -153,7 +153,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
     segment = WHOLE_RUN
-    if step and (last := launch_of_step(folder.history, step, folder.due)) is not None:
+    if step and (last := launch_of_step(folder.history, step, folder.due_samples)) is not None:
         same = last.fingerprint == fingerprint and list(last.weights) == weights
         same = same and _grouping_settings(last.config) == _grouping_settings(config)
         if not same and not permitted.allows_other_samples():
@@ -185,7 +185,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         config = replace(config, training=replace(config.training, steps=steps, epochs=0.0))
         validate(config)
         loader = replace(loader, config=config)
-    life = Launch(
+    launch = Launch(
         first=step,
         began=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         version=version("mmjax"),
@@ -201,25 +201,31 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         segment=segment,
         config=config,
     )
-    return RunData(life, loader, index, _quarantine(index, folder, config), len(sources))
+    return RunData(
+        launch=launch,
+        loader=loader,
+        index=index,
+        quarantine=_quarantine(index, folder, config),
+        sources=len(sources),
+    )
 
 
-def loader_of(life: Launch, folder: RunFolder) -> StepLoader:
+def loader_of(launch: Launch, folder: RunFolder) -> StepLoader:
     """Make a loader of all rows of a past start's steps. Raises UserError where its index is missing."""
-    index = folder.index / life.index
+    index = folder.index / launch.index
     if not index.is_dir():
         raise UserError(
-            f"{index} is gone: the length index by which steps from {life.first} on were planned; restore it"
+            f"{index} is gone: the length index by which steps from {launch.first} on were planned; restore it"
         )
     return StepLoader(
-        config=life.config,
-        budget=life.budget,
-        layout=life.layout,
+        config=launch.config,
+        budget=launch.budget,
+        layout=launch.layout,
         index_folder=index,
         config_folder=folder.path,
-        ranks=range(life.layout.topology.ranks),
+        ranks=range(launch.layout.topology.ranks),
         leads=False,
-        segment=life.segment,
+        segment=launch.segment,
     )
 
 
@@ -247,10 +253,10 @@ def _next_segment(last: Launch, data: Held, folder: RunFolder, step: int) -> Seg
         print_lines(
             f"data   {len(data.index):,} samples from step {step} on; epochs under way still have {count:,} to come"
         )
-        return write_due(folder.due, step, due).name, grouper.epochs_after(step - 1)
+        return write_due(folder.due_samples, step, due).name, grouper.epochs_after(step - 1)
 
     name, epochs = coordination.run_on_leader(write)
-    return Segment(step, folder.due / name, epochs)
+    return Segment(step, folder.due_samples / name, epochs)
 
 
 def _quarantine(index: LengthIndex, folder: RunFolder, config: Config) -> Quarantine:

@@ -1,4 +1,4 @@
-"""Record a profiler trace of a few steps on request."""
+"""Handle signals: SIGTERM and SIGUSR1 stop a run after the current step, SIGUSR2 records a trace of its next steps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from mmjax.console import print_note
 
 STOP = (signal.SIGTERM, signal.SIGUSR1)
 TRACE = signal.SIGUSR2
+TRACED_STEPS = 3
 
 
 class StopFlags:
-    """Requests by signals so far."""
+    """Requests by signals, which the loop reads between steps."""
 
     def __init__(self) -> None:
         self.stop = ""  # name of the signal that requested it
         self.trace = False
 
-    def heed(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: set the flag that the loop reads, and print what will happen."""
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Set the flag of a signal, and print what will happen."""
         del frame
         name = signal.Signals(number).name
         if number == TRACE:
@@ -40,11 +41,8 @@ def install_signal_handlers() -> StopFlags:
     flags = StopFlags()
     if threading.current_thread() is threading.main_thread():  # only the main thread can install handlers
         for number in (*STOP, TRACE):
-            signal.signal(number, flags.heed)
+            signal.signal(number, flags.handle)
     return flags
-
-
-STEPS = 3
 
 
 class ProfilerTrace:
@@ -52,23 +50,22 @@ class ProfilerTrace:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._until: int | None = None
+        self._end_step: int | None = None  # None = nothing is recorded
 
-    def before(self, step: int, requested: bool) -> bool:
-        """Start or stop recording before step `step`; return whether a recording was started."""
-        if self._until is not None and step >= self._until:
+    def before_step(self, step: int, flags: StopFlags) -> None:
+        """Stop a recording that ends before `step`, and start one that is requested, whose flag is cleared."""
+        if self._end_step is not None and step >= self._end_step:
             self.close()
-        if not requested or self._until is not None:
-            return False
-        self._until = step + STEPS
-        self._path = self._folder / f"step-{step + 1}"
-        jax.profiler.start_trace(str(self._path))
-        return True
+        if flags.trace and self._end_step is None:
+            flags.trace = False
+            self._end_step = step + TRACED_STEPS
+            self._path = self._folder / f"step-{step + 1}"
+            jax.profiler.start_trace(str(self._path))
 
     def close(self) -> None:
         """Stop recording, if one is under way."""
-        if self._until is None:
+        if self._end_step is None:
             return
-        self._until = None
+        self._end_step = None
         jax.profiler.stop_trace()
-        print_note(f"{STEPS} steps are recorded in {self._path}; open them with xprof or ui.perfetto.dev")
+        print_note(f"{TRACED_STEPS} steps are recorded in {self._path}; open them with xprof or ui.perfetto.dev")

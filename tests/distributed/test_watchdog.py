@@ -37,9 +37,9 @@ def test_a_step_that_stands_still_ends_with_all_stacks_the_step_and_what_it_was_
     ended = watched(
         """
         for step in range(6):
-            watchdog.at("waiting for data", step)
-            watchdog.at("running", step)
-        watchdog.at("waiting for data", 6)
+            watchdog.set_phase("waiting for data", step)
+            watchdog.set_phase("running", step)
+        watchdog.set_phase("waiting for data", 6)
         stand_still()
         """,
         tmp_path / "stacks",
@@ -53,7 +53,7 @@ def test_a_step_that_stands_still_ends_with_all_stacks_the_step_and_what_it_was_
     for written in (ended.stderr, (tmp_path / "stacks" / "process-0.txt").read_text()):
         assert "process 0 of 1, waiting for data of step 7" in written
         assert "in stand_still" in written
-        assert "in _look" in written  # of all threads
+        assert "in _watch" in written  # of all threads
 
 
 @pytest.mark.exhaustive
@@ -61,14 +61,14 @@ def test_slow_steps_have_as_many_times_their_median_and_what_is_no_step_its_own_
     ended = watched(
         """
         for step in range(3):
-            watchdog.at("waiting for data", step)
+            watchdog.set_phase("waiting for data", step)
             time.sleep(0.7)
-            watchdog.at("running", step)
-        watchdog.at("waiting for data", 3)
+            watchdog.set_phase("running", step)
+        watchdog.set_phase("waiting for data", 3)
         time.sleep(4)  # more than two seconds, less than 10 x 0.7
-        watchdog.at("saving")
+        watchdog.set_phase("saving")
         time.sleep(3)
-        watchdog.at("evaluating")
+        watchdog.set_phase("evaluating")
         for _ in range(2):
             time.sleep(3)
             watchdog.beat()
@@ -82,7 +82,7 @@ def test_slow_steps_have_as_many_times_their_median_and_what_is_no_step_its_own_
 
 
 def test_saving_that_stands_still_ends_by_its_own_limit(tmp_path):
-    ended = watched("watchdog.at('saving', 9)\nstand_still()", tmp_path, seconds=600, others=2)
+    ended = watched("watchdog.set_phase('saving', 9)\nstand_still()", tmp_path, seconds=600, others=2)
     assert ended.returncode == 3
     assert "error: saving has taken " in ended.stderr
     assert "more than 2 s; this process was saving after step 10" in ended.stderr
@@ -90,20 +90,22 @@ def test_saving_that_stands_still_ends_by_its_own_limit(tmp_path):
 
 
 def test_without_limits_nothing_is_ended(tmp_path):
-    body = "watchdog.at('running', 0)\ntime.sleep(2)\nwatchdog.at('saving')\ntime.sleep(2)"
+    body = "watchdog.set_phase('running', 0)\ntime.sleep(2)\nwatchdog.set_phase('saving')\ntime.sleep(2)"
     assert watched(body, tmp_path, seconds=0, others=0).returncode == 0
 
 
 def test_a_folder_that_cannot_be_written_keeps_no_process_from_ending(tmp_path):
     (tmp_path / "file").touch()
-    ended = watched("watchdog.at('running', 0)\nstand_still()", tmp_path / "file" / "stacks", seconds=1)
+    ended = watched("watchdog.set_phase('running', 0)\nstand_still()", tmp_path / "file" / "stacks", seconds=1)
     assert ended.returncode == 3
     assert "in stand_still" in ended.stderr
 
 
 @pytest.mark.exhaustive
 def test_native_code_that_keeps_python_from_running_is_ended_too(tmp_path):
-    ended = watched("watchdog.at('running', 0)\ntime.sleep(2)\nctypes.PyDLL(None).sleep(600)", tmp_path, seconds=4)
+    ended = watched(
+        "watchdog.set_phase('running', 0)\ntime.sleep(2)\nctypes.PyDLL(None).sleep(600)", tmp_path, seconds=4
+    )
     assert ended.returncode == 1
     assert "most recent call first" in ended.stderr
 
@@ -111,8 +113,8 @@ def test_native_code_that_keeps_python_from_running_is_ended_too(tmp_path):
 # ---------------------------------------------------------------------------------------------------- several processes
 
 
-def seen(step: int, doing: str, silent: bool = False) -> PeerStatus:
-    return PeerStatus(step, doing, 5.0, "host", silent)
+def seen(step: int, name: str, silent: bool = False) -> PeerStatus:
+    return PeerStatus(step, name, 5.0, "host", silent)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,7 @@ def seen(step: int, doing: str, silent: bool = False) -> PeerStatus:
         ([seen(8, "running"), seen(8, "running"), seen(8, "running", silent=True)], [2]),
         ([seen(8, "saving"), seen(9, "running"), seen(9, "waiting for data")], [0]),
         ([seen(-1, "opening"), seen(-1, "compiling")], [0]),
+        ([seen(0, "compiling"), seen(0, "planning")], [1]),
         ([seen(8, "running"), seen(8, "running")], []),
     ],
 )
@@ -149,6 +152,6 @@ def test_telling_the_watchdog_where_one_is_costs_nothing(tmp_path):
     watchdog = Watchdog(WatchConfig(), tmp_path)
     began = time.process_time()
     for step in range(20_000):
-        watchdog.at("waiting for data", step)
-        watchdog.at("running", step)
+        watchdog.set_phase("waiting for data", step)
+        watchdog.set_phase("running", step)
     assert time.process_time() - began < 4  # 100 us a call, 20 times what it takes

@@ -22,7 +22,7 @@ from mmjax.inference.prompts import BatchLimits
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps
-from mmjax.training.best import BestMetric
+from mmjax.training.evaluation import BestMetric
 
 CONFIG = load(default_config())
 
@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_finite_is_never_the_best():
 
 
 def test_the_best_checkpoint_outlives_newer_ones():
-    assert Retention(2, best=10).superfluous([5, 10, 15, 20, 25]) == [5, 15]
+    assert Retention(2, best=10).steps_to_remove([5, 10, 15, 20, 25]) == [5, 15]
 
 
 def test_training_keeps_the_best_checkpoint_and_ends_when_nothing_improves(tmp_path, capsys):

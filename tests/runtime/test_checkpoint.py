@@ -27,7 +27,7 @@ from mmjax.runtime.checkpoint import (
 )
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps
 from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer, parameter_shardings
-from mmjax.runtime.step import Executor, Said
+from mmjax.runtime.step import Executor, ProcessReport
 
 CONFIG = load(TINY_MEDIA)
 DATA = DataState(4, "an index", {"rows": [4, 1, 1], "shapes": [[128, 96, 192]]})
@@ -109,8 +109,10 @@ def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_onc
     checkpoints.save(state, "{}", DATA)
     hyper = hyperparameters(CONFIG, one.modules, 0)
     accumulated = one.zeros()
+    reports = one.put_report(ProcessReport())
+    reported = reports, one.merge_unreadable(reports.unreadable)
     for _ in range(3):  # donates the arrays that are being written
-        state, accumulated, _ = one.update(state, accumulated, hyper, np.float32(1), *one.put_said(Said()))
+        state, accumulated, _ = one.update(state, accumulated, hyper, np.float32(1), *reported)
     jax.block_until_ready(state)
     checkpoints.close()
     after = values(restored(tmp_path, one))

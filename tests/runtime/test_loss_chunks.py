@@ -68,7 +68,7 @@ def first(loaded) -> Callable[..., tuple[float, Any]]:
         executor = make_executor(config(chunks, tied, precision, encoders=False), ALONE)
         batch = of_text(loaded(ONE_RANK)[0][0])
         found = gradients(executor, state_with(executor, parameters(tied, encoders=False)), [batch])
-        return found.report.loss.sum(), found.gradients
+        return found.loss.sum(), found.gradients
 
     return run
 
@@ -114,7 +114,7 @@ def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_rep
     with stderr_of() as written:
         planned = loaded(mesh_topology(shared.mesh, SHARED))[0]
         found = gradients(shared, state_with(shared, parameters(tied)), planned)
-    assert found.report.loss.sum() == pytest.approx(wanted.report.loss.sum(), rel=1e-5)
+    assert found.loss.sum() == pytest.approx(wanted.loss.sum(), rel=1e-5)
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-5, "")
     assert "rematerialization" not in written[0]
 

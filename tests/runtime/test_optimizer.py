@@ -10,7 +10,7 @@ import pytest
 from tiny_run import paths, tiny_config
 
 from mmjax.config import AdamW, Muon, Rates, Schedule
-from mmjax.runtime.state import Hyperparameters, hyperparameters, make_optimizer, schedule_factor
+from mmjax.runtime.state import hyperparameters, make_optimizer, schedule_factor
 
 AXES = {
     "llm": {"embed": ("vocab", "embed"), "query": ("embed", "heads"), "norm": (None,)},
@@ -35,11 +35,15 @@ def norm_of(tree) -> float:
     return math.sqrt(sum(float((x.astype(np.float64) ** 2).sum()) for x in jax.tree.leaves(tree)))
 
 
-def hyper(optimizer, rate=0.1, decay=0.0, clip=1e9, **own) -> Hyperparameters:
+def hyper(optimizer, rate=0.1, decay=0.0, clip=1e9, **own) -> dict[str, np.float32]:
     """The same rates for every group but those in `own` (`vision_connector` for `vision.connector`)."""
     groups = {optimizer.group_of(tuple(name.split("."))) for name in paths(normal(0))}
     rates = {g: own.get(g.replace(".", "_"), (rate, decay)) for g in groups}
-    return Hyperparameters({g: (np.float32(r), np.float32(d)) for g, (r, d) in rates.items()}, np.float32(clip))
+    return {
+        "clip": np.float32(clip),
+        **{f"learning_rate/{group}": np.float32(rate) for group, (rate, _) in rates.items()},
+        **{f"weight_decay/{group}": np.float32(decay) for group, (_, decay) in rates.items()},
+    }
 
 
 def test_adamw_is_optaxs_with_decay_on_the_matrices_alone():
@@ -91,9 +95,8 @@ def test_muon_makes_every_layers_matrix_orthogonal_and_gives_adam_the_rest():
     optimizer = make_optimizer(config, AXES)
     params, gradients = normal(0), normal(1)
     rates = hyper(optimizer, 1.0)
-    assert set(rates.rates) == {f"{m}/{kind}" for m in MODULES for kind in ("matrix", "other")} - {
-        "vision.connector/other"
-    }
+    groups = {name.partition("/")[2] for name in rates if name.startswith("learning_rate/")}
+    assert groups == {f"{m}/{kind}" for m in MODULES for kind in ("matrix", "other")} - {"vision.connector/other"}
     after, _, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(params), params, rates)
     moved = jax.tree.map(lambda a, b: b - np.asarray(a), after, params)
     matrices = [*moved["llm"]["query"], moved["encoders"]["vision"]["up"], moved["connectors"]["vision"]["up"]]
@@ -125,7 +128,8 @@ def test_a_fixed_table_stays_as_it_is(config):
     params = {"encoders": {"audio": {"table": normal(0)["llm"]["embed"], "up": normal(1)["llm"]["embed"]}}}
     optimizer = make_optimizer(config, {"encoders": {"audio": {"table": ("fixed", "embed"), "up": ("embed", "mlp")}}})
     groups = {optimizer.group_of(("encoders", "audio", name)) for name in ("table", "up")}
-    rates = Hyperparameters(dict.fromkeys(groups, (np.float32(0.1), np.float32(0.5))), np.float32(1))
+    rates = {f"learning_rate/{group}": np.float32(0.1) for group in groups}
+    rates |= {f"weight_decay/{group}": np.float32(0.5) for group in groups} | {"clip": np.float32(1)}
     moved, _, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params, rates)
     before, after = params["encoders"]["audio"], moved["encoders"]["audio"]
     np.testing.assert_array_equal(after["table"], before["table"])
@@ -151,13 +155,12 @@ def test_rates_of_a_config_are_scheduled_and_given_by_module():
     own = {"vision": Rates(learning_rate=0.5), "llm": Rates(weight_decay=0.7)}
     adamw = AdamW(learning_rate=0.2, weight_decay=0.1, modules=own)
     config = tiny_config(optimizer=adamw, schedule=Schedule(warmup=4))
-    rates, clip = hyperparameters(config, MODULES, 0)
-    wanted = {"llm": (0.05, 0.7), "vision": (0.125, 0.1), "vision.connector": (0.05, 0.1)}
-    assert {m: tuple(map(float, pair)) for m, pair in rates.items()} == {m: pytest.approx(w) for m, w in wanted.items()}
-    assert clip == config.training.clip
+    rates = hyperparameters(config, MODULES, 0)
+    wanted = {"learning_rate/llm": 0.05, "learning_rate/vision": 0.125, "learning_rate/vision.connector": 0.05}
+    wanted |= {"weight_decay/llm": 0.7, "weight_decay/vision": 0.1, "weight_decay/vision.connector": 0.1}
+    assert rates == pytest.approx(wanted | {"clip": config.training.clip})
 
     muon = Muon(learning_rate=0.2, adam_learning_rate=0.02, weight_decay=0.1, modules=own)
-    rates, _ = hyperparameters(replace(config, optimizer=muon), MODULES, 3)
-    assert rates["vision/matrix"] == pytest.approx((0.5, 0.1))
-    assert rates["vision/other"] == pytest.approx((0.05, 0.1))
-    assert rates["llm/other"] == pytest.approx((0.02, 0.7))
+    rates = hyperparameters(replace(config, optimizer=muon), MODULES, 3)
+    for group, pair in {"vision/matrix": (0.5, 0.1), "vision/other": (0.05, 0.1), "llm/other": (0.02, 0.7)}.items():
+        assert (rates[f"learning_rate/{group}"], rates[f"weight_decay/{group}"]) == pytest.approx(pair)

@@ -9,17 +9,17 @@ from commands import TINY, TINY_MEDIA, files
 from mmjax.config import Config
 from mmjax.config.loading import load, to_json
 from mmjax.errors import UserError
-from mmjax.runtime.run_dir import NOTHING, AllowedChanges, RunFolder, claim
+from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, claim, run_folder_of
 
 
 def config_in(folder: Path, *lines: str) -> Config:
     return load(TINY, [f"run={folder}", *lines])
 
 
-def start(config: Config, mode="new", source=TINY, permitted=NOTHING) -> bool:
+def start(config: Config, mode="new", source=TINY, permitted=NO_CHANGES) -> bool:
     """Claim the folder for a start that works; whether a run goes on."""
-    with claim(config, Path(source), mode, permitted) as (folder, resumed):
-        (folder.path / "written.txt").write_text("by the start")
+    with claim(config, Path(source), mode, permitted) as resumed:
+        (run_folder_of(config).path / "written.txt").write_text("by the start")
     return resumed
 
 
@@ -85,7 +85,7 @@ def test_overwriting_replaces_the_run_and_leaves_nothing_of_it(run):
 @pytest.mark.parametrize("fault", [UserError("no sample fits"), KeyboardInterrupt(), RuntimeError("out of memory")])
 def test_a_start_that_fails_leaves_the_run_to_the_byte(run, mode, fault):
     before = files(run)
-    with pytest.raises(type(fault)), claim(config_in(run, "training.steps=9"), Path(TINY), mode) as (_, _resumed):
+    with pytest.raises(type(fault)), claim(config_in(run, "training.steps=9"), Path(TINY), mode):
         raise fault
     assert files(run) == before
     assert [p.name for p in run.parent.iterdir()] == ["run"]
@@ -96,8 +96,8 @@ def test_a_first_start_that_fails_leaves_no_run(tmp_path, existed):
     folder = tmp_path / "run"
     if existed:
         folder.mkdir()
-    with pytest.raises(FileExistsError), claim(config_in(folder), Path(TINY), "new") as (run, _):
-        run.config.mkdir()
+    with pytest.raises(FileExistsError), claim(config_in(folder), Path(TINY), "new"):
+        RunFolder(folder).config.mkdir()
     assert folder.exists() == existed
     assert not start(config_in(folder))
 

@@ -14,14 +14,14 @@ import pytest
 from started import ROOT
 
 from mmjax.errors import UserError
-from mmjax.runtime.run_dir import run_lock_held
+from mmjax.runtime.run_dir import lock_run
 
 HOLDER = """
 import multiprocessing, sys, time
 from pathlib import Path
-from mmjax.runtime.run_dir import run_lock_held
+from mmjax.runtime.run_dir import lock_run
 if __name__ == "__main__":
-    with run_lock_held(Path(sys.argv[1])):
+    with lock_run(Path(sys.argv[1])):
         worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
         worker.start()
         print(worker.pid, flush=True)
@@ -44,7 +44,7 @@ def test_a_second_process_is_refused_with_the_firsts_host_and_number(tmp_path: P
     run = tmp_path / "runs" / "mine"
     holder, _ = hold(run, tmp_path / "holder.py")
     try:
-        with pytest.raises(UserError, match="two trainings cannot write in one run") as error, run_lock_held(run):
+        with pytest.raises(UserError, match="two trainings cannot write in one run") as error, lock_run(run):
             pass
     finally:
         os.killpg(holder.pid, 9)
@@ -59,7 +59,7 @@ def test_a_killed_process_holds_nothing_though_its_worker_lives_on(tmp_path: Pat
         holder.kill()
         holder.wait()
         os.kill(worker, 0)
-        with run_lock_held(tmp_path / "run"):
+        with lock_run(tmp_path / "run"):
             pass
         os.kill(worker, 0)
     finally:
@@ -69,13 +69,13 @@ def test_a_killed_process_holds_nothing_though_its_worker_lives_on(tmp_path: Pat
 def test_the_folder_may_be_moved_and_deleted_under_the_lock_which_leaves_nothing_behind(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    with run_lock_held(run):
+    with lock_run(run):
         run.rename(tmp_path / "aside")
-        with pytest.raises(UserError, match="is in use"), run_lock_held(run):
+        with pytest.raises(UserError, match="is in use"), lock_run(run):
             pass
         (tmp_path / "aside").rmdir()
     assert list(tmp_path.iterdir()) == []
-    with run_lock_held(run), run_lock_held(tmp_path / "another"):
+    with lock_run(run), lock_run(tmp_path / "another"):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -85,8 +85,8 @@ def test_one_of_many_that_come_and_go_holds_it_at_a_time(tmp_path: Path) -> None
     script = tmp_path / "comes_and_goes.py"
     script.write_text(
         "import os, sys\nfrom pathlib import Path\nfrom mmjax.errors import UserError\n"
-        "from mmjax.runtime.run_dir import run_lock_held\nrun, held = Path(sys.argv[1]), 0\n"
-        "while held < 300:\n    try:\n        with run_lock_held(run):\n            held += 1\n"
+        "from mmjax.runtime.run_dir import lock_run\nrun, held = Path(sys.argv[1]), 0\n"
+        "while held < 300:\n    try:\n        with lock_run(run):\n            held += 1\n"
         "            (run.parent / 'inside').mkdir()\n            (run.parent / 'inside').rmdir()\n"
         "    except UserError:\n        pass\n"
     )
@@ -103,11 +103,11 @@ def test_where_the_file_system_has_no_locks_a_run_goes_on_without(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with run_lock_held(tmp_path / "run"), run_lock_held(tmp_path / "run"):
+    with lock_run(tmp_path / "run"), lock_run(tmp_path / "run"):
         pass
 
 
 def test_where_nothing_can_be_written_it_goes_on_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with run_lock_held(tmp_path / "file/run"):
+    with lock_run(tmp_path / "file/run"):
         pass

@@ -9,7 +9,7 @@ import pytest
 
 from mmjax.batch import PADDING
 from mmjax.data.loading.packing import Arrays, empty_text
-from mmjax.runtime.losses import MOST_NAMED, no_samples, worse_of, worst_samples
+from mmjax.runtime.losses import MAX_WORST, highest_losses, worst_samples
 
 
 def packed(rng: np.random.Generator, rows: int, length: int, first: int = 0):
@@ -33,14 +33,15 @@ def packed(rng: np.random.Generator, rows: int, length: int, first: int = 0):
 
 
 def told(worst) -> dict[int, float]:
-    return {int(s): float(x) for s, x in zip(worst.sample, worst.loss, strict=True) if x > 0}
+    samples, losses = worst[:2]
+    return {int(s): float(x) for s, x in zip(samples, losses, strict=True) if x > 0}
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 16), (8, 64), (3, 200)])
 def test_the_worst_samples_are_those_of_the_highest_mean(rows, length):
     losses, text, means = packed(np.random.default_rng(rows), rows, length)
     found = told(jax.jit(worst_samples)(jnp.asarray(losses), jax.tree.map(jnp.asarray, text)))
-    wanted = dict(sorted(means.items(), key=lambda pair: -pair[1])[:MOST_NAMED])
+    wanted = dict(sorted(means.items(), key=lambda pair: -pair[1])[:MAX_WORST])
     assert found.keys() == wanted.keys()
     np.testing.assert_allclose([found[k] for k in wanted], list(wanted.values()), rtol=1e-5)
 
@@ -48,12 +49,14 @@ def test_the_worst_samples_are_those_of_the_highest_mean(rows, length):
 def test_over_microbatches_the_worst_of_all_stay():
     rng = np.random.default_rng(0)
     parts = [packed(rng, 4, 64, first=1000 * k) for k in range(3)]
-    worst, means = no_samples(), {}
-    for losses, text, of in parts:
-        worst, means = worse_of(worst, worst_samples(jnp.asarray(losses), jax.tree.map(jnp.asarray, text))), means | of
-    wanted = dict(sorted(means.items(), key=lambda pair: -pair[1])[:MOST_NAMED])
-    assert told(worst).keys() == wanted.keys()
-    assert list(np.asarray(worst.loss)) == sorted(np.asarray(worst.loss), reverse=True)
+    samples, losses, means = jnp.zeros(MAX_WORST, jnp.int32), jnp.zeros(MAX_WORST), {}
+    for part, text, of in parts:
+        more, theirs, _ = worst_samples(jnp.asarray(part), jax.tree.map(jnp.asarray, text))
+        samples, losses = highest_losses(jnp.concatenate([samples, more]), jnp.concatenate([losses, theirs]))
+        means |= of
+    wanted = dict(sorted(means.items(), key=lambda pair: -pair[1])[:MAX_WORST])
+    assert told((samples, losses)).keys() == wanted.keys()
+    assert list(np.asarray(losses)) == sorted(np.asarray(losses), reverse=True)
 
 
 def test_samples_whose_loss_is_not_finite_come_first_and_are_counted_and_taint_no_neighbour():
@@ -61,11 +64,11 @@ def test_samples_whose_loss_is_not_finite_come_first_and_are_counted_and_taint_n
     bad = sorted(means)[3], sorted(means)[9]
     for sample, value in zip(bad, (np.nan, np.inf), strict=True):
         losses[(text.owner == sample) & (text.weight > 0)] = value
-    worst = worst_samples(jnp.asarray(losses), jax.tree.map(jnp.asarray, text))
-    assert int(worst.not_finite) == 2
-    assert set(np.asarray(worst.sample[:2]).tolist()) == set(bad)
-    assert np.isinf(np.asarray(worst.loss[:2])).all()
-    rest = told(worst)
+    samples, highest, not_finite = worst_samples(jnp.asarray(losses), jax.tree.map(jnp.asarray, text))
+    assert int(not_finite) == 2
+    assert set(np.asarray(samples[:2]).tolist()) == set(bad)
+    assert np.isinf(np.asarray(highest[:2])).all()
+    rest = told((samples, highest))
     for sample in rest.keys() - set(bad):
         assert rest[sample] == pytest.approx(means[sample], rel=1e-5)
 

@@ -28,7 +28,7 @@ def fsdp() -> Executor:
 
 @pytest.fixture(scope="module")
 def born(fsdp) -> Any:
-    return fsdp.born().lower(jax.random.key(0)).compile()
+    return fsdp.random_parameters().lower(jax.random.key(0)).compile()
 
 
 def bytes_of(tree: Any) -> int:
@@ -97,7 +97,7 @@ def test_initialisation_gathers_nothing(fsdp, born):
 
 def test_parameters_do_not_depend_on_the_mesh_they_are_born_on(fsdp, born):
     trainable, _ = born(jax.random.key(0))
-    one = make_executor(CONFIG, MESHES["one device"]).born()(jax.random.key(0))[0]
+    one = make_executor(CONFIG, MESHES["one device"]).random_parameters()(jax.random.key(0))[0]
     for name, leaf in paths(jax.device_get(one)).items():
         np.testing.assert_allclose(paths(trainable)[name], leaf, rtol=1e-6, atol=1e-7, err_msg=name)
     assert paths(jax.tree.map(lambda x: x.sharding, trainable)) == paths(fsdp.shardings.trainable)

@@ -15,7 +15,7 @@ from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates
 from mmjax.data.plan.placement import Topology
 from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.state import TrainState, all_parameters, hyperparameters
-from mmjax.runtime.step import MOST_SPOILED, Executor, Said, put_rows
+from mmjax.runtime.step import MAX_UNREADABLE, Executor, ProcessReport, put_rows
 
 STEPS = 12
 
@@ -121,7 +121,7 @@ def test_a_step_leaves_the_accumulated_gradients_and_report_at_zero(run):
     state = executor.init(jax.random.key(0))
     _, accumulated, told = executor.step(state, executor.zeros(), batches, hyper)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(accumulated))
-    assert float(told.report.weight.sum()) == weight(run.steps[0])
+    assert float(told.weight.sum()) == weight(run.steps[0])
 
 
 @pytest.mark.parametrize("factor", [0.0, 3e38], ids=["no weight", "not finite"])
@@ -133,7 +133,7 @@ def test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so(run
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
     weighed = [b._replace(text=b.text._replace(weight=b.text.weight * factor)) for b in batches]
     state, accumulated, report = executor.step(state, accumulated, weighed, hyper)
-    assert (float(report.report.weight.sum()) > 0) == (factor > 0)
+    assert (float(report.weight.sum()) > 0) == (factor > 0)
     assert factor == 0 or not report.finite
     assert_unchanged(state, before)
     state, _, report = executor.step(state, accumulated, batches, hyper)
@@ -151,20 +151,21 @@ def test_a_sample_that_some_process_could_not_read_weighs_nothing_and_all_know_i
         for b in batches
     ]
     wanted, _, same = executor.step(executor.init(jax.random.key(0)), executor.zeros(), silent, hyper)
-    state, _, told = executor.step(executor.init(jax.random.key(0)), executor.zeros(), batches, hyper, spoiled=bad)
-    assert sorted(int(n) for n in told.spoiled.samples if n >= 0) == bad
-    assert int(told.spoiled.count) == 2
-    assert float(told.report.weight.sum()) == float(same.report.weight.sum()) < weight(run.steps[0])
+    state = executor.init(jax.random.key(0))
+    state, _, told = executor.step(state, executor.zeros(), batches, hyper, ProcessReport(unreadable=bad))
+    assert sorted(int(n) for n in told.unreadable if n >= 0) == bad
+    assert int(told.unreadable_count) == 2
+    assert float(told.weight.sum()) == float(same.weight.sum()) < weight(run.steps[0])
     assert_unchanged(state, jax.device_get(wanted))
 
 
 def test_the_same_sample_told_by_several_devices_counts_once(run):
     executor = run.executor
-    told = np.full((executor.mesh.size, MOST_SPOILED + 1), -1, np.int32)
+    told = np.full((executor.mesh.size, MAX_UNREADABLE + 1), -1, np.int32)
     told[:, 0], told[1, 1], told[2, 1] = 7, 0, 9
-    found = executor.agree(told)
-    assert int(found.count) == 3
-    assert [int(n) for n in found.samples[:4]] == [9, 7, 0, -1]
+    samples, count = executor.merge_unreadable(told)
+    assert int(count) == 3
+    assert [int(n) for n in samples[:4]] == [9, 7, 0, -1]
 
 
 def test_where_more_cannot_be_read_than_may_be_left_out_nothing_is_updated(run):
@@ -172,9 +173,9 @@ def test_where_more_cannot_be_read_than_may_be_left_out_nothing_is_updated(run):
     state = executor.init(jax.random.key(0))
     before = jax.device_get(state)
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
-    hyper, many = hyperparameters(config(), executor.modules, 0), range(10_000, 10_000 + 5 * MOST_SPOILED)
-    state, _, told = executor.step(state, executor.zeros(), batches, hyper, spoiled=many)
-    assert int(told.spoiled.count) == MOST_SPOILED + 1
+    hyper, many = hyperparameters(config(), executor.modules, 0), range(10_000, 10_000 + 5 * MAX_UNREADABLE)
+    state, _, told = executor.step(state, executor.zeros(), batches, hyper, ProcessReport(unreadable=many))
+    assert int(told.unreadable_count) == MAX_UNREADABLE + 1
     assert_unchanged(state, before)
 
 
@@ -186,20 +187,23 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
     for batch in run.steps[0]:
         batch = put_rows(batch, executor.mesh, executor.rules)
         accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, np.float32(1))
-    said = Said(digest=123 << 31 | 5, content=7 << 40 | 3, needed_flops=8.0, busy=0.5, stop=True)
-    words, numbers = (np.asarray(x).copy() for x in executor.put_said(said))
+    reports = executor.put_report(
+        ProcessReport(digest=123 << 31 | 5, content=7 << 40 | 3, needed_flops=8.0, batch_seconds=0.5, stop=True)
+    )
+    unreadable = executor.merge_unreadable(reports.unreadable)
     for half in range(2):
-        other = words.copy()
-        other[3, half] += 1
-        state, accumulated, told = executor.update(state, accumulated, hyper, np.float32(1), other, numbers)
+        digest = np.array(reports.digest)
+        digest[3, half] += 1
+        different = reports._replace(digest=digest)
+        state, accumulated, told = executor.update(state, accumulated, hyper, np.float32(1), different, unreadable)
         assert not told.agreed
         assert_unchanged(state, before)
-    state, _, told = executor.update(state, accumulated, hyper, np.float32(1), words, numbers)
+    state, _, told = executor.update(state, accumulated, hyper, np.float32(1), reports, unreadable)
     assert told.agreed
     assert told.stop
     assert float(told.needed_flops) == 8
     assert [int(half) for half in told.content] == [3, 7 << 8]
-    assert np.asarray(told.busy).tolist() == [0.5] * 8
+    assert np.asarray(told.batch_seconds).tolist() == [0.5] * 8
 
 
 def assert_unchanged(state: TrainState, before: TrainState) -> None:

@@ -39,7 +39,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, encoder_axes, local_ranks, make_mesh, replicated
 from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor, Said
+from mmjax.runtime.step import Executor, ProcessReport
 
 STEPS = 20
 GROUPINGS = {"none": NoGrouping(24), "isf": IsfGrouping(chunk_steps=24), "pack": PackGrouping(24)}
@@ -85,7 +85,9 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     loaded = [loader(step) for step in range(steps)]
 
     noise, first = np.array([config.seed, 0], np.uint32), executor.zeros()
-    weight, batches, _ = executor.weighed([executor.put(b) for b in loaded[0].microbatches])
+    weight, batches, _ = executor.weigh_batches(
+        [executor.put(b) for b in loaded[0].microbatches], executor.put_report(ProcessReport())
+    )
     for batch in batches:
         first = executor.accumulate(state.trainable, state.frozen, first, batch, weight, noise)
     whole = jax.device_get(jax.jit(lambda x: x, out_shardings=replicated(mesh))(first))
@@ -94,21 +96,20 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     for step, arrays in enumerate(loaded):
         put = [executor.put(b) for b in arrays.microbatches]
         hyper, noise = hyperparameters(config, executor.modules, step), np.array([config.seed, step], np.uint32)
-        told = Said(int(arrays.digest), needed_flops=float(arrays.needed_flops)), noise
-        state, accumulated, report = executor.step(state, accumulated, put, hyper, *told)
+        told = ProcessReport(int(arrays.digest), needed_flops=float(arrays.needed_flops))
+        state, accumulated, report = executor.step(state, accumulated, put, hyper, told, noise)
         report = jax.device_get(report)
         assert report.agreed
-        losses.append(report.report.loss.sum() / report.report.weight.sum())
+        losses.append(report.loss.sum() / report.weight.sum())
         flops.append(report.needed_flops)
-    work = [w for arrays in loaded for w in arrays.work]
     return {
-        "loss": whole.report.loss.sum() / whole.report.weight.sum(),
+        "loss": whole.loss.sum() / whole.weight.sum(),
         **{f"gradient.{name}": leaf for name, leaf in paths(whole.gradients).items()},
         "losses": np.array(losses),
         "flops": np.array(flops),
         "samples": np.concatenate([np.sort(arrays.samples) for arrays in loaded]),
-        "moved": np.sum([w.moved for w in work], axis=0),
-        "widths": np.max([w.widths for w in work], axis=0),
+        "moved": np.concatenate([arrays.moved for arrays in loaded]).sum(0),
+        "widths": np.concatenate([arrays.widths for arrays in loaded]).max(0),
         "opened": np.array([sum(int((b.text.sample >= 0).sum()) for a in loaded for b in a.microbatches)]),
         "opened_items": np.array(
             [sum(int((i.item >= 0).sum()) for a in loaded for b in a.microbatches for i in b.items.values())]

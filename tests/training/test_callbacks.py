@@ -140,8 +140,8 @@ def test_newlines_and_mixed_tokens_travel_between_ranks(tmp_path):
         run = f"run={tmp_path / str(devices)}"
         split = ["batch.balance.locality=off", f"mesh.fsdp={devices}"]
         config = load("llava_style", [*words(tmp_path), *SMALL, *split, run])
-        session = train.train(config, find_config("llava_style"), devices=jax.devices()[:devices])
-        lines = (session.folder.path / "metrics.jsonl").read_text().splitlines()
+        trainer = train.train(config, find_config("llava_style"), devices=jax.devices()[:devices])
+        lines = (trainer.folder.path / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines if '"loss"' in line])
     assert len(losses[0]) >= 3
     np.testing.assert_allclose(*losses, rtol=1e-5)

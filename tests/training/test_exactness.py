@@ -33,7 +33,7 @@ from mmjax.config import Muon
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.state import hyperparameters
-from mmjax.runtime.step import Accumulated, Executor, Said
+from mmjax.runtime.step import Accumulated, Executor, ProcessReport
 
 CONFIG = tiny_config()
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4
@@ -89,7 +89,7 @@ def on(loaded, steps, parameters) -> Callable[[str], OnMesh]:
 
 
 def loss(accumulated: Accumulated) -> float:
-    return float(accumulated.report.loss.sum() / accumulated.report.weight.sum())
+    return float(accumulated.loss.sum() / accumulated.weight.sum())
 
 
 def assert_same(found: Accumulated, wanted: Accumulated) -> None:
@@ -168,9 +168,11 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
     hyper = hyperparameters(CONFIG, executor.modules, 5)
     accumulated = gradients(executor, state_with(executor, parameters), batches)
     accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()))
-    told = np.float32(1), *executor.put_said(Said())
-    state, _, _ = executor.update(state_with(executor, parameters), accumulated, hyper, *told)
-    rate, decay = hyper.rates["vision"]
+    reports = executor.put_report(ProcessReport())
+    unreadable = executor.merge_unreadable(reports.unreadable)
+    state = state_with(executor, parameters)
+    state, _, _ = executor.update(state, accumulated, hyper, np.float32(1), reports, unreadable)
+    rate, decay = hyper["learning_rate/vision"], hyper["weight_decay/vision"]
     before, after = (paths(tree["encoders"]["vision"]) for tree in (parameters, jax.device_get(state.trainable)))
     for name, p in before.items():
         kept = 1 - rate * decay if name.endswith("weight") else np.float32(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmjax.data.loading.step_loader import LoadedStep, PlannedWork
+from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.training.metrics import balance_scalars, exchange_scalars
@@ -15,14 +15,16 @@ MODULES = ("llm", "vision", "audio")
 LAYOUT = RankLayout(Topology(2, 2, 1), (2, 1, 1), (Shape((10, 8, 6), (3, 0)),))
 
 
-def work(useful, balanced, unbalanced, widths=(3, 0), moved=(2, 0), lengths=(10, 8, 6)) -> PlannedWork:
-    return PlannedWork(*(np.array(a, np.int64) for a in (useful, lengths, widths, moved, balanced, unbalanced)))
+def work(useful, balanced, unbalanced, widths=(3, 0), moved=(2, 0), lengths=(10, 8, 6)) -> dict[str, np.ndarray]:
+    """The planned work of one microbatch, by the fields of LoadedStep."""
+    fields = {"useful": useful, "lengths": lengths, "widths": widths, "moved": moved}
+    fields |= {"balanced": balanced, "unbalanced": unbalanced}
+    return {name: np.array(values, np.int64) for name, values in fields.items()}
 
 
-def step(*of: PlannedWork) -> LoadedStep:
-    none = np.zeros(0, np.int64)
-    seconds = np.float64(0)
-    return LoadedStep(np.int64(0), np.int64(0), np.uint64(0), none, *(seconds,) * 4, none, of, (), ())
+def step(*of: dict[str, np.ndarray]) -> LoadedStep:
+    others = dict.fromkeys(LoadedStep._fields)
+    return LoadedStep(**others | {name: np.stack([fields[name] for fields in of]) for name in of[0]})
 
 
 ONE = work([[10, 5, 10, 5], [8, 4, 0, 0], [0, 0, 0, 0]], [[15, 15], [8, 4], [0, 0]], [[20, 10], [0, 12], [0, 0]])
@@ -90,7 +92,7 @@ def test_what_leaves_a_node_is_what_goes_to_peers_on_others(topology, share):
 
 
 def test_where_nothing_is_sent_nothing_leaves_a_node():
-    still = ONE._replace(widths=np.zeros(2, np.int64), moved=np.zeros(2, np.int64))
+    still = ONE | {"widths": np.zeros(2, np.int64), "moved": np.zeros(2, np.int64)}
     scalars = exchange_scalars(step(still), MODULES[1:], Topology(8, 8, 4), token_bytes=4)
     assert not any(scalars.values())
     text_alone = work([[10]], [[10]], [[10]], widths=(), moved=(), lengths=(10,))

@@ -20,7 +20,7 @@ from mmjax import inspect, train
 from mmjax.config.loading import load
 from mmjax.data.loading.replay import Replayed
 from mmjax.parallel.sharding import make_mesh
-from mmjax.runtime.run_dir import NOTHING, RunFolder, claim
+from mmjax.runtime.run_dir import NO_CHANGES, RunFolder, claim, run_folder_of
 from mmjax.training.run_data import launch_of_step, loader_of, open_data, read_launches
 
 WORDS = (
@@ -37,7 +37,7 @@ def train_on(samples: int, folder: Path, processes: int, *more: str) -> subproce
 
 def replayed(folder: RunFolder, step: int, loaders: dict) -> Replayed:
     """A step, counted from 0, by a loader that is opened once for each life."""
-    life = launch_of_step(folder.history, step, folder.due)
+    life = launch_of_step(folder.history, step, folder.due_samples)
     return Replayed(loaders.setdefault(life.first, loader_of(life, folder)), step)
 
 
@@ -154,10 +154,10 @@ def test_the_samples_of_every_step_are_listed(shown, capsys):
 def test_epochs_become_the_steps_that_hold_every_sample_as_often(tmp_path):
     config = load(TINY_MEDIA, [f"run={tmp_path / 'run'}", "training.epochs=2", "training.evaluate_every=0"])
     assert (config.training.steps, config.training.epochs) == (0, 2)
-    with claim(config, Path(TINY_MEDIA), "new") as (folder, _):
+    with claim(config, Path(TINY_MEDIA), "new"):
         pass
-    data = open_data(config, folder, 0, NOTHING, make_mesh(config.mesh, jax.devices()[:1]))
-    steps, grouper = data.life.config.training.steps, data.loader.planner.grouper
+    data = open_data(config, run_folder_of(config), 0, NO_CHANGES, make_mesh(config.mesh, jax.devices()[:1]))
+    steps, grouper = data.launch.config.training.steps, data.loader.planner.grouper
     ids = Counter(int(k) for step in range(steps) for k in data.loader.plan(step).samples())
     assert set(ids.values()) == {2}
     assert len(ids) == grouper.epoch_samples

@@ -13,10 +13,10 @@ from tiny_run import MESHES, load_steps, make_executor, tiny_config
 from mmjax.config import BatchConfig, PackGrouping, Samples, TrainingConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
-from mmjax.runtime.losses import MOST_NAMED, Worst
+from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import hyperparameters
 from mmjax.runtime.step import put_rows
-from mmjax.training.nonfinite import ENOUGH, SKIPPED, NonFiniteWatch, bisect_bad, samples_with_bad_gradients
+from mmjax.training.bad_samples import MAX_SKIPPED, MIN_NORMS, NonFiniteWatch, bisect_bad, samples_with_bad_gradients
 
 TINY = tiny_config(batch=BatchConfig(Samples(24), {"llm": 8, "vision": 8, "audio": 8}, 2, PackGrouping(chunk_steps=4)))
 # Not tied: else a token's row of the table would be in every position's logits.
@@ -69,13 +69,13 @@ def test_a_step_without_finite_numbers_updates_nothing_and_its_rows_samples_are_
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(accumulated))
     affected = with_token(batches, token)
-    assert 0 < len(affected) < MOST_NAMED
-    count = int(told.worst.not_finite)
+    assert 0 < len(affected) < MAX_WORST
+    count = int(told.not_finite)
     if np.isnan(value):
-        found = set(np.asarray(told.worst.sample[:count]).tolist())
+        found = set(np.asarray(told.worst_samples[:count]).tolist())
     else:
         assert count == 0
-        assert np.isfinite(np.asarray(told.report.loss)).all()
+        assert np.isfinite(np.asarray(told.loss)).all()
         found = set(samples_with_bad_gradients(executor, state, put, None, ()))
     assert found <= affected
     weighted = {int(k) for b in batches for k in b.text.owner[b.text.weight > 0]}
@@ -108,9 +108,9 @@ class Report:
 
     def __init__(self, finite=True, norm=1.0, losses=(), not_finite=0) -> None:
         self.finite, self.gradient_norm = finite, np.float32(norm)
-        sample, loss = np.zeros(MOST_NAMED, np.int32), np.zeros(MOST_NAMED, np.float32)
+        sample, loss = np.zeros(MAX_WORST, np.int32), np.zeros(MAX_WORST, np.float32)
         sample[: len(losses)], loss[: len(losses)] = np.arange(len(losses)) + 7, losses
-        self.worst = Worst(sample, loss, np.int32(not_finite))
+        self.worst_samples, self.worst_losses, self.not_finite = sample, loss, np.int32(not_finite)
 
 
 def watching(**changes) -> NonFiniteWatch:
@@ -119,37 +119,37 @@ def watching(**changes) -> NonFiniteWatch:
 
 def test_a_gradient_norm_far_above_the_usual_names_the_worst_samples(capsys):
     watch = watching()
-    for step in range(ENOUGH):
-        watch.settle(step, Report(norm=1 + 0.1 * (step % 3)), list, [])
-    watch.settle(ENOUGH, Report(norm=9), list, [])
+    for step in range(MIN_NORMS):
+        watch.check(step, Report(norm=1 + 0.1 * (step % 3)), list, [])
+    watch.check(MIN_NORMS, Report(norm=9), list, [])
     assert capsys.readouterr().out == ""
-    watch.settle(ENOUGH + 1, Report(norm=14, losses=[5.5, 3.25]), list, [])
+    watch.check(MIN_NORMS + 1, Report(norm=14, losses=[5.5, 3.25]), list, [])
     out = capsys.readouterr().out
     assert out == "step 22: the gradient norm is 14, usually 1.1; worst losses: few[7] 5.5, few[8] 3.25\n"
-    watching(spike=0).settle(0, Report(norm=1e9), list, [])
+    watching(spike=0).check(0, Report(norm=1e9), list, [])
     assert capsys.readouterr().out == ""
 
 
 def test_the_log_gets_the_eight_worst_by_name():
-    assert watching().worst(Report(losses=np.arange(20, 0, -1)).worst) == {f"few[{7 + k}]": 20.0 - k for k in range(8)}
+    assert watching().worst_losses(Report(losses=np.arange(20, 0, -1))) == {f"few[{7 + k}]": 20.0 - k for k in range(8)}
 
 
 def test_where_it_stops_it_names_the_samples_and_what_to_do():
     with pytest.raises(UserError, match=r"step 5 is not a finite number, and nothing was updated\. The losses of 2 sa"):
-        watching().settle(4, Report(False, losses=[np.inf, np.inf], not_finite=2), list, [])
+        watching().check(4, Report(False, losses=[np.inf, np.inf], not_finite=2), list, [])
     with pytest.raises(UserError, match=r"the gradients of the rows of 2 samples are not: few\[3\], few\[4\]\. Look"):
-        watching().settle(4, Report(False), lambda: [3, 4], [])
+        watching().check(4, Report(False), lambda: [3, 4], [])
     with pytest.raises(UserError, match=r"no rows alone give it; its samples are few\[0\], .* and 8 more\. Look at"):
-        watching().settle(4, Report(False), list, list(range(40)))
+        watching().check(4, Report(False), list, list(range(40)))
 
 
 def test_where_it_skips_it_goes_on_but_not_for_ever(capsys):
     watch = watching(bad_numbers="skip")
-    for step in range(SKIPPED - 1):
-        watch.settle(step, Report(False, not_finite=1, losses=[np.inf]), list, [])
-    watch.settle(SKIPPED, Report(), list, [])
-    for step in range(SKIPPED - 1):
-        watch.settle(step, Report(False, not_finite=1, losses=[np.inf]), list, [])
+    for step in range(MAX_SKIPPED - 1):
+        watch.check(step, Report(False, not_finite=1, losses=[np.inf]), list, [])
+    watch.check(MAX_SKIPPED, Report(), list, [])
+    for step in range(MAX_SKIPPED - 1):
+        watch.check(step, Report(False, not_finite=1, losses=[np.inf]), list, [])
     assert capsys.readouterr().out.count("nothing was updated. The losses of 1 samples are not finite: few[7]") == 18
     with pytest.raises(UserError, match="10 steps in a row were skipped"):
-        watch.settle(99, Report(False, not_finite=1, losses=[np.inf]), list, [])
+        watch.check(99, Report(False, not_finite=1, losses=[np.inf]), list, [])

@@ -112,7 +112,7 @@ def scattered(executor: Executor, seed: int = 0) -> Any:
 def state_with(executor: Executor, trainable: Any) -> TrainState:
     """Step 0 with these parameters, nothing frozen, where the executor wants them."""
     trainable = jax.device_put(trainable, executor.shardings.trainable)
-    step, moments = executor.start(trainable)
+    step, moments = executor.init_optimizer(trainable)
     return TrainState(step, trainable, {}, moments)
 
 
@@ -144,7 +144,7 @@ def train(config: Config, executor: Executor, state: TrainState, steps: Sequence
         hyper = hyperparameters(config, executor.modules, n)
         state, accumulated, told = executor.step(state, accumulated, put, hyper)
         told = jax.device_get(told)
-        losses.append(told.report.loss.sum() / told.report.weight.sum())
+        losses.append(told.loss.sum() / told.weight.sum())
         norms.append(told.gradient_norm)
     return Trained(state, np.array(losses), np.array(norms))
 

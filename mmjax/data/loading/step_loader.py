@@ -75,39 +75,27 @@ def _rows_content(arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: r
     return total
 
 
-class PlannedWork(NamedTuple):
-    """The work of every rank in one microbatch."""
-
-    useful: np.ndarray  # int64 [modules, rows]: positions of every row that hold something
-    lengths: np.ndarray  # int64 [modules]: of the rows
-    widths: np.ndarray  # int64 [encoders]: tokens that a rank can send to each of its peers
-    moved: np.ndarray  # int64 [encoders]: tokens that are encoded on another rank than their sample's
-    balanced: np.ndarray  # int64 [modules, encoder ranks]: as in MicrobatchPlan.work, alignment included
-    unbalanced: np.ndarray  # int64 [modules, encoder ranks]: with balance `none`
-
-
-class Unreadable(NamedTuple):
-    """A sample of a step that could not be read, and why."""
-
-    sample: int
-    reason: str
-
-
 class LoadedStep(NamedTuple):
-    """One update's arrays, and what was planned for it."""
+    """One step's microbatches, and the plan's work of every rank, whichever process loads its rows."""
 
+    microbatches: tuple[Microbatch, ...]  # this process's rows
     step: np.ndarray  # int64 []
     digest: np.ndarray  # int64 []: hash of the step plan
     content: np.ndarray  # uint64 []: of the rows that count here, as `content_of`
     samples: np.ndarray  # int64 [n]
+    unreadable: dict[int, str]  # reasons why samples of this process's rows could not be read, by id
     epoch: np.ndarray  # float64 []: epochs that are done after this step
     plan_seconds: np.ndarray  # float64 []
     load_seconds: np.ndarray  # float64 []: opening, decoding and packing
     needed_flops: np.ndarray  # float64 []: forward and backward of this process's ranks, no padding
     tokens: np.ndarray  # int64 [modules]: LLM tokens of the whole step by modality, text first
-    work: tuple[PlannedWork, ...]  # of each microbatch
-    microbatches: tuple[Microbatch, ...]  # this process's rows
-    spoiled: tuple[Unreadable, ...]  # of these rows' samples
+    # By microbatch, their first axis:
+    useful: np.ndarray  # int64 [microbatches, modules, rows]: positions of every row that hold something
+    lengths: np.ndarray  # int64 [microbatches, modules]: of the rows
+    widths: np.ndarray  # int64 [microbatches, encoders]: tokens that a rank can send to each of its peers
+    moved: np.ndarray  # int64 [microbatches, encoders]: tokens encoded on another rank than their sample's
+    balanced: np.ndarray  # int64 [microbatches, modules, encoder ranks]: as MicrobatchPlan.work, alignment included
+    unbalanced: np.ndarray  # int64 [microbatches, modules, encoder ranks]: with balance `none`
 
 
 @dataclass(frozen=True)
@@ -129,24 +117,30 @@ class StepLoader:
         begin = time.perf_counter()
         plan = self.plan(int(step))
         planned = time.perf_counter()
-        spoiled: dict[int, str] = {}
+        unreadable: dict[int, str] = {}
         batches = tuple(
-            pack_microbatch(m, self.arrays, self.reader, self.ranks, self.encoder_ranks, spoiled)
+            pack_microbatch(m, self.arrays, self.reader, self.ranks, self.encoder_ranks, unreadable)
             for m in plan.microbatches
         )
+        useful, moved = zip(*map(self._useful_and_moved, plan.microbatches), strict=True)
         return LoadedStep(
+            microbatches=batches,
             step=np.int64(step),
             digest=np.int64(plan.digest()),
             content=np.uint64(self._content(batches)),
             samples=plan.samples(),
+            unreadable=unreadable,
             epoch=np.float64(self.planner.grouper.epochs_after(int(step))),
             plan_seconds=np.float64(planned - begin),
             load_seconds=np.float64(time.perf_counter() - planned),
             needed_flops=np.float64(sum(map(self._needed_flops, batches))),
             tokens=sum(self._tokens(m) for m in plan.microbatches),
-            work=tuple(self._work(m) for m in plan.microbatches),
-            microbatches=batches,
-            spoiled=tuple(Unreadable(sample, reason) for sample, reason in spoiled.items()),
+            useful=np.stack(useful),
+            lengths=np.array([m.shape.lengths for m in plan.microbatches], np.int64),
+            widths=np.array([m.shape.widths for m in plan.microbatches], np.int64),
+            moved=np.stack(moved),
+            balanced=np.stack([m.work() for m in plan.microbatches]),
+            unbalanced=np.stack([m.unbalanced for m in plan.microbatches]),
         )
 
     @cached_property
@@ -227,7 +221,8 @@ class StepLoader:
         share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / own_encoder_ranks
         return step_needed(model, batch.text, batch.items, frozen_modules(model), share)
 
-    def _work(self, plan: MicrobatchPlan) -> PlannedWork:
+    def _useful_and_moved(self, plan: MicrobatchPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Count the useful positions of every row, and each encoder's tokens that move, as `LoadedStep` has them."""
         modules = len(plan.rows)
         rank = plan.rank()
         useful = np.zeros((modules, plan.topology.ranks * max(plan.rows)), np.int64)
@@ -236,14 +231,7 @@ class StepLoader:
         moved = np.bincount(plan.module[away], plan.length[away], modules)[1:].astype(np.int64)
         # An item is moved as tokens, of which each takes several positions of the encoder's row.
         moved //= self.index.positions_per_token
-        return PlannedWork(
-            useful=useful,
-            lengths=np.array(plan.shape.lengths, np.int64),
-            widths=np.array(plan.shape.widths, np.int64),
-            moved=moved,
-            balanced=plan.work(),
-            unbalanced=plan.unbalanced,
-        )
+        return useful, moved
 
     def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
         per_token = np.array([1, *self.index.positions_per_token])

@@ -135,29 +135,28 @@ def test_a_loaded_step_tells_what_all_rows_hold_whichever_of_them_are_loaded(tmp
     half = load(random_samples(60, seed=0), tmp_path / "half", two, range(1, 2), **changes)(0)
     assert_work_is_what_the_arrays_hold(both)
     assert half.tokens.tolist() == both.tokens.tolist() == whole.tokens.tolist()
-    for a, b in zip(half.work, both.work, strict=True):
-        for x, y in zip(a, b, strict=True):
-            np.testing.assert_array_equal(x, y)
+    for name in ("useful", "lengths", "widths", "moved", "balanced", "unbalanced"):
+        np.testing.assert_array_equal(getattr(half, name), getattr(both, name))
 
 
 def assert_work_is_what_the_arrays_hold(loaded: LoadedStep) -> None:
     """Of a step of which all rows were loaded."""
-    for work, batch in zip(loaded.work, loaded.microbatches, strict=True):
+    for m, batch in enumerate(loaded.microbatches):
         arrays = (batch.text.sample, *(items.item for items in batch.items.values()))
-        assert [x.shape[1] for x in arrays] == work.lengths.tolist()
-        for x, useful in zip(arrays, work.useful, strict=True):
+        assert [x.shape[1] for x in arrays] == loaded.lengths[m].tolist()
+        for x, useful in zip(arrays, loaded.useful[m], strict=True):
             assert (x >= 0).sum(1).tolist() == useful[: len(x)].tolist()
             assert not useful[len(x) :].any()
         # With what aligns items: positions that have an owner.
         owners = (batch.text.owner, *(items.owner for items in batch.items.values()))
         sends = batch.text.send.values()
-        ranks, encoder_ranks = len(next(iter(sends))), work.balanced.shape[1]
+        ranks, encoder_ranks = len(next(iter(sends))), loaded.balanced.shape[2]
         for k, x in enumerate(owners):
             held = (x.reshape(encoder_ranks if k else ranks, -1) >= 0).sum(1)
-            assert (held if k else np.repeat(held, encoder_ranks // ranks)).tolist() == work.balanced[k].tolist()
-            assert work.balanced[k].sum() == work.unbalanced[k].sum()
-        assert [send.shape[2] for send in sends] == work.widths.tolist()
-        assert [(send >= 0).sum() for send in sends] == work.moved.tolist()
+            assert (held if k else np.repeat(held, encoder_ranks // ranks)).tolist() == loaded.balanced[m, k].tolist()
+            assert loaded.balanced[m, k].sum() == loaded.unbalanced[m, k].sum()
+        assert [send.shape[2] for send in sends] == loaded.widths[m].tolist()
+        assert [(send >= 0).sum() for send in sends] == loaded.moved[m].tolist()
 
 
 @pytest.mark.parametrize("topology", [Topology(4, 2, 2), Topology(2, 2, 2, 2)], ids=["4", "2-with-4-encoder-ranks"])

@@ -122,9 +122,8 @@ def test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_co
     loaded = steps(run_folder(tmp_path, fault="torn", index=bad), 2, 7, workers, prefetch=2)
     for found, step in zip(loaded, range(2, 7), strict=True):
         wanted, drawn = whole(step), bad in whole.plan(step).samples()
-        assert [(of.sample, of.reason.split(": ")[-1]) for of in found.spoiled] == (
-            [(bad, "image file is truncated")] if drawn else []
-        )
+        reasons = {sample: reason.split(": ")[-1] for sample, reason in found.unreadable.items()}
+        assert reasons == ({bad: "image file is truncated"} if drawn else {})
         for ours, theirs in zip(found.microbatches, wanted.microbatches, strict=True):
             jax.tree.map(np.testing.assert_array_equal, ours.text, theirs.text)
             for name, items in theirs.items.items():

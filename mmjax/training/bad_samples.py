@@ -1,9 +1,9 @@
-"""Report losses and gradients that are not finite, or far above the usual, with the samples that cause them."""
+"""Handle bad samples: leave out those that cannot be read, and name those whose losses or gradients are not finite."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,64 @@ import optax
 from mmjax.batch import PADDING, Microbatch
 from mmjax.config import TrainingConfig
 from mmjax.console import print_lines
+from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
+from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import replicated
-from mmjax.runtime.losses import MOST_NAMED, Worst
+from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import TrainState
-from mmjax.runtime.step import Executor, StepReport
+from mmjax.runtime.step import MAX_UNREADABLE, Executor, ProcessReport, StepReport
+
+
+class UnreadableSamples:
+    """The unreadable samples and questions of a run so far: all processes leave out the same, process 0 names them.
+
+    name: maps an id of the length index to a sample's name.
+    """
+
+    def __init__(self, quarantine: Quarantine, name: Callable[[int], str]) -> None:
+        self._quarantine = quarantine
+        self._name = name
+        self._reasons: dict[int, str] = {}  # of the samples that this process could not read
+        self._questions: set[str] = set()  # those that were printed
+
+    def publish(self, reasons: Mapping[int, str]) -> list[int]:
+        """Publish why this process could not read samples of a step, for process 0 to print; return their ids."""
+        self._reasons |= reasons
+        for sample, reason in reasons.items():
+            coordination.kv_put(f"unreadable/{sample}", reason)
+        return list(reasons)
+
+    def quarantine(self, step: int, report: StepReport) -> None:
+        """Quarantine the samples of a step that any process could not read. Raises UserError where that is fatal."""
+        ids = report.unreadable[report.unreadable != PADDING].tolist()
+        if (count := int(report.unreadable_count)) > MAX_UNREADABLE:
+            raise UserError(
+                f"{count} or more samples of step {step + 1} could not be read, so nothing was updated; the first, "
+                f"{self._name(ids[0])}: {self._reason(ids[0])}. See whether their files can be reached, then go on "
+                "with --resume",
+                everywhere=True,
+            )
+        try:
+            new = self._quarantine.add([BadSampleEntry(self._name(sample), self._reason(sample)) for sample in ids])
+        except UserError as error:
+            raise UserError(str(error), everywhere=True) from error
+        for bad in new:
+            print_lines(f"step {step + 1}: left out {bad.sample}, which cannot be used: {bad.reason}")
+
+    def print_questions(self, reasons: Mapping[str, str]) -> None:
+        """Print the questions that cannot be asked, each once. reasons: by name."""
+        for name, reason in reasons.items():
+            if name not in self._questions:
+                self._questions.add(name)
+                print_lines(f"{name} is not asked: {reason}")
+
+    def _reason(self, sample: int) -> str:
+        """Return why a sample could not be read; only process 0 asks the others."""
+        if sample in self._reasons or not coordination.is_leader():
+            return self._reasons.get(sample, "another process could not read it")
+        return coordination.kv_get(f"unreadable/{sample}")
+
 
 MAX_TRIALS = 64
 
@@ -31,9 +84,9 @@ def samples_with_bad_gradients(
 ) -> list[int]:
     """Return the ids of the samples in rows whose gradient is not finite; empty where no rows have such by themselves.
 
-    unreadable: samples that this process could not read, whose weight is zero.
+    unreadable: samples of the step that were left out.
     """
-    weight, batches, _ = executor.weighed(batches, unreadable)
+    weight, batches, _ = executor.weigh_batches(batches, executor.put_report(ProcessReport(unreadable=unreadable)))
     everywhere = replicated(executor.mesh)
     finite = jax.jit(lambda gradients: jnp.isfinite(optax.tree.norm(gradients)), out_shardings=everywhere)
     replicate = jax.jit(lambda x: x, out_shardings=everywhere)
@@ -58,20 +111,20 @@ def _isolate(batch: Microbatch, rows: jax.Array) -> Microbatch:
     """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely."""
     # A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
 
-    def keep(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
+    def select(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
         mask = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
         return jnp.where(mask, x, jnp.array(empty, x.dtype))
 
     text = batch.text
     # Owners of removed rows become PADDING - 1, which is the owner of no item, not even of padding.
-    owners = keep(text.owner, rows, PADDING - 1)
-    plain = {f: keep(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
-    slots = {e: jax.tree.map(lambda x: keep(x, rows, PADDING), slot) for e, slot in text.slots.items()}
+    owners = select(text.owner, rows, PADDING - 1)
+    plain = {f: select(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
+    slots = {e: jax.tree.map(lambda x: select(x, rows, PADDING), slot) for e, slot in text.slots.items()}
     items = {}
     for encoder, item in batch.items.items():
         mask = jnp.isin(item.owner, owners)
-        items[encoder] = item._replace(values=keep(item.values, mask, 0), item=keep(item.item, mask, PADDING))
-    return Microbatch(text._replace(**plain, sample=keep(text.sample, rows, PADDING), slots=slots), items)
+        items[encoder] = item._replace(values=select(item.values, mask, 0), item=select(item.item, mask, PADDING))
+    return Microbatch(text._replace(**plain, sample=select(text.sample, rows, PADDING), slots=slots), items)
 
 
 def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials: int) -> list[int]:
@@ -95,10 +148,10 @@ def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials:
     return sorted(culprits + [member for part in parts for member in part])
 
 
-WORST = 8  # samples of a step that are logged
-USUAL = 100  # recent steps whose median gradient norm is the usual one
-ENOUGH = 20  # steps before there is a usual norm
-SKIPPED = 10  # steps in a row without finite numbers that end the run
+LOGGED_WORST = 8  # samples of a step
+NORM_WINDOW = 100  # recent steps whose median gradient norm is the usual one
+MIN_NORMS = 20  # steps before there is a usual norm
+MAX_SKIPPED = 10  # steps in a row without finite numbers that end the run
 
 
 class NonFiniteWatch:
@@ -107,15 +160,16 @@ class NonFiniteWatch:
     def __init__(self, training: TrainingConfig, name: Callable[[int], str]) -> None:
         self._training = training
         self._name = name
-        self._norms: deque[float] = deque(maxlen=USUAL)
+        self._norms: deque[float] = deque(maxlen=NORM_WINDOW)
         self._skipped = 0  # steps in a row
 
-    def worst(self, worst: Worst) -> dict[str, float]:
-        """Return the losses of the worst samples of a step, by name."""
-        pairs = zip(worst.sample[:WORST].tolist(), worst.loss[:WORST].tolist(), strict=True)
-        return {self._name(sample): loss for sample, loss in pairs if loss > 0}
+    def worst_losses(self, report: StepReport) -> dict[str, float]:
+        """Return the highest losses of a step's samples, by name."""
+        samples = report.worst_samples[:LOGGED_WORST].tolist()
+        losses = report.worst_losses[:LOGGED_WORST].tolist()
+        return {self._name(sample): loss for sample, loss in zip(samples, losses, strict=True) if loss > 0}
 
-    def settle(
+    def check(
         self, step: int, report: StepReport, find_samples: Callable[[], Sequence[int]], samples: Sequence[int]
     ) -> None:
         """Report what is wrong with the numbers of a step. Raises UserError where the run has to stop.
@@ -124,26 +178,26 @@ class NonFiniteWatch:
         """
         if report.finite:
             self._skipped = 0
-            self._report_spike(step, float(report.gradient_norm), report.worst)
+            self._report_spike(step, report)
             return
         self._skipped += 1
         message = (
             f"the loss or gradient of step {step + 1} is not a finite number, and nothing was updated. "
-            f"{self._culprits(report.worst, find_samples, samples)}"
+            f"{self._culprits(report, find_samples, samples)}"
         )
-        if self._training.bad_numbers == "skip" and self._skipped < SKIPPED:
+        if self._training.bad_numbers == "skip" and self._skipped < MAX_SKIPPED:
             print_lines(message)
             return
-        many = f" {SKIPPED} steps in a row were skipped." if self._skipped == SKIPPED else ""
+        many = f" {MAX_SKIPPED} steps in a row were skipped." if self._skipped == MAX_SKIPPED else ""
         raise UserError(
             f"{message}.{many} Look at them with python -m mmjax.inspect RUN --step {step + 1}; go on with --resume "
             "and a lower optimizer.learning_rate or training.clip, or skip such steps with training.bad_numbers=skip",
             everywhere=True,
         )
 
-    def _culprits(self, worst: Worst, find_samples: Callable[[], Sequence[int]], samples: Sequence[int]) -> str:
-        if count := int(worst.not_finite):
-            names = self._names(worst.sample[: min(count, MOST_NAMED)].tolist(), count)
+    def _culprits(self, report: StepReport, find_samples: Callable[[], Sequence[int]], samples: Sequence[int]) -> str:
+        if count := int(report.not_finite):
+            names = self._names(report.worst_samples[: min(count, MAX_WORST)].tolist(), count)
             return f"The losses of {count} samples are not finite: {names}"
         try:
             culprits = find_samples()
@@ -154,16 +208,17 @@ class NonFiniteWatch:
             return f"Every loss is finite, the gradients of the rows of {len(culprits)} samples are not: {names}"
         return f"Every loss is finite, and no rows alone give it; its samples are {self._names(samples, len(samples))}"
 
-    def _report_spike(self, step: int, norm: float, worst: Worst) -> None:
+    def _report_spike(self, step: int, report: StepReport) -> None:
+        norm = float(report.gradient_norm)
         # The median before this step's norm joins: a spike is not compared with itself.
-        usual = float(np.median(self._norms)) if len(self._norms) >= ENOUGH else np.inf
+        usual = float(np.median(self._norms)) if len(self._norms) >= MIN_NORMS else np.inf
         self._norms.append(norm)
         if (limit := self._training.spike) and norm > limit * usual:
-            losses = ", ".join(f"{name} {loss:.3g}" for name, loss in self.worst(worst).items())
+            losses = ", ".join(f"{name} {loss:.3g}" for name, loss in self.worst_losses(report).items())
             print_lines(
                 f"step {step + 1}: the gradient norm is {norm:.3g}, usually {usual:.3g}; worst losses: {losses}"
             )
 
     def _names(self, samples: Sequence[int], count: int) -> str:
-        names = [self._name(sample) for sample in samples[:MOST_NAMED]]
+        names = [self._name(sample) for sample in samples[:MAX_WORST]]
         return ", ".join(names) + (f" and {count - len(names)} more" if count > len(names) else "")

@@ -1,0 +1,203 @@
+"""Make or restore the training state of a run, and save it in the background."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from mmjax.config import Config
+from mmjax.config.loading import to_json
+from mmjax.console import print_lines
+from mmjax.data.plan.step_plan import PLANNER
+from mmjax.distributed import coordination
+from mmjax.errors import UserError
+from mmjax.models.model import Model, merge, modules_of
+from mmjax.runtime.checkpoint import (
+    CheckpointMetadata,
+    CheckpointStore,
+    DamagedCheckpoint,
+    DataState,
+    checkpoint_step,
+    restore_parameters,
+)
+from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
+from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.state import TrainState, parameter_shardings, state_from
+from mmjax.runtime.step import Executor
+from mmjax.runtime.weights import load_pretrained, modules_by_folder
+from mmjax.startup import activity
+from mmjax.training.run_data import RunData
+
+Params = dict[str, Any]
+T = TypeVar("T")
+
+
+def restore_or_init(make_trainer: Callable[..., T], folder: RunFolder, resumed: bool) -> tuple[T, TrainState]:
+    """Make a trainer and its first state: fresh, or restored from the newest readable checkpoint of a resumed run.
+
+    make_trainer: makes one that begins at `first_step`. Unreadable newer checkpoints are set aside. Raises UserError if
+    there are checkpoints and none is readable.
+    """
+    damaged: list[tuple[int, DamagedCheckpoint]] = []
+    # Process 0 lists the checkpoints for all, so that all try the same ones.
+    saved = coordination.run_on_leader(lambda: saved_steps(folder.checkpoints)) if resumed else []
+    for step in reversed(saved or [0]):
+        trainer = make_trainer(first_step=step)
+        try:
+            state = trainer.init_state()
+        except DamagedCheckpoint as error:
+            damaged.append((step, error))
+            continue
+        for newer, error in damaged:
+            aside = coordination.run_on_leader(lambda newer=newer: set_aside(folder.checkpoints, newer).name)
+            print_lines(f"WARNING {error}; it is set aside as {aside}, and the run goes on from step {step}")
+        return trainer, state
+    older = f"nor can the {len(damaged) - 1} before it" if len(damaged) > 1 else "there is no older one here"
+    raise UserError(f"{damaged[0][1]}; {older}; restore the folder, or start afresh with --overwrite", everywhere=True)
+
+
+class RunCheckpoints:
+    """The first state and the checkpoints of a run."""
+
+    def __init__(self, config: Config, folder: RunFolder, data: RunData, executor: Executor) -> None:
+        self._config = config
+        self._folder = folder
+        self._data = data
+        self._executor = executor
+        retention = Retention(config.training.keep, config.training.keep_every)
+        self._store = CheckpointStore(folder.checkpoints, executor, retention)
+        self._newest = data.launch.first  # step of the newest checkpoint, restored or begun to be saved
+        self._checked = 0  # step of the last save whose failure was looked for
+
+    def compile(self) -> None:
+        """Compile the program that saving runs."""
+        self._store.prepare()
+
+    # ---------------------------------------------------------------------------------------------- the first state
+
+    def init_state(self) -> TrainState:
+        """Restore the state of a resumed run; else make one from `init_from`, pretrained weights or random parameters.
+
+        Raises DamagedCheckpoint, and UserError where a checkpoint does not go with the config or the data.
+        """
+        executor = self._executor
+        first = self._data.launch.first
+        if first:
+            state, saved = self._store.restore(first)
+            self._check_data(saved)
+            print_lines(f"resumed {self._folder.path} at step {first}")
+            return state
+        if self._config.init_from:
+            params = self._other_run_parameters(Path(self._config.init_from))
+            begin = lambda p: state_from(executor.model, executor.optimizer, executor.frozen, p)  # noqa: E731
+            return jax.jit(begin, out_shardings=executor.shardings)(params)
+        shardings = parameter_shardings(executor.model, executor.mesh, executor.rules)
+        state = executor.init(jax.random.key(self._config.seed), load_pretrained(executor.model, shardings))
+        for folder, modules in modules_by_folder(self._config.model).items():
+            print_lines(f"weights of {', '.join(modules)} from {folder}")
+        return state
+
+    def _check_data(self, saved: CheckpointMetadata) -> None:
+        """Raise UserError where a checkpoint does not go with the data or the length of the run."""
+        path = self._folder.path
+        steps = self._config.training.steps
+        if saved.data.planner != PLANNER:
+            raise UserError(
+                f"{path} was planned by another version of mmjax, which put other samples into its steps; "
+                "go on with that version, or start another run from its parameters with init_from="
+            )
+        current = asdict(self._data_state(saved.step))
+        changed = [key for key, value in asdict(saved.data).items() if current[key] != value]
+        # A segment that begins here has other data, which the user permitted.
+        if changed and self._data.launch.segment.first != saved.step:
+            raise UserError(
+                f"{path} was trained on other data ({', '.join(changed)} differ); restore the data, go on "
+                "with what there is now by --new-data, or start another run from its parameters with init_from="
+            )
+        if steps < saved.step:
+            raise UserError(
+                f"{path} has done {saved.step} steps already, more than training.steps={steps}; give at least "
+                f"{saved.step}, or score it with python -m mmjax.evaluate"
+            )
+
+    def _other_run_parameters(self, run: Path) -> Params:
+        """Restore the parameters of another run's newest checkpoint; adapters that it has not are random."""
+        source = RunFolder(run)
+        executor = self._executor
+        try:
+            model = executor.model
+            adapted = bool(source.read_config().model.lora)
+            if adapted and not model.config.lora:
+                raise UserError(
+                    "that run has adapters and this model has none: give it the same model.lora, or merge them with "
+                    "python -m mmjax.export and start from that folder"
+                )
+            step = checkpoint_step(source.checkpoints)
+            adapters: Params = {}
+            if model.config.lora and not adapted:
+                draw = executor.random_parameters(frozenset(modules_of(model.abstract)))
+                adapters = merge(*draw(jax.random.key(self._config.seed)))
+                model = Model.build(replace(model.config, lora={}), model.dtype)
+            shardings = parameter_shardings(model, executor.mesh, executor.rules)
+            params = merge(restore_parameters(source.checkpoints, step, model, shardings), adapters)
+        except UserError as error:
+            raise UserError(f"init_from={run}: {error}") from error
+        print_lines(f"parameters of {run} after {step} steps")
+        return params
+
+    # ------------------------------------------------------------------------------------------------------- saving
+
+    def save(self, step: int, state: TrainState, best_step: int) -> None:
+        """Begin to save the state after `step` steps, unless that was begun already.
+
+        best_step: of the best evaluation, whose checkpoint is kept; 0 = none.
+        """
+        if step == self._newest:
+            return
+        self._newest = step
+        self._store.wait()  # for the save before, whose failure would be forgotten by the next one
+        self.warn_of_failure()
+        self._store.retention = replace(self._store.retention, best=best_step)
+        self._store.save(state, to_json(self._config), self._data_state(step))
+
+    def warn_of_failure(self) -> None:
+        """Warn once where the last save has failed; the checkpoint before it is kept, and the run goes on."""
+        finished = self._store.finished_save
+        if finished is None or finished.step == self._checked:
+            return
+        self._checked = finished.step
+        if finished.error:
+            saved = saved_steps(self._folder.checkpoints)
+            newest = f"the checkpoint after step {saved[-1]} is kept" if saved else "there is none yet"
+            print_lines(
+                f"WARNING step {finished.step} could not be saved: {finished.error}; {newest}, and the run goes on"
+            )
+
+    def check_saved(self) -> None:
+        """Wait for the last save. Raises UserError where it is not whole on disk."""
+        with activity("saving"):
+            error = self._store.wait()
+        if error:
+            saved = saved_steps(self._folder.checkpoints)
+            newest = f"step {saved[-1]}, which is kept," if saved else "the start"
+            raise UserError(
+                f"the last state could not be saved: {error}; make room, and go on from {newest} with --resume",
+                everywhere=True,
+            )
+
+    def close(self) -> None:
+        """Wait for the last save, whether it succeeds or not."""
+        self._store.close()
+
+    def _data_state(self, step: int) -> DataState:
+        """Return the position in the data before `step`."""
+        launch = self._data.launch
+        budget = json.loads(json.dumps(asdict(self._data.loader.budget)))  # as a checkpoint gives it back
+        return DataState(
+            step=step, index=launch.fingerprint, budget=budget, planner=PLANNER, segment=launch.segment.first
+        )
