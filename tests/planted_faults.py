@@ -35,17 +35,24 @@ class Fault:
 FAULTS = (
     Fault(
         "a mask that leaks between the samples of a row",
-        "models/attention.py",
+        "kernels/masks.py",
         "return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)",
         "return (q.sample >= 0) & (k.sample >= 0) & (same_span | causal)",
         ("models/test_multimodal.py::test_a_packed_row_gives_each_sample_what_it_gets_alone",),
     ),
     Fault(
         "answers about one image that see each other",
-        "models/attention.py",
+        "kernels/masks.py",
         "causal = (k.pos <= q.pos) & ((q.sees & k.kind) != 0)",
         "causal = k.pos <= q.pos",
         ("models/test_attention.py::test_mask_spec_allows_what_a_loop_over_its_definition_allows",),
+    ),
+    Fault(
+        "blocks taken as a whole though queries stand before their keys",
+        "kernels/masks.py",
+        "all_causal = k.pos.high[:, None, :] <= q.pos.low[:, :, None]",
+        "all_causal = k.pos.low[:, None, :] <= q.pos.low[:, :, None]",
+        ("kernels/test_flash_attention.py::test_every_allowed_pair_is_listed_and_no_whole_pair_has_a_masked_one",),
     ),
     Fault(
         "a loss scaled by the microbatch instead of the step",

@@ -50,6 +50,7 @@ _ROOM_IN_COLUMNS = 0.015
 _TAIL = 8  # steps that are packed again where a chunk needs more of them
 _SURELY_MISSING = 0.8  # of the room for what is left over
 _EASE = 0.01, 0.04  # more than an even share is taken while there is a choice: the last step has none
+_EASE_BEFORE = 0.004  # the same, before the steps that may be packed again: a long chunk leaves its end some slack
 _EASE_IN_COLUMNS = 0.16, 0.32  # the same where steps are large, divided by the samples of a column
 _BLOCK = 1024, 64  # about so many samples, of at most so many columns, are exchanged among themselves
 _BLOCKS_ALIKE = 0.002
@@ -234,7 +235,7 @@ class _Chunk:
         while True:
             # The part that no attempt repeats.
             if not from_start:
-                self._fill_until(end, end - _TAIL * count)
+                self._fill_until(end, end - _TAIL * count, _EASE_BEFORE)
             start = self._saved()
             # The first attempt fills each microbatch hardly more than evenly, the second leaves the end more slack.
             for attempt, ease in enumerate(self._eases()):
