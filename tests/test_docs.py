@@ -105,11 +105,21 @@ def test_the_code_in_balance_md_runs() -> None:
         exec(code, {})
 
 
+def write_lengths(path: Path) -> None:
+    """Write lengths of samples with images, as the benchmarks that the documents show read them."""
+    rng = np.random.default_rng(0)
+    np.savez(path, llm_tokens=rng.integers(50, 2000, 4000), vision=rng.integers(100, 3000, 4000))
+
+
 @pytest.mark.exhaustive
-def test_the_commands_in_balance_md_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_in_balance_md_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lengths(tmp_path / "F.npz")
     text = (ROOT / "docs/balance.md").read_text()
     commands = re.findall(r"python -m mmjax.bench (.+)", re.search(r"```sh\n(.*?)```", text, re.DOTALL)[1])
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err
 
@@ -128,8 +138,9 @@ def test_the_examples_in_balancing_md_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    write_lengths(tmp_path / "F.npz")
     commands = re.findall(r"^python -m mmjax.bench (.+?)(?: +#.*)?$", (ROOT / "docs/balancing.md").read_text(), re.M)
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err
     assert (tmp_path / "work.svg").read_text().endswith("</svg>\n")

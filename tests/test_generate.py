@@ -127,7 +127,7 @@ def test_a_run_of_the_embedded_data_answers_what_its_evaluation_has_it_say(runs,
     model, params = served.load(mesh, rules)
     form = served.prompt_format()
     generator = Generator(model, mesh, rules, form.ends, form.decode_answer, max_tokens=10)
-    for number, wanted in zip(numbers, generator.answers(params, QuestionPrompts(source, 0), numbers), strict=True):
+    for number, wanted in zip(numbers, generator.answers(params, QuestionPrompts(source), numbers), strict=True):
         found = asked(capsys, folder, *asked_of(source, number, tmp_path))
         assert (found["tokens"], found["answer"]) == (list(wanted.tokens), wanted.text)
 

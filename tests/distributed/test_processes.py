@@ -95,7 +95,7 @@ def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactl
     again = launch(2, TINY_MEDIA, f"run={folder}", "--resume", *words, devices=1)
     wait_until(lambda: last(folder) >= max(before) + 3)
     os.killpg(again.pid, signal.SIGINT)
-    assert finish(again, 60).code == 130
+    assert finish(again, 120).code == 130
     after, repeated = steps_of(folder), range(saved + 1, max(before) + 1)
     assert repeated
     for step in repeated:
@@ -155,7 +155,7 @@ def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(vi
     again = launch(then, config, f"run={folder}", "--resume", *words, devices=1)
     wait_until(lambda: last(folder) >= max(before) + 3 and saved + 1 in steps_of(folder))
     os.killpg(again.pid, signal.SIGINT)
-    assert finish(again, 60).code == 130
+    assert finish(again, 120).code == 130
     after = steps_of(folder)
     for step in range(saved + 1, max(before) + 1):
         assert set(after[step]["worst"]) == set(before[step]["worst"])  # the samples

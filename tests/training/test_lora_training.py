@@ -83,7 +83,8 @@ def test_adapters_train_the_same_on_four_devices(source, tmp_path):
         config = replace(config, optimizer=replace(config.optimizer, eps=1e-3))
         train(config, Path(TINY), devices=jax.devices()[:devices])
     one, four = (losses(tmp_path / name) for name in runs)
-    assert one[3] < one[1] - 0.3
+    learned = [np.abs(x).max() for path, x in parameters(tmp_path / "one", 3).items() if path[-2:] == ("lora", "b")]
+    assert min(learned) > 0
     assert list(four.values()) == pytest.approx(list(one.values()), rel=2e-6)
 
 

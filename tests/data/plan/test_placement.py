@@ -168,7 +168,7 @@ def test_the_cheapest_shape_that_holds_a_microbatch_is_taken():
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_step_that_fits_no_shape_runs_in_more_microbatches_with_the_same_samples(microbatches, balance, topology):
     # Enough samples a rank that half of the largest sample's rows do not hold them.
-    size, rows = Samples(9 * microbatches * topology.ranks), dict.fromkeys(("llm", "vision", "audio"), 3)
+    size, rows = Samples(12 * microbatches * topology.ranks), dict.fromkeys(("llm", "vision", "audio"), 3)
     rows = dict.fromkeys(rows, 3 * topology.ranks)
     changes = {"grouping": NoGrouping(chunk_steps=12), "microbatches": microbatches, "size": size, "rows": rows}
     roomy, layout = laid_out(balance=balance, topology=topology, **changes)
