@@ -19,7 +19,7 @@ from mmjax import evaluate, inspect, train
 from mmjax.errors import UserError
 from mmjax.runtime.devices import choose_devices
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.training import loop
+from mmjax.training import run_checkpoints
 from mmjax.training.run_data import launch_of_step
 
 
@@ -184,7 +184,7 @@ def test_resuming_with_another_model_data_or_length_tells_the_difference(lines, 
 
 
 def test_resuming_a_run_that_another_planner_has_planned_is_refused(capsys, a_run, monkeypatch):
-    monkeypatch.setattr(loop, "PLANNER", 0)
+    monkeypatch.setattr(run_checkpoints, "PLANNER", 0)
     before = files(a_run)
     error = refused(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=8")
     assert "was planned by another version of mmjax" in error

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-# All scores in memory at once; a block at a time; a kernel for GPUs (flash); or the kernel on GPUs, else blockwise.
 Attention = Literal["dense", "blockwise", "flash", "auto"]
 # Activations that a layer saves for its backward pass; the rest is recomputed (`models.layer_stacks`).
 Remat = Literal["none", "products", "attention_mlp", "attention", "offload", "full"]
@@ -111,7 +110,7 @@ class DecoderConfig:
     windowed: tuple[int, ...] = ()  # layers with sliding-window attention
     tied: bool = True  # the embedding is the output table too
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
-    attention: Attention = "dense"
+    attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained
@@ -304,7 +303,7 @@ class VisionConfig:
     layer_scale: bool = False  # learned scales of the outputs of attention and MLP
     connector: ConnectorConfig = ConnectorConfig()
     callbacks: Callbacks = Callbacks()
-    attention: Attention = "dense"
+    attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained, apart from its connector
@@ -348,7 +347,7 @@ class AudioConfig:
     pool: int = 1  # average pooling over so many positions before the last norm; a remainder is dropped
     connector: ConnectorConfig = ConnectorConfig()
     callbacks: Callbacks = Callbacks()
-    attention: Attention = "dense"
+    attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained, apart from its connector

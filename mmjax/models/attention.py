@@ -111,7 +111,7 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     q_spec = spec(q, "rows", None, heads, None)
     k_spec = spec(k, "rows", None, heads, None)
     # Gradients are summed over the axes that a spec leaves out; those of one device are named, to need no all-reduce.
-    named = {axis for entry in q_spec for axis in entry or ()}
+    named = {axis for entry in q_spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
     single = tuple(axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named)
     q_spec, k_spec = (PartitionSpec(*x[:3], single or None) for x in (q_spec, k_spec))
     token_specs = jax.tree.map(lambda x: spec(x, "rows", *(None,) * (x.ndim - 1)), tokens)

@@ -62,7 +62,7 @@ def params(model):
 def evaluator(model: Model, source, config=CONFIG, **options) -> Evaluator:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     sources = {"validation/torn": source}
-    options = {"loss_chunks": 1, "at_once": BatchLimits(rows=8), "one_shape": True} | options
+    options = {"loss_chunks": 1, "batch_limits": BatchLimits(rows=8), "one_shape": True} | options
     return Evaluator(model, mesh, ShardingRules(), sources, config, **options)
 
 

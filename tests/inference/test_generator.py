@@ -59,7 +59,7 @@ def generator(model: Model, source, mesh: MeshConfig | None = None, **own) -> Ge
         ShardingRules.of(mesh),
         (END,),
         lambda t: decode_answer(source, t),
-        **{"most": DEFAULT_MAX_TOKENS} | own,
+        **{"max_tokens": DEFAULT_MAX_TOKENS} | own,
     )
 
 
