@@ -47,6 +47,14 @@ def test_a_plan_of_ten_billion_parameters_takes_what_the_compiler_says():
     assert found["compiled"] <= found["room"]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+def test_the_attention_kernel_compiles_without_spilled_registers_and_in_little_memory():
+    found = told("tests/kernels/compiled_kernel.py")
+    assert found["16384 x 28 (4) x 128"] <= 0.13e9
+    assert found["16384 x 16 (16) x 80"] <= 0.06e9
+
+
 @pytest.mark.skipif(WHEELS, reason="the CUDA wheels are installed")
 def test_without_the_wheels_nothing_is_planned_and_it_says_what_to_install(capsys):
     ended = run(capsys, plan.main, "omni_10b", "cluster=h100x8", "--compile")
