@@ -20,7 +20,7 @@ import jax
 
 from mmjax.autotune.compile_memory import aot_h100
 from mmjax.autotune.forecast import BalanceForecast, RunForecast, compile_forecast, forecast_run
-from mmjax.autotune.memory_plan import ACTIVATION, describe_shortage, device_speed
+from mmjax.autotune.memory_plan import describe_shortage, device_speed
 from mmjax.config import Config
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.console import count, duration, print_lines, size, table
@@ -30,7 +30,7 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.planning.flops import parameters
 from mmjax.planning.hardware import parse_cluster
-from mmjax.planning.memory import saved_bytes
+from mmjax.planning.memory import ACTIVATION, saved_bytes
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.step_time import Speed
 from mmjax.runtime.devices import local_cluster

@@ -11,7 +11,6 @@ import numpy as np
 
 from mmjax.autotune.compile_memory import compiled_bytes
 from mmjax.autotune.memory_plan import (
-    ACTIVATION,
     ActivationTracer,
     apply_memory_plan,
     device_microbatch,
@@ -27,7 +26,7 @@ from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
 from mmjax.parallel.sharding import check_heads, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops
 from mmjax.planning.hardware import COMPUTE_EFFICIENCY, USABLE, Cluster
-from mmjax.planning.memory import GB
+from mmjax.planning.memory import ACTIVATION, GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.planning.step_time import ClusterRun, Speed, StepTime, step_time
 from mmjax.planning.work import length_work

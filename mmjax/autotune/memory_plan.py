@@ -30,7 +30,7 @@ from mmjax.models.model import Model, parameter_group
 from mmjax.parallel.sharding import ShardingRules, loss_choices
 from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import GB, DeviceBatch, ModelSharding, SavedBytes
+from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding, SavedBytes
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choose_policies, plan_memory, with_policies
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description, ram_per_device
@@ -135,7 +135,6 @@ LINEAR = 4096  # positions of a traced row: long enough that no block of attenti
 ALLOCATED = 0.97  # usable share of what an allocator may give out; the rest is lost to fragmentation
 NEAR_RAM = 0.8  # share of a CPU's RAM above which a run is warned, since other programs need some too
 MAX_HALVINGS = 4  # of a microbatch, in search of a run that fits
-ACTIVATION = {"float32": 4, "bfloat16": 2}  # bytes
 
 
 Layouts = Callable[[Config], RankLayout]  # row layout of the config with other microbatches

@@ -45,7 +45,7 @@ def _start(folder: Path, run: str, config: str, changes: list[str]) -> dict[str,
 def _train() -> None:
     """Train as `CONFIG [a.b=value ...]` says and print the seconds of the start's activities as JSON."""
     from mmjax.config.loading import find_config, load
-    from mmjax.train import train
+    from mmjax.training.loop import train
 
     end_loading()
     path = find_config(sys.argv[1])

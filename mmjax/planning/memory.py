@@ -61,6 +61,7 @@ def divide_by_tensor_parallelism(
     return SavedBytes(replicated + (saved.device - replicated) / parts, saved.host / parts)
 
 
+ACTIVATION = {"float32": 4, "bfloat16": 2}  # bytes of a number of activations, by `training.precision`
 MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's moments are float32
 LOADED = 2  # steps whose batches are on the devices: the running one and the next
 TEXT_FIELDS = 12  # four-byte numbers per text position, beside slots

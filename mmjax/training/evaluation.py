@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmjax.autotune.memory_plan import ACTIVATION
 from mmjax.balance.parts import LLM
 from mmjax.config import Config, TrainingConfig
 from mmjax.console import print_lines
@@ -21,6 +20,7 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.inference.evaluation import Answered, Evaluator, Scores, evaluation_sources, exact_match_by_group
 from mmjax.inference.prompts import BatchLimits
+from mmjax.planning.memory import ACTIVATION
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.step import Executor
