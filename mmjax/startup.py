@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-QUIET_SECONDS = 3.0  # that an activity lasts before it is printed
-REPEAT_SECONDS = 4.0  # between lines of an activity at first
-LATER_SECONDS = 60.0  # between its lines later, as when thousands of programs are compiled
+QUIET_SECONDS = 3.0  # after which an activity is printed for the first time
+REPEAT_SECONDS = 4.0  # between lines, at first
+LATER_SECONDS = 60.0  # between lines later, as when thousands of programs are compiled
 LATER = 300.0  # seconds after which that is
 
 _PRINTING = {"-h", "--help", "--show"}
@@ -117,7 +117,8 @@ def _print_slow() -> None:
         age = time_now - innermost[0].began
         silence = time_now - _last_output
         interval = REPEAT_SECONDS if age < LATER else LATER_SECONDS
-        # silence >= age: nothing was printed since the activity began, so it has not been named yet.
-        if min(age, silence) >= (QUIET_SECONDS if silence >= age else interval):
+        # silence >= age: nothing was printed since the activity began, so it has not been named yet. An interval after
+        # the last line even one that has just begun is: several short ones are as quiet as a long one.
+        if silence >= interval or silence >= age >= QUIET_SECONDS:
             print(f"       {innermost[0]}", file=sys.stderr, flush=True)
             record_output()

@@ -1,4 +1,4 @@
-"""Map the modules of a checkpoint to its tensors."""
+"""Map parameters to checkpoint tensors: each one's key, axis order, and rows of a fused tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention masks as a few integers per token, and the pairs of blocks in which a mask allows anything.
 
-`allowed` is the one definition of the mask. Kernels visit blocks of queries and keys by `BlockPlan`: pairs that are
-allowed as a whole, in which nothing is masked, and pairs of which a part is, in which `allowed` is evaluated.
+`allowed` is the one definition of the mask. Kernels visit the pairs of blocks of queries and keys in `BlockLists`: full
+pairs, in which nothing is masked, and partial ones, in which `allowed` is evaluated (as FlexAttention's BlockMask).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Range(NamedTuple):
 
 
 class _BlockRanges(NamedTuple):
-    """Ranges of the fields in each block, without padding; those that begin with `all` count padding too."""
+    """Ranges of the fields in each block, without padding; bits, and what begins with `all`, count padding too."""
 
     sample: _Range
     pos: _Range

@@ -1,6 +1,6 @@
-"""Count the (query, key) pairs that the mask spec allows, exactly and without a T x T mask.
+"""Sizes that determine FLOPs: layer shapes, tokens and attended pairs of each tower, exact, estimated or as executed.
 
-Needed attention FLOPs, and so MFU, are in proportion to this number.
+Needed attention FLOPs, and so MFU, are in proportion to the pairs.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ class Commit:
         remove_leftovers(self.folder)
         for torn in self.folder.glob(f"*{TORN}"):
             # Kept for a person to look at until a checkpoint of its step, or of a later one, is complete.
-            if int(torn.name.removesuffix(TORN)) <= self.step:
+            name = torn.name.removesuffix(TORN)
+            if name.isdecimal() and int(name) <= self.step:
                 shutil.rmtree(torn)
 
 

@@ -1,4 +1,4 @@
-"""Convert decoded images and clips to encoder inputs, and compute their lengths before anything is decoded."""
+"""Cut images into patches and compute log-mel frames of clips; the positions and tokens of both from sizes alone."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def patch_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int]:
 def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
     grid = encoder.positions
     if not min(height, width):
-        raise ValueError(f"an image of {size[0]} x {size[1]} pixels has not one patch of {encoder.patch}")
+        raise BadMedia(f"an image of {size[0]} x {size[1]} pixels has not one patch of {encoder.patch}")
     if isinstance(grid, LearnedGrid) and (height > grid.rows or width > grid.columns):
         raise BadMedia(
             f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, the encoder learned positions "

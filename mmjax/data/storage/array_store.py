@@ -41,7 +41,9 @@ def save_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 np.save(partial / f"{name}.npy", array)
             (partial / SUMS).write_text(json.dumps({name: _sum(partial / f"{name}.npy") for name in arrays}) + "\n")
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}; make room there") from None
+        raise UserError(
+            f"{folder} cannot be written: {error.strerror or error}; make room there, or make it writable"
+        ) from None
 
 
 def open_arrays(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:

@@ -121,5 +121,5 @@ def test_of_a_learned_grid_only_whole_patches_are_seen_and_elsewhere_black_fills
     assert (item_size(grid, (11, 14)).tokens, item_size(filled, (11, 14)).tokens) == (2 * 3, 3 * 4)
     assert (token_grid(grid, (11, 14)), token_grid(filled, (11, 14))) == ((1, 2, 3), (1, 3, 4))
     np.testing.assert_array_equal(encoder_input(grid, image).values, encoder_input(grid, image[:8, :12]).values)
-    with pytest.raises(ValueError, match="an image of 3 x 14 pixels has not one patch of 4"):
+    with pytest.raises(BadMedia, match="an image of 3 x 14 pixels has not one patch of 4"):
         item_size(grid, (3, 14))
