@@ -15,7 +15,7 @@ from rich.table import Column
 
 from mmjax.startup import record_output
 
-PLAIN_EVERY_SECONDS = 5.0
+PLAIN_EVERY_SECONDS = 4.0
 
 _muted = False
 
@@ -69,7 +69,7 @@ def duration(seconds: float, digits: int = 3) -> str:
 
 
 class ProgressLine:
-    """Progress bar on a terminal; elsewhere a plain line every five seconds."""
+    """Progress bar on a terminal; elsewhere a plain line every four seconds."""
 
     def __init__(self, first: int, steps: int, unit: str = "step") -> None:
         self._steps = steps
