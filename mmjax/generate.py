@@ -52,7 +52,15 @@ def generate(
     rules = ShardingRules.of(mesh_config)
     enable_compilation_cache(served.programs())
     model, params = served.load(mesh, rules)
-    generator = Generator(model, mesh, rules, prompt_format.ends, prompt_format.decode_answer, sampling, max_tokens)
+    generator = Generator(
+        model,
+        mesh,
+        rules,
+        ends=prompt_format.ends,
+        decode=prompt_format.decode_answer,
+        sampling=sampling,
+        max_tokens=max_tokens,
+    )
     start = time.perf_counter()
     if show:
         answer = _stream(answer for _, answer in generator.answered(params, prompts, every=EVERY))

@@ -113,7 +113,7 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     # Gradients are summed over the axes that a spec leaves out; those of one device are named, to need no all-reduce.
     named = {axis for entry in q_spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
     single = tuple(axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named)
-    q_spec, k_spec = (PartitionSpec(*x[:3], single or None) for x in (q_spec, k_spec))
+    q_spec, k_spec = (PartitionSpec(x[0], x[1], x[2], single or None) for x in (q_spec, k_spec))
     token_specs = jax.tree.map(lambda x: spec(x, "rows", *(None,) * (x.ndim - 1)), tokens)
     return jax.shard_map(
         function, mesh=current.mesh, in_specs=(q_spec, k_spec, k_spec, token_specs), out_specs=q_spec, check_vma=False
