@@ -59,7 +59,9 @@ def test_outputs_and_gradients_are_those_of_dense_attention(seed):
     (_, wanted), wanted_gradients = jax.jit(jax.value_and_grad(dense, (0, 1, 2), has_aux=True))(q, k, v)
     np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
     for ours, theirs in zip(gradients, wanted_gradients, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+        # Of the largest where that is above 1: float32 alone rounds 11 by 5e-7, and a gradient sums a row of such.
+        largest = max(1.0, float(np.abs(theirs).max()))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("sizes", [(16, 8), (8, 16), (16, 16)])
