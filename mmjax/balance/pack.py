@@ -56,6 +56,7 @@ _BLOCK = 1024, 64  # about so many samples, of at most so many columns, are exch
 _BLOCKS_ALIKE = 0.002
 _ENCODER_WEIGHTS = 1.0, 0.5, 0.25, 0.1
 _CEILING = 0.9  # of a column's spare room, up to which columns may differ
+_ROUNDING = 1e-6  # of a column: loads are sums of quotients, so full ones may seem to exceed it; positions are coarser
 
 
 @dataclass(frozen=True)
@@ -414,7 +415,7 @@ class _Chunk:
             if excess < min_excess:
                 min_excess = excess
                 column = candidate
-            if excess == 0:
+            if excess <= _ROUNDING:
                 break
         return column
 

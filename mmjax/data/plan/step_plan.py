@@ -195,7 +195,7 @@ def _alignments(grouper: StepGrouper, config: Config) -> np.ndarray:
 
 
 # Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.
-PLANNER = 7
+PLANNER = 8
 
 
 @dataclass(frozen=True)
