@@ -33,19 +33,19 @@ def list_commands() -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that the first word names with the other words as its arguments."""
-    name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in HELP:
         print(list_commands(), flush=True)
         return
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
     if name == "supervise":  # has no libraries to load, and exits with the code of the command that it runs
-        importlib.import_module("mmjax.supervise").main(words)
+        importlib.import_module("mmjax.supervise").main(arguments)
         return
     start_clock(name)
     module = importlib.import_module(f"mmjax.{name}")
     end_loading()
-    module.main(words)
+    module.main(arguments)
 
 
 def run() -> NoReturn:

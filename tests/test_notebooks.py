@@ -24,7 +24,7 @@ def executed(name: str, folder: Path, **given: object) -> nbformat.NotebookNode:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | said
     with optimized():
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | said
-        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
+        NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
     return notebook
 
 

@@ -147,7 +147,7 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, list[Any]])
     def step() -> jax.Array:
         params, accumulated = states[runs]
         states[runs][1] = executor.accumulate(*params, accumulated, arrays, weight)
-        return states[runs][1].report.loss
+        return states[runs][1].loss
 
     return step
 

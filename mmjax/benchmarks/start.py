@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -11,8 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mmjax.errors import UserError, exit_process, run_command
-from mmjax.startup import end_loading, start_clock
+from mmjax.disk import read_json_lines
+from mmjax.errors import UserError
+
+LOGGED = "seconds/start/"  # what the metrics of a process's first step begin with that are its start's activities
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,24 +35,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _start(folder: Path, run: str, config: str, changes: list[str]) -> dict[str, float]:
     short = "training.steps=1", "schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0"
-    command = [sys.executable, "-m", "mmjax.benchmarks.start", config, f"run={folder / run}", *short, *changes]
+    command = [sys.executable, "-m", "mmjax.train", config, f"run={folder / run}", *short, *changes]
     variables = os.environ | {"NUMBA_CACHE_DIR": str(folder / "numba")}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True)
     if ended.returncode:
         raise UserError(f"the run did not start: {ended.stderr.strip().splitlines()[-1]}")
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
-def _train() -> None:
-    """Train as `CONFIG [a.b=value ...]` says and print the seconds of the start's activities as JSON."""
-    from mmjax.config.loading import find_config, load
-    from mmjax.training.loop import train
-
-    end_loading()
-    path = find_config(sys.argv[1])
-    print(json.dumps(train(load(path, sys.argv[2:]), path).start_seconds))
-
-
-if __name__ == "__main__":  # a start in a process of its own; its imports are part of what is timed
-    start_clock("train")
-    exit_process(run_command(_train))
+    first_step = next(read_json_lines(folder / run / "metrics.jsonl"))
+    return {key.removeprefix(LOGGED): seconds for key, seconds in first_step.items() if key.startswith(LOGGED)}

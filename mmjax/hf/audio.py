@@ -10,7 +10,7 @@ from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable,
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, Parts, convolution, linear, norm, table
+from mmjax.hf.layout import Layout, TensorNames, convolution, linear, norm, table
 from mmjax.hf.llava import PROJECTORS, text_of
 from mmjax.hf.processors import read_audio_processing
 
@@ -97,7 +97,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         {
             "llm": decoder_parts(model.llm, inner, output),
             name: encoder_parts(tower),
-            f"{name}.connector": Parts({"linear": linear(f"{projector}linear")}),
+            f"{name}.connector": TensorNames({"linear": linear(f"{projector}linear")}),
         },
         {"llm": (inner, output), name: (tower,), f"{name}.connector": (projector,)},
         (f"{output}.weight",) if model.llm.tied else (),
@@ -125,7 +125,7 @@ def find_tower(folder: HfFolder) -> str:
     return prefix
 
 
-def encoder_parts(tower: str) -> Parts:
+def encoder_parts(tower: str) -> TensorNames:
     """Locate an audio encoder's parameters under the prefix `tower`."""
     layer = f"{tower}layers.*."
     taps_first = (2, 1, 0)  # stored [width, channel, tap]
@@ -143,4 +143,4 @@ def encoder_parts(tower: str) -> Parts:
         "layers.*.mlp.down": linear(f"{layer}fc2"),
         "head": norm(f"{tower}layer_norm"),
     }
-    return Parts(parts)
+    return TensorNames(parts)

@@ -21,7 +21,7 @@ from mmjax.config import (
 )
 from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder, note
-from mmjax.hf.layout import Parts, linear, norm, table
+from mmjax.hf.layout import TensorNames, linear, norm, table
 
 # By HF's names. The three approximations of GELU by tanh differ in how they are computed, not in what.
 ACTIVATIONS: dict[str, Activation] = {
@@ -306,7 +306,7 @@ def find_decoder(folder: HfFolder) -> tuple[str, str]:
     return inner, next((p for p in OUTPUTS if f"{p}.weight" in folder.tensors), OUTPUTS[0])
 
 
-def decoder_parts(config: DecoderConfig, inner: str, output: str) -> Parts:
+def decoder_parts(config: DecoderConfig, inner: str, output: str) -> TensorNames:
     """Locate a decoder's parameters: its body under the prefix `inner`, its output table at `output`."""
     layer = f"{inner}layers.*."
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2, where it really comes after attention.
@@ -329,4 +329,4 @@ def decoder_parts(config: DecoderConfig, inner: str, output: str) -> Parts:
         "head.norm": norm(f"{inner}norm"),
         "head.table": table(output),
     }
-    return Parts(parts)
+    return TensorNames(parts)

@@ -6,7 +6,7 @@ from mmjax.config import ConnectorConfig, ModelConfig
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, decoder_of
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, Parts, linear, norm
+from mmjax.hf.layout import Layout, TensorNames, linear, norm
 from mmjax.hf.llava import PROJECTORS, text_of, tower_fields, whole_layout
 from mmjax.hf.vision import vision_of, with_images
 
@@ -36,7 +36,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         "mlp.up": linear(f"{projector}linear_1"),
         "mlp.down": linear(f"{projector}linear_2"),
     }
-    return whole_layout(folder, model, _tower(folder.fields), Parts(parts), projector)
+    return whole_layout(folder, model, _tower(folder.fields), TensorNames(parts), projector)
 
 
 def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -59,7 +59,7 @@ def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
 def layout_chat(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of OpenGVLab's layout."""
     parts = {"norm": norm(f"{OPEN}0"), "mlp.up": linear(f"{OPEN}1"), "mlp.down": linear(f"{OPEN}3")}
-    return whole_layout(folder, model, _open_tower(folder.fields), Parts(parts), OPEN)
+    return whole_layout(folder, model, _open_tower(folder.fields), TensorNames(parts), OPEN)
 
 
 def _tower(fields: Fields) -> Fields:

@@ -12,80 +12,81 @@ from mmjax.hf.folder import HfFolder
 
 
 @dataclass(frozen=True)
-class Part:
-    """One parameter as a tensor, or some rows of one. A `*` in the key stands for the layer's number.
+class TensorSlice:
+    """Locate one parameter in a checkpoint: a tensor, or some rows of one.
 
-    order: the tensor's axes in the order in which ours has them; ours may join several into one.
+    key: a `*` in it stands for the layer's number. order: the tensor's axes in the order in which the parameter has
+    them, which may join several into one.
     """
 
     key: str
     order: tuple[int, ...] | None = None  # None: as it is
-    rows: tuple[int, int] | None = None  # of the tensor's first axis, where it holds several of ours
+    rows: tuple[int, int] | None = None  # of the tensor's first axis, where it holds several parameters
 
-    def ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Our parameter of this shape, from the tensor's rows."""
+    def from_hf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the parameter of this shape that the tensor's rows hold."""
         return (tensor if self.order is None else tensor.transpose(self.order)).reshape(shape)
 
-    def theirs(self, parameter: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor's rows, of this shape, from our parameter: the inverse of `ours`."""
+    def to_hf(self, parameter: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the tensor's rows, of this shape, that hold the parameter: the inverse of `from_hf`."""
         if self.order is None:
             return parameter.reshape(shape)
-        # Our matrix joins several axes; here they come apart again, still in our order.
+        # The parameter joins several axes; here they come apart again, still in its order.
         turned = parameter.reshape([shape[axis] for axis in self.order])
         # argsort of a permutation is its inverse: order (2, 3, 1, 0) is undone by (3, 2, 0, 1).
         return turned.transpose(np.argsort(self.order))
 
 
-Leaves = Mapping[str, Part]  # of one of our modules, by the attribute
+LeafTensors = Mapping[str, TensorSlice]  # of one module, by attribute
 TRANSPOSED = (1, 0)
 
 
-def linear(key: str) -> Leaves:
-    """A matrix, stored [out, in], with a bias or without."""
-    return {"weight": Part(f"{key}.weight", TRANSPOSED), "bias": Part(f"{key}.bias")}
+def linear(key: str) -> LeafTensors:
+    """Locate a linear layer: a matrix, stored [out, in], with a bias or without."""
+    return {"weight": TensorSlice(f"{key}.weight", TRANSPOSED), "bias": TensorSlice(f"{key}.bias")}
 
 
-def norm(key: str) -> Leaves:
-    """A norm's scale, and its bias if it has one."""
-    return {"scale": Part(f"{key}.weight"), "bias": Part(f"{key}.bias")}
+def norm(key: str) -> LeafTensors:
+    """Locate a norm's scale, and its bias if it has one."""
+    return {"scale": TensorSlice(f"{key}.weight"), "bias": TensorSlice(f"{key}.bias")}
 
 
-def table(key: str) -> Leaves:
-    """A table with one row per entry."""
-    return {"weight": Part(f"{key}.weight")}
+def table(key: str) -> LeafTensors:
+    """Locate a table with one row per entry."""
+    return {"weight": TensorSlice(f"{key}.weight")}
 
 
-def vector(key: str) -> Leaves:
-    """A parameter that is a tensor by itself."""
-    return {"weight": Part(key)}
+def vector(key: str) -> LeafTensors:
+    """Locate a parameter that is a tensor by itself."""
+    return {"weight": TensorSlice(key)}
 
 
-def convolution(key: str, order: tuple[int, ...]) -> Leaves:
-    """A convolution that is computed as a matrix product; `order` as in `Part`."""
-    return {"weight": Part(f"{key}.weight", order), "bias": Part(f"{key}.bias")}
+def convolution(key: str, order: tuple[int, ...]) -> LeafTensors:
+    """Locate a convolution that is computed as a matrix product; `order` as in `TensorSlice`."""
+    return {"weight": TensorSlice(f"{key}.weight", order), "bias": TensorSlice(f"{key}.bias")}
 
 
-def third(leaves: Leaves, which: int, width: int) -> Leaves:
-    """One of queries, keys and values that are stored as one matrix, each of `width` rows."""
+def qkv_slice(leaves: LeafTensors, which: int, width: int) -> LeafTensors:
+    """Locate one of queries, keys and values that are stored as one matrix, each of `width` rows."""
     # Queries are rows 0 .. width, keys the next, values the last.
     rows = which * width, (which + 1) * width
-    return {name: replace(part, rows=rows) for name, part in leaves.items()}
+    return {name: replace(tensor, rows=rows) for name, tensor in leaves.items()}
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Map the parameters of a tower or a connector to tensors, by our module's path, layers as `*`."""
+class TensorNames:
+    """Map the parameters of a tower or a connector to tensors, by the module's path, layers as `*`."""
 
-    by_module: Mapping[str, Leaves]
+    by_module: Mapping[str, LeafTensors]
 
-    def find(self, path: tuple[str, ...]) -> Part | None:
-        """The part that is this parameter (its path inside the tower, layers numbered); None: there is none."""
+    def find(self, path: tuple[str, ...]) -> TensorSlice | None:
+        """Return the tensor of this parameter (its path inside the tower, layers numbered); None: there is none."""
         *modules, leaf = path
         # At most one number stands in a path: that of the layer, or of a deepstack's merger.
         number = next((name for name in modules if name.isdigit()), "")
         named = ".".join("*" if name.isdigit() else name for name in modules)
-        part = self.by_module.get(named, {}).get(leaf)
-        return None if part is None else replace(part, key=part.key.replace("*", number))
+        tensor = self.by_module.get(named, {}).get(leaf)
+        return None if tensor is None else replace(tensor, key=tensor.key.replace("*", number))
 
 
 BUFFERS = ("*.rotary_emb.inv_freq", "*.position_ids", "*.masked_bias")  # that old versions saved; nothing to read
@@ -93,14 +94,14 @@ BUFFERS = ("*.rotary_emb.inv_freq", "*.position_ids", "*.masked_bias")  # that o
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint's modules by our names: "llm", an encoder's, "<encoder>.connector"."""
+    """Map a checkpoint's modules, by their names here: "llm", an encoder's, "<encoder>.connector"."""
 
-    modules: Mapping[str, Parts]
+    modules: Mapping[str, TensorNames]
     prefixes: Mapping[str, tuple[str, ...]]  # what a module's tensors begin with
     unused: tuple[str, ...] = ()  # patterns of tensors that no computation here reads
 
-    def strangers(self, folder: HfFolder, read: set[str], modules: Sequence[str]) -> list[str]:
-        """Tensors of these modules that nobody reads and that are not known to be unused.
+    def unexpected_tensors(self, folder: HfFolder, read: set[str], modules: Sequence[str]) -> list[str]:
+        """List tensors of these modules that nobody reads and that are not known to be unused.
 
         Of all modules of a checkpoint together: every tensor that is not known.
         """

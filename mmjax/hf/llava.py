@@ -11,7 +11,7 @@ from mmjax.config import AnyRes, AsIs, ConnectorConfig, DecoderConfig, LearnedGr
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, Part, Parts, linear
+from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, DEFAULTS
 from mmjax.hf.vision import find_tower, kind_of, unused_in, vision_of, vision_parts, with_images
 
@@ -127,9 +127,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     begins = (projector,)
     if family.processor:
         newline = next((key for key in NEWLINES if key in folder.tensors), NEWLINES[-1])
-        connector["newline"] = {"weight": Part(newline, (0,))}
+        connector["newline"] = {"weight": TensorSlice(newline, (0,))}
         begins += (newline,)
-    return whole_layout(folder, model, tower_fields(fields, family.tower), Parts(connector), *begins)
+    return whole_layout(folder, model, tower_fields(fields, family.tower), TensorNames(connector), *begins)
 
 
 def text_of(fields: Fields, kind: str) -> DecoderConfig:
@@ -148,8 +148,10 @@ def tower_fields(fields: Fields, default: Mapping[str, object]) -> Fields:
     return Fields((dict(default) if same else {}) | vision_config, f"{fields.where}: vision_config")
 
 
-def whole_layout(folder: HfFolder, model: ModelConfig, fields: Fields, connector: Parts, *projector: str) -> Layout:
-    """The layout of a checkpoint of one vision tower, a projector and a decoder.
+def whole_layout(
+    folder: HfFolder, model: ModelConfig, fields: Fields, connector: TensorNames, *projector: str
+) -> Layout:
+    """Build the layout of a checkpoint of one vision tower, a projector and a decoder.
 
     fields: of the vision config. projector: what the tensors of the projector begin with.
     """

@@ -11,7 +11,7 @@ from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, RotaryGrid
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, Parts, convolution, linear, norm, table, third
+from mmjax.hf.layout import Layout, TensorNames, convolution, linear, norm, qkv_slice, table
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
 from mmjax.hf.vision import with_images
 
@@ -235,7 +235,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     return Layout(parts, prefixes, unused)
 
 
-def _vision_parts(first: str, config: VisionConfig) -> Parts:
+def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
     layer = f"{first}blocks.*"
     third_of = linear(f"{layer}.attn.qkv")
     names = ("gate_proj", "up_proj", "down_proj") if config.gated else ("", "linear_fc1", "linear_fc2")
@@ -249,19 +249,19 @@ def _vision_parts(first: str, config: VisionConfig) -> Parts:
         "layers.*.mlp_norm": norm(f"{layer}.norm2"),
     }
     for which, name in enumerate(QKV):
-        parts[f"layers.*.attention.{name}"] = third(third_of, which, config.width)
+        parts[f"layers.*.attention.{name}"] = qkv_slice(third_of, which, config.width)
     for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
         parts[f"layers.*.mlp.{ours}"] = linear(f"{layer}.mlp.{theirs}")
-    return Parts(parts)
+    return TensorNames(parts)
 
 
-def _connector_parts(first: str, config: VisionConfig) -> Parts:
+def _connector_parts(first: str, config: VisionConfig) -> TensorNames:
     if config.connector.norm == "rms":
         names = f"{first}merger.ln_q", f"{first}merger.mlp.0", f"{first}merger.mlp.2"
     else:
         names = f"{first}merger.norm", f"{first}merger.linear_fc1", f"{first}merger.linear_fc2"
     deeper = f"{first}deepstack_merger_list.*"
-    return Parts(
+    return TensorNames(
         {
             "norm": norm(names[0]),
             "mlp.up": linear(names[1]),

@@ -22,7 +22,7 @@ from mmjax.config import (
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, Leaves, Part, Parts, convolution, linear, norm, third
+from mmjax.hf.layout import Layout, LeafTensors, TensorNames, TensorSlice, convolution, linear, norm, qkv_slice
 from mmjax.hf.processors import image_processor_file, read_image_processing
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
@@ -38,7 +38,7 @@ class Tower:
 
     read: Callable[[Fields], VisionConfig]  # all its layers
     marker: str  # a tensor that it has, below its prefix
-    parts: Callable[[VisionConfig, str], Parts]  # below a prefix
+    parts: Callable[[VisionConfig, str], TensorNames]  # below a prefix
     unused: tuple[str, ...] = ()  # tensors of a pooling head, which the LLM's features do not need, below the prefix
 
 
@@ -76,7 +76,7 @@ def find_tower(folder: HfFolder, kind: str) -> str:
     raise UserError(f"{folder.path} has no {kind}: no tensor is called [...]{marker}")
 
 
-def vision_parts(config: VisionConfig, kind: str, prefix: str) -> Parts:
+def vision_parts(config: VisionConfig, kind: str, prefix: str) -> TensorNames:
     """Locate a tower's parameters below a prefix."""
     return TOWERS_BY_KIND[kind].parts(config, prefix)
 
@@ -138,15 +138,15 @@ def _patches(fields: Fields, image: int, patch: int) -> tuple[int, LearnedGrid]:
     return sides[0], LearnedGrid(rows // sides[0], columns // sides[0])
 
 
-def _clip_parts(config: VisionConfig, prefix: str) -> Parts:
+def _clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
     layer = f"{prefix}encoder.layers.*."
     named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
-    return Parts(
+    return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
             # Stored `[width]`, ours is a table of one row: an order with a reshape turns one into the other.
-            "embed.class_token": {"weight": Part(f"{prefix}embeddings.class_embedding", (0,))},
-            "embed.positions": {"weight": Part(f"{prefix}embeddings.position_embedding.weight")},
+            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0,))},
+            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding.weight")},
             "embed.norm": norm(f"{prefix}pre_layrnorm"),
             "layers.*.attention_norm": norm(f"{layer}layer_norm1"),
             **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}") for ours, name in named.items()},
@@ -195,23 +195,23 @@ def _intern_vit(fields: Fields, sizes: tuple[int, ...], norm_type: str, biased: 
     )
 
 
-def _intern_parts(config: VisionConfig, prefix: str) -> Parts:
+def _intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
     layer = f"{prefix}encoder.layer.*."
     named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "projection_layer"}
-    return Parts(
+    return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
-            "embed.class_token": {"weight": Part(f"{prefix}embeddings.cls_token", (0, 1, 2))},
-            "embed.positions": {"weight": Part(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
+            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))},
+            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
             "layers.*.attention_norm": norm(f"{layer}layernorm_before"),
             **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
             "layers.*.attention.query_norm": norm(f"{layer}attention.q_norm"),
             "layers.*.attention.key_norm": norm(f"{layer}attention.k_norm"),
-            "layers.*.attention_after": {"scale": Part(f"{layer}lambda_1")},
+            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}lambda_1")},
             "layers.*.mlp_norm": norm(f"{layer}layernorm_after"),
             "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
             "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
-            "layers.*.mlp_after": {"scale": Part(f"{layer}lambda_2")},
+            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}lambda_2")},
             "head": norm(f"{prefix}layernorm"),
         }
     )
@@ -223,27 +223,27 @@ def _open_intern(fields: Fields) -> VisionConfig:
     return replace(plain, qk_norm_eps=plain.norm_eps)
 
 
-def _open_intern_parts(config: VisionConfig, prefix: str) -> Parts:
+def _open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
     layer = f"{prefix}encoder.layers.*."
     fused = linear(f"{layer}attn.qkv")
-    thirds: dict[str, Leaves] = {
-        f"layers.*.attention.{ours}": third(fused, i, config.width) for i, ours in enumerate(QKV)
+    thirds: dict[str, LeafTensors] = {
+        f"layers.*.attention.{ours}": qkv_slice(fused, i, config.width) for i, ours in enumerate(QKV)
     }
-    return Parts(
+    return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
-            "embed.class_token": {"weight": Part(f"{prefix}embeddings.class_embedding", (0, 1, 2))},
-            "embed.positions": {"weight": Part(f"{prefix}embeddings.position_embedding", (0, 1, 2))},
+            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0, 1, 2))},
+            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding", (0, 1, 2))},
             "layers.*.attention_norm": norm(f"{layer}norm1"),
             **thirds,
             "layers.*.attention.output": linear(f"{layer}attn.proj"),
             "layers.*.attention.query_norm": norm(f"{layer}attn.q_norm"),
             "layers.*.attention.key_norm": norm(f"{layer}attn.k_norm"),
-            "layers.*.attention_after": {"scale": Part(f"{layer}ls1")},
+            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}ls1")},
             "layers.*.mlp_norm": norm(f"{layer}norm2"),
             "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
             "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
-            "layers.*.mlp_after": {"scale": Part(f"{layer}ls2")},
+            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}ls2")},
         }
     )
 

@@ -19,7 +19,7 @@ from mmjax.config.model import adapters_by_layer, lora_scale
 from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder
-from mmjax.hf.layout import TRANSPOSED, Part, Parts
+from mmjax.hf.layout import TRANSPOSED, TensorNames, TensorSlice
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, Params, module_of, parameter_group
 from mmjax.runtime.checkpoint import SavedParameters
@@ -53,9 +53,9 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
         layout = layout_of(folder, model.config)
         sources = _sources(model, folder, {module: layout.modules[module] for module in modules})
         read = {part.key for layers in sources.values() for part, _ in layers}
-        if strangers := layout.strangers(folder, read, modules):
+        if unexpected := layout.unexpected_tensors(folder, read, modules):
             raise UserError(
-                f"{path} has {len(strangers)} tensors that this model lacks, such as {strangers[0]}: its config.json "
+                f"{path} has {len(unexpected)} tensors that this model lacks, such as {unexpected[0]}: its config.json "
                 "does not describe its weights"
             )
         for names, layers in sources.items():
@@ -69,10 +69,10 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
 
 
 # The part of a checkpoint and our shape, of each layer of a stack; a single one for a parameter that is not stacked.
-Layers = list[tuple[Part, tuple[int, ...]]]
+Layers = list[tuple[TensorSlice, tuple[int, ...]]]
 
 
-def _sources(model: Model, folder: HfFolder, modules: Mapping[str, Parts]) -> dict[tuple[str, ...], Layers]:
+def _sources(model: Model, folder: HfFolder, modules: Mapping[str, TensorNames]) -> dict[tuple[str, ...], Layers]:
     """Find every parameter of these modules in the folder. Raises UserError for one that is missing."""
     sources = {}
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
@@ -97,7 +97,7 @@ def _sources(model: Model, folder: HfFolder, modules: Mapping[str, Parts]) -> di
     return sources
 
 
-def check_fits(folder: HfFolder, part: Part, shape: tuple[int, ...]) -> None:
+def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> None:
     """Raise UserError where a tensor is missing, or its shape does not give our parameter's."""
     have = folder.stored(part.key).shape
     rows = have[:1] if part.rows is None else (part.rows[1] - part.rows[0],)
@@ -133,14 +133,14 @@ def _load(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _read_into(out: np.ndarray, folder: HfFolder, part: Part, shape: tuple[int, ...], index: Index) -> None:
+def _read_into(out: np.ndarray, folder: HfFolder, part: TensorSlice, shape: tuple[int, ...], index: Index) -> None:
     """Write the part of our parameter that `index` selects into `out`, reading only the rows that it needs."""
     stored = folder.stored(part.key)
     first = 0 if part.rows is None else part.rows[0]
     if part.order is not None and part.order != TRANSPOSED:
         # Convolutions: small enough to be read whole.
         rows = slice(None) if part.rows is None else slice(*part.rows)
-        out[...] = part.ours(folder.read(part.key, rows), shape)[index]
+        out[...] = part.from_hf(folder.read(part.key, rows), shape)[index]
         return
     if not shape:
         out[...] = folder.read(part.key)
@@ -177,7 +177,7 @@ class Piece:
     """A parameter that is a tensor of a Hugging Face checkpoint, or some rows of one."""
 
     name: Name
-    part: Part
+    part: TensorSlice
     shape: tuple[int, ...]
 
 
@@ -281,9 +281,9 @@ class Exporter:
             rows = slice(None) if piece.part.rows is None else slice(*piece.part.rows)
             source = tensor[rows] if tensor.shape else tensor
             # A scalar tensor cannot be sliced, only assigned as a whole.
-            value = self.merged(piece.name, piece.part.ours(source, piece.shape))
+            value = self.merged(piece.name, piece.part.from_hf(source, piece.shape))
             if value is not None:
-                tensor[rows if tensor.shape else ...] = piece.part.theirs(value, source.shape)
+                tensor[rows if tensor.shape else ...] = piece.part.to_hf(value, source.shape)
                 changed = True
         return tensor if changed else None
 
@@ -316,7 +316,7 @@ def _inside(name: Name) -> Name:
     return name[1:] if name[0] == "llm" else name[2:]
 
 
-def _part(parts: Parts, name: Name, folder: HfFolder) -> Part:
+def _part(parts: TensorNames, name: Name, folder: HfFolder) -> TensorSlice:
     if (part := parts.find(_inside(name))) is None:
         raise UserError(f"{folder.path}: nothing there is {'.'.join(_inside(name))} of {module_of(name)}")
     return part

@@ -161,7 +161,6 @@ class Trainer:
         # seconds that the loop waited for the batch.
         self.running: tuple[int, LoadedStep, list[Microbatch], StepReport, float] | None = None
         self.stop_requested = False  # by a signal to any process; all learn it from the same step's report
-        self.start_seconds: dict[str, float] = {}  # until the first step was done, by activity; of a command alone
         self.began = time.monotonic()
 
     def __repr__(self) -> str:
@@ -321,6 +320,8 @@ class Trainer:
         scalars = self.metrics.compute(loaded, report, hyper, wait_seconds)
         low, high = map(int, report.content)
         extra = {"batch": spelled(low + (high << 32)), "worst": self.nonfinite.worst_losses(report)}
+        if self.metrics.steps == 1:
+            extra |= {f"seconds/start/{name}": seconds for name, seconds in startup_seconds().items()}
         self.log(step + 1, scalars | extra)
         progress.update(step + 1, scalars)
 
@@ -329,8 +330,6 @@ class Trainer:
         find = partial(samples_with_bad_gradients, self.executor, state, batches, noise, unreadable)
         self.nonfinite.check(step, report, find, loaded.samples.tolist())
         self.checkpoints.warn_of_failure()
-        if not self.start_seconds:
-            self.start_seconds = startup_seconds()
         if self.metrics.steps == WARM_STEPS:
             if (used := peak_memory_used(self.mesh)) is not None:
                 print_lines(f"memory {size(used)} of a device used so far, {size(self.memory_plan.device)} predicted")

@@ -25,7 +25,7 @@ from mmjax.data.media.decode import Probe, check_media_size, limit_violations
 from mmjax.data.sample import BadSample, Medium
 from mmjax.data.sources.array_records import FACTS, ArrayRecords
 from mmjax.data.storage.array_store import (
-    SUMS,
+    CHECKSUMS,
     Damaged,
     Missing,
     open_array_files,
@@ -102,7 +102,7 @@ class MediaFacts:
         names = [f.name for f in fields(cls)]
         if not is_url(folder):
             return cls(**open_arrays(Path(folder), names))
-        sums = local_copy(os.path.join(folder, SUMS), cache / "copies")
+        sums = local_copy(os.path.join(folder, CHECKSUMS), cache / "copies")
         copies = {name: local_copy(os.path.join(folder, f"{name}.npy"), cache / "copies") for name in names}
         return cls(**open_array_files(copies, sums))
 

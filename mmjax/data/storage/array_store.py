@@ -20,7 +20,7 @@ import numpy as np
 from mmjax.disk import atomic_folder
 from mmjax.errors import UserError
 
-SUMS = "sums.json"  # {name of an array: SHA-256 of its file}
+CHECKSUMS = "sums.json"  # {name of an array: SHA-256 of its file}
 
 _verified: set[tuple[tuple[str, int, int, int], ...]] = set()  # path, inode, size and mtime_ns of each file of a folder
 
@@ -39,7 +39,9 @@ def save_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         with atomic_folder(folder) as partial:
             for name, array in arrays.items():
                 np.save(partial / f"{name}.npy", array)
-            (partial / SUMS).write_text(json.dumps({name: _sum(partial / f"{name}.npy") for name in arrays}) + "\n")
+            (partial / CHECKSUMS).write_text(
+                json.dumps({name: _sha256(partial / f"{name}.npy") for name in arrays}) + "\n"
+            )
     except OSError as error:
         raise UserError(
             f"{folder} cannot be written: {error.strerror or error}; make room there, or make it writable"
@@ -50,7 +52,7 @@ def open_arrays(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Memory-map arrays of these names that `save_arrays` saved. Raises Missing and Damaged."""
     if not os.path.lexists(folder):
         raise Missing(f"{folder} is not there")
-    return open_array_files({name: folder / f"{name}.npy" for name in names}, folder / SUMS)
+    return open_array_files({name: folder / f"{name}.npy" for name in names}, folder / CHECKSUMS)
 
 
 def open_arrays_if_sound(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray] | None:
@@ -62,10 +64,10 @@ def open_arrays_if_sound(folder: Path, names: Iterable[str]) -> dict[str, np.nda
         return None
 
 
-def open_array_files(paths: Mapping[str, Path], sums: Path) -> dict[str, np.ndarray]:
+def open_array_files(paths: Mapping[str, Path], checksums: Path) -> dict[str, np.ndarray]:
     """Memory-map a saved folder's files wherever they have been copied to. Raises Damaged."""
     if multiprocessing.parent_process() is None:  # the parent of a worker has verified them
-        _verify(paths, sums)
+        _verify(paths, checksums)
     arrays = {}
     for name, path in paths.items():
         try:
@@ -76,18 +78,18 @@ def open_array_files(paths: Mapping[str, Path], sums: Path) -> dict[str, np.ndar
     return arrays
 
 
-def _verify(paths: Mapping[str, Path], sums: Path) -> None:
+def _verify(paths: Mapping[str, Path], checksums: Path) -> None:
     """Raise Damaged where a file does not have its hash. Files that did not change since are not read again."""
-    files = (*paths.values(), sums)
+    files = (*paths.values(), checksums)
     try:
         # Inode, size and time change whenever a file is replaced or written, so a process verifies each state once.
         state = tuple((str(path), s.st_ino, s.st_size, s.st_mtime_ns) for path in files for s in [path.stat()])
         if state in _verified:
             return
-        expected = json.loads(sums.read_text())
-        wrong = [path for name, path in paths.items() if expected[name] != _sum(path)]
+        expected = json.loads(checksums.read_text())
+        wrong = [path for name, path in paths.items() if expected[name] != _sha256(path)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{sums.parent} is not whole: {type(error).__name__}: {error}") from None
+        raise Damaged(f"{checksums.parent} is not whole: {type(error).__name__}: {error}") from None
     if wrong:
         raise Damaged(f"{wrong[0]} is not what was written")
     _verified.add(state)
@@ -99,6 +101,6 @@ def print_recomputation(damage: Damaged) -> None:
         print(f"note   {damage}; it is made again", file=sys.stderr, flush=True)
 
 
-def _sum(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -69,7 +69,7 @@ def lengths_in_a_worker(folder: Path, answers) -> None:
 def test_a_process_hashes_once_and_its_workers_never(tmp_path: Path, monkeypatch) -> None:
     save_arrays(tmp_path / "kept", {"lengths": np.arange(20)})
     open_arrays(tmp_path / "kept", ["lengths"])
-    monkeypatch.setattr(kept_module, "_sum", None)
+    monkeypatch.setattr(kept_module, "_sha256", None)
     open_arrays(tmp_path / "kept", ["lengths"])
     spawned = multiprocessing.get_context("spawn")
     answers = spawned.Queue()
