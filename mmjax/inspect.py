@@ -26,8 +26,7 @@ from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describ
 from mmjax.data.plan.length_index import index_key
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.reporting.rows import item_image
-from mmjax.runtime.run_dir import RunFolder
-from mmjax.training.metrics import logged_records
+from mmjax.runtime.run_dir import RunFolder, logged_records
 from mmjax.training.run_data import Launch, launch_of_step, loader_of, read_launches
 
 TRAINED = "\033[1m", "\033[0m"  # around trained tokens on a terminal; elsewhere [[ and ]]

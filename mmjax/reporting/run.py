@@ -15,8 +15,7 @@ from mmjax.config import Config
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.step_plan import StepPlan
 from mmjax.errors import UserError
-from mmjax.runtime.run_dir import RunFolder
-from mmjax.training.metrics import logged_records
+from mmjax.runtime.run_dir import RunFolder, logged_records
 from mmjax.training.run_data import Launch, launch_of_step, loader_of, read_launches
 
 POINTS = 1_500  # of a curve, about, at most: no chart has more pixels

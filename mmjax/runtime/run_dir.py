@@ -1,4 +1,4 @@
-"""The folder of one run: the paths in it, and claiming it for a new or a resumed run without losing anything."""
+"""The folder of one run: its paths, its metrics, and claiming it for a new or a resumed run without losing anything."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mmjax.config import Config
 from mmjax.config.codec import did_you_mean
 from mmjax.config.loading import copy_config, differences, from_json, keys_of, to_json
 from mmjax.console import print_lines
-from mmjax.disk import atomic_write, json_lines
+from mmjax.disk import atomic_write, json_lines, read_json_lines
 from mmjax.errors import UserError
 
 
@@ -321,3 +321,22 @@ def _may_change(key: str) -> bool:
     return key.startswith(MAY_CHANGE) or (
         parts[:2] == ["model", "encoders"] and parts[3:] in (["remat"], ["attention"])
     )
+
+
+def logged_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl without incomplete lines, and without values that no log can have."""
+    for record in read_json_lines(path):
+        # `type`, since True is an int too; integers up to 2**53 are exact as floats, which the report computes with.
+        if type(record.get("step")) is int and 0 <= record["step"] < 2**53:
+            yield {key: value for key, value in record.items() if _is_logged(key, value)}
+
+
+def _is_logged(key: str, value: Any) -> bool:
+    """Return whether a run may have logged this value: a person may have edited the file."""
+    if key in ("batch", "slowest"):
+        return isinstance(value, str)
+    if key == "worst":
+        return isinstance(value, dict) and all(_is_logged("loss", loss) for loss in value.values())
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return type(value) in (int, float) and abs(value) < 1e300

@@ -293,25 +293,6 @@ def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
     return run
 
 
-def logged_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl without incomplete lines, and without values that no log can have."""
-    for record in read_json_lines(path):
-        # `type`, since True is an int too; integers up to 2**53 are exact as floats, which the report computes with.
-        if type(record.get("step")) is int and 0 <= record["step"] < 2**53:
-            yield {key: value for key, value in record.items() if _is_logged(key, value)}
-
-
-def _is_logged(key: str, value: Any) -> bool:
-    """Return whether `_plain` may have written this value: a person may have edited the file."""
-    if key in ("batch", "slowest"):
-        return isinstance(value, str)
-    if key == "worst":
-        return isinstance(value, dict) and all(_is_logged("loss", loss) for loss in value.values())
-    if isinstance(value, str):
-        return value in ("nan", "inf", "-inf")
-    return type(value) in (int, float) and abs(value) < 1e300
-
-
 def _drop_after(path: Path, done: int) -> None:
     """Rewrite the file atomically without records of steps after `done`."""
     with atomic_write(path) as partial, partial.open("w") as output:

@@ -11,7 +11,8 @@ import pytest
 from started import ROOT
 
 from mmjax.errors import UserError
-from mmjax.training.metrics import MetricsLog, logged_records
+from mmjax.runtime.run_dir import logged_records
+from mmjax.training.metrics import MetricsLog
 
 ODD = ["half a li", "[1]", '{"step": "x"}', '{"step": ' + "9" * 400 + "}", "[" * 100_000, '{"step": NaN}', "\xff"]
 
