@@ -285,7 +285,8 @@ class VisionConfig:
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
     positions: RotaryGrid | LearnedGrid | StretchedGrid = RotaryGrid()
-    window: int = 0  # side, in patches, of the square windows that the layers in `windowed` attend within
+    # side, in patches, of the square windows that the layers in `windowed` attend within; a multiple of connector.merge
+    window: int = 0
     windowed: tuple[int, ...] = ()  # layers with window attention
     deepstack: tuple[int, ...] = ()  # layers whose outputs are added to the LLM's: the n-th's after its layer n
     class_token: bool = False  # a learned token beside the patches of every image; the LLM does not see it

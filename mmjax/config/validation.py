@@ -287,6 +287,11 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     check_images(f"{where}.images", encoder.images)
     at_least(0, where, encoder, ("window",))
     _check_windows(where, encoder)
+    check(
+        not encoder.windowed or encoder.window % encoder.connector.merge == 0,
+        f"{where}.window={encoder.window}: a window holds whole tokens; use a multiple of "
+        f"connector.merge={encoder.connector.merge}",
+    )
     _check_layers(where, "deepstack", encoder)
     layers = encoder.deepstack
     check(list(layers) == sorted(set(layers)), f"{where}.deepstack={listed(layers)}: name layers in order, each once")

@@ -44,6 +44,7 @@ class KernelTiles(NamedTuple):
     d_key: Tiles
 
 
+MAX_BLOCK = 128  # tokens
 # By head width up to and including. Chosen so that ptxas spills no registers for sm_90a (docs/measurements/gpu.md).
 TILES = {
     128: KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2)),
@@ -63,21 +64,31 @@ class Scores(NamedTuple):
 class BlockPlan(NamedTuple):
     """All that the kernels need of a mask: made once for all layers of a tower.
 
-    fields: int32 [B, 6, T]; lists of key blocks for each query block of both its kernels, and the reverse.
+    fields: int32 [B, 6, T]; lists of key blocks for each query block of both its kernels, and the reverse. With `index`
+    all arrays hold several masks, [B, masks, ...], and the kernels take that one: of what backward keeps for each layer
+    only the index is its own.
     """
 
     fields: Array
     forward: BlockLists
     d_query: BlockLists
     d_key: BlockLists
+    index: Array | None = None  # int32 []
+
+    def of_mask(self) -> BlockPlan:
+        """Take the mask at `index`, if there are several."""
+        if self.index is None:
+            return self
+        take = partial(lax.dynamic_index_in_dim, index=self.index, axis=1, keepdims=False)
+        return BlockPlan(*jax.tree.map(take, self[:4]))
 
 
-def tiles_for(head_width: int, length: int) -> KernelTiles:
-    """Choose tiles for heads of this width; those of short rows are no longer than the row."""
+def tiles_for(head_width: int, length: int, max_block: int = MAX_BLOCK) -> KernelTiles:
+    """Choose tiles for heads of this width, of at most `max_block` tokens (16 or more), in short rows the row's."""
     widths = [width for width in TILES if head_width <= width]
     if not widths:
         raise ValueError(f"heads of {head_width} channels are wider than the kernel takes, {max(TILES)}")
-    limit = max(16, pl.next_power_of_2(length))
+    limit = max(16, min(pl.next_power_of_2(length), max_block))
     return KernelTiles(*(t._replace(q=min(t.q, limit), k=min(t.k, limit)) for t in TILES[min(widths)]))
 
 
@@ -102,7 +113,7 @@ def flash_attention(
     A query that may attend nothing gets 0. Softmax and sums are float32.
     """
     length = q.shape[1]
-    extra = ((0, 0), (0, plan.fields.shape[2] - length), (0, 0), (0, 0))
+    extra = ((0, 0), (0, plan.fields.shape[-1] - length), (0, 0), (0, 0))
     q, k, v = (jnp.pad(x, extra) for x in (q, k, v))
     return _flash(q, k, v, plan, scores)[:, :length]
 
@@ -303,6 +314,7 @@ def _launch(tiles: Tiles, scores: Scores, name: str) -> dict[str, Any]:
 def _forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> tuple[Array, Array]:
     """Compute the output, and float32 `[B, N, T]`, log2 of the sums of exponents."""
     rows, length, heads, width = q.shape
+    plan = plan.of_mask()
     specs = _specs(q, k)
     tiles = scores.tiles.forward
     return pl.pallas_call(
@@ -317,6 +329,7 @@ def _forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> t
 
 def _backward(scores: Scores, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
+    plan = plan.of_mask()
     rows, length, heads, width = q.shape
     specs = _specs(q, k)
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))

@@ -87,7 +87,8 @@ def block_pairs(
     causal = k.pos.low[:, None, :] <= q.pos.high[:, :, None]
     causal &= (q.any_sees[:, :, None] & k.any_kind[:, None, :]) != 0
     causal &= k.pos.high[:, None, :] > q.horizon.low[:, :, None]
-    live = _overlap(q.sample, k.sample) & (same_span | causal)
+    same_sample = _overlap(q.sample, k.sample) & ((q.any_sample[:, :, None] & k.any_sample[:, None, :]) != 0)
+    live = same_sample & (same_span | causal)
     # All queries and keys are of one sample, and either of one span, or every query is behind every key.
     one_span = _equal(q.all_span, k.all_span) & (q.all_span.low != 0)[:, :, None]
     all_causal = k.pos.high[:, None, :] <= q.pos.low[:, :, None]
@@ -110,6 +111,7 @@ class _BlockRanges(NamedTuple):
     pos: _Range
     span: _Range  # of tokens that have one
     horizon: _Range  # the last position that a query cannot see any more
+    any_sample: Array  # one bit for each sample, by its number modulo 32: a range may span samples that have no token
     any_sees: Array
     any_kind: Array
     all_sample: _Range
@@ -139,6 +141,7 @@ class _BlockRanges(NamedTuple):
             pos=ranges(mask.pos, valid),
             span=ranges(mask.span, valid & (mask.span != 0)),
             horizon=ranges(mask.pos - reach, valid),
+            any_sample=jnp.bitwise_or.reduce(blocks(jnp.where(valid, 1 << (mask.sample & 31), 0)), axis=-1),
             any_sees=jnp.bitwise_or.reduce(blocks(mask.sees), axis=-1),
             any_kind=jnp.bitwise_or.reduce(blocks(mask.kind), axis=-1),
             all_sample=ranges(mask.sample),

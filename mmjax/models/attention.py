@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.kernels.flash_attention import BlockPlan, Scores, flash_attention, plan_blocks, tiles_for
+from mmjax.kernels.flash_attention import MAX_BLOCK, BlockPlan, Scores, flash_attention, plan_blocks, tiles_for
 from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs, encoder_mask
 from mmjax.parallel.sharding import active, platform, sharding
 
@@ -59,9 +59,11 @@ def _on_gpu() -> bool:
     return platform() in ("gpu", "cuda")
 
 
-def plan_attention(mask: MaskSpec, backend: Backend, head_width: int) -> BlockPlan | None:
+def plan_attention(mask: MaskSpec, backend: Backend, head_width: int, max_block: int = MAX_BLOCK) -> BlockPlan | None:
     """List the blocks that the kernel visits under this mask, for all layers of a tower; None where it does not run."""
-    return plan_blocks(mask, tiles_for(head_width, mask.pos.shape[1])) if chosen_backend(backend) == "flash" else None
+    if chosen_backend(backend) != "flash":
+        return None
+    return plan_blocks(mask, tiles_for(head_width, mask.pos.shape[1], max_block))
 
 
 def attention(
@@ -72,11 +74,13 @@ def attention(
     backend: Backend,
     scoring: Scoring = DEFAULT_SCORING,
     plan: BlockPlan | None = None,
+    max_block: int = MAX_BLOCK,
 ) -> Float[Array, "b t n h"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
-    A query that may attend nothing gets 0. plan: of `plan_attention`, else it is made here. `flash` runs as a kernel on
-    GPUs, and interpreted elsewhere. Raises ValueError for an unknown backend, and where m does not divide n.
+    A query that may attend nothing gets 0. plan: of `plan_attention` with the same `max_block`, else it is made here.
+    `flash` runs as a kernel on GPUs, and interpreted elsewhere. Raises ValueError for an unknown backend, and where m
+    does not divide n.
     """
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key-value heads")
@@ -86,7 +90,7 @@ def attention(
         case "blockwise":
             return _per_device(partial(_blockwise_rows, scoring=scoring), q, k, v, mask)
         case "flash":
-            tiles = tiles_for(q.shape[3], q.shape[1])
+            tiles = tiles_for(q.shape[3], q.shape[1], max_block)
             scale = scoring.scale or q.shape[3] ** -0.5
             scores = Scores(scale, scoring.cap, tiles, interpret=not _on_gpu())
             plan = plan_blocks(mask, tiles) if plan is None else plan
@@ -114,7 +118,7 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     named = {axis for entry in q_spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
     single = tuple(axis for axis, size in current.mesh.shape.items() if size == 1 and axis not in named)
     q_spec, k_spec = (PartitionSpec(x[0], x[1], x[2], single or None) for x in (q_spec, k_spec))
-    token_specs = jax.tree.map(lambda x: spec(x, "rows", *(None,) * (x.ndim - 1)), tokens)
+    token_specs = jax.tree.map(lambda x: spec(x, *("rows", *(None,) * x.ndim)[: x.ndim]), tokens)
     return jax.shard_map(
         function, mesh=current.mesh, in_specs=(q_spec, k_spec, k_spec, token_specs), out_specs=q_spec, check_vma=False
     )(q, k, v, tokens)

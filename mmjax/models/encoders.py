@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.batch import ROW, TIME, ItemBatch
 from mmjax.config import AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
-from mmjax.kernels.masks import MaskSpec, encoder_mask
+from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import (
     ACTIVATIONS,
@@ -24,8 +28,6 @@ from mmjax.models.layers import (
 )
 from mmjax.models.rope import max_in_item, rotation_2d
 from mmjax.parallel.sharding import constrain
-
-MAX_WINDOWS = 2**15  # more windows than an image has side by side
 
 
 class PatchEmbedding(nnx.Module):
@@ -92,11 +94,53 @@ def interpolate_positions(table: PositionTable, side: int, items: ItemBatch) -> 
     return vectors
 
 
+class Windows(NamedTuple):
+    """The attention windows of merge groups, `[R, G]`. A group's first member, its top left patch, is never padding."""
+
+    item: Array  # -1 = padding
+    row: Array
+    column: Array
+    order: Array  # the groups' indices in the row, so that those of a window are contiguous
+
+    @classmethod
+    def of(cls, items: ItemBatch, window: int, merge: int) -> Windows:
+        """Order windows so that few cross a border between blocks of whole ones, for kernels that visit blocks.
+
+        First windows whose size divides that of a whole one, largest first: with 8 x 8 patches those of 64, 32, 16, ..;
+        then the others, cut by an image's edges to 48 or 36 patches, say. Padding is last.
+        """
+        item = items.item[:, :: merge**2]
+        corner = jnp.maximum(items.coordinates[:, :: merge**2, ROW:], 0)
+        index = corner // window
+        sides = jnp.minimum(max_in_item(corner, item) + merge - index * window, window)
+        sizes = [size for size in range(window**2, 0, -1) if window**2 % size == 0]
+        rank = np.full(window**2 + 1, len(sizes), np.int32)
+        rank[sizes] = np.arange(len(sizes))
+        rank = jnp.where(item < 0, len(sizes) + 1, jnp.asarray(rank)[jnp.prod(sides, axis=-1)])
+        row, column = jnp.moveaxis(index, -1, 0)
+        return cls(item, row, column, jnp.lexsort((column, row, item, rank)))
+
+    def number(self) -> Int[Array, "r g"]:
+        """Number the windows from 1 along the ordered row."""
+        keys = jnp.take_along_axis(jnp.stack(self[:3]), self.order[None], axis=2)
+        return 1 + jnp.cumsum(jnp.any(jnp.diff(keys, axis=2, prepend=keys[..., :1]) != 0, axis=0), axis=1)
+
+
+def take_groups(x: Shaped[Array, "r l *w"], order: Int[Array, "r g"]) -> Shaped[Array, "r l *w"]:
+    """Reorder the groups of positions of every row: output group g is input group order[g]."""
+    rows, groups = order.shape
+    x_groups = x.reshape(rows, groups, x.shape[1] // max(groups, 1), *x.shape[2:])
+    # No index twice: backward then writes each group once, without atomic additions.
+    take = jax.vmap(lambda x, i: x.at[i].get(unique_indices=True, mode="promise_in_bounds"))
+    return take(x_groups, order).reshape(x.shape)
+
+
 class VisionEncoder(nnx.Module):
     """embed -> layers -> head over patches in merge order: the members of each merge group are contiguous.
 
     A group at an image's edge may hold padded patches (item -1): they attend nothing, and nothing attends them. In an
-    encoder with a class token, an image's last group holds it (row and column -1), and padding.
+    encoder with a class token, an image's last group holds it (row and column -1), and padding. Where layers have
+    windows, what they compute is in window order (`Windows`), from `embedded` to `restored`.
     """
 
     def __init__(self, config: VisionConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -106,11 +150,18 @@ class VisionEncoder(nnx.Module):
         self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed)
         self.head = NORMS[c.head_norm_kind](c.width, c.norm_eps) if c.head_norm else None
         self.config = c
+        self.max_block = block.max_block
         self.dropout = c.dropout
         self.dtype = dtype
 
     def embedded(self, items: ItemBatch) -> Float[Array, "r l d"]:
-        return constrain(self.embed(items, self.dtype), "rows", "length", "width")
+        return constrain(self.embed(self._window_ordered(items), self.dtype), "rows", "length", "width")
+
+    def restored(self, x: Float[Array, "r l d"], items: ItemBatch) -> Float[Array, "r l d"]:
+        """Put a layer's output back into merge order."""
+        if not self.config.windowed:
+            return x
+        return constrain(take_groups(x, jnp.argsort(self._windows(items).order)), "rows", "length", "width")
 
     def finished(self, x: Float[Array, "r l d"]) -> Float[Array, "r l d"]:
         """Apply the final norm, if there is one, to the output of the last layer."""
@@ -119,25 +170,31 @@ class VisionEncoder(nnx.Module):
     def context(self, items: ItemBatch) -> Context:
         """Build the masks, and the rotary angles if positions are rotary."""
         c = self.config
-        patch = jnp.maximum(items.coordinates[..., ROW:], 0)
-        context = Context(encoder_mask(items.item), window_mask=self._window_mask(items.item, patch))
-        context = context.planned(c.attention, c.width // c.heads)
+        ordered = self._window_ordered(items)
+        patch = jnp.maximum(ordered.coordinates[..., ROW:], 0)
+        context = Context(encoder_mask(ordered.item))
+        if c.windowed:
+            window = jnp.repeat(self._windows(items).number(), c.connector.merge**2, axis=1)
+            # A query that sees no kind attends its span alone, here the window.
+            context = context._replace(window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window)))
+        context = context.planned(c.attention, c.width // c.heads, self.max_block)
         if isinstance(c.positions, LearnedGrid):
             return context
         return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta))
 
-    def _window_mask(self, item: Int[Array, "r l"], patch: Int[Array, "r l 2"]) -> MaskSpec | None:
-        """Build the mask of layers with window attention: full inside each square window of an image."""
+    def _windows(self, items: ItemBatch) -> Windows:
+        return Windows.of(items, self.config.window, self.config.connector.merge)
+
+    def _window_ordered(self, items: ItemBatch) -> ItemBatch:
+        """Put items into the order of the layers."""
         if not self.config.windowed:
-            return None
-        row, column = jnp.moveaxis(patch // self.config.window, -1, 0)
-        # A query that sees no kind attends its span alone, here the window.
-        # Windows of all items may have the same number: tokens of other items are kept apart by `sample`.
-        return encoder_mask(item)._replace(span=1 + row * MAX_WINDOWS + column, sees=jnp.zeros_like(item))
+            return items
+        return jax.tree.map(partial(take_groups, order=self._windows(items).order), items)
 
     def origin(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l"]]:
-        """Return every position's sample id, and its index among those of the sample's images."""
-        return items.owner, items.offset
+        """Return the sample id of every position of the layers, and its index among those of the sample's images."""
+        ordered = self._window_ordered(items)
+        return ordered.owner, ordered.offset
 
     def places(self, items: ItemBatch) -> tuple[Int[Array, "r l"], Int[Array, "r l 3"]]:
         """Return item and coordinates of every output position."""
@@ -233,6 +290,10 @@ class AudioEncoder(nnx.Module):
         if self.pool > 1:
             x = x.reshape(len(x), x.shape[1] // self.pool, self.pool, x.shape[2]).mean(2)
         return self.head(x)
+
+    def restored(self, x: Float[Array, "r m d"], items: ItemBatch) -> Float[Array, "r m d"]:
+        """Return a layer's output: it is in time order."""
+        return x
 
     def origin(self, items: ItemBatch) -> tuple[Int[Array, "r m"], Int[Array, "r m"]]:
         """Return every position's sample id, and the index of its first frame among those of the sample's clips."""

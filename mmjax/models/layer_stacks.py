@@ -43,7 +43,7 @@ class LayerInputs(NamedTuple):
     """Values that differ between the layers of a stack, scanned beside their parameters."""
 
     number: Array | None  # index in the tower, for dropout
-    windowed: Array | None  # whether it has a window, where the stack has layers of both kinds
+    windowed: Array | None  # 1 with a window, 0 without, where the stack has layers of both kinds
     cache: KeyValue | None
 
 
@@ -206,19 +206,15 @@ def _apply(
     scanned = run.stop - run.start > 1
     # Only dropout needs a layer's number; without it the program has none.
     numbers = None if context.dropout is None else jnp.arange(run.start, run.stop)
-    # Where all layers of a stack are alike, the mask is chosen here; a scan over both kinds chooses inside, by a flag.
+    # Where all layers of a stack are alike, the mask is chosen here; a scan over both kinds takes one of two by index.
     mixed = len(set(windowed)) > 1
-    if not mixed:
-        context = context.of_layers(windowed[0])
+    context = context.stacked() if mixed else context.of_layers(windowed[0])
 
     def layer(params: Any, x: Array, context: Context, inputs: LayerInputs) -> tuple[Array, KeyValue | None]:
         if inputs.number is not None:
             context = context._replace(dropout=context.dropout._replace(layer=inputs.number))
         if inputs.windowed is not None:
-            near = context.of_layers(windowed=True)
-            far = context.of_layers(windowed=False)
-            select = partial(jax.tree.map, partial(jnp.where, inputs.windowed))
-            context = far._replace(mask=select(near.mask, far.mask), plan=select(near.plan, far.plan))
+            context = context.of_layer(inputs.windowed)
         # Merged inside, because a scan and `jax.checkpoint` pass only arrays.
         module = nnx.merge(graph, params)
         key_value = None
@@ -234,7 +230,7 @@ def _apply(
     cache = past and past.cache
     if not scanned:
         return layer(params, x, context, LayerInputs(None if numbers is None else numbers[0], None, cache))
-    inputs = LayerInputs(numbers, jnp.asarray(windowed) if mixed else None, cache)
+    inputs = LayerInputs(numbers, jnp.asarray(windowed, jnp.int32) if mixed else None, cache)
     # The carry is the residual stream; parameters, numbers and caches are sliced along their leading axis. Keys and
     # values come out stacked.
     return jax.lax.scan(lambda x, xs: layer(xs[0], x, context, xs[1]), x, (params, inputs))

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
-from mmjax.kernels.flash_attention import BlockPlan
+from mmjax.kernels.flash_attention import MAX_BLOCK, BlockPlan
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.attention import DEFAULT_SCORING, Backend, Scoring, attention, dense_attention, plan_attention
 from mmjax.models.rope import Rotation, rotate
@@ -102,13 +102,10 @@ class Context(NamedTuple):
     plan: BlockPlan | None = None  # of the blocks that a kernel visits under `mask`
     window_plan: BlockPlan | None = None
 
-    def planned(self, backend: Backend, head_width: int) -> Context:
+    def planned(self, backend: Backend, head_width: int, max_block: int = MAX_BLOCK) -> Context:
         """Plan attention under both masks, once for all layers."""
-        window_mask = self.window_mask
-        return self._replace(
-            plan=plan_attention(self.mask, backend, head_width),
-            window_plan=None if window_mask is None else plan_attention(window_mask, backend, head_width),
-        )
+        plan = partial(plan_attention, backend=backend, head_width=head_width, max_block=max_block)
+        return self._replace(plan=plan(self.mask), window_plan=self.window_mask and plan(self.window_mask))
 
     def of_layers(self, windowed: bool) -> Context:
         """Return what layers with or without a window see."""
@@ -116,6 +113,20 @@ class Context(NamedTuple):
         return self._replace(
             mask=mask, plan=self.window_plan if windowed else self.plan, window_mask=None, window_plan=None
         )
+
+    def stacked(self) -> Context:
+        """Stack what layers without and with a window see, [B, 2, ...]; `of_layer` takes one of both in a scan."""
+        mask, plan = jax.tree.map(
+            lambda full, near: jnp.stack([full, near], axis=1),
+            (self.mask, self.plan),
+            (self.window_mask, self.window_plan),
+        )
+        return self._replace(mask=mask, plan=plan, window_mask=None, window_plan=None)
+
+    def of_layer(self, index: Int[Array, ""]) -> Context:
+        """Return what one layer sees, of what is `stacked`. The kernel's wrapper takes its plan itself."""
+        take = partial(jax.lax.dynamic_index_in_dim, index=index, axis=1, keepdims=False)
+        return self._replace(mask=jax.tree.map(take, self.mask), plan=self.plan and self.plan._replace(index=index))
 
 
 class Linear(nnx.Module):
@@ -246,6 +257,7 @@ class LayerConfig:
     post_norms: bool = False  # of the outputs of attention and MLP
     layer_scale: bool = False  # learned per-channel scales of the same outputs
     scoring: Scoring = DEFAULT_SCORING
+    max_block: int = MAX_BLOCK  # tokens of a block of the kernel
 
 
 class SelfAttention(nnx.Module):
@@ -270,6 +282,7 @@ class SelfAttention(nnx.Module):
         self.head_width = b.head_width
         self.backend: Backend = b.backend
         self.scoring = b.scoring
+        self.max_block = b.max_block
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -289,7 +302,7 @@ class SelfAttention(nnx.Module):
             q = rotate(q, context.rotation)
             k = rotate(k, context.rotation)
         if past is None:
-            attn_out = attention(q, k, v, context.mask, self.backend, self.scoring, context.plan)
+            attn_out = attention(q, k, v, context.mask, self.backend, self.scoring, context.plan, self.max_block)
         else:
             # One token is no block of queries, so the backend does not matter: all scores at once.
             # Written into a copy that only this layer reads; `forward_with_kv` of the stack writes them into the cache.
@@ -357,6 +370,8 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
     vision = c if isinstance(c, VisionConfig) else None
+    # A block of more tokens than a window has would hold several, each of which sees a part of the block's keys.
+    window_block = 1 << (c.window**2).bit_length() - 1 if vision and vision.windowed else MAX_BLOCK
     return LayerConfig(
         width=c.width,
         heads=c.heads,
@@ -370,4 +385,5 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         biases=vision.biases if vision else WHISPER_BIASES,
         width_norm=partial(RMSNorm, eps=vision.qk_norm_eps) if vision and vision.qk_norm == "width" else None,
         layer_scale=vision is not None and vision.layer_scale,
+        max_block=min(window_block, MAX_BLOCK),
     )

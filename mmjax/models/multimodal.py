@@ -180,8 +180,8 @@ class MultimodalModel(nnx.Module):
 
     def connected(self, name: str, outputs: Sequence[Float[Array, "r l w"]], batch: ItemBatch) -> Float[Array, "r m e"]:
         """Apply an encoder's head and connector to the outputs of its `deepstack` layers and of its last."""
-        *deeper, x = outputs
         encoder = self.encoders[name]
+        *deeper, x = (encoder.restored(x, batch) for x in outputs)
         connector = self.connectors[name]
         x = self.after_encoder[name](encoder.finished(x), batch)
         x = connector(x, *encoder.places(batch), deeper)

@@ -6,6 +6,7 @@ Needed attention FLOPs, and so MFU, are in proportion to the pairs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -176,7 +177,8 @@ def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[s
     """Compute the work that the backend runs for padded rows, by tower.
 
     shape: (rows, row length) of "llm" and the encoders. Dense attention runs all pairs of a row. Blockwise attention
-    skips blocks depending on the rows' contents; all that it may visit count: for the LLM those up to the diagonal.
+    skips blocks depending on the rows' contents; all that it may visit count: for the LLM those up to the diagonal, for
+    layers with windows those that a window reaches. Windows of images are contiguous in a row.
     """
     work = {}
     for name, (rows, length) in shape.items():
@@ -187,9 +189,10 @@ def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[s
             # A row shorter than a block is one block of its own length.
             side = min(BLOCKS[config.attention], layer_length)
             blocks = -(-layer_length // side)
-            pairs = side**2 * (blocks * (blocks + 1) // 2 if name == "llm" else blocks**2)
-            if name == "llm":
-                pairs = _mean_pairs(config, pairs, lambda window, n=blocks, s=side: s**2 * _near_blocks(n, window, s))
+            causal = name == "llm"
+            pairs = side**2 * (blocks * (blocks + 1) // 2 if causal else blocks**2)
+            near = partial(_near_blocks, blocks, side, causal)
+            pairs = _mean_pairs(config, pairs, lambda window, near=near, s=side: s**2 * near(window))
         # Padding included: the backend computes it like everything else.
         positions = rows * layer_length
         work[name] = Work(positions, rows * pairs)
@@ -199,12 +202,14 @@ def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[s
     return work
 
 
-def _near_blocks(blocks: int, window: int, side: int) -> int:
-    """Count the causal pairs of blocks that hold some query and a key of its window."""
+def _near_blocks(blocks: int, side: int, causal: bool, window: int) -> int:
+    """Count the pairs of blocks that hold some query and a key of its window: the last tokens, or a square's."""
+    window = window if causal else window**2
     # A block reaches back over ceil((window - 1) / side) others. Pairs further apart form a smaller triangle: with 5
     # blocks that reach back 2 others, 5 * 6 / 2 - 2 * 3 / 2 = 12 pairs are near.
     far = max(blocks - (-(-(window - 1) // side) + 1), 0)
-    return blocks * (blocks + 1) // 2 - far * (far + 1) // 2
+    near = blocks * (blocks + 1) // 2 - far * (far + 1) // 2
+    return near if causal else 2 * near - blocks
 
 
 def allowed_pairs(text: TextBatch) -> np.ndarray:

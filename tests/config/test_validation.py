@@ -39,6 +39,10 @@ def message(*overrides: str) -> str:
         ("model.encoders.audio.connector.mlp_width=-1", "mlp_width=-1: must be at least 0"),
         ("model.encoders.vision.connector.merge=0", "model.encoders.vision.connector.merge=0: must be at least 1"),
         ("model.encoders.vision.connector.position_grid=-1", "position_grid=-1: must be at least 0"),
+        (
+            "model.encoders.vision.window=3 model.encoders.vision.windowed=0",
+            "model.encoders.vision.window=3: a window holds whole tokens; use a multiple of connector.merge=2",
+        ),
         ("model.encoders.vision.patch=0", "model.encoders.vision.patch=0: must be at least 1"),
         ("data.max_bad_share=1.5", "data.max_bad_share=1.5: it is a part of the samples; choose 0 to 1"),
         ("data.sources.embedded.weight=-1", "data.sources.embedded.weight=-1.0: must be at least 0"),

@@ -11,15 +11,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.autotune.compile_memory import aot_h100
-from mmjax.kernels.flash_attention import Scores, flash_attention, plan_blocks, tiles_for
+from mmjax.kernels.flash_attention import MAX_BLOCK, Scores, flash_attention, plan_blocks, tiles_for
 from mmjax.kernels.masks import MaskSpec
 
-CASES = {"16384 x 28 (4) x 128": (16_384, 28, 4, 128), "16384 x 16 (16) x 80": (16_384, 16, 16, 80)}
+CASES = {
+    "16384 x 28 (4) x 128": (16_384, 28, 4, 128),
+    "16384 x 16 (16) x 80": (16_384, 16, 16, 80),
+    "16384 x 16 (16) x 80, blocks of 64": (16_384, 16, 16, 80, 64),
+}
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 
-def temporary_bytes(mesh: Mesh, length: int, heads: int, kv_heads: int, width: int) -> int:
-    tiles = tiles_for(width, length)
+def temporary_bytes(mesh: Mesh, length: int, heads: int, kv_heads: int, width: int, max_block: int = MAX_BLOCK) -> int:
+    tiles = tiles_for(width, length, max_block)
     scores = Scores(width**-0.5, 0.0, tiles)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskSpec) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.kernels.flash_attention import KernelTiles, Scores, Tiles, flash_attention, plan_blocks
+from mmjax.kernels.flash_attention import KernelTiles, Scores, Tiles, flash_attention, plan_blocks, tiles_for
 from mmjax.kernels.masks import MaskSpec, allowed, block_pairs, pad_mask
 
 SMALL = KernelTiles(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 32, 4, 1))
@@ -107,6 +107,29 @@ def test_every_allowed_pair_is_listed_and_no_whole_pair_has_a_masked_one(sizes):
         whole_pairs += whole.sum()
         truly_whole += by_block.all(-1).sum()
     assert whole_pairs > 0.8 * truly_whole > 0
+
+
+def test_most_pairs_in_the_blocks_that_causal_rows_visit_are_allowed():
+    rng = np.random.default_rng(0)
+    rows = []
+    useful = 0
+    for _ in range(4):
+        lengths = rng.integers(1024, 4097, 16)
+        lengths = lengths[np.cumsum(lengths) <= 16_384]
+        useful += int((lengths * (lengths + 1) // 2).sum())
+        rows.append(
+            np.pad(np.repeat(np.arange(len(lengths)), lengths), (0, 16_384 - lengths.sum()), constant_values=-1)
+        )
+    sample = jnp.asarray(np.stack(rows), jnp.int32)
+    ones = jnp.ones_like(sample)
+    mask = MaskSpec(sample, jnp.broadcast_to(jnp.arange(16_384), sample.shape), 0 * ones, ones, ones)
+    tiles = tiles_for(128, 16_384)
+    plan = jax.jit(lambda mask: plan_blocks(mask, tiles))(mask)
+    shares = {}
+    for name, lists in (("forward", plan.forward), ("d_query", plan.d_query), ("d_key", plan.d_key)):
+        shares[name] = useful / (int(lists.count[..., 1].sum()) * getattr(tiles, name).q * getattr(tiles, name).k)
+    print(shares)
+    assert min(shares.values()) >= 0.75
 
 
 def test_a_pair_that_is_wrongly_called_whole_is_found():

@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 from typing import get_args
 
 import jax
@@ -6,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 from packed import assert_trees_close, build, pack, random_sample, tiny, token_losses
 
 from mmjax.config import Remat
@@ -125,6 +127,48 @@ def test_remat_keeps_less_the_more_it_computes_again():
     scores = 3 * 4 * 256 * 256 * 4  # layers, heads, queries, keys, bytes
     assert kept[0] - kept[1] > scores
     assert kept == sorted(set(kept), reverse=True)
+
+
+def scan_equations(jaxpr, inside=False):
+    """Yield the equations in bodies of scans, the kernels' own left out, and the scans."""
+    for equation in jaxpr.eqns:
+        if inside or equation.primitive.name == "scan":
+            yield equation
+        if equation.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(equation.params):
+                yield from scan_equations(inner, inside or equation.primitive.name == "scan")
+
+
+COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "select_n", "sort", "cumsum", "reduce_or", "reduce_and"}
+
+
+def mask_work(backend, remat):
+    """Names of what scans over layers with and without windows do to integers of many tokens, and keep of them."""
+    config = tiny(backend, layers=3, vision_layers=3, remat=remat, encoders=("vision",))
+    vision = replace(config.encoders["vision"], window=4, windowed=(0, 2))
+    config = replace(config, llm=replace(config.llm, window=5, windowed=(1,)), encoders={"vision": vision})
+    model, params = build(config)
+    sample = random_sample(np.random.default_rng(0), [9, (6, 6), 4])
+    batch = pack([[sample]], {"llm": 24, "vision": 36}, encoders=("vision",))
+    found = set()
+    for equation in scan_equations(
+        jax.make_jaxpr(jax.grad(lambda p: token_losses(model, p, batch).sum()))(params).jaxpr
+    ):
+        name = equation.primitive.name
+        values = equation.invars if name in COMPARISONS else equation.outvars if name == "scan" else ()
+        if any(v.aval.size >= 24 and v.aval.dtype.kind in "ib" for v in values):
+            found.add(name)
+    return found
+
+
+@pytest.mark.default_cases("none")
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_scans_over_windowed_and_other_layers_do_no_mask_work(remat):
+    assert mask_work("flash", remat) == set()
+
+
+def test_mask_work_in_a_scan_is_found():
+    assert {"eq", "select_n"} <= mask_work("blockwise", "none")
 
 
 def gradient_compile_seconds(layers):
