@@ -29,10 +29,11 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.planning.flops import parameters
-from mmjax.planning.hardware import parse_cluster
-from mmjax.planning.memory import ACTIVATION, saved_bytes
+from mmjax.planning.hardware import USABLE, parse_cluster
+from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.step_time import Speed
+from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
 from mmjax.training.announce import describe_memory_plan, replication_warning
 
@@ -272,6 +273,11 @@ def limits(outlook: RunForecast) -> list[str]:
     remedies = []
     if not way.fitted.fits:
         remedies.append("memory: shard over more devices (mesh.fsdp), use more batch.microbatches, or a smaller model")
+    if _rematerializes(outlook):
+        remedies.append(
+            "XLA would compute products again by itself, to take less memory: lower mesh.memory, or raise "
+            "compiler.xla_gpu_memory_limit_slop_factor"
+        )
     if uneven := replication_warning(way.fitted):
         remedies.append(uneven)
     if time.shards > time.compute + time.recompute:
@@ -290,6 +296,19 @@ def limits(outlook: RunForecast) -> list[str]:
         remedy = "use more samples a step" if divides else f"make batch.rows.{emptiest} a multiple of {ranks}"
         remedies.append(f"rows of {emptiest} are {way.fill[emptiest]:.0%} full: {remedy}, or more batch.shapes")
     return remedies or ["nothing stands out: the devices compute most of the time"]
+
+
+def _rematerializes(outlook: RunForecast) -> bool:
+    """Predict whether the gradients' program takes more than XLA allows: a share of the memory less its arguments."""
+    target = outlook.cluster.device.cuda
+    if target is None:
+        return False
+    fitted = outlook.chosen.fitted
+    waiting = fitted.fixed["batch"] * (1 - 1 / (LOADED * outlook.config.batch.microbatches))
+    arguments = fitted.fixed["parameters"] + fitted.fixed["gradients"] + fitted.fixed["batch"] - waiting
+    temporary = fitted.predicted - arguments - fitted.fixed["optimizer"] - waiting
+    share = {**GPU, **outlook.config.compiler}["xla_gpu_memory_limit_slop_factor"]
+    return temporary > float(share) / 100 * (USABLE * target.memory - arguments)
 
 
 def _hours(hours: float) -> str:

@@ -16,7 +16,7 @@ from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moments
 from mmjax.planning.work import row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
-KERNELS = 200  # that a layer launches in both passes, as compiled for H100 without remat (docs/planning.md)
+KERNELS = 130  # that a layer launches in both passes, as compiled for H100 without remat: 118 to 134
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,8 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     # Twice, since FSDP frees gathered parameters after the forward pass and gathers them again.
     gather_bytes = 2 * machine.activation * sum(counts.values()) / parts
     gathered = _collective(gather_bytes, mesh["fsdp"], parts, machine.cluster)
-    scattered = _collective(MASTER * trainable / parts, mesh["fsdp"], parts, machine.cluster)
+    # Gradients have the precision of the computation until they are added to the float32 sum.
+    scattered = _collective(machine.activation * trainable / parts, mesh["fsdp"], parts, machine.cluster)
     # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
     reduce_bytes = 2 * MASTER * trainable / (parts * mesh["fsdp"])
     return gathered + scattered + _collective(reduce_bytes, mesh["data"], parts * mesh["fsdp"], machine.cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import jax
@@ -38,4 +39,4 @@ def compiler_options(chosen: CompilerOptions, device: jax.Device) -> dict[str, b
 
 def describe_compiler_options(options: CompilerOptions) -> str:
     """List the options on one line."""
-    return ", ".join(f"{name}={str(value).lower()}" for name, value in options.items())
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
