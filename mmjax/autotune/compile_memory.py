@@ -199,7 +199,7 @@ class StepPrograms:
         inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return CompiledProgram(
             bytes=memory.temp_size_in_bytes + inside + beside,
-            rematerialized=len(re.findall(r"^\s+(?:ROOT )?%\S+\.remat\S* = ", text, re.MULTILINE)),
+            rematerialized=len(re.findall(r"^\s+(?:ROOT )?%\S+\.remat[\d.]* = ", text, re.MULTILINE)),
             synchronous=text.count('"is_sync":true'),
             text=text,
         )

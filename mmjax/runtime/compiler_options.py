@@ -31,7 +31,7 @@ def compiler_options(chosen: CompilerOptions, device: jax.Device) -> dict[str, b
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
         try:
             jax.jit(jnp.negative, compiler_options=options).lower(scalar).compile()
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:  # the last two are of JAX's own options
             reason = str(error).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ")
             raise UserError(f"compiler: XLA of JAX {jax.__version__} says: {reason}; change or leave it out") from error
     return options
