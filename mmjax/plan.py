@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from mmjax.autotune.compile_memory import aot_h100
+from mmjax.autotune.compile_memory import CompiledProgram, aot_devices
 from mmjax.autotune.forecast import BalanceForecast, RunForecast, compile_forecast, forecast_run
 from mmjax.autotune.memory_plan import describe_shortage, device_speed
 from mmjax.config import Config
@@ -29,10 +29,11 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.planning.flops import parameters
-from mmjax.planning.hardware import parse_cluster
-from mmjax.planning.memory import ACTIVATION, saved_bytes
+from mmjax.planning.hardware import USABLE, parse_cluster
+from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.step_time import Speed
+from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
 from mmjax.training.announce import describe_memory_plan, replication_warning
 
@@ -41,7 +42,6 @@ SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no
 # programs of 1 to 7 stacks, the longest of which took 28 s (docs/planning.md).
 PROGRAM_SECONDS = 4.0
 STACK_SECONDS = 3.5
-COMPILED_FOR = ("h100", "h200")  # the same chip with less and more memory
 HERE = "here"  # in place of a cluster's name
 COMMAND_KEYS = ("cluster", "price")  # words that are the command's, not the config's
 
@@ -85,11 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.profile and not on_this_machine:
         raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={options['cluster']}")
     cluster = local_cluster() if on_this_machine else parse_cluster(options["cluster"])
-    if args.compile and cluster.device.name not in COMPILED_FOR:
-        raise UserError(
-            f"--compile: there is no compiling for {cluster.device.name}, only for {', '.join(COMPILED_FOR)}"
-        )
-    devices = aot_h100(cluster.per_node, cluster.nodes) if args.compile else None
+    devices = aot_devices(cluster) if args.compile else None
     index, weights, source = _open_lengths(config, path, args.lengths)
     measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None  # None: from the cluster's data sheet
     if on_this_machine:
@@ -158,8 +154,11 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[Le
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
-def report(outlook: RunForecast, price: float | None, source: str, compiled: int | None = None) -> list[str]:
-    """Format the plan for a person. source: describes the lengths; compiled: bytes per device by the compiler."""
+Compiled = Mapping[str, CompiledProgram]  # by program, as `compile_forecast` returns them
+
+
+def report(outlook: RunForecast, price: float | None, source: str, compiled: Compiled | None = None) -> list[str]:
+    """Format the plan for a person. source: describes the lengths."""
     config = outlook.config
     way = outlook.chosen
     counts = parameters(config.model)
@@ -175,8 +174,7 @@ def report(outlook: RunForecast, price: float | None, source: str, compiled: int
         lines.append(f"DOES NOT FIT: {'; '.join(filter(None, reasons))}")
     lines += describe_memory_plan(way.fitted)
     if compiled is not None:
-        error = way.fitted.predicted / compiled - 1
-        lines.append(f"       {size(compiled)} by the compiler; what is predicted differs by {error:+.1%}")
+        lines += _compiled_lines(way.fitted.predicted, compiled)
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in asdict(way.time).items() if seconds)
     lines += [
         f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%} ({outlook.basis}): {parts}",
@@ -185,6 +183,20 @@ def report(outlook: RunForecast, price: float | None, source: str, compiled: int
         f"{len(way.layout.shapes)} shape(s), {layer_stacks(way)} run(s) of layers",
     ]
     return [*lines, *_whole_run(outlook, price), *(f"limits {line}" for line in limits(outlook))]
+
+
+def _compiled_lines(predicted: float, compiled: Compiled) -> list[str]:
+    """Format what the compiler says of a step's programs, with a remedy for what it does by itself."""
+    peak = max(program.bytes for program in compiled.values())
+    update = size(compiled["update"].bytes)
+    differs = f"what is predicted differs by {predicted / peak - 1:+.1%}"
+    lines = [f"       {size(peak)} by the compiler, {update} in the update; {differs}"]
+    if computed_again := sum(program.rematerialized for program in compiled.values()):
+        lines.append(
+            f"       XLA COMPUTES {computed_again} INSTRUCTIONS AGAIN BY ITSELF to take less memory: lower "
+            "mesh.memory, so that remat does it, or raise compiler.xla_gpu_memory_limit_slop_factor"
+        )
+    return lines
 
 
 def _module_rows(outlook: RunForecast) -> list[tuple[str, ...]]:
@@ -261,6 +273,11 @@ def limits(outlook: RunForecast) -> list[str]:
     remedies = []
     if not way.fitted.fits:
         remedies.append("memory: shard over more devices (mesh.fsdp), use more batch.microbatches, or a smaller model")
+    if _rematerializes(outlook):
+        remedies.append(
+            "XLA would compute products again by itself, to take less memory: lower mesh.memory, or raise "
+            "compiler.xla_gpu_memory_limit_slop_factor"
+        )
     if uneven := replication_warning(way.fitted):
         remedies.append(uneven)
     if time.shards > time.compute + time.recompute:
@@ -281,6 +298,19 @@ def limits(outlook: RunForecast) -> list[str]:
     return remedies or ["nothing stands out: the devices compute most of the time"]
 
 
+def _rematerializes(outlook: RunForecast) -> bool:
+    """Predict whether the gradients' program takes more than XLA allows: a share of the memory less its arguments."""
+    target = outlook.cluster.device.cuda
+    if target is None:
+        return False
+    fitted = outlook.chosen.fitted
+    waiting = fitted.fixed["batch"] * (1 - 1 / (LOADED * outlook.config.batch.microbatches))
+    arguments = fitted.fixed["parameters"] + fitted.fixed["gradients"] + fitted.fixed["batch"] - waiting
+    temporary = fitted.predicted - arguments - fitted.fixed["optimizer"] - waiting
+    share = {**GPU, **outlook.config.compiler}["xla_gpu_memory_limit_slop_factor"]
+    return temporary > float(share) / 100 * (USABLE * target.memory - arguments)
+
+
 def _hours(hours: float) -> str:
     """Format 1.5 as 1.5 hours, 0.5 as 30.0 minutes and 0.001 as 3.6 seconds."""
     for length, unit in ((1.0, "hours"), (1 / 60, "minutes")):
@@ -289,7 +319,7 @@ def _hours(hours: float) -> str:
     return f"{3600 * hours:,.1f} seconds"
 
 
-def as_numbers(outlook: RunForecast, price: float | None, compiled: int | None = None) -> dict[str, Any]:
+def as_numbers(outlook: RunForecast, price: float | None, compiled: Compiled | None = None) -> dict[str, Any]:
     """Build the JSON object of `--json`: times in seconds, memory and checkpoints in bytes."""
     device_hours = outlook.hours * outlook.cluster.devices
     memory = outlook.chosen.fitted
@@ -313,7 +343,11 @@ def as_numbers(outlook: RunForecast, price: float | None, compiled: int | None =
         "tokens": outlook.tokens,
         "memory": memory.fixed | {"activations": memory.activations},
         "room": memory.limit.device,
-        "compiled": compiled,
+        "compiled": None if compiled is None else max(program.bytes for program in compiled.values()),
+        "programs": {
+            name: {"bytes": p.bytes, "rematerialized": p.rematerialized, "synchronous": p.synchronous}
+            for name, p in (compiled or {}).items()
+        },
         "remat": memory.policies,
         "loss_chunks": memory.loss_chunks,
         "balance": outlook.config.batch.balance.kind,

@@ -84,6 +84,7 @@ FAULTS = {
         "do not make it fit; use more devices",
     ),
     "a device with memory for more shards": (["mesh.memory=0.0006"], "the run needs", "fits, with"),
+    "no option of the compiler": (["compiler.xla_no=1"], "compiler: XLA of JAX", "'xla_no'; change or leave it out"),
     "memory below zero": (["mesh.memory=-1"], "mesh.memory=-1.0", "at least 0"),
     "a device that is not there": (["device=tpu"], "device=tpu", "device=auto"),
 }

@@ -46,7 +46,10 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "supervise": May(("mmjax.disk", "mmjax.errors"), frozenset()),
     "cli": May(("mmjax.config", "mmjax.errors", "mmjax.startup"), frozenset()),
     "balance": May(("mmjax.balance",), NUMERIC),
-    "planning": May(("mmjax.planning", "mmjax.balance", "mmjax.config", "mmjax.batch", "mmjax.errors"), NUMERIC),
+    "planning": May(
+        ("mmjax.planning", "mmjax.balance", "mmjax.kernels.tiles", "mmjax.config", "mmjax.batch", "mmjax.errors"),
+        NUMERIC,
+    ),
     "data": May(("mmjax.data.sample", *BASE), frozenset({"numpy"})),
     "data.storage": May(("mmjax.data.storage", *DATA, "mmjax.hub", *BASE), frozenset({"numpy", "fsspec", "soundfile"})),
     "data.media": May(

@@ -52,7 +52,7 @@ def test_the_report_tells_memory_time_balance_and_cost(capsys):
         "of 73.6 GB a device: parameters 5.1 MB",
         "step   ",
         "MFU",
-        "(assumes 65% of peak): compute ",
+        "(assumes 65% of peak, 40% in attention, 3 us a kernel): compute ",
         " s of compiling, measured for H100 on one CPU core: ",
         "  none  ",
         "  llm   ",
@@ -108,9 +108,17 @@ def test_layers_are_measured_only_on_this_machine(capsys):
 
 
 def test_a_step_is_compiled_only_for_gpus_that_are_described(capsys):
-    ended = run(capsys, plan.main, *SMALL, "--compile")
+    ended = run(capsys, plan.main, *SMALL, "cluster=h200-nvlx8", "--compile")
     assert ended.code == 2
-    assert "no compiling for a100, only for h100, h200" in ended.err
+    assert "cluster=h200-nvl: it cannot be compiled for where it is absent, only a100, h100-pcie, h100, h200 can" in (
+        ended.err
+    )
+
+
+def test_a_plan_in_which_xla_would_compute_again_by_itself_says_what_to_change(capsys):
+    words = (*SMALL, "compiler.xla_gpu_memory_limit_slop_factor=0")
+    assert "limits XLA would compute products again by itself" in told(capsys, *words)
+    assert "XLA would" not in told(capsys, *SMALL)
 
 
 def test_balancing_makes_ranks_more_equal_and_steps_no_longer(small):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from dataclasses import replace
-from typing import Any
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,80 +23,192 @@ from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.sample import CORNERS
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
+from mmjax.planning.hardware import DEVICES, USABLE, Cluster
 from mmjax.planning.memory import LOADED, DeviceBatch
-from mmjax.runtime.state import make_optimizer
-from mmjax.runtime.step import Executor
+from mmjax.runtime.compiler_options import compiler_options
+from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
+from mmjax.runtime.step import MAX_UNREADABLE, Accumulated, Executor, ProcessReport
 
 WHEELS = "jax_cuda13_plugin"
 INSTALL = 'pip install -e ".[aot]"'
-# An H100 as XLA describes devices (`GpuTargetConfigProto`): limits of compute capability 9.0, and its data sheet.
-H100 = """
+# A GPU as XLA describes devices (`GpuTargetConfigProto`).
+TARGET = """
 platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929347584
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
+device_description_str: "{name}"
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  core_count: {cores}
+  clock_rate_ghz: {clock}
+  device_memory_size: {memory}
+  memory_bandwidth: {bandwidth}
+  fpus_per_core: {fpus_per_core}
+  l2_cache_size: {l2_cache_size}
+  shared_memory_per_block_optin: {shared_memory_per_block_optin}
+  shared_memory_per_core: {shared_memory_per_core}
+  shared_memory_per_block: 49152
   threads_per_warp: 32
   threads_per_block_limit: 1024
   threads_per_core_limit: 2048
   registers_per_block_limit: 65536
   registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-}
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 13 }
+}}
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 }}
 """
+# Limits by compute capability, as in XLA's own descriptions (openxla/xla, gpu/target_config/specs).
+LIMITS = {
+    80: {
+        "fpus_per_core": 64,
+        "l2_cache_size": 41_943_040,
+        "shared_memory_per_block_optin": 166_912,
+        "shared_memory_per_core": 167_936,
+    },
+    90: {
+        "fpus_per_core": 128,
+        "l2_cache_size": 52_428_800,
+        "shared_memory_per_block_optin": 232_448,
+        "shared_memory_per_core": 233_472,
+    },
+}
+# XLA compiles for this share of a target's memory, and on a device for all that JAX's allocator has: a share of USABLE.
+XLA_SHARE = 0.8
 
 
-def aot_h100(per_node: int, nodes: int = 1) -> list[jax.Device]:
-    """Return H100s to compile for, `per_node` on each node. Raises UserError where JAX's CUDA wheels are missing."""
+def aot_devices(cluster: Cluster) -> list[jax.Device]:
+    """Return the devices of an absent cluster to compile for.
+
+    Raises UserError for devices that are not described, and where JAX's CUDA wheels are missing.
+    """
+    device = cluster.device
+    target = device.cuda
+    if target is None:
+        known = ", ".join(device.name for device in DEVICES if device.cuda)
+        raise UserError(f"cluster={device.name}: it cannot be compiled for where it is absent, only {known} can")
     if importlib.util.find_spec(WHEELS) is None:
         raise UserError(f"compiling for GPUs needs JAX's CUDA wheels, not a GPU; install them with: {INSTALL}")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the wheels would look for a driver
-    topology = f"1x{nodes}x{per_node}"
-    return list(topologies.get_topology_desc(platform="cuda", target_config=H100, topology=topology).devices)
+    text = TARGET.format(
+        name=target.name,
+        major=target.capability // 10,
+        minor=target.capability % 10,
+        cores=target.cores,
+        clock=target.clock,
+        memory=int(USABLE / XLA_SHARE * target.memory),
+        bandwidth=int(device.bandwidth),
+        **LIMITS[target.capability],
+    )
+    topology = f"1x{cluster.nodes}x{cluster.per_node}"
+    return list(topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology).devices)
 
 
-def compiled_bytes(config: Config, batch: DeviceBatch, devices: list[jax.Device]) -> int:
-    """Return the peak bytes of a step on each device, according to the compiler.
+class CompiledProgram(NamedTuple):
+    """A program of a step, as the compiler made it for each device."""
 
-    Counted are the program that accumulates gradients and what lies beside it: the optimizer's moments and the batches
-    of the steps to come. batch: what each device gets; its exchange sends as much as its widths say. Callbacks are left
-    out.
+    bytes: int  # peak, with what lies beside the program
+    rematerialized: int  # instructions that XLA computes again by itself, to take less memory
+    synchronous: int  # collectives that nothing is computed beside
+    text: str  # HLO in the order of execution
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """The programs of a step on a mesh, and the shapes of their arguments.
+
+    microbatch: as each device gets it. Callbacks are left out.
     """
-    encoders = {name: replace(e, callbacks=Callbacks()) for name, e in config.model.encoders.items()}
-    model = Model.build(replace(config.model, encoders=encoders), jnp.dtype(config.training.precision))
-    mesh = make_mesh(config.mesh, devices)
-    optimizer = make_optimizer(config.optimizer, model.axes)
-    chunks = config.training.loss_chunks or 1
-    rules = ShardingRules.of(config.mesh)
-    executor = Executor(model, optimizer, mesh, rules, 1, exchange=config.mesh.exchange, loss_chunks=chunks)
-    state = jax.tree.map(_struct, executor.abstract, executor.shardings)
-    zeros = jax.eval_shape(executor.zeros)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    accumulated = jax.tree.map(lambda x: _struct(x, replicated), zeros)
-    gradients = jax.tree.map(_struct, zeros.gradients, executor.shardings.trainable)
-    accumulated = accumulated._replace(gradients=gradients)
-    arrays = _microbatch(executor, batch, config.model)
-    weight = jax.ShapeDtypeStruct((), np.float32)
-    lowered = executor.accumulate.lower(state.trainable, state.frozen, accumulated, arrays, weight)
-    memory = lowered.compile().memory_analysis()
-    # Donated buffers count as arguments and as output, but exist once.
-    inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    # The microbatch in the program is one of those that are loaded.
-    waiting = (LOADED * batch.microbatches - 1) * _on_one_device(arrays)
-    return memory.temp_size_in_bytes + inside + _on_one_device(state.optimizer) + waiting
+
+    executor: Executor
+    state: TrainState
+    accumulated: Accumulated
+    microbatch: Microbatch
+    microbatches: int
+    hyper: Hyperparameters
+
+    @classmethod
+    def of(cls, config: Config, batch: DeviceBatch, devices: Sequence[jax.Device]) -> Self:
+        """Describe the programs of a step of which each device gets `batch`; its exchange sends as its widths say."""
+        encoders = {name: replace(e, callbacks=Callbacks()) for name, e in config.model.encoders.items()}
+        model = Model.build(replace(config.model, encoders=encoders), jnp.dtype(config.training.precision))
+        executor = Executor(
+            model,
+            make_optimizer(config.optimizer, model.axes),
+            make_mesh(config.mesh, devices),
+            ShardingRules.of(config.mesh),
+            sources=1,
+            exchange=config.mesh.exchange,
+            loss_chunks=config.training.loss_chunks or 1,
+            compiler_options=compiler_options(config.compiler, devices[0]),
+        )
+        zeros = jax.eval_shape(executor.zeros)
+        accumulated = jax.tree.map(lambda x: _struct(x, replicated(executor.mesh)), zeros)
+        gradients = jax.tree.map(_struct, zeros.gradients, executor.shardings.trainable)
+        return cls(
+            executor=executor,
+            state=jax.tree.map(_struct, executor.abstract, executor.shardings),
+            accumulated=accumulated._replace(gradients=gradients),
+            microbatch=_microbatch(executor, batch, config.model),
+            microbatches=batch.microbatches,
+            hyper=hyperparameters(config, executor.modules, 0),
+        )
+
+    def compile_gradients(self) -> CompiledProgram:
+        """Compile the program that accumulates gradients. Beside it lie the moments and the batches to come."""
+        noise = np.zeros(2, np.uint32) if self.executor.model.drops else None
+        weight = jax.ShapeDtypeStruct((), np.float32)
+        arguments = self.state.trainable, self.state.frozen, self.accumulated, self.microbatch, weight, noise
+        # The microbatch in the program is one of those that are loaded.
+        waiting = (LOADED * self.microbatches - 1) * _on_one_device(self.microbatch)
+        return self._compile(self.executor.accumulate, arguments, _on_one_device(self.state.optimizer) + waiting)
+
+    def compile_update(self) -> CompiledProgram:
+        """Compile the optimizer's update. Beside it lie the batches of this step and of the next."""
+        devices = self.executor.mesh.size
+
+        def report(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((devices, *shape), dtype, sharding=self.executor.per_device)
+
+        reports = ProcessReport(
+            digest=report(2, dtype=np.uint32),
+            content=report(2, dtype=np.uint32),
+            needed_flops=report(dtype=np.float32),
+            batch_seconds=report(dtype=np.float32),
+            stop=report(dtype=np.bool_),
+            unreadable=report(MAX_UNREADABLE + 1, dtype=np.int32),
+        )
+        unreadable = jax.tree.map(
+            lambda x: _struct(x, replicated(self.executor.mesh)),
+            jax.eval_shape(self.executor.merge_unreadable, reports.unreadable),
+        )
+        weight = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(self.executor.mesh))
+        arguments = self.state, self.accumulated, self.hyper, weight, reports, unreadable
+        return self._compile(
+            self.executor.update, arguments, LOADED * self.microbatches * _on_one_device(self.microbatch)
+        )
+
+    def _compile(self, program: Any, arguments: tuple[Any, ...], beside: int) -> CompiledProgram:
+        # Newer JAX asks the mesh in use which GPU a kernel is lowered for.
+        with jax.sharding.use_abstract_mesh(self.executor.mesh.abstract_mesh):
+            compiled = program.lower(*arguments).compile()
+        memory = compiled.memory_analysis()
+        text = compiled.as_text()
+        # Donated buffers count as arguments and as output, but exist once.
+        inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return CompiledProgram(
+            bytes=memory.temp_size_in_bytes + inside + beside,
+            rematerialized=len(re.findall(r"^\s+(?:ROOT )?%\S+\.remat[\d.]* = ", text, re.MULTILINE)),
+            synchronous=text.count('"is_sync":true'),
+            text=text,
+        )
+
+
+def compiled_bytes(config: Config, batch: DeviceBatch, devices: Sequence[jax.Device]) -> int:
+    """Return the peak bytes of a step on each device, according to the compiler: of the fuller of its programs."""
+    step = StepPrograms.of(config, batch, devices)
+    return max(step.compile_gradients().bytes, step.compile_update().bytes)
 
 
 def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> Microbatch:

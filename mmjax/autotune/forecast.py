@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from mmjax.autotune.compile_memory import compiled_bytes
+from mmjax.autotune.compile_memory import CompiledProgram, StepPrograms
 from mmjax.autotune.memory_plan import (
     ActivationTracer,
     apply_memory_plan,
@@ -17,19 +17,19 @@ from mmjax.autotune.memory_plan import (
     plan_memory_of_run,
     suggest_settings,
 )
-from mmjax.balance.parts import dist_ratio
-from mmjax.config import Config, LlmBalance, NoBalance, PostBalance
+from mmjax.balance.parts import LLM, dist_ratio
+from mmjax.config import Config, LlmBalance, ModelConfig, NoBalance, PostBalance
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import Balance
+from mmjax.data.plan.placement import Balance, MicrobatchPlan
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
 from mmjax.parallel.sharding import check_heads, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops
-from mmjax.planning.hardware import COMPUTE_EFFICIENCY, USABLE, Cluster
+from mmjax.planning.hardware import ATTENTION_EFFICIENCY, COMPUTE_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.planning.step_time import ClusterRun, Speed, StepTime, step_time
-from mmjax.planning.work import length_work
+from mmjax.planning.work import length_work, resolve_attention, visited_pairs
 from mmjax.runtime.devices import make_topology
 
 SAMPLES = 50_000  # about so many, in 2 to 32 steps, are planned to see what a step is like
@@ -85,7 +85,10 @@ class RunForecast:
         """Describe what the times rest on: the layers' measured times, or an assumed share of the peak."""
         if set(self.speed.measured) >= {"llm", *self.config.model.encoders}:
             return "from layer times measured on this machine"
-        return f"assumes {COMPUTE_EFFICIENCY:.0%} of peak"
+        rates = self.speed.rates
+        attention = f", {ATTENTION_EFFICIENCY:.0%} in attention" if rates.attention else ""
+        launch = f", {1e6 * rates.launch:.0f} us a kernel" if rates.launch else ""
+        return f"assumes {COMPUTE_EFFICIENCY:.0%} of peak{attention}{launch}"
 
     @property
     def steps(self) -> int:
@@ -116,7 +119,8 @@ def forecast_run(
     check_heads(mesh, config.mesh, config.model)
     ranks_on_node = max(1, cluster.per_node // mesh["tensor"])
     topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh["tensor"])
-    tracer = ActivationTracer(config)
+    rates = cluster.device.rates(config.training.precision)
+    tracer = ActivationTracer(replace(config, model=resolve_attention(config.model, rates)))
     budget = make_budget(index, config, weights)
     # The config's own balance comes last, so that it replaces the default settings of its kind.
     balances: tuple[Balance, ...] = (NoBalance(), LlmBalance(), PostBalance(), config.batch.balance)
@@ -124,7 +128,7 @@ def forecast_run(
     dry_run = max(2, int(DRY_RUN / budget.samples_per_step))
     steps = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
     planners = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in configs.items()}
-    speed = Speed(cluster.device.rates(config.training.precision))
+    speed = Speed(rates)
     if measure_speed is not None:
         speed = measure_speed([layout for _, layout in planners.values()])
     by_balance: dict[str, BalanceForecast] = {}
@@ -156,12 +160,13 @@ def forecast_run(
     )
 
 
-def compile_forecast(outlook: RunForecast, devices: Sequence[jax.Device]) -> int:
-    """Compile the run as it is planned, in its fullest shape, and return the bytes of a device by the compiler."""
+def compile_forecast(outlook: RunForecast, devices: Sequence[jax.Device]) -> dict[str, CompiledProgram]:
+    """Compile the run as it is planned, in its fullest shape: its programs, "gradients" and "update"."""
     way = outlook.chosen
     batch = device_microbatch(outlook.config, way.layout, way.layout.shapes[way.fitted.largest_shape])
     config = apply_memory_plan(outlook.config, way.fitted.policies, way.fitted.loss_chunks)
-    return compiled_bytes(config, batch, list(devices))
+    step = StepPrograms.of(config, batch, devices)
+    return {"gradients": step.compile_gradients(), "update": step.compile_update()}
 
 
 def _forecast(
@@ -179,9 +184,13 @@ def _forecast(
     fitted = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
     activation = ACTIVATION[config.training.precision]
     machine = ClusterRun(cluster, mesh, fitted.sharding, speed, activation, loss_chunks=fitted.loss_chunks)
+    model = resolve_attention(config.model, speed.rates)
     microbatches = [m for plan in plans for m in plan.microbatches]
-    batches = [device_microbatch(config, layout, m.shape) for m in microbatches]
-    time = step_time(fitted.applied(config.model), batches, fitted.unsaved, machine, config.optimizer)
+    batches = [
+        replace(device_microbatch(config, layout, m.shape), pairs=_visited_pairs(model, layout, m))
+        for m in microbatches
+    ]
+    time = step_time(fitted.applied(model), batches, fitted.unsaved, machine, config.optimizer)
     names = ("llm", *config.model.encoders)
     work = np.stack([sum(m.work() for m in plan.microbatches) for plan in plans], axis=1)
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
@@ -194,6 +203,26 @@ def _forecast(
         fill=dict(zip(names, (useful / positions).tolist(), strict=True)),
         work=dict(zip(names, work, strict=True)),
     )
+
+
+def _visited_pairs(model: ModelConfig, layout: RankLayout, microbatch: MicrobatchPlan) -> dict[str, float]:
+    """Count the pairs in the blocks that attention visits on the device with most, by tower; not of dense attention."""
+    pairs = {}
+    for k, (name, tower) in enumerate({"llm": model.llm, **model.encoders}.items()):
+        if tower.attention == "dense":
+            continue
+        parts = microbatch.module == k
+        by_row = visited_pairs(
+            tower,
+            microbatch.row[parts],
+            microbatch.offset[parts],
+            microbatch.length[parts],
+            layout.topology.ranks * layout.rows[k],
+            microbatch.shape.lengths[k],
+        )
+        ranks = layout.topology.ranks * (1 if k == LLM else layout.topology.encoders_per_rank)
+        pairs[name] = float(by_row.reshape(ranks, -1).sum(1).max())
+    return pairs
 
 
 def _model_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> float:

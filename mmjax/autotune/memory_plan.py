@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from mmjax.autotune.compile_memory import compiled_bytes
+from mmjax.autotune.compile_memory import StepPrograms
 from mmjax.autotune.layer_profile import layer_times, saved_bytes_per_layer
 from mmjax.config import Config, MeshConfig, Remat, Samples
 from mmjax.config.loading import apply_overrides
@@ -33,6 +33,7 @@ from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding, SavedBytes
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choose_policies, plan_memory, with_policies
 from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.planning.work import resolve_attention
 from mmjax.runtime.devices import device_description, ram_per_device
 from mmjax.runtime.state import key_names, parameter_shardings
 
@@ -254,10 +255,17 @@ def _fit_by_compiler(config: Config, layout: RankLayout, fitted: MemoryPlan, dev
     batch = device_microbatch(config, layout, layout.shapes[fitted.largest_shape])
     towers = {"llm": config.model.llm, **config.model.encoders}
 
+    def programs(policies: Policies) -> StepPrograms:
+        return StepPrograms.of(apply_memory_plan(config, policies, fitted.loss_chunks), batch, devices)
+
+    @cache
+    def update_bytes() -> int:
+        return programs(fitted.policies).compile_update().bytes  # the same under all policies
+
     def measure(policies: Policies) -> float | None:
         try:
             # Running out of memory in the compiler is an answer, not an error.
-            compiled = compiled_bytes(apply_memory_plan(config, policies, fitted.loss_chunks), batch, devices)
+            compiled = max(programs(policies).compile_gradients().bytes, update_bytes())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -312,7 +320,8 @@ def plan_memory_of_run(
     sharding = replace(model_sharding(config.mesh, mesh), shares=tracer.parameter_shares(mesh))
     activation = ACTIVATION[config.training.precision]
     choices = loss_choices(mesh, config.training.loss_chunks, config.model)
-    return plan_memory(config.model, shapes, by_shape, sharding, activation, config.optimizer, speed, limit, choices)
+    model = resolve_attention(config.model, speed.rates)
+    return plan_memory(model, shapes, by_shape, sharding, activation, config.optimizer, speed, limit, choices)
 
 
 def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> DeviceBatch:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from mmjax.autotune.compile_memory import aot_h100, compiled_bytes
+from mmjax.autotune.compile_memory import aot_devices, compiled_bytes
 from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.autotune.memory_plan import ACTIVATION, model_sharding
 from mmjax.config import (
@@ -21,7 +21,7 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.loading import load
-from mmjax.planning.hardware import Rates
+from mmjax.planning.hardware import Rates, parse_cluster
 from mmjax.planning.memory import GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit, plan_memory
 from mmjax.planning.step_time import Speed
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     `predicted` and `compiled` are GB of a device, `off` by which part they differ.
     Models of one to two billion parameters in bfloat16, sharded over 8 devices, with one row of each module on each.
     """
-    devices = aot_h100(DEVICES)
+    devices = aot_devices(parse_cluster(f"h100x{DEVICES}"))
     rows: list[dict[str, Any]] = []
     for name in args.model or sorted(MODELS):
         model, lengths = MODELS[name]

@@ -8,7 +8,7 @@ discriminated by ``kind``. ``mmjax.config.loading`` loads, edits and stores conf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mmjax.config.data import (
@@ -99,5 +99,6 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     seed: int = 0  # of initial weights, the order of samples, dropout and embedded data
     device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # kind of devices; auto: the fastest available
+    compiler: dict[str, bool | int | float | str] = field(default_factory=dict)  # XLA's options beside mmjax's, by name
     run: str = ""  # the run's folder; empty: runs/<name>
     init_from: str = ""  # a run whose parameters (and nothing else) this one starts from

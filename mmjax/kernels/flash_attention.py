@@ -21,35 +21,11 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs, pad_mask
+from mmjax.kernels.tiles import TILES, KernelTiles, Tiles, padded_width
 
 _LOG2_E = math.log2(math.e)  # exp(x) = exp2(x * log2(e)): GPUs have an instruction for exp2 alone
 _FIELDS = 6  # of a mask: see `_pack`
 _UNLIMITED = 2**30
-
-
-class Tiles(NamedTuple):
-    """Tokens of a block of queries and of keys, and the warps and pipeline stages that Triton runs it with."""
-
-    q: int
-    k: int
-    warps: int
-    stages: int
-
-
-class KernelTiles(NamedTuple):
-    """Tiles of the three kernels: output, gradient of queries, gradients of keys and values."""
-
-    forward: Tiles
-    d_query: Tiles
-    d_key: Tiles
-
-
-MAX_BLOCK = 128  # tokens
-# By head width up to and including. Chosen so that ptxas spills no registers for sm_90a (docs/measurements/gpu.md).
-TILES = {
-    128: KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2)),
-    256: KernelTiles(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
-}
 
 
 class Scores(NamedTuple):
@@ -81,15 +57,6 @@ class BlockPlan(NamedTuple):
             return self
         take = partial(lax.dynamic_index_in_dim, index=self.index, axis=1, keepdims=False)
         return BlockPlan(*jax.tree.map(take, self[:4]))
-
-
-def tiles_for(head_width: int, length: int, max_block: int = MAX_BLOCK) -> KernelTiles:
-    """Choose tiles for heads of this width, of at most `max_block` tokens (16 or more), in short rows the row's."""
-    widths = [width for width in TILES if head_width <= width]
-    if not widths:
-        raise ValueError(f"heads of {head_width} channels are wider than the kernel takes, {max(TILES)}")
-    limit = max(16, min(pl.next_power_of_2(length), max_block))
-    return KernelTiles(*(t._replace(q=min(t.q, limit), k=min(t.k, limit)) for t in TILES[min(widths)]))
 
 
 def plan_blocks(mask: MaskSpec, tiles: KernelTiles) -> BlockPlan:
@@ -303,7 +270,7 @@ class _Specs(NamedTuple):
 
 
 def _specs(q: Array, k: Array) -> _Specs:
-    return _Specs(q.shape[1], max(16, pl.next_power_of_2(q.shape[3])), q.shape[2] // k.shape[2])
+    return _Specs(q.shape[1], padded_width(q.shape[3]), q.shape[2] // k.shape[2])
 
 
 def _launch(tiles: Tiles, scores: Scores, name: str) -> dict[str, Any]:

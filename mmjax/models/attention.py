@@ -16,8 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.kernels.flash_attention import MAX_BLOCK, BlockPlan, Scores, flash_attention, plan_blocks, tiles_for
+from mmjax.kernels.flash_attention import BlockPlan, Scores, flash_attention, plan_blocks
 from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs, encoder_mask
+from mmjax.kernels.tiles import MAX_BLOCK, tiles_for
 from mmjax.parallel.sharding import active, platform, sharding
 
 __all__ = ["MaskSpec", "allowed", "attention", "encoder_mask"]

@@ -16,8 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
-from mmjax.kernels.flash_attention import MAX_BLOCK, BlockPlan
+from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import MaskSpec
+from mmjax.kernels.tiles import MAX_BLOCK, window_block
 from mmjax.models.attention import DEFAULT_SCORING, Backend, Scoring, attention, dense_attention, plan_attention
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
@@ -370,8 +371,6 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
     vision = c if isinstance(c, VisionConfig) else None
-    # A block of more tokens than a window has would hold several, each of which sees a part of the block's keys.
-    window_block = 1 << (c.window**2).bit_length() - 1 if vision and vision.windowed else MAX_BLOCK
     return LayerConfig(
         width=c.width,
         heads=c.heads,
@@ -385,5 +384,5 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         biases=vision.biases if vision else WHISPER_BIASES,
         width_norm=partial(RMSNorm, eps=vision.qk_norm_eps) if vision and vision.qk_norm == "width" else None,
         layer_scale=vision is not None and vision.layer_scale,
-        max_block=min(window_block, MAX_BLOCK),
+        max_block=window_block(vision.window) if vision and vision.windowed else MAX_BLOCK,
     )

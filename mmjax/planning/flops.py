@@ -30,6 +30,7 @@ from mmjax.config.model import (
     linear_layers,
     module_of_layer,
 )
+from mmjax.kernels.tiles import padded_width
 from mmjax.planning.work import (
     CONV_TAPS,
     Work,
@@ -49,6 +50,7 @@ class Flops(NamedTuple):
 
     forward: int
     backward: int
+    attention: float = 0  # of these: the attention kernel's
 
     @property
     def total(self) -> int:
@@ -201,21 +203,27 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
 
 
 def executed(
-    model: ModelConfig, shape: Mapping[str, tuple[int, int]], frozen: Set[str], loss_chunks: int = 1
+    model: ModelConfig,
+    shape: Mapping[str, tuple[int, int]],
+    frozen: Set[str],
+    loss_chunks: int = 1,
+    pairs: Mapping[str, float] | None = None,
 ) -> dict[str, Flops]:
-    """Count the FLOPs that the backend runs for one microbatch of this shape, by module; `shape` as in `row_work`.
+    """Count the FLOPs that the backend runs for one microbatch, by module; `shape` and `pairs` as in `row_work`.
 
     With dense attention in float32, forward plus backward agrees with `cost_analysis()` of the compiled gradient to 2%
     from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%. Of a loss in
     chunks, which recomputes its logits in backward, `cost_analysis()` counts one chunk.
     """
-    work = row_work(model, shape)
+    work = row_work(model, shape, pairs)
     flops = {}
     for module, p in _products(model, work, frozen).items():
         trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
         has_backward = trainable or upstream or has_adapters
         tower = module.removesuffix(".connector")
         config = model.llm if module == "llm" else model.encoders[tower]
+        flash = config.attention in ("flash", "auto")
+        p = p._replace(attention=p.attention * _padding(config))
         attention = _ATTENTION_PRODUCTS[config.attention] * p.attention // 2
         policies = layer_policies(config)
         # If the first two layers have one policy they are one scan, whose body computes every gradient for all of them.
@@ -225,17 +233,20 @@ def executed(
         attention -= lora.spared_attention if config.attention == "dense" else 0
         backward = trainable * (p.data + p.weights) + lora.backward
         backward += has_backward * (p.weights - lora.spared_weights + attention)
-        recompute = 0
+        recompute = again = 0
         if module == tower:
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
             # Only layers are recomputed by policy; connectors and embeddings keep what they need.
             recompute = sum(recompute_flops(config, work[tower], policy) for policy in policies)
+            again = sum(recomputed_attention(config, work[tower], policy) for policy in policies)
             if module == "llm" and loss_chunks > 1:
                 recompute += executed_logits(model, work["llm"])
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
         backward = 2 * backward + has_backward * (backward_ops + recompute)
-        flops[module] = Flops(2 * (p.data + p.weights + p.attention + lora.forward) + forward_ops, backward)
+        forward = 2 * (p.data + p.weights + p.attention + lora.forward) + forward_ops
+        kernel = flash * (2 * p.attention + has_backward * (2 * attention + again))
+        flops[module] = Flops(forward, backward, kernel)
     return flops
 
 
@@ -287,9 +298,21 @@ def recompute_flops(config: DecoderConfig | Encoder, work: Work, policy: Remat) 
         "attention": layer.width * layer.mlp,
         "full": layer.width * layer.mlp,
     }[policy]
-    attention_saved = config.attention != "dense" and policy != "full"
-    attention = 0 if attention_saved else 2 * 2 * layer.queries * work.pairs
-    return 2 * (layer.weights - saved_weights) * work.positions + attention + layer_elementwise(config, work)[0]
+    products = 2 * (layer.weights - saved_weights) * work.positions
+    return products + recomputed_attention(config, work, policy) + layer_elementwise(config, work)[0]
+
+
+def recomputed_attention(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> float:
+    """Count the FLOPs of attention in `recompute_flops`."""
+    if policy == "none" or (config.attention != "dense" and policy != "full"):
+        return 0
+    return 2 * 2 * layer_sizes(config).queries * work.pairs * _padding(config)
+
+
+def _padding(config: DecoderConfig | Encoder) -> float:
+    """Return by how much the attention kernel widens heads: those of 80 channels are computed as 128."""
+    width = layer_sizes(config).queries // config.heads
+    return padded_width(width) / width if config.attention in ("flash", "auto") else 1
 
 
 def layer_policies(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:

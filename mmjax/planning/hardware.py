@@ -21,6 +21,23 @@ class Rates(NamedTuple):
     flops: float  # FLOP/s of matrix products
     memory: float  # bytes per second
     host: float  # bytes per second, each way
+    attention: float | None = None  # FLOP/s of the attention kernel; None: those of matrix products
+    launch: float = 0.0  # seconds that a kernel takes beside what it computes
+
+    def seconds(self, flops: float, attention: float) -> float:
+        """Compute the seconds of so many FLOPs, of which `attention` are the attention kernel's."""
+        return (flops - attention) / self.flops + attention / (self.attention or self.flops)
+
+
+@dataclass(frozen=True)
+class CudaTarget:
+    """What XLA's compiler must know of a GPU that is absent, beside its data sheet."""
+
+    name: str  # JAX's `device_kind`
+    capability: int  # 90 = compute capability 9.0
+    cores: int  # streaming multiprocessors
+    clock: float  # GHz
+    memory: int  # bytes that CUDA reports, more than the data sheet's
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,7 @@ class Device:
 
     name: str
     kind: str  # pattern of JAX's `device_kind`
+    platform: str  # as JAX calls it: gpu, tpu or cpu
     bfloat16: float
     float32: float
     memory: float
@@ -39,6 +57,7 @@ class Device:
     link: float  # to devices of its node
     network: float  # to other nodes: its share of the node's adapters
     host: float  # to the memory of its host
+    cuda: CudaTarget | None = None  # None: not compiled for where it is absent
 
     def peak(self, precision: Literal["bfloat16", "float32"]) -> float:
         """Return the data sheet's FLOP/s."""
@@ -46,10 +65,13 @@ class Device:
 
     def rates(self, precision: Literal["bfloat16", "float32"]) -> Rates:
         """Return the rates that a training step is assumed to sustain."""
+        gpu = self.platform == "gpu"
         return Rates(
-            COMPUTE_EFFICIENCY * self.peak(precision),
-            BANDWIDTH_EFFICIENCY * self.bandwidth,
-            BANDWIDTH_EFFICIENCY * self.host,
+            flops=COMPUTE_EFFICIENCY * self.peak(precision),
+            memory=BANDWIDTH_EFFICIENCY * self.bandwidth,
+            host=BANDWIDTH_EFFICIENCY * self.host,
+            attention=ATTENTION_EFFICIENCY * self.peak(precision) if gpu else None,
+            launch=LAUNCH_SECONDS if gpu else 0.0,
         )
 
 
@@ -57,24 +79,35 @@ class Device:
 # A800, H100 and H200 (nvidia.com/data-center); cloud.google.com/tpu/docs/v5e and /v5p. Networks are those of NVIDIA's
 # own systems (DGX A100: 200 Gbit/s per GPU; DGX H100 and H200: 400), for A40s one adapter of 200 Gbit/s per 8. All
 # chips of a TPU slice share the same links, whichever host they are attached to.
-_COLUMNS = ("name", "kind", "bfloat16", "float32", "memory", "bandwidth", "link", "network", "host")
+_COLUMNS = ("name", "kind", "platform", "bfloat16", "float32", "memory", "bandwidth", "link", "network", "host")
 _ROWS = (
-    ("a40", r"\bA40\b", 149.7e12, 74.8e12, 48e9, 696e9, 32e9, 3.1e9, 32e9),
-    ("a100", r"\bA100\b", 312e12, 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
-    ("a800", r"\bA800\b", 312e12, 156e12, 80e9, 2039e9, 200e9, 25e9, 32e9),
-    ("h100-pcie", r"\bH100 PCIe\b", 756.5e12, 378e12, 80e9, 2000e9, 64e9, 50e9, 64e9),
-    ("h100-nvl", r"\bH100 NVL\b", 835.5e12, 417.5e12, 94e9, 3900e9, 300e9, 50e9, 64e9),
-    ("h200-nvl", r"\bH200 NVL\b", 835.5e12, 417.5e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
-    ("h100", r"\bH100\b", 989.4e12, 494.7e12, 80e9, 3350e9, 450e9, 50e9, 64e9),
-    ("h200", r"\bH200\b", 989.4e12, 494.7e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
-    ("v5e", r"\bTPU v5( lite|e)", 197e12, 197e12, 16 * GIB, 819e9, 200e9, 200e9, 16e9),
-    ("v5p", r"\bTPU v5(p|$)", 459e12, 459e12, 95 * GIB, 2765e9, 600e9, 600e9, 32e9),
+    ("a40", r"\bA40\b", "gpu", 149.7e12, 74.8e12, 48e9, 696e9, 32e9, 3.1e9, 32e9),
+    ("a100", r"\bA100\b", "gpu", 312e12, 156e12, 80e9, 2039e9, 300e9, 25e9, 32e9),
+    ("a800", r"\bA800\b", "gpu", 312e12, 156e12, 80e9, 2039e9, 200e9, 25e9, 32e9),
+    ("h100-pcie", r"\bH100 PCIe\b", "gpu", 756.5e12, 378e12, 80e9, 2000e9, 64e9, 50e9, 64e9),
+    ("h100-nvl", r"\bH100 NVL\b", "gpu", 835.5e12, 417.5e12, 94e9, 3900e9, 300e9, 50e9, 64e9),
+    ("h200-nvl", r"\bH200 NVL\b", "gpu", 835.5e12, 417.5e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
+    ("h100", r"\bH100\b", "gpu", 989.4e12, 494.7e12, 80e9, 3350e9, 450e9, 50e9, 64e9),
+    ("h200", r"\bH200\b", "gpu", 989.4e12, 494.7e12, 141e9, 4800e9, 450e9, 50e9, 64e9),
+    ("v5e", r"\bTPU v5( lite|e)", "tpu", 197e12, 197e12, 16 * GIB, 819e9, 200e9, 200e9, 16e9),
+    ("v5p", r"\bTPU v5(p|$)", "tpu", 459e12, 459e12, 95 * GIB, 2765e9, 600e9, 600e9, 32e9),
 )
-DEVICES = tuple(Device(**dict(zip(_COLUMNS, row, strict=True))) for row in _ROWS)
+# Multiprocessors and clocks of the data sheets; bytes of `cudaGetDeviceProperties`.
+_CUDA = {
+    "a100": CudaTarget("NVIDIA A100-SXM4-80GB", 80, 108, 1.41, 85_100_068_864),
+    "h100": CudaTarget("NVIDIA H100 80GB HBM3", 90, 132, 1.98, 84_929_347_584),
+    "h100-pcie": CudaTarget("NVIDIA H100 PCIe", 90, 114, 1.755, 84_942_979_072),
+    "h200": CudaTarget("NVIDIA H200", 90, 132, 1.98, 150_754_820_096),
+}
+DEVICES = tuple(Device(**dict(zip(_COLUMNS, row, strict=True)), cuda=_CUDA.get(row[0])) for row in _ROWS)
 SLICE_OF_GPU = r"\bMIG\b"
 
 # Fractions of the data sheet that a training step is assumed to reach where the device was not profiled.
-COMPUTE_EFFICIENCY = 0.65  # of FLOP/s
+COMPUTE_EFFICIENCY = 0.65  # of FLOP/s of matrix products
+# Of FLOP/s, in the attention kernel with all that it recomputes: FlashAttention-2 in Triton reaches 350-450 TFLOP/s
+# forward on an H100, and 250-350 backward where its 7 products count as 5 (Dao 2023; 350-490 of all 7).
+ATTENTION_EFFICIENCY = 0.4
+LAUNCH_SECONDS = 3e-6  # of a GPU's kernel, one after the other in a CUDA graph: 2-4 us
 BANDWIDTH_EFFICIENCY = 0.8  # of the bandwidth of memory and links
 USABLE = 0.92  # of the memory: the rest goes to the driver, the collectives and fragmentation
 

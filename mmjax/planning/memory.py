@@ -98,6 +98,8 @@ class DeviceBatch:
     widths: Mapping[str, int]  # tokens exchanged with each peer, by encoder
     peers: int = 1
     microbatches: int = 1
+    # By tower, those of the blocks that attention visits on the device with most, where contents are known.
+    pairs: Mapping[str, float] = field(default_factory=dict)
 
 
 def fixed_bytes(

@@ -16,6 +16,7 @@ from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moments
 from mmjax.planning.work import row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
+KERNELS = 130  # that a layer launches in both passes, as compiled for H100 without remat: 118 to 134
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,12 @@ def step_time(
     summed = {f.name: sum(getattr(t, f.name) for t in times) for f in fields(StepTime)}
     counts = parameters(model)
     optimizer_numbers = moments(model, frozen_modules(model), optimizer)
-    # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared.
+    # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared. Before,
+    # gradients are read for their norm: AdamW moves 36 bytes a parameter.
     numbers = sum(
-        (2 * counts[module] + n) * machine.sharding.part_of(module) for module, n in optimizer_numbers.items()
+        (5 * counts[module] + 2 * n) * machine.sharding.part_of(module) for module, n in optimizer_numbers.items()
     )
-    return StepTime(**summed | {"update": 2 * MASTER * numbers / machine.speed.rates.memory})
+    return StepTime(**summed | {"update": MASTER * numbers / machine.speed.rates.memory})
 
 
 def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, float], machine: ClusterRun) -> StepTime:
@@ -86,8 +88,10 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
     rest = _with_changes(model, {name: {"layers": 0, "remat": "none"} for name in profiled})
     rest_without_remat = _with_changes(rest, {name: {"remat": "none"} for name in towers})
     # Without remat and without chunks of the loss: what both recompute is counted apart.
-    compute = _flops(rest_without_remat, batch, frozen, machine, 1) / rates.flops
-    recompute = _flops(rest, batch, frozen, machine, machine.loss_chunks) / rates.flops - compute
+    compute = _seconds(rest_without_remat, batch, frozen, machine, 1)
+    recompute = _seconds(rest, batch, frozen, machine, machine.loss_chunks) - compute
+    compute += _weight_bytes(model, machine, frozen) / rates.memory
+    compute += sum(rates.launch * KERNELS * c.layers for name, c in towers.items() if name not in profiled)
     for name, times in profiled.items():
         policies = layer_policies(towers[name])
         parts = machine.sharding.parts(name)
@@ -121,10 +125,23 @@ def _with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -
     return replace(model, llm=replace(model.llm, **towers.get("llm", {})), encoders=encoders)
 
 
-def _flops(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: ClusterRun, loss_chunks: int) -> float:
-    """Count the executed FLOPs per device."""
-    flops = executed(model, batch.shape, frozen, loss_chunks)
-    return sum(f.total / machine.sharding.parts(module.removesuffix(".connector")) for module, f in flops.items())
+def _seconds(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: ClusterRun, loss_chunks: int) -> float:
+    """Estimate the seconds of the executed FLOPs on a device."""
+    flops = executed(model, batch.shape, frozen, loss_chunks, batch.pairs)
+    parts = {module: machine.sharding.parts(module.removesuffix(".connector")) for module in flops}
+    return sum(machine.speed.rates.seconds(f.total, f.attention) / parts[module] for module, f in flops.items())
+
+
+def _weight_bytes(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
+    """Count the bytes of parameters and gradients that a microbatch moves through a device's memory.
+
+    Trainable parameters are cast to the precision of the computation in both passes, and their gradients, of that
+    precision, added to the float32 sum.
+    """
+    counts = parameters(model)
+    trainable = sum(n * machine.sharding.part_of(module) for module, n in counts.items() if module not in frozen)
+    cast = 0 if machine.activation == MASTER else 2 * (MASTER + machine.activation)
+    return (cast + 2 * machine.activation + 2 * MASTER) * trainable
 
 
 def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
@@ -136,7 +153,8 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     # Twice, since FSDP frees gathered parameters after the forward pass and gathers them again.
     gather_bytes = 2 * machine.activation * sum(counts.values()) / parts
     gathered = _collective(gather_bytes, mesh["fsdp"], parts, machine.cluster)
-    scattered = _collective(MASTER * trainable / parts, mesh["fsdp"], parts, machine.cluster)
+    # Gradients have the precision of the computation until they are added to the float32 sum.
+    scattered = _collective(machine.activation * trainable / parts, mesh["fsdp"], parts, machine.cluster)
     # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
     reduce_bytes = 2 * MASTER * trainable / (parts * mesh["fsdp"])
     return gathered + scattered + _collective(reduce_bytes, mesh["data"], parts * mesh["fsdp"], machine.cluster)

@@ -6,8 +6,8 @@ Needed attention FLOPs, and so MFU, are in proportion to the pairs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,11 @@ from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ROW, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.config.model import CONV_STRIDE, Encoder
+from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
+from mmjax.planning.hardware import Rates
 
 CONV_TAPS = 3  # kernel size of both convolutions of the audio encoder
-BLOCKS = {"blockwise": 256, "flash": 128, "auto": 128}  # queries of one block; the kernel takes fewer keys
+BLOCK = 256  # queries and keys of a block of blockwise attention
 
 
 class Work(NamedTuple):
@@ -86,7 +88,17 @@ def connector_mlps(encoder: Encoder) -> int:
     return 1 + (len(encoder.deepstack) if isinstance(encoder, VisionConfig) else 0)
 
 
-def _mean_pairs(config: DecoderConfig | Encoder, pairs: int, window_pairs: Callable[[int], int]) -> float:
+def resolve_attention(model: ModelConfig, rates: Rates) -> ModelConfig:
+    """Return the model with what `attention=auto` is on a device: the kernel where that has a rate, else blocks."""
+    backend = "blockwise" if rates.attention is None else "flash"
+
+    def resolved(tower: Any) -> Any:
+        return replace(tower, attention=backend) if tower.attention == "auto" else tower
+
+    return replace(model, llm=resolved(model.llm), encoders={name: resolved(e) for name, e in model.encoders.items()})
+
+
+def _mean_pairs(config: DecoderConfig | Encoder, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
     """Average over a tower's layers: `pairs` without a window, `window_pairs(window)` with one."""
     if isinstance(config, AudioConfig) or not config.windowed:
         return pairs
@@ -173,43 +185,86 @@ def length_work(
     return work
 
 
-def row_work(model: ModelConfig, shape: Mapping[str, tuple[int, int]]) -> dict[str, Work]:
+def row_work(
+    model: ModelConfig, shape: Mapping[str, tuple[int, int]], pairs: Mapping[str, float] | None = None
+) -> dict[str, Work]:
     """Compute the work that the backend runs for padded rows, by tower.
 
-    shape: (rows, row length) of "llm" and the encoders. Dense attention runs all pairs of a row. Blockwise attention
-    skips blocks depending on the rows' contents; all that it may visit count: for the LLM those up to the diagonal, for
-    layers with windows those that a window reaches. Windows of images are contiguous in a row.
+    shape: (rows, row length) of "llm" and the encoders. pairs: those of the blocks that attention visits, where the
+    rows' contents are known (`visited_pairs`). Else dense attention runs all pairs of a row, and of other backends all
+    blocks that they may visit count: for the LLM those up to the diagonal.
     """
     work = {}
     for name, (rows, length) in shape.items():
         config = model.llm if name == "llm" else model.encoders[name]
-        layer_length = length // CONV_STRIDE if isinstance(config, AudioConfig) else length
-        pairs = layer_length**2
-        if config.attention != "dense":
-            # A row shorter than a block is one block of its own length.
-            side = min(BLOCKS[config.attention], layer_length)
-            blocks = -(-layer_length // side)
-            causal = name == "llm"
-            pairs = side**2 * (blocks * (blocks + 1) // 2 if causal else blocks**2)
-            near = partial(_near_blocks, blocks, side, causal)
-            pairs = _mean_pairs(config, pairs, lambda window, near=near, s=side: s**2 * near(window))
         # Padding included: the backend computes it like everything else.
+        layer_length = length // CONV_STRIDE if isinstance(config, AudioConfig) else length
         positions = rows * layer_length
-        work[name] = Work(positions, rows * pairs)
+        if config.attention == "dense":
+            work[name] = Work(positions, rows * layer_length**2)
+        elif pairs is not None and name in pairs:
+            work[name] = Work(positions, pairs[name])
+        else:
+            one = np.zeros(1, np.int64)  # of each row one part, as long as the row
+            work[name] = Work(positions, rows * float(visited_pairs(config, one, one, one + length, 1, length)[0]))
         if name != "llm":
             tokens = positions // layer_positions(config)
             work[name] = work[name]._replace(inputs=rows * length, tokens=tokens)
     return work
 
 
-def _near_blocks(blocks: int, side: int, causal: bool, window: int) -> int:
-    """Count the pairs of blocks that hold some query and a key of its window: the last tokens, or a square's."""
-    window = window if causal else window**2
-    # A block reaches back over ceil((window - 1) / side) others. Pairs further apart form a smaller triangle: with 5
-    # blocks that reach back 2 others, 5 * 6 / 2 - 2 * 3 / 2 = 12 pairs are near.
-    far = max(blocks - (-(-(window - 1) // side) + 1), 0)
-    near = blocks * (blocks + 1) // 2 - far * (far + 1) // 2
-    return near if causal else 2 * near - blocks
+def _blocks(config: DecoderConfig | Encoder, length: int) -> tuple[int, int]:
+    """Return the queries and the keys of a block; a row that is shorter than a block is one of its own length."""
+    if config.attention == "blockwise":
+        return min(BLOCK, length), min(BLOCK, length)
+    head_width = layer_sizes(config).queries // config.heads
+    windows = isinstance(config, VisionConfig) and config.windowed
+    max_block = window_block(config.window) if windows else MAX_BLOCK
+    tiles = tiles_for(min(head_width, max(TILES)), length, max_block).forward
+    return tiles.q, tiles.k
+
+
+def visited_pairs(
+    config: DecoderConfig | Encoder,
+    row: np.ndarray,
+    offset: np.ndarray,
+    length: np.ndarray,
+    rows: int,
+    row_length: int,
+) -> np.ndarray:
+    """Count the pairs in the blocks that attention visits, of one head, averaged over the layers, float64 `[rows]`.
+
+    row, offset, length: int `[p]`, where each sample of the LLM or item of an encoder lies in its row. Samples are
+    causal (what an item's tokens see ahead of them is left out), items full; the patches of an image's window lie side
+    by side.
+    """
+    if isinstance(config, AudioConfig):
+        offset, length, row_length = offset // CONV_STRIDE, length // CONV_STRIDE, row_length // CONV_STRIDE
+    q, k = _blocks(config, row_length)
+    padded = -(-row_length // max(q, k)) * max(q, k)  # of q and k, one divides the other
+    order = np.lexsort((offset, row))
+    begin = (row.astype(np.int64) * padded + offset)[order]  # of each part, counted over all rows
+    end = begin + length[order]
+    start = np.arange(0, rows * padded, q)  # of each block of queries
+    first = np.searchsorted(end, start, side="right")  # part in it
+    last = np.searchsorted(begin, start + q) - 1
+    start, first, last = (x[first <= last] for x in (start, first, last))
+    stop = np.minimum(end[last], start + q)
+
+    def pairs(window: int | None = None) -> np.ndarray:
+        low, high = begin[first], end[last]
+        if isinstance(config, DecoderConfig):
+            high = stop
+            low = low if window is None else np.maximum(low, start - window + 1)
+        elif window is not None:
+            # A window of w x w patches: from the one that the block's first patch is in to that of its last.
+            size = window**2
+            low = low + np.maximum(start - low, 0) // size * size
+            high = np.minimum(high, begin[last] + -((begin[last] - stop) // size) * size)
+        # Blocks of keys from that of `low` to that of `high - 1`: parts lie side by side.
+        return np.bincount(start // padded, ((high - 1) // k - low // k + 1) * (q * k), rows)
+
+    return _mean_pairs(config, pairs(), pairs)
 
 
 def allowed_pairs(text: TextBatch) -> np.ndarray:

@@ -81,6 +81,7 @@ def device_description(device: jax.Device) -> Device:
     return Device(
         name=device.platform,
         kind=device.device_kind,
+        platform=device.platform,
         bfloat16=peak,
         float32=peak,
         memory=(device.memory_stats() or {}).get("bytes_limit", host_ram() / sharing),

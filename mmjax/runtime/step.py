@@ -6,7 +6,7 @@ microbatches of a step may differ in shape and their number compiles nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -97,6 +97,7 @@ class Executor:
         sources: int,
         exchange: Exchange = "padded",
         loss_chunks: int = 1,
+        compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -117,10 +118,11 @@ class Executor:
             out_shardings=(self.shardings.step, self.shardings.optimizer),
         )
         self.zeros = jax.jit(self._zeros, out_shardings=accumulated)
-        self.accumulate = jax.jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
+        jit = partial(jax.jit, compiler_options=compiler_options or None)
+        self.accumulate = jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
         self.merge_unreadable = jax.jit(_merge_unreadable, out_shardings=on_all)
         self.weigh = jax.jit(_weigh, out_shardings=(on_all, rows_sharding(mesh, rules.rows)))
-        self.update = jax.jit(self._update, out_shardings=(self.shardings, accumulated, on_all), donate_argnums=(0, 1))
+        self.update = jit(self._update, out_shardings=(self.shardings, accumulated, on_all), donate_argnums=(0, 1))
 
     @property
     def modules(self) -> tuple[str, ...]:

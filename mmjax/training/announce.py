@@ -19,6 +19,7 @@ from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, parameter_group
 from mmjax.planning.remat import MemoryPlan
+from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
 from mmjax.runtime.state import key_names
 from mmjax.training.metrics import balance_scalars
 
@@ -26,9 +27,14 @@ REPLICATED = 1.5  # warn where a device stores more than so many times its share
 
 
 def print_run_summary(
-    config: Config, model: Model, mesh: jax.sharding.Mesh, loader: StepLoader, first: LoadedStep
+    config: Config,
+    model: Model,
+    mesh: jax.sharding.Mesh,
+    loader: StepLoader,
+    first: LoadedStep,
+    options: CompilerOptions,
 ) -> None:
-    """Print parameters, mesh, budgets, shapes, tokens per step, steps per epoch and the first batch."""
+    """Print parameters, mesh, compiler options, budgets, shapes, tokens per step, steps per epoch and first batch."""
     layout = loader.layout
     modules = ("llm", *config.model.encoders)
     sizes: Counter[str] = Counter()  # parameters of each module, and of its adapters as `<module>.lora`
@@ -39,6 +45,8 @@ def print_run_summary(
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
     print_lines(f"on     {mesh.size} x {device.device_kind} ({axes})")
+    if options:
+        print_lines(f"xla    {describe_compiler_options(options)}")
     grouper = loader.planner.grouper
     per_step = loader.budget.samples_per_step
     tokens = per_step * float(np.mean(loader.index.llm_tokens))

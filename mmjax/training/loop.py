@@ -32,6 +32,7 @@ from mmjax.errors import raise_ctrl_c_once
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.planning.remat import MemoryPlan
+from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.devices import (
     CompileCounter,
     choose_devices,
@@ -115,6 +116,7 @@ class Trainer:
         self.mesh = make_mesh(config.mesh, devices)
         check_heads(self.mesh.shape, config.mesh, config.model)
         enable_compilation_cache(folder.programs)  # before anything is compiled
+        self.compiler_options = compiler_options(config.compiler, self.mesh.local_devices[0])
         self.programs = CompileCounter()
 
         with activity("opening the data"):
@@ -135,6 +137,7 @@ class Trainer:
             sources=self.data.sources,
             exchange=config.mesh.exchange,
             loss_chunks=self.memory_plan.loss_chunks,
+            compiler_options=self.compiler_options,
         )
 
         self.checkpoints = RunCheckpoints(config, folder, self.data, self.executor)
@@ -208,7 +211,9 @@ class Trainer:
         self.watchdog.set_phase("planning", self.first_step)
         with activity("planning the first step"):  # a first start compiles the planner
             example = self.loader(self.first_step)
-        announce.print_run_summary(self.config, self.executor.model, self.mesh, self.loader, example)
+        announce.print_run_summary(
+            self.config, self.executor.model, self.mesh, self.loader, example, self.compiler_options
+        )
         print_lines(*announce.describe_memory_plan(self.memory_plan))
         return example.microbatches[0]
 

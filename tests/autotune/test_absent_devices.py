@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import run
 
 from mmjax import plan
+from mmjax.autotune import compile_memory
+from mmjax.planning.hardware import USABLE, find_device, parse_cluster
 
 ROOT = Path(__file__).parents[2]
 WHEELS = importlib.util.find_spec("jax_cuda13_plugin") is not None
@@ -54,6 +58,43 @@ def test_the_attention_kernel_compiles_without_spilled_registers_and_in_little_m
     assert found["16384 x 28 (4) x 128"] <= 0.13e9
     assert found["16384 x 16 (16) x 80"] <= 0.06e9
     assert found["16384 x 16 (16) x 80, blocks of 64"] <= 0.06e9
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+def test_no_scan_over_layers_plans_masks_and_xla_computes_nothing_again():
+    found = told("tests/autotune/compiled_step.py")
+    assert found["scans"] == 4  # forward and backward, of the LLM and the vision encoder
+    assert found["hidden"] >= 0.45  # of the gathered bytes, behind products; the first gather of a turn never is
+    assert found["mask reductions"] == found["sorts"] == found["rematerialized"] == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+def test_with_less_memory_than_it_takes_xla_computes_again_and_it_is_seen():
+    assert told("tests/autotune/compiled_step.py", "compiler.xla_gpu_memory_limit_slop_factor=5")["rematerialized"] > 0
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h100-pcie", "h200"])
+def test_the_target_of_a_gpu_says_what_xla_must_know(monkeypatch, name):
+    monkeypatch.setattr(compile_memory.importlib.util, "find_spec", lambda name: True)
+    asked = {}
+    describe = lambda **options: asked.update(options) or SimpleNamespace(devices=[])  # noqa: E731
+    monkeypatch.setattr(compile_memory.topologies, "get_topology_desc", describe)
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "")
+    cluster = parse_cluster(f"{name}x2x4")
+    compile_memory.aot_devices(cluster)
+    target = asked["target_config"]
+    cuda = cluster.device.cuda
+    assert asked["topology"] == "1x2x4"
+    # XLA takes 80 % of a target's memory, and on a device all that JAX's allocator has of it.
+    memory = int(re.search(r"device_memory_size: (\d+)", target)[1])
+    assert 0.8 * memory == pytest.approx(USABLE * cuda.memory)
+    assert f'device_description_str: "{cuda.name}"' in target
+    assert find_device(cuda.name) == cluster.device
+    assert f"core_count: {cuda.cores}\n" in target
+    assert f"memory_bandwidth: {int(cluster.device.bandwidth)}\n" in target
+    assert f"major: {cuda.capability // 10} minor: {cuda.capability % 10} " in target
 
 
 @pytest.mark.skipif(WHEELS, reason="the CUDA wheels are installed")

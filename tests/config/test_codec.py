@@ -53,6 +53,9 @@ def message(*overrides: str) -> str:
             {"audio.connector": Rates(None, 0.0)},
         ),
         ("model.encoders.vision.connector.merge=1", "model.encoders.vision.connector.merge", 1),
+        ("compiler.xla_one=true", "compiler.xla_one", True),
+        ("compiler.xla_two=120", "compiler.xla_two", 120),
+        ("compiler.xla_three=AUTO", "compiler.xla_three", "AUTO"),
     ],
 )
 def test_an_override_is_read_by_its_fields_type(override: str, key: str, value: object) -> None:

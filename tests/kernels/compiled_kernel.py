@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.autotune.compile_memory import aot_h100
-from mmjax.kernels.flash_attention import MAX_BLOCK, Scores, flash_attention, plan_blocks, tiles_for
+from mmjax.autotune.compile_memory import aot_devices
+from mmjax.kernels.flash_attention import Scores, flash_attention, plan_blocks
 from mmjax.kernels.masks import MaskSpec
+from mmjax.kernels.tiles import MAX_BLOCK, tiles_for
+from mmjax.planning.hardware import parse_cluster
 
 CASES = {
     "16384 x 28 (4) x 128": (16_384, 28, 4, 128),
@@ -41,5 +43,5 @@ def temporary_bytes(mesh: Mesh, length: int, heads: int, kv_heads: int, width: i
 
 
 if __name__ == "__main__":
-    mesh = Mesh(np.array(aot_h100(1)), ("device",))
+    mesh = Mesh(np.array(aot_devices(parse_cluster("h100"))), ("device",))
     print(json.dumps({name: temporary_bytes(mesh, *case) for name, case in CASES.items()}))

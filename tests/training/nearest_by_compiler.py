@@ -5,7 +5,7 @@ import re
 import sys
 from dataclasses import replace
 
-from mmjax.autotune.compile_memory import aot_h100, compiled_bytes
+from mmjax.autotune.compile_memory import aot_devices, compiled_bytes
 from mmjax.autotune.forecast import forecast_run
 from mmjax.autotune.memory_plan import apply_memory_plan, device_microbatch
 from mmjax.benchmarks.memory import MODELS
@@ -27,9 +27,7 @@ def main(gigabytes: float) -> None:
     way = forecast_run(changed, NODE, index, [1.0]).chosen
     fitted = way.fitted
     shape = device_microbatch(changed, way.layout, way.layout.shapes[fitted.largest_shape])
-    compiled = compiled_bytes(
-        apply_memory_plan(changed, fitted.policies, fitted.loss_chunks), shape, aot_h100(NODE.devices)
-    )
+    compiled = compiled_bytes(apply_memory_plan(changed, fitted.policies, fitted.loss_chunks), shape, aot_devices(NODE))
     fits = [refused.chosen.fitted.fits, fitted.fits]
     print(json.dumps({"fits": fits, "room": fitted.limit.device, "planned": fitted.device, "compiled": compiled}))
 

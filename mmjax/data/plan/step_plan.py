@@ -26,6 +26,7 @@ from mmjax.planning.flops import frozen_modules, relative_cost
 DRY_RUN_STEPS = 512
 DRY_RUN_SAMPLES = 100_000  # about, and at least 16 steps
 OF_OPERATIONS = 0.25  # 1: modules count by their operations; 0: all the same
+WIDTH_ALIGNMENT = 8  # at most, of tokens that a rank sends to a peer
 WORTH = 0.02  # where grouping fills rows, one more shape must save this share of the cost
 
 
@@ -187,11 +188,14 @@ def _wide(grouper: StepGrouper, rows: np.ndarray, lengths: np.ndarray) -> np.nda
 
 
 def _alignments(grouper: StepGrouper, config: Config) -> np.ndarray:
-    """Return the alignment of every module's rows, which end where an LLM token does, and of every encoder's width."""
+    """Return the alignment of every module's rows, which end where an LLM token does, and of every encoder's width.
+
+    Rows may be multiples of a GPU's tiles; a width is sent to each peer, where that would be padding.
+    """
     per_token = grouper.index.positions_per_token
     alignment = config.batch.alignment
     row_alignment = math.lcm(alignment, *per_token.tolist())
-    return np.array([row_alignment] * (1 + len(per_token)) + [alignment] * len(per_token))
+    return np.array([row_alignment] * (1 + len(per_token)) + [min(alignment, WIDTH_ALIGNMENT)] * len(per_token))
 
 
 # Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.

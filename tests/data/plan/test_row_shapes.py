@@ -37,6 +37,15 @@ def test_shapes_are_few_and_the_steps_that_they_were_found_by_need_no_more_micro
         assert len(planned.plan(step).microbatches) == microbatches
 
 
+def test_rows_may_be_whole_tiles_of_a_gpu_and_widths_are_no_longer_for_it():
+    everywhere = PostBalance(locality="off")
+    _, layout = laid_out(balance=everywhere, topology=EIGHT, size=Samples(96), rows=ROWS, alignment=128)
+    assert all(length % 384 == 0 for shape in layout.shapes for length in shape.lengths)  # and of 12, a token
+    widths = {width for shape in layout.shapes for width in shape.widths}
+    assert all(width % 8 == 0 for width in widths)
+    assert 0 < min(widths) < 128
+
+
 def test_a_step_that_a_shapes_width_leads_astray_is_placed_as_it_was_when_the_shape_was_found():
     planned, _ = laid_out(grouping=PackGrouping(chunk_steps=12), topology=EIGHT, size=Samples(96), rows=ROWS)
     assert {len(planned.plan(step).microbatches) for step in range(DRY_RUN_STEPS)} == {1}

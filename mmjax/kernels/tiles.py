@@ -1,0 +1,50 @@
+"""Tile sizes of the attention kernel, by head width: plain numbers, which planning reads too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tiles(NamedTuple):
+    """Tokens of a block of queries and of keys, and the warps and pipeline stages that Triton runs it with."""
+
+    q: int
+    k: int
+    warps: int
+    stages: int
+
+
+class KernelTiles(NamedTuple):
+    """Tiles of the three kernels: output, gradient of queries, gradients of keys and values."""
+
+    forward: Tiles
+    d_query: Tiles
+    d_key: Tiles
+
+
+MAX_BLOCK = 128  # tokens
+# By head width up to and including. Chosen so that ptxas spills no registers for sm_90a (docs/measurements/gpu.md).
+TILES = {
+    128: KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2)),
+    256: KernelTiles(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
+}
+
+
+def tiles_for(head_width: int, length: int, max_block: int = MAX_BLOCK) -> KernelTiles:
+    """Choose tiles for heads of this width, of at most `max_block` tokens (16 or more), in short rows the row's."""
+    widths = [width for width in TILES if head_width <= width]
+    if not widths:
+        raise ValueError(f"heads of {head_width} channels are wider than the kernel takes, {max(TILES)}")
+    limit = max(16, min(padded_width(length), max_block))
+    return KernelTiles(*(t._replace(q=min(t.q, limit), k=min(t.k, limit)) for t in TILES[min(widths)]))
+
+
+def window_block(window: int) -> int:
+    """Choose the longest block, in tokens, of a tower whose layers attend in squares of `window` x `window` patches."""
+    # A block of more tokens than a square has would hold several, each of which sees a part of the block's keys.
+    return min(1 << (window**2).bit_length() - 1, MAX_BLOCK)
+
+
+def padded_width(width: int) -> int:
+    """Return the power of two, at least 16, to which Triton's products pad so many channels or tokens."""
+    return max(16, 1 << (width - 1).bit_length())

@@ -1,0 +1,55 @@
+"""XLA's options reach the programs of a step, and none that it refuses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from mmjax.autotune.compile_memory import StepPrograms
+from mmjax.config.loading import load
+from mmjax.errors import UserError
+from mmjax.planning.memory import DeviceBatch
+from mmjax.runtime.compiler_options import GPU, compiler_options, describe_compiler_options
+
+TINY = load("tiny_text")
+BATCH = DeviceBatch({"llm": (1, 32)}, {})
+
+
+def test_a_cpu_has_no_options_and_a_gpu_those_of_mmjax_under_those_of_the_config(monkeypatch):
+    cpu = jax.devices()[0]
+    assert compiler_options({}, cpu) == {}
+    monkeypatch.setattr("mmjax.runtime.compiler_options.SingleDeviceSharding", lambda device: None)
+    monkeypatch.setattr(jax, "jit", lambda f, compiler_options: SimpleNamespace(lower=lambda x: compiled))
+    compiled = SimpleNamespace(compile=lambda: None)
+    for platform in ("gpu", "cuda"):
+        gpu = SimpleNamespace(platform=platform)
+        assert compiler_options({}, gpu) == GPU
+        name = next(iter(GPU))
+        assert compiler_options({name: 7, "xla_x": True}, gpu) == GPU | {name: 7, "xla_x": True}
+    assert describe_compiler_options({"xla_x": True, "xla_y": 7, "xla_z": "A"}) == 'xla_x=true, xla_y=7, xla_z="A"'
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"xla_no_such_option": True}, "No such compile option: 'xla_no_such_option'"),
+        ({"xla_backend_optimization_level": "much"}, "'much' is not a valid int32 value"),
+    ],
+)
+def test_what_xla_refuses_is_told_in_its_words(options, says):
+    with pytest.raises(UserError, match=f"compiler: XLA of JAX {re.escape(jax.__version__)} says: .*{says}"):
+        compiler_options(options, jax.devices()[0])
+
+
+def test_both_programs_of_a_step_are_compiled_with_the_options():
+    fused, not_fused = (
+        StepPrograms.of(replace(TINY, compiler=options), BATCH, jax.devices()[:1])
+        for options in ({}, {"xla_disable_hlo_passes": "fusion"})
+    )
+    for compile_program in (StepPrograms.compile_gradients, StepPrograms.compile_update):
+        assert "kind=kLoop" in compile_program(fused).text
+        assert "kind=kLoop" not in compile_program(not_fused).text
