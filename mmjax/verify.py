@@ -344,37 +344,32 @@ class Programs:
             accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, put, weight)
         return jax.device_get(accumulated)
 
-    def packed_is_alone(self, batches: Sequence[Microbatch]) -> Differences:
-        """Compare all that is computed of every sample in these microbatches with what is computed of it alone."""
+    def packed_is_alone(self, packed: Sequence[Microbatch], alone: Sequence[Sequence[Microbatch]]) -> Differences:
+        """Compare all that is computed of the samples of each microbatch with what is computed of them alone."""
         differences: Differences = {}
-        for batch, alone in zip(batches, self.run.pack_alone(batches), strict=True):
-            found = compare_states([self.states(batch)], list(map(self.states, alone)), self.run.data.index)
+        for batch, apart in zip(packed, alone, strict=True):
+            found = compare_states([self.states(batch)], list(map(self.states, apart)), self.run.data.index)
             differences |= {place: max(differences.get(place, of_batch), of_batch) for place, of_batch in found.items()}
         return differences
 
-    def gradients_are_those_alone(self, batches: Sequence[Microbatch]) -> Differences:
-        """Compare the gradients of these microbatches with the sum of those of their samples alone."""
-        alone = [batch for apart in self.run.pack_alone(batches) for batch in apart]
-        return compare_gradients(self.gradients(batches), self.gradients(alone))
-
     def balanced_is_unbalanced(self, steps: int) -> tuple[Differences, str]:
-        """Compare the first steps under the run's balance and under none; also describe what the balance moves."""
+        """Compare the first steps under the run's balance and under none; also describe what differs between them."""
         run, loader = self.run, self.run.loader
         real = row_ranks(run.mesh) > 1
         topology = loader.layout.topology if real else Topology(*(VIRTUAL_RANKS,) * 3)
-        losses, gradients, moved = [], [], []
+        losses, gradients, placed = [], [], []
         for balance in (run.config.batch.balance, NoBalance()):
             config = replace(run.config, batch=replace(run.config.batch, balance=balance))
-            planner, _ = make_planner(
-                run.data.index, config, run.data.launch.weights, topology, loader.budget, max_steps=steps
-            )
+            weights = run.data.launch.weights
+            planner, _ = make_planner(run.data.index, config, weights, topology, loader.budget, max_steps=steps)
             plans = [plan for step in range(steps) for plan in planner.plan(step).microbatches]
+            placed.append({k: r for p in plans for k, r in zip(p.samples, p.rank()[p.part_start[:-1]], strict=True)})
             batches = list(map(run.pack, plans))
-            moved.append(sum(int((p.rank() != p.rank()[p.part_start[:-1]][p.sample_of()]).sum()) for p in plans))
             states = map(self.states, batches)
             losses.append([{place: x for place, x in s.items() if place.kind == LOSSES} for s in states])
             gradients.append(self.gradients(batches))
-        about = f"{moved[0]} items moved over {topology.ranks} {'ranks' if real else 'virtual ranks'}"
+        moved = sum(placed[0][sample] != rank for sample, rank in placed[1].items())
+        about = f"{moved} samples placed elsewhere, {topology.ranks} {'ranks' if real else 'virtual ranks'}"
         return compare_states(*losses, run.data.index) | compare_gradients(*gradients), about
 
 
@@ -393,11 +388,13 @@ def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attenti
         f"to {', '.join(f'{most} {name}' for name, most in fullest.items())}"
     )
     backends = backends or run.backends()
+    alone = run.pack_alone(batches)
     for backend in backends:
         with activity(f"comparing packed with alone, {backend}"):
             programs = Programs(run, backend)
-            yield from checks_of(programs.packed_is_alone(batches), backend, rounding)
-            yield from checks_of(programs.gradients_are_those_alone(batches), backend, rounding)
+            yield from checks_of(programs.packed_is_alone(batches, alone), backend, rounding)
+            gradients = programs.gradients(batches), programs.gradients([one for apart in alone for one in apart])
+            yield from checks_of(compare_gradients(*gradients), backend, rounding)
     balance = run.config.batch.balance
     if not isinstance(balance, NoBalance):
         with activity("comparing balanced with unbalanced"):

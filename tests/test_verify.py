@@ -1,4 +1,4 @@
-"""`python -m mmjax.verify` as a user runs it: it passes, and a planted leak is named with the layer that it begins in."""
+"""`python -m mmjax.verify`: it passes, and a planted leak is named with the layer that it begins in."""
 
 from __future__ import annotations
 
@@ -29,6 +29,55 @@ KINDS = (
 )  # fmt: skip
 
 
+def verified(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
+    """Kinds of checks that pass, by backend; on the eight devices of the tests."""
+    ended = run(capsys, verify.main, TINY_MEDIA, *WINDOWS, "batch.size.count=32", *words, "--json")
+    checks = json.loads(ended.out)
+    assert (ended.code, [check for check in checks if not check["passed"]]) == (0, [])
+    backends = dict.fromkeys(check["backend"] for check in checks)
+    return {b: [check["kind"].partition(":")[0] for check in checks if check["backend"] == b] for b in backends}
+
+
+@pytest.mark.default_cases("dense")
+@pytest.mark.parametrize("backend", ["dense", "blockwise", "flash"])
+def test_every_kind_of_layer_passes_and_so_does_the_balance_on_eight_ranks(capsys, backend):
+    assert verified(capsys, f"--backend={backend}") == {backend: [*KINDS, "balance post"]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["tiny_omni", "tiny_text", "tiny_audio", "tiny_vlm", "tiny_frozen"])
+def test_the_shipped_configs_pass_with_every_backend(capsys, name):
+    ended = run(capsys, verify.main, name, "--samples=8", "batch.size.count=48")
+    assert ended.code == 0, ended.out
+    assert ended.out.endswith("nothing leaks: samples compute in the run's rows what they compute alone\n")
+    assert {"dense", "blockwise", "flash"} <= set(ended.out.split())
+
+
+def test_what_differs_is_a_line_of_the_table_and_exit_code_1(capsys, monkeypatch):
+    monkeypatch.setitem(verify.ROUNDING, "float32", 0.0)
+    ended = run(capsys, verify.main, TINY, "batch.size.count=32", "--backend=dense")
+    assert ended.code == 1
+    leaks = [line.split() for line in ended.out.splitlines() if line.startswith("LEAK ")]
+    assert leaks[0][1:4] == ["llm", "layers,", "full"]
+    assert leaks[-1][1] == "into"
+    assert leaks[-1][3:7] == ["first", "in", "llm", "layer"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["omni_10b"], "error: omni_10b names no data to compute: name yours in data.sources (docs/data.md)"),
+        ([TINY, "--samples=0"], "error: --samples 0: give 1 or more"),
+        ([TINY, "batch.rows.llm=32"], "error: no row holds two samples, so nothing is packed: raise batch.size or"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_line(capsys, words, message):
+    ended = run(capsys, verify.main, *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(message)
+    assert ended.err.count("\n") == 1
+
+
 @pytest.fixture(scope="module")
 def verifier(tmp_path_factory) -> verify.Verifier:
     """A run of all kinds of layers on one device."""
@@ -39,7 +88,7 @@ def verifier(tmp_path_factory) -> verify.Verifier:
 def first_leak(verifier: verify.Verifier) -> str:
     """The first place that is not what it is alone."""
     batches = [batch for step in verifier.load_steps(8) for batch in step]
-    differences = verify.Programs(verifier, "dense").packed_is_alone(batches)
+    differences = verify.Programs(verifier, "dense").packed_is_alone(batches, verifier.pack_alone(batches))
     return next((place.name for place, (relative, _) in differences.items() if relative > 1e-5), "")
 
 

@@ -46,7 +46,7 @@ from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor
+from mmjax.runtime.step import Executor, ProcessReport
 from mmjax.training.run_data import RunData, open_data
 
 STEPS = 5  # that are timed, after two that are not
@@ -160,7 +160,7 @@ def make_config(model: ModelConfig, tokens: int, changes: Sequence[str] = ()) ->
 
 
 def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config, MemoryPlan]:
-    """Plan full tuning, with half as many layers of the LLM until it fits. Raises UserError where one does not."""
+    """Plan full tuning, with three quarters of the LLM's layers until it fits. Raises UserError where one does not."""
     while True:
         try:
             return config, plan_memory_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh))
@@ -168,7 +168,7 @@ def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config
             llm = config.model.llm
             if llm.layers == 1:
                 raise
-            config = replace(config, model=replace(config.model, llm=replace(llm, layers=llm.layers // 2)))
+            config = replace(config, model=replace(config.model, llm=replace(llm, layers=llm.layers * 3 // 4)))
 
 
 def measure_step(model: ModelConfig, tokens: int, changes: Sequence[str] = (), traced: bool = False) -> dict[str, Any]:
@@ -195,14 +195,23 @@ def measure_step(model: ModelConfig, tokens: int, changes: Sequence[str] = (), t
         batches = [executor.put(batch) for batch in loaded.microbatches]
         jax.block_until_ready((batches, state))
         if traced and number == len(steps) - 1:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # a trace has room for a million events
             with tempfile.TemporaryDirectory() as folder:
-                with jax.profiler.trace(folder):
+                with jax.profiler.trace(folder, profiler_options=options):
                     jax.block_until_ready(executor.step(state, accumulated, batches, hyper))
                 return top_kernels(Path(folder))
         began = time.perf_counter()
         state, accumulated, report = executor.step(state, accumulated, batches, hyper)
         jax.block_until_ready((state, report))
         seconds.append(time.perf_counter() - began)
+    weight, batches, _ = executor.weigh_batches(batches, executor.put_report(ProcessReport()))
+    jax.block_until_ready((batches, accumulated))
+    began = time.perf_counter()
+    for batch in batches:
+        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, weight)
+    jax.block_until_ready(accumulated)
+    gradients = time.perf_counter() - began
     step = statistics.median(seconds[2:])
     needed = statistics.mean(float(loaded.needed_flops) for loaded in steps[2:])
     useful = statistics.mean(int(loaded.tokens.sum()) for loaded in steps[2:])
@@ -217,6 +226,7 @@ def measure_step(model: ModelConfig, tokens: int, changes: Sequence[str] = (), t
         "compiling, s": compiling,
         "programs compiled": programs.compiled,
         "step, s": step,
+        "of it forward and backward, s": gradients,
         "LLM tokens / s": useful / step,
         "MFU": needed / step / peak_flops(devices, config.training.precision),
         "loss": float(report.loss.sum() / report.weight.sum()),
