@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.benchmarks.gpu_steps import TINY_MODEL, measure_step, measure_torch, text_decoder, vision_language
-from mmjax.config import ModelConfig
 from mmjax.console import print_note
 from mmjax.disk import user_cache
 from mmjax.errors import UserError, check_output, exit_process, run_command
@@ -50,12 +49,12 @@ class Sizes:
     calls: int = 5  # of a program in a round
     copied: int = 2**30  # bytes
     tokens: int = 16_384  # of a row of a step
-    models: Mapping[str, Callable[[], ModelConfig]] | None = None  # by section; none: those of `MODELS`
+    tiny: bool = False  # models of a step, and its samples
 
 
 TINY = Sizes(
     lengths=(64, 128), compared=64, samples=(16, 40), heads=(4, 2, 16), vision_heads=2, vision_widths=(8,), image=32,
-    window=8, patches=64, products=((64,) * 3,), blocks=(16,), calls=1, copied=2**20, tokens=256, models=TINY_MODEL,
+    window=8, patches=64, products=((64,) * 3,), blocks=(16,), calls=1, copied=2**20, tokens=256, tiny=True,
 )  # fmt: skip
 
 
@@ -242,21 +241,23 @@ def blockwise(sizes: Sizes) -> dict[str, Any]:
     return figures
 
 
+# The modules of training take seconds to load, which only these sections need.
+
+
 def step(name: str, traced: bool, sizes: Sizes, changes: Sequence[str] = ()) -> dict[str, Any]:
     """Measure whole steps of a model."""
-    return measure_step((sizes.models or MODELS)[name](), sizes.tokens, changes, traced)
+    from mmjax.benchmarks.gpu_steps import measure_step
+
+    return measure_step(name, sizes.tokens, sizes.tiny, changes, traced)
 
 
 def torch_step(sizes: Sizes) -> dict[str, Any]:
     """Measure the gradients of the section `decoder` in PyTorch, on the same samples."""
-    return measure_torch((sizes.models or MODELS)["decoder"](), sizes.tokens)
+    from mmjax.benchmarks.gpu_steps import measure_torch
+
+    return measure_torch("decoder", sizes.tokens, sizes.tiny)
 
 
-MODELS: dict[str, Callable[[], ModelConfig]] = {
-    "7b": partial(vision_language, "7b"),
-    "3b": partial(vision_language, "3b"),
-    "decoder": text_decoder,
-}
 # In this order; with the seconds that each may take.
 SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], float]] = {
     "exactness": (exactness, 120),
@@ -272,6 +273,7 @@ SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], float]] = {
 }
 CHANGEABLE = ("step_7b", "step_3b", "profile", "decoder")  # sections that take changes to the config
 DEVICE = "device"
+DEVICE_SECONDS = 300.0  # for the section that every run begins with
 
 
 def first_line(error: BaseException) -> str:
@@ -303,9 +305,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if unknown := [name for name in wanted if name not in SECTIONS]:
         raise UserError(f"--sections: there is no {unknown[0]!r}; known are {', '.join(SECTIONS)}")
     check_output("--results", args.results, (".json",))
-    deadline = time.monotonic() + 60 * args.minutes
+    deadline = math.inf if args.tiny else time.monotonic() + 60 * args.minutes
     results = json.loads(args.results.read_text()) if args.results.exists() else {}
-    found = _section(DEVICE, args, 120)
+    found = _section(DEVICE, args, DEVICE_SECONDS)
     if "error" in found:
         raise UserError(f"bench gpu: JAX cannot use a device here: {found['error']}")
     if found["platform"] not in ("gpu", "cuda") and not args.tiny:
@@ -323,8 +325,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         if remaining < 10:
             print_note(f"{name}: left for the next run of the same command")
             continue
-        print_note(f"{name}: up to {min(SECTIONS[name][1], remaining):.0f} s")
-        results[name] = _section(name, args, min(SECTIONS[name][1], remaining))
+        limit = None if args.tiny else min(SECTIONS[name][1], remaining)
+        print_note(f"{name}{f', up to {limit:.0f} s' if limit else ''}")
+        results[name] = _section(name, args, limit)
         args.results.write_text(json.dumps(results, indent=2) + "\n")
         args.results.with_suffix(".md").write_text(markdown(results))
     return [
@@ -334,7 +337,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def _section(name: str, args: argparse.Namespace, limit: float) -> dict[str, Any]:
+def _section(name: str, args: argparse.Namespace, limit: float | None) -> dict[str, Any]:
     """Run a section in a process of its own: its memory is its own, and so is an error that a GPU does not recover."""
     options = ["--tiny"] if args.tiny else []
     command = [sys.executable, "-m", "mmjax.benchmarks.gpu", name, *options, *args.changes]

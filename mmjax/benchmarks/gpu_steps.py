@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,10 +99,10 @@ def _tiny(model: ModelConfig) -> ModelConfig:
     return ModelConfig(llm, encoders)
 
 
-TINY_MODEL: Mapping[str, Callable[[], ModelConfig]] = {
-    "7b": lambda: _tiny(vision_language("7b")),
-    "3b": lambda: _tiny(vision_language("3b")),
-    "decoder": lambda: _tiny(text_decoder()),
+MODELS: dict[str, Callable[[], ModelConfig]] = {
+    "7b": partial(vision_language, "7b"),
+    "3b": partial(vision_language, "3b"),
+    "decoder": text_decoder,
 }
 
 
@@ -143,9 +143,9 @@ class MadeSamples:
         return np.random.default_rng([index, number]).integers(0, 256, (self.tile, self.tile, 3), np.uint8)
 
 
-def make_config(model: ModelConfig, tokens: int, changes: Sequence[str] = ()) -> Config:
+def make_config(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()) -> Config:
     """Return the config of full tuning in bfloat16 with rows of about so many tokens, one of each module a step."""
-    tiny = tokens < 1024
+    model = _tiny(MODELS[name]()) if tiny else MODELS[name]()
     tile = (model.encoders["vision"].patch * (4 if tiny else 32)) if model.encoders else 0
     arguments = {"vocab": model.llm.vocab, "tile": tile, "scale": 32 if tiny else 1}
     config = Config(
@@ -171,11 +171,14 @@ def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config
             config = replace(config, model=replace(config.model, llm=replace(llm, layers=llm.layers * 3 // 4)))
 
 
-def measure_step(model: ModelConfig, tokens: int, changes: Sequence[str] = (), traced: bool = False) -> dict[str, Any]:
+def measure_step(
+    name: str, tokens: int, tiny: bool, changes: Sequence[str] = (), traced: bool = False
+) -> dict[str, Any]:
     """Measure compiling, a step, its MFU and memory; or with `traced` the kernels that take most of it."""
     devices = jax.devices()[:1]
     with tempfile.TemporaryDirectory() as path:
-        config = make_config(model, tokens, changes)
+        config = make_config(name, tokens, tiny, changes)
+        layers = config.model.llm.layers
         mesh = make_mesh(config.mesh, devices)
         data = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh)
         config, plan = _fit(config, data, mesh)
@@ -216,13 +219,13 @@ def measure_step(model: ModelConfig, tokens: int, changes: Sequence[str] = (), t
     needed = statistics.mean(float(loaded.needed_flops) for loaded in steps[2:])
     useful = statistics.mean(int(loaded.tokens.sum()) for loaded in steps[2:])
     peak = peak_memory_used(mesh)
-    llm = config.model.llm
+    modules = ("llm", *config.model.encoders)
     return {
-        "layers of the LLM": f"{llm.layers} of {model.llm.layers}",
+        "layers of the LLM": f"{config.model.llm.layers} of {layers}",
         "parameters, billions": sum(parameters(config.model).values()) / 1e9,
         "optimizer": config.optimizer.kind,
-        "rows": ", ".join(f"{name} {n}" for name, n in zip(("llm", *model.encoders), steps[0].lengths[0], strict=True)),
-        "computed again": ", ".join(f"{name} {dict(Counter(p))}" for name, p in plan.policies.items()),
+        "rows": ", ".join(f"{module} {n}" for module, n in zip(modules, steps[0].lengths[0], strict=True)),
+        "computed again": ", ".join(f"{module} {dict(Counter(p))}" for module, p in plan.policies.items()),
         "compiling, s": compiling,
         "programs compiled": programs.compiled,
         "step, s": step,
@@ -262,20 +265,19 @@ def top_kernels(folder: Path) -> dict[str, Any]:
     return figures
 
 
-def measure_torch(model: ModelConfig, tokens: int) -> dict[str, Any]:
+def measure_torch(name: str, tokens: int, tiny: bool) -> dict[str, Any]:
     """Measure forward and backward of the same decoder and samples in PyTorch, packed by their positions."""
-    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+    if missing := [library for library in ("torch", "transformers") if importlib.util.find_spec(library) is None]:
         return {"skipped": f"{' and '.join(missing)} not installed"}
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
-    tiny = tokens < 1024
     if not torch.cuda.is_available() and not tiny:
         return {"skipped": f"torch {torch.__version__} finds no GPU"}
     with tempfile.TemporaryDirectory() as path:
-        config = make_config(model, tokens)
+        config = make_config(name, tokens, tiny)
         mesh = make_mesh(config.mesh, jax.devices()[:1])
         loaded = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh).loader(0)
     (batch,) = loaded.microbatches
-    c = model.llm
+    c = config.model.llm
     shape = transformers.Qwen2Config(
         vocab_size=c.vocab,
         hidden_size=c.width,

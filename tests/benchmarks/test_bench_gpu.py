@@ -10,7 +10,7 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.benchmarks.gpu import SECTIONS, TINY, image_mask, markdown, text_mask
+from mmjax.benchmarks.gpu import SECTIONS, TINY, image_mask, markdown, products, text_mask
 from mmjax.benchmarks.gpu_steps import top_kernels
 from mmjax.models.attention import allowed
 
@@ -31,6 +31,7 @@ def test_without_a_gpu_it_is_one_line(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_section_that_is_done_is_not_run_again_and_one_that_failed_is(capsys, tmp_path):
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"blockwise": {"done": 1.0}, "products": {"error": "out of memory"}}))
@@ -47,7 +48,7 @@ def test_a_section_that_is_done_is_not_run_again_and_one_that_failed_is(capsys, 
 @pytest.mark.exhaustive
 def test_every_section_runs_in_small(capsys, tmp_path):
     path = tmp_path / "gpu.json"
-    ended = run(capsys, bench.main, "gpu", "--tiny", "--minutes=60", f"--results={path}")
+    ended = run(capsys, bench.main, "gpu", "--tiny", f"--results={path}")
     assert ended.code == 0, ended.err
     found = json.loads(path.read_text())
     assert list(found) == ["device", *SECTIONS]
@@ -59,6 +60,10 @@ def test_every_section_runs_in_small(capsys, tmp_path):
     assert len([figure for figure in found["profile"] if figure.lstrip()[0].isdigit()]) == 20
     assert "cuDNN" in "".join(found["text_attention"])
     assert found["torch"]["MFU"] > 0
+
+
+def test_products_of_noise_have_a_rate():
+    assert all(rate > 0 for rate in products(TINY).values())
 
 
 def test_pairs_are_those_that_the_masks_allow():
