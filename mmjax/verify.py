@@ -39,7 +39,7 @@ from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.layers import Context
 from mmjax.models.model import Model, Params, parameter_group
 from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh, row_ranks
-from mmjax.runtime.devices import choose_devices, enable_compilation_cache
+from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
 from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import Optimizer, all_parameters, key_names
@@ -159,21 +159,23 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
     return states
 
 
-def relative_difference(found: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
+def relative_difference(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
     """Return the largest difference over the largest expected value, or over `floor` if that is larger; Inf for NaN."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return math.inf
-    found, expected = (x.astype(np.float64) for x in (found, expected))
-    difference = float(np.abs(found - expected).max(initial=0.0))
+    actual, expected = (x.astype(np.float64) for x in (actual, expected))
+    difference = float(np.abs(actual - expected).max(initial=0.0))
     scale = max(float(np.abs(expected).max(initial=0.0)), floor) or 1.0
     return math.inf if math.isnan(difference) else difference / scale
 
 
-def compare_states(found: Sequence[States], expected: Sequence[States], index: LengthIndex) -> Differences:
+def compare_states(actual: Sequence[States], expected: Sequence[States], index: LengthIndex) -> Differences:
     """Compare the values of every sample in some microbatches with those that it has in others."""
     differences = {}
-    for place in found[0]:
-        ours, theirs = ({k: x for s in states for k, x in s[place].by_sample().items()} for states in (found, expected))
+    for place in actual[0]:
+        ours, theirs = (
+            {k: x for s in states for k, x in s[place].by_sample().items()} for states in (actual, expected)
+        )
         floor = float(place.kind == LOSSES)  # one nat: smaller losses are small differences of large logits
         missing = np.empty((0, 0))
         by_sample = [
@@ -184,12 +186,12 @@ def compare_states(found: Sequence[States], expected: Sequence[States], index: L
     return differences
 
 
-def compare_gradients(found: Accumulated, expected: Accumulated) -> Differences:
+def compare_gradients(actual: Accumulated, expected: Accumulated) -> Differences:
     """Compare every leaf of the gradients, of whole lists of microbatches."""
     leaves = jax.tree.leaves_with_path(expected.gradients)
     # Some are 0 but for the rounding of what cancels in them, as those of key biases.
     floor = 1e-3 * max((float(np.abs(leaf).max(initial=0.0)) for _, leaf in leaves), default=0.0)
-    pairs = zip(leaves, jax.tree.leaves(found.gradients), strict=True)
+    pairs = zip(leaves, jax.tree.leaves(actual.gradients), strict=True)
     return {
         Place(sys.maxsize, ".".join(key_names(path)), GRADIENTS): (relative_difference(other, leaf, floor), "")
         for (path, leaf), other in pairs
@@ -303,10 +305,10 @@ class Verifier:
         rows = -(-np.maximum(items, 1) // ranks) * ranks
         return [
             [
-                self.pack(plan_alone(index, each[k : k + topology.ranks], rows, lengths, topology))
-                for k in range(0, len(each), topology.ranks)
+                self.pack(plan_alone(index, ids[k : k + topology.ranks], rows, lengths, topology))
+                for k in range(0, len(ids), topology.ranks)
             ]
-            for each in samples
+            for ids in samples
         ]
 
 
@@ -344,12 +346,12 @@ class Programs:
             accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, put, weight)
         return jax.device_get(accumulated)
 
-    def packed_is_alone(self, packed: Sequence[Microbatch], alone: Sequence[Sequence[Microbatch]]) -> Differences:
+    def packed_is_alone(self, packed: Sequence[Microbatch], apart: Sequence[Sequence[Microbatch]]) -> Differences:
         """Compare all that is computed of the samples of each microbatch with what is computed of them alone."""
         differences: Differences = {}
-        for batch, apart in zip(packed, alone, strict=True):
-            found = compare_states([self.states(batch)], list(map(self.states, apart)), self.run.data.index)
-            differences |= {place: max(differences.get(place, of_batch), of_batch) for place, of_batch in found.items()}
+        for batch, singles in zip(packed, apart, strict=True):
+            compared = compare_states([self.states(batch)], list(map(self.states, singles)), self.run.data.index)
+            differences |= {place: max(differences.get(place, result), result) for place, result in compared.items()}
         return differences
 
     def balanced_is_unbalanced(self, steps: int) -> tuple[Differences, str]:
@@ -388,12 +390,15 @@ def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attenti
         f"to {', '.join(f'{most} {name}' for name, most in fullest.items())}"
     )
     backends = backends or run.backends()
-    alone = run.pack_alone(batches)
+    apart = run.pack_alone(batches)
     for backend in backends:
         with activity(f"comparing packed with alone, {backend}"):
             programs = Programs(run, backend)
-            yield from checks_of(programs.packed_is_alone(batches, alone), backend, rounding)
-            gradients = programs.gradients(batches), programs.gradients([one for apart in alone for one in apart])
+            yield from checks_of(programs.packed_is_alone(batches, apart), backend, rounding)
+            gradients = (
+                programs.gradients(batches),
+                programs.gradients([batch for singles in apart for batch in singles]),
+            )
             yield from checks_of(compare_gradients(*gradients), backend, rounding)
     balance = run.config.batch.balance
     if not isinstance(balance, NoBalance):
@@ -424,9 +429,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not config.data.sources:
         raise UserError(f"{config.name} names no data to compute: name yours in data.sources (docs/data.md)")
     config = replace(config, training=replace(config.training, precision=args.precision))
+    set_gpu_memory_fraction()
     enable_compilation_cache(user_cache() / "programs")
-    # Otherwise a GPU multiplies float32 as TF32, which has three digits.
-    with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):
+    # By default a GPU multiplies float32 as TF32, which has three digits.
+    products = "highest" if args.precision == "float32" else None
+    with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision(products):
         checks = list(verify(Verifier(config, path, Path(folder)), args.samples, args.backend or ()))
     leaks = [check for check in checks if not check.passed]
     if args.json:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from commands import TINY, TINY_MEDIA, run
+from llava_folder import save_checkpoint, save_questions
 
 import mmjax.data.loading.packing as packing
 import mmjax.models.decoder as decoder
@@ -51,6 +52,14 @@ def test_the_shipped_configs_pass_with_every_backend(capsys, name):
     assert ended.code == 0, ended.out
     assert ended.out.endswith("nothing leaks: samples compute in the run's rows what they compute alone\n")
     assert {"dense", "blockwise", "flash"} <= set(ended.out.split())
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_passes_on_questions_about_images(capsys, tmp_path):
+    checkpoint, data = save_checkpoint(tmp_path / "checkpoint"), save_questions(tmp_path / "data", 64)
+    words = (f"checkpoint={checkpoint}", f"data={data}", f"images={tmp_path / 'data' / 'images'}", "device=cpu")
+    ended = run(capsys, verify.main, "llava_style", *words, "batch.size.count=32", "--backend=blockwise")
+    assert ended.code == 0, ended.out + ended.err
 
 
 def test_what_differs_is_a_line_of_the_table_and_exit_code_1(capsys, monkeypatch):

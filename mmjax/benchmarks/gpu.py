@@ -166,9 +166,11 @@ def exactness(sizes: Sizes) -> dict[str, Any]:
             for mask in masks:
                 with jax.default_matmul_precision("highest"):
                     expected = exact(*(x.astype(jnp.float32) for x in inputs), mask)
-                found, again = kernel(*inputs, mask), kernel(*inputs, mask)
-                errors = [float(jnp.abs(f - e).max() / jnp.abs(e).max()) for f, e in zip(found, expected, strict=True)]
-                same = all(bool((f == a).all()) for f, a in zip(found, again, strict=True))
+                results = kernel(*inputs, mask)
+                pairs = zip(results, expected, strict=True)
+                errors = [float(jnp.abs(x - exact_x).max() / jnp.abs(exact_x).max()) for x, exact_x in pairs]
+                repeated = kernel(*inputs, mask)
+                same = all(bool((x == y).all()) for x, y in zip(results, repeated, strict=True))
                 for part, error in (("output", errors[0]), ("gradients", max(errors[1:]))):
                     key = f"{name} {dtype}, error of {part}"
                     figures[key] = max(error, figures.get(key, 0.0))
@@ -307,17 +309,17 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     check_output("--results", args.results, (".json",))
     deadline = math.inf if args.tiny else time.monotonic() + 60 * args.minutes
     results = json.loads(args.results.read_text()) if args.results.exists() else {}
-    found = _section(DEVICE, args, DEVICE_SECONDS)
-    if "error" in found:
-        raise UserError(f"bench gpu: JAX cannot use a device here: {found['error']}")
-    if found["platform"] not in ("gpu", "cuda") and not args.tiny:
+    described = _section(DEVICE, args, None if args.tiny else DEVICE_SECONDS)
+    if "error" in described:
+        raise UserError(f"bench gpu: JAX cannot use a device here: {described['error']}")
+    if described["platform"] not in ("gpu", "cuda") and not args.tiny:
         raise UserError(
-            f"bench gpu: JAX finds no GPU here, only {found['device']}; install it with: {INSTALL_CUDA}  (--tiny runs "
-            "all sections in small on a CPU)"
+            f"bench gpu: JAX finds no GPU here, only {described['device']}; install it with: {INSTALL_CUDA}  (--tiny "
+            "runs all sections in small on a CPU)"
         )
-    if (before := results.get(DEVICE, found))["device"] != found["device"]:
-        raise UserError(f"--results {args.results} was measured on {before['device']}; name another file")
-    results[DEVICE] = found
+    if (earlier := results.get(DEVICE, described))["device"] != described["device"]:
+        raise UserError(f"--results {args.results} was measured on {earlier['device']}; name another file")
+    results[DEVICE] = described
     for name in wanted:
         remaining = deadline - time.monotonic()
         if "error" not in results.get(name, {"error": ""}):

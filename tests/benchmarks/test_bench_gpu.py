@@ -24,10 +24,8 @@ def one_cpu(monkeypatch):
 def test_without_a_gpu_it_is_one_line(capsys, tmp_path):
     ended = run(capsys, bench.main, "gpu", f"--results={tmp_path / 'gpu.json'}")
     assert ended.code == 2
-    assert ended.err == (
-        'error: bench gpu: JAX finds no GPU here, only cpu; install it with: pip install -e ".[cuda13]"  (--tiny runs '
-        "all sections in small on a CPU)\n"
-    )
+    assert ended.err.startswith("error: bench gpu: JAX finds no GPU here, only cpu; install it with: pip install -e ")
+    assert ended.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
