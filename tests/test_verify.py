@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from commands import TINY, TINY_MEDIA, run
-from llava_folder import save_checkpoint, save_questions
 
 import mmjax.data.loading.packing as packing
 import mmjax.models.decoder as decoder
@@ -56,6 +55,8 @@ def test_the_shipped_configs_pass_with_every_backend(capsys, name):
 
 @pytest.mark.exhaustive
 def test_a_checkpoint_passes_on_questions_about_images(capsys, tmp_path):
+    from llava_folder import save_checkpoint, save_questions  # imports PyTorch, which takes seconds
+
     checkpoint, data = save_checkpoint(tmp_path / "checkpoint"), save_questions(tmp_path / "data", 64)
     words = (f"checkpoint={checkpoint}", f"data={data}", f"images={tmp_path / 'data' / 'images'}", "device=cpu")
     ended = run(capsys, verify.main, "llava_style", *words, "batch.size.count=32", "--backend=blockwise")
