@@ -27,21 +27,16 @@ KINDS = (
     "vision layers, full", "vision layers, windowed", "vision connector", "llm positions", "llm embedding",
     "llm layers, full", "llm layers, windowed", "llm final norm", "token losses", "gradients",
 )  # fmt: skip
+BFLOAT16 = ["--backend=dense", "--precision=bfloat16"]
 
 
-def verified(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
-    """Kinds of checks that pass, by backend; on the eight devices of the tests."""
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("words", [["--backend=dense"], ["--backend=blockwise"], ["--backend=flash"], BFLOAT16])
+def test_every_kind_of_layer_passes_on_eight_ranks(capsys, words):
     ended = run(capsys, verify.main, TINY_MEDIA, *WINDOWS, "batch.size.count=32", *words, "--json")
     checks = json.loads(ended.out)
     assert (ended.code, [check for check in checks if not check["passed"]]) == (0, [])
-    backends = dict.fromkeys(check["backend"] for check in checks)
-    return {b: [check["kind"].partition(":")[0] for check in checks if check["backend"] == b] for b in backends}
-
-
-@pytest.mark.default_cases("dense")
-@pytest.mark.parametrize("backend", ["dense", "blockwise", "flash"])
-def test_every_kind_of_layer_passes_and_so_does_the_balance_on_eight_ranks(capsys, backend):
-    assert verified(capsys, f"--backend={backend}") == {backend: [*KINDS, "balance post"]}
+    assert [check["kind"].partition(":")[0] for check in checks] == [*KINDS, "balance post"]
 
 
 @pytest.mark.exhaustive
@@ -61,16 +56,6 @@ def test_a_checkpoint_passes_on_questions_about_images(capsys, tmp_path):
     words = (f"checkpoint={checkpoint}", f"data={data}", f"images={tmp_path / 'data' / 'images'}", "device=cpu")
     ended = run(capsys, verify.main, "llava_style", *words, "batch.size.count=32", "--backend=blockwise")
     assert ended.code == 0, ended.out + ended.err
-
-
-def test_what_differs_is_a_line_of_the_table_and_exit_code_1(capsys, monkeypatch):
-    monkeypatch.setitem(verify.ROUNDING, "float32", 0.0)
-    ended = run(capsys, verify.main, TINY, "batch.size.count=32", "--backend=dense")
-    assert ended.code == 1
-    leaks = [line.split() for line in ended.out.splitlines() if line.startswith("LEAK ")]
-    assert leaks[0][1:4] == ["llm", "layers,", "full"]
-    assert leaks[-1][1] == "into"
-    assert leaks[-1][3:7] == ["first", "in", "llm", "layer"]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +78,12 @@ def verifier(tmp_path_factory) -> verify.Verifier:
     """A run of all kinds of layers on one device."""
     folder = tmp_path_factory.mktemp("run")
     return verify.Verifier(load(TINY_MEDIA, WINDOWS), Path(TINY_MEDIA), folder, jax.devices()[:1])
+
+
+def test_every_kind_of_layer_passes_and_so_does_the_balance_over_ranks_that_one_device_stands_for(verifier):
+    checks = list(verify.verify(verifier, 8, ["dense"]))
+    assert [check.kind.partition(":")[0] for check in checks] == [*KINDS, "balance post"]
+    assert [check for check in checks if not check.difference <= check.tolerance <= 1e-5] == []
 
 
 def first_leak(verifier: verify.Verifier) -> str:
@@ -157,3 +148,14 @@ LEAKS = {
 def test_a_planted_leak_is_named_with_the_first_place_that_it_reaches(verifier, monkeypatch, plant):
     plant(monkeypatch)
     assert first_leak(verifier) == LEAKS[plant]
+
+
+def test_a_leak_is_a_line_of_the_table_and_exit_code_1(capsys, monkeypatch):
+    norm_of_the_row(monkeypatch)
+    ended = run(capsys, verify.main, TINY, "batch.size.count=32", "batch.balance=none", "--backend=dense")
+    assert ended.code == 1
+    leaks = [line.split() for line in ended.out.splitlines() if line.startswith("LEAK ")]
+    assert [leak[1:4] for leak in leaks[:2]] == [["llm", "layers,", "full"], ["llm", "final", "norm"]]
+    assert leaks[-1][1] == "into"
+    assert leaks[-1][2].startswith("few[")
+    assert " ".join(leaks[-1][3:]) == "first in llm layer 0 (full), with dense attention"
