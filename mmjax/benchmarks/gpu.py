@@ -140,6 +140,7 @@ def device(sizes: Sizes) -> dict[str, Any]:
     first = jax.devices()[0]
     return {
         "device": first.device_kind,
+        "sizes": "tiny" if sizes.tiny else "full",
         "platform": first.platform,
         "devices": jax.device_count(),
         "GB for programs": (first.memory_stats() or {}).get("bytes_limit", 0) / 1e9,
@@ -317,8 +318,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             f"bench gpu: JAX finds no GPU here, only {described['device']}; install it with: {INSTALL_CUDA}  (--tiny "
             "runs all sections in small on a CPU)"
         )
-    if (earlier := results.get(DEVICE, described))["device"] != described["device"]:
-        raise UserError(f"--results {args.results} was measured on {earlier['device']}; name another file")
+    earlier = results.get(DEVICE, described)
+    if any(earlier[key] != described[key] for key in ("device", "sizes")):
+        raise UserError(
+            f"--results {args.results} holds {earlier['sizes']} sizes on {earlier['device']}; name another file"
+        )
     results[DEVICE] = described
     for name in wanted:
         remaining = deadline - time.monotonic()

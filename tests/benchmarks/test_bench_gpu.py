@@ -41,6 +41,9 @@ def test_a_section_that_is_done_is_not_run_again_and_one_that_failed_is(capsys, 
     assert "error" not in found["products"]
     assert {"section": "blockwise", "figure": "done", "value": 1.0} in json.loads(ended.out)
     assert "| blockwise | done | 1 |" in path.with_suffix(".md").read_text().splitlines()
+    path.write_text(json.dumps(found | {"device": found["device"] | {"sizes": "full"}}))
+    ended = run(capsys, bench.main, "gpu", "--tiny", f"--results={path}")
+    assert (ended.code, ended.err) == (2, f"error: --results {path} holds full sizes on cpu; name another file\n")
 
 
 @pytest.mark.exhaustive
