@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ import mmjax.data.loading.packing as packing
 import mmjax.models.decoder as decoder
 import mmjax.models.encoders as encoders
 from mmjax import verify
+from mmjax.config import NoBalance, PostBalance
 from mmjax.config.loading import load
 from mmjax.models.layers import Context, RMSNorm
 
@@ -80,9 +82,13 @@ def verifier(tmp_path_factory) -> verify.Verifier:
     return verify.Verifier(load(TINY_MEDIA, WINDOWS), Path(TINY_MEDIA), folder, jax.devices()[:1])
 
 
-def test_every_kind_of_layer_passes_and_so_does_the_balance_over_ranks_that_one_device_stands_for(verifier):
+@pytest.mark.default_cases("none")
+@pytest.mark.parametrize("balance", [NoBalance(), PostBalance()], ids=lambda balance: balance.kind)
+def test_every_kind_of_layer_passes_and_so_does_the_balance_over_ranks_that_one_device_stands_for(verifier, balance):
+    verifier.config = replace(verifier.config, batch=replace(verifier.config.batch, balance=balance))
     checks = list(verify.verify(verifier, 8, ["dense"]))
-    assert [check.kind.partition(":")[0] for check in checks] == [*KINDS, "balance post"]
+    compared = [] if balance.kind == "none" else ["balance post"]
+    assert [check.kind.partition(":")[0] for check in checks] == [*KINDS, *compared]
     assert [check for check in checks if not check.difference <= check.tolerance <= 1e-5] == []
 
 
