@@ -17,7 +17,9 @@ from mmjax.errors import UserError, exit_process, run_command
 from mmjax.startup import end_loading, start_clock
 
 # In the order of --help, which describes each with the first line of its module's docstring.
-COMMANDS = ("train", "generate", "evaluate", "export", "report", "inspect", "index", "plan", "supervise", "bench")
+COMMANDS = (
+    "train", "generate", "evaluate", "export", "report", "inspect", "index", "plan", "verify", "supervise", "bench",
+)  # fmt: skip
 HELP = ("-h", "--help", "help")
 
 
@@ -31,21 +33,20 @@ def list_commands() -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command that the first word names with the other words as its arguments."""
+def main(argv: Sequence[str] | None = None) -> int | None:
+    """Run the command that the first word names with the other words as its arguments; return its exit code."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in HELP:
         print(list_commands(), flush=True)
-        return
+        return 0
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
     if name == "supervise":  # has no libraries to load, and exits with the code of the command that it runs
-        importlib.import_module("mmjax.supervise").main(arguments)
-        return
+        return importlib.import_module("mmjax.supervise").main(arguments)
     start_clock(name)
     module = importlib.import_module(f"mmjax.{name}")
     end_loading()
-    module.main(arguments)
+    return module.main(arguments)
 
 
 def run() -> NoReturn:

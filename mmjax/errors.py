@@ -31,21 +31,20 @@ class BadMedia(ValueError):
     """An image or a clip that cannot be used: one plain reason, without the name of the sample."""
 
 
-def run_command(main: Callable[[], None]) -> int:
-    """Run a command and return its exit code: 0, 2 for bad input (one line on stderr), 130 when interrupted.
+def run_command(main: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code: 0, or what it returns; 2 for bad input (one line on stderr), 130 for ^C.
 
     Any other exception is a bug in mmjax and keeps its traceback.
     """
     try:
         with raise_ctrl_c_once():
-            main()
+            return main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 @contextmanager

@@ -1,0 +1,313 @@
+"""Whole training steps of models in the shape of Qwen2.5-VL on one device, for `bench gpu`."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.autotune.memory_plan import plan_memory_on_mesh
+from mmjax.config import (
+    BatchConfig,
+    Config,
+    ConnectorConfig,
+    DataConfig,
+    DecoderConfig,
+    FunctionSource,
+    MeshConfig,
+    ModelConfig,
+    Tokens,
+    TrainingConfig,
+    VisionConfig,
+)
+from mmjax.config.loading import apply_overrides
+from mmjax.data.plan.length_index import visual_corpus
+from mmjax.data.sample import Item, Sample, SampleLengths, Split, Text
+from mmjax.errors import UserError
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.planning.flops import parameters
+from mmjax.planning.memory import GB
+from mmjax.planning.remat import MemoryPlan
+from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
+from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
+from mmjax.runtime.state import hyperparameters, make_optimizer
+from mmjax.runtime.step import Executor, ProcessReport
+from mmjax.training.run_data import RunData, open_data
+
+STEPS = 5  # that are timed, after two that are not
+TOP = 20  # kernels of a profile
+CORPUS = 2000  # samples
+
+
+def vision_language(size: str) -> ModelConfig:
+    """Return a model in the shape of Qwen2.5-VL-7B or -3B."""
+    common = {"head_width": 128, "rope_theta": 1e6, "rope_sections": (16, 24, 24), "biases": ("query", "key", "value")}
+    shapes = {
+        "7b": {"layers": 28, "width": 3584, "heads": 28, "kv_heads": 4, "mlp_width": 18_944, "vocab": 152_064},
+        "3b": {"layers": 36, "width": 2048, "heads": 16, "kv_heads": 2, "mlp_width": 11_008, "vocab": 151_936},
+    }
+    vision = VisionConfig(
+        layers=32,
+        width=1280,
+        heads=16,
+        mlp_width=3420,
+        patch=14,
+        frames=2,
+        window=8,
+        windowed=tuple(i for i in range(32) if i not in (7, 15, 23, 31)),
+        embed_bias=False,
+        head_norm=False,
+        norm="rms",
+        activation="silu",
+        gated=True,
+        biases=("query", "key", "value", "output", "gate", "up", "down"),
+        connector=ConnectorConfig(merge=2, mlp_width=5120, norm="rms", activation="gelu"),
+        attention="auto",
+    )
+    return ModelConfig(DecoderConfig(**shapes[size], **common, tied=size == "3b", attention="auto"), {"vision": vision})
+
+
+def text_decoder() -> ModelConfig:
+    """Return four layers of Qwen2.5-7B, which PyTorch can train beside."""
+    llm = vision_language("7b").llm
+    return ModelConfig(replace(llm, layers=4, rope_sections=()))
+
+
+def _tiny(model: ModelConfig) -> ModelConfig:
+    small = {"layers": 2, "width": 32, "heads": 4, "mlp_width": 48}
+    llm = replace(model.llm, **small, kv_heads=2, head_width=8, vocab=64)
+    llm = replace(llm, rope_sections=(1, 1, 2) if llm.rope_sections else ())
+    encoders = {
+        name: replace(encoder, **small, windowed=(0,), connector=replace(encoder.connector, mlp_width=48))
+        for name, encoder in model.encoders.items()
+    }
+    return ModelConfig(llm, encoders)
+
+
+MODELS: dict[str, Callable[[], ModelConfig]] = {
+    "7b": partial(vision_language, "7b"),
+    "3b": partial(vision_language, "3b"),
+    "decoder": text_decoder,
+}
+
+
+class MadeSamples:
+    """Samples with the lengths of `visual_corpus`: tiles of an image, then text. Contents are random.
+
+    tile: pixels of a tile's side; 0: text alone, of as many tokens. scale: that the text's lengths are divided by.
+    """
+
+    def __init__(self, split: Split, vocab: int, tile: int, scale: int) -> None:
+        lengths = visual_corpus(CORPUS, 0)
+        self.vocab = vocab
+        self.tile = tile
+        self.tiles = np.asarray(lengths["vision_items"] if tile else 0 * lengths["vision_items"])
+        text = np.asarray(lengths["llm_tokens"]) - (256 * np.asarray(lengths["vision_items"]) if tile else 0)
+        self.text = np.maximum(text // scale, 4)
+
+    def __len__(self) -> int:
+        return CORPUS
+
+    def fingerprint(self) -> str:
+        """Return what the samples depend on."""
+        return f"made of {self.vocab}, {self.tile}, {self.text.sum()}"
+
+    def facts(self, index: int) -> SampleLengths:
+        """Return the lengths of a sample."""
+        return SampleLengths(int(self.text[index]), (("vision", (self.tile, self.tile)),) * int(self.tiles[index]))
+
+    def sample(self, index: int) -> Sample:
+        """Return the tiles and then the text of a sample."""
+        tokens = np.random.default_rng(index).integers(0, self.vocab, self.text[index]).astype(np.int32)
+        weights = np.ones(len(tokens), np.float32)
+        weights[0] = 0.0  # of a text alone nothing predicts it
+        return Sample((*(Item("vision", n) for n in range(self.tiles[index])), Text(tokens, weights)))
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        """Return a tile of noise."""
+        return np.random.default_rng([index, number]).integers(0, 256, (self.tile, self.tile, 3), np.uint8)
+
+
+def make_config(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()) -> Config:
+    """Return the config of full tuning in bfloat16 with rows of about so many tokens, one of each module a step."""
+    model = _tiny(MODELS[name]()) if tiny else MODELS[name]()
+    tile = (model.encoders["vision"].patch * (4 if tiny else 32)) if model.encoders else 0
+    arguments = {"vocab": model.llm.vocab, "tile": tile, "scale": 32 if tiny else 1}
+    config = Config(
+        name="gpu",
+        data=DataConfig({"made": FunctionSource("mmjax.benchmarks.gpu_steps:MadeSamples", arguments)}, workers=0),
+        batch=BatchConfig(Tokens(tokens), dict.fromkeys(("llm", *model.encoders), 1), alignment=128, shapes=1),
+        model=model,
+        training=TrainingConfig(steps=100, precision="bfloat16"),
+        mesh=MeshConfig(),
+    )
+    return apply_overrides(config, changes)
+
+
+def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config, MemoryPlan]:
+    """Plan full tuning, with three quarters of the LLM's layers until it fits. Raises UserError where one does not."""
+    while True:
+        try:
+            return config, plan_memory_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh))
+        except UserError:
+            llm = config.model.llm
+            if llm.layers == 1:
+                raise
+            config = replace(config, model=replace(config.model, llm=replace(llm, layers=llm.layers * 3 // 4)))
+
+
+def measure_step(
+    name: str, tokens: int, tiny: bool, changes: Sequence[str] = (), traced: bool = False
+) -> dict[str, Any]:
+    """Measure compiling, a step, its MFU and memory; or with `traced` the kernels that take most of it."""
+    devices = jax.devices()[:1]
+    with tempfile.TemporaryDirectory() as path:
+        config = make_config(name, tokens, tiny, changes)
+        layers = config.model.llm.layers
+        mesh = make_mesh(config.mesh, devices)
+        data = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh)
+        config, plan = _fit(config, data, mesh)
+        steps = [data.loader(n) for n in range(2 + STEPS)]
+    built = Model.build(plan.applied(config.model), jnp.dtype(config.training.precision))
+    optimizer = make_optimizer(config.optimizer, built.axes)
+    rules = ShardingRules.of(config.mesh)
+    executor = Executor(built, optimizer, mesh, rules, 1, config.mesh.exchange, plan.loss_chunks)
+    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
+    hyper = hyperparameters(config, executor.modules, 0)
+    programs = CompileCounter()
+    began = time.perf_counter()
+    executor.compile(state, accumulated, steps[0].microbatches, hyper)
+    compiling = time.perf_counter() - began
+    seconds = []
+    for number, loaded in enumerate(steps):
+        batches = [executor.put(batch) for batch in loaded.microbatches]
+        jax.block_until_ready((batches, state))
+        if traced and number == len(steps) - 1:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # a trace has room for a million events
+            with tempfile.TemporaryDirectory() as folder:
+                with jax.profiler.trace(folder, profiler_options=options):
+                    jax.block_until_ready(executor.step(state, accumulated, batches, hyper))
+                return top_kernels(Path(folder))
+        began = time.perf_counter()
+        state, accumulated, report = executor.step(state, accumulated, batches, hyper)
+        jax.block_until_ready((state, report))
+        seconds.append(time.perf_counter() - began)
+    weight, batches, _ = executor.weigh_batches(batches, executor.put_report(ProcessReport()))
+    jax.block_until_ready((batches, accumulated))
+    began = time.perf_counter()
+    for batch in batches:
+        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, weight)
+    jax.block_until_ready(accumulated)
+    gradients = time.perf_counter() - began
+    step = statistics.median(seconds[2:])
+    needed = statistics.mean(float(loaded.needed_flops) for loaded in steps[2:])
+    useful = statistics.mean(int(loaded.tokens.sum()) for loaded in steps[2:])
+    peak = peak_memory_used(mesh)
+    modules = ("llm", *config.model.encoders)
+    return {
+        "layers of the LLM": f"{config.model.llm.layers} of {layers}",
+        "parameters, billions": sum(parameters(config.model).values()) / 1e9,
+        "optimizer": config.optimizer.kind,
+        "rows": ", ".join(f"{module} {n}" for module, n in zip(modules, steps[0].lengths[0], strict=True)),
+        "computed again": ", ".join(f"{module} {dict(Counter(p))}" for module, p in plan.policies.items()),
+        "compiling, s": compiling,
+        "programs compiled": programs.compiled,
+        "step, s": step,
+        "of it forward and backward, s": gradients,
+        "LLM tokens / s": useful / step,
+        "MFU": needed / step / peak_flops(devices, config.training.precision),
+        "loss": float(report.loss.sum() / report.weight.sum()),
+        "memory predicted, GB": plan.device / GB,
+        "memory used at most, GB": None if peak is None else peak / GB,
+    }
+
+
+def top_kernels(folder: Path) -> dict[str, Any]:
+    """Sum up the time of each kernel in the newest trace of a folder: the longest, with share and number of launches.
+
+    Of a GPU its streams are read; of another device, whose trace has none, all threads.
+    """
+    path = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    named = [event for event in events if event.get("ph") == "M"]
+    processes = {event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
+    # Beside its streams a GPU has lines that name the same time once more, by operation or module.
+    streams = {key for key, name in threads.items() if "GPU" in processes.get(key[0], "") and name.startswith("Stream")}
+    total: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for event in events:
+        if event.get("ph") == "X" and (not streams or (event["pid"], event["tid"]) in streams):
+            total[event["name"]] += event.get("dur", 0.0)
+            launches[event["name"]] += 1
+    all_ms = total.total() / 1e3
+    figures: dict[str, Any] = {"all kernels, ms": all_ms, "launches": launches.total()}
+    for rank, (name, us) in enumerate(total.most_common(TOP), start=1):
+        share = us / 1e3 / all_ms if all_ms else 0.0
+        figures[f"{rank:2} {name[:100]}"] = f"{us / 1e3:.2f} ms, {share:.1%}, {launches[name]} launches"
+    return figures
+
+
+def measure_torch(name: str, tokens: int, tiny: bool) -> dict[str, Any]:
+    """Measure forward and backward of the same decoder and samples in PyTorch, packed by their positions."""
+    if missing := [library for library in ("torch", "transformers") if importlib.util.find_spec(library) is None]:
+        return {"skipped": f"{' and '.join(missing)} not installed"}
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    if not torch.cuda.is_available() and not tiny:
+        return {"skipped": f"torch {torch.__version__} finds no GPU"}
+    with tempfile.TemporaryDirectory() as path:
+        config = make_config(name, tokens, tiny)
+        mesh = make_mesh(config.mesh, jax.devices()[:1])
+        loaded = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh).loader(0)
+    (batch,) = loaded.microbatches
+    c = config.model.llm
+    shape = transformers.Qwen2Config(
+        vocab_size=c.vocab,
+        hidden_size=c.width,
+        intermediate_size=c.mlp_width,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_width,
+        max_position_embeddings=32_768,
+    )
+    kernel = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
+    built = transformers.AutoModelForCausalLM.from_config(shape, attn_implementation=kernel)
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    built = built.to(place, torch.bfloat16).train()
+    token, position = (torch.tensor(x, dtype=torch.long, device=place) for x in (batch.text.token, batch.text.position))
+    seconds = []
+    for _ in range(2 + STEPS):
+        built.zero_grad()
+        began = time.perf_counter()
+        loss = built(input_ids=token, labels=token, position_ids=position, use_cache=False).loss
+        loss.backward()
+        loss.item()
+        if place == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    typical = statistics.median(seconds[2:])
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "attention": kernel,
+        "forward and backward, s": typical,
+        "MFU": float(loaded.needed_flops) / typical / peak_flops(jax.devices()[:1], "bfloat16"),
+    }

@@ -1,0 +1,465 @@
+"""Prove that packing and balancing change nothing: ``python -m mmjax.verify CONFIG [--samples N] [a.b=value ...]``.
+
+Samples of a run's first steps are computed with the weights that it starts from: as the run packs them, and each alone,
+with its images and clips in rows of their own. What differs by more than rounding has leaked from another sample; the
+first layer in which it does is named, and the exit code is 1. One process, on the devices at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mmjax.autotune.memory_plan import plan_memory_on_mesh
+from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
+from mmjax.config import Config, NoBalance
+from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
+from mmjax.config.model import Attention
+from mmjax.console import print_lines, print_note, table
+from mmjax.data.loading.packing import pack_microbatch
+from mmjax.data.loading.step_loader import LoadedStep
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.disk import user_cache
+from mmjax.errors import UserError, exit_process, run_command
+from mmjax.models.layer_stacks import stack_layers, unstack_layers
+from mmjax.models.layers import Context
+from mmjax.models.model import Model, Params, parameter_group
+from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh, row_ranks
+from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
+from mmjax.runtime.losses import losses_in_chunks
+from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
+from mmjax.runtime.state import Optimizer, all_parameters, key_names
+from mmjax.runtime.step import Accumulated, Executor, put_rows
+from mmjax.startup import activity
+from mmjax.training.run_checkpoints import RunCheckpoints
+from mmjax.training.run_data import open_data
+
+# Differences that are rounding, over the largest value of the sample at the place, or of the gradient's leaf. Sums of
+# other lengths, in another order, differ in the last of float32's 24 bits, 1e-7 each; a model's layers add up to a
+# hundred of them. Of bfloat16 it is the last of 8 bits, and errors that large do not add up as small ones do.
+ROUNDING = {"float32": 1e-5, "bfloat16": 0.05}
+DENSE_ROW = 4096  # positions of a row: all scores of longer ones fill the memory
+INTERPRETED_ROW = 512  # positions of a row: with longer ones the kernel takes minutes where it is interpreted
+VIRTUAL_RANKS = 4  # that one device stands for, so that there is something to balance
+STEPS = 2  # whose samples are taken by default
+INPUTS, LOSSES, GRADIENTS = "inputs", "token losses", "gradients"  # kinds of places that are no layers
+FIELDS = ("token", "target", "weight", "position", "kind", "sees")  # of a text, whatever its neighbours are
+
+
+class Place(NamedTuple):
+    """A place in the computation, in its order; one check is of all places of a kind."""
+
+    number: int
+    name: str
+    kind: str
+
+
+class State(NamedTuple):
+    """Values at all positions of a place, with the sample of each (-1: none), and its index among the sample's."""
+
+    owner: Any  # int32 [R, L]
+    offset: Any  # int32 [R, L]
+    value: Any  # [R, L, *]
+
+    def by_sample(self) -> dict[int, np.ndarray]:
+        """Return the values of every sample in its own order, `[n, *]`."""
+        owner = np.ravel(self.owner)
+        order = np.lexsort((np.ravel(self.offset), owner))
+        order = order[owner[order] != PADDING]
+        samples, first = np.unique(owner[order], return_index=True)
+        values = np.reshape(self.value, (len(owner), -1))
+        return {int(k): values[rows] for k, rows in zip(samples, np.split(order, first[1:]), strict=False)}
+
+
+class Check(NamedTuple):
+    """The result of comparing all places of a kind: at the first with a leak, or else where most differs."""
+
+    kind: str
+    backend: str
+    difference: float
+    tolerance: float
+    place: Place
+    sample: str
+
+    @property
+    def passed(self) -> bool:
+        """Return whether nothing differs by more than rounding."""
+        return self.difference <= self.tolerance
+
+
+States = dict[Place, State]
+Differences = dict[Place, tuple[float, str]]  # the largest relative difference at a place, and the sample that has it
+
+# ---------------------------------------------------------------------------------------------------- what is compared
+
+
+def input_states(batch: Microbatch) -> States:
+    """Return what the towers read."""
+    fields = [("llm", batch.text, name) for name in FIELDS]
+    fields += [(encoder, items, name) for encoder, items in batch.items.items() for name in ("values", "coordinates")]
+    return {
+        Place(number - len(fields), f"{tower} {name}", INPUTS): State(rows.owner, rows.offset, getattr(rows, name))
+        for number, (tower, rows, name) in enumerate(fields)
+    }
+
+
+def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: int) -> States:
+    """Compute the output of every layer and the loss of every token; the model's stacks are single layers."""
+    module = model.module(params)
+    states: States = {}
+
+    def record(name: str, kind: str, tower: Any, rows: TextBatch | ItemBatch, context: Context, value: Any) -> None:
+        owner, offset = tower.origin(rows)
+        owner = jnp.where(context.mask.sample >= 0, owner, PADDING)
+        group = owner.shape[1] // value.shape[1]  # positions that a connector merges
+        states[Place(len(states), name, kind)] = State(owner[:, ::group], offset[:, ::group], value)
+
+    def layers(name: str, tower: Any, rows: Any, context: Context, x: Any, add: Sequence[Any] = ()) -> Iterator[Any]:
+        if context.rotation is not None:
+            angles = jnp.concatenate(context.rotation, axis=-1)
+            record(f"{name} rotary positions", f"{name} positions", tower, rows, context, angles)
+        record(f"{name} embedding", f"{name} embedding", tower, rows, context, x)
+        for i in range(tower.config.layers):
+            x = tower.layers(x, context, i, i + 1, add)
+            kind = "windowed" if i in getattr(tower.config, "windowed", ()) else "full"
+            record(f"{name} layer {i} ({kind})", f"{name} layers, {kind}", tower, rows, context, x)
+            yield x
+
+    features = {}
+    for name, items in batch.items.items():
+        encoder, connector = module.encoders[name], module.connectors[name]
+        with encoding():
+            context = module.context(name, items, None)
+            outputs = list(layers(name, encoder, items, context, encoder.embedded(items)))
+            deeper = [outputs[i] for i in connector.deepstack]
+            features[name] = module.connected(name, [*deeper, outputs[-1]], items)
+        tokens = features[name][:, : features[name].shape[1] - (connector.newline is not None)]
+        record(f"{name} connector", f"{name} connector", encoder, items, context, tokens)
+    x, add = module.embedded(batch.text, features)
+    context = module.context("llm", batch.text, None)
+    *_, x = layers("llm", module.llm, batch.text, context, x, add)
+    hidden, output_table = module.llm.hidden_and_table(x)
+    record("llm final norm", "llm final norm", module.llm, batch.text, context, hidden)
+    losses = losses_in_chunks(hidden, output_table, batch.text, loss_chunks, model.config.llm.logit_cap)
+    record(LOSSES, LOSSES, module.llm, batch.text, context, losses)
+    return states
+
+
+def relative_difference(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
+    """Return the largest difference over the largest expected value, or over `floor` if that is larger; Inf for NaN."""
+    if actual.shape != expected.shape:
+        return math.inf
+    actual, expected = (x.astype(np.float64) for x in (actual, expected))
+    difference = float(np.abs(actual - expected).max(initial=0.0))
+    scale = max(float(np.abs(expected).max(initial=0.0)), floor) or 1.0
+    return math.inf if math.isnan(difference) else difference / scale
+
+
+def compare_states(actual: Sequence[States], expected: Sequence[States], index: LengthIndex) -> Differences:
+    """Compare the values of every sample in some microbatches with those that it has in others."""
+    differences = {}
+    for place in actual[0]:
+        ours, theirs = (
+            {k: x for s in states for k, x in s[place].by_sample().items()} for states in (actual, expected)
+        )
+        floor = float(place.kind == LOSSES)  # one nat: smaller losses are small differences of large logits
+        missing = np.empty((0, 0))
+        by_sample = [
+            (relative_difference(ours.get(k, missing), theirs.get(k, missing), floor), k) for k in ours | theirs
+        ]
+        relative, sample = max(by_sample, default=(0.0, 0))
+        differences[place] = relative, index.name(sample)
+    return differences
+
+
+def compare_gradients(actual: Accumulated, expected: Accumulated) -> Differences:
+    """Compare every leaf of the gradients, of whole lists of microbatches."""
+    leaves = jax.tree.leaves_with_path(expected.gradients)
+    # Some are 0 but for the rounding of what cancels in them, as those of key biases.
+    floor = 1e-3 * max((float(np.abs(leaf).max(initial=0.0)) for _, leaf in leaves), default=0.0)
+    pairs = zip(leaves, jax.tree.leaves(actual.gradients), strict=True)
+    return {
+        Place(sys.maxsize, ".".join(key_names(path)), GRADIENTS): (relative_difference(other, leaf, floor), "")
+        for (path, leaf), other in pairs
+    }
+
+
+def checks_of(differences: Differences, backend: str, rounding: float) -> Iterator[Check]:
+    """Sum up the places of each kind; inputs must be equal to the bit."""
+    for kind in dict.fromkeys(place.kind for place in differences):
+        tolerance = 0.0 if kind == INPUTS else rounding
+        places = [place for place in differences if place.kind == kind]
+        leaks = (place for place in places if differences[place][0] > tolerance)
+        place = next(leaks, max(places, key=lambda place: differences[place][0]))
+        yield Check(kind, backend, differences[place][0], tolerance, place, differences[place][1])
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+def samples_of(batch: Microbatch) -> np.ndarray:
+    """Return the ids of a microbatch's samples."""
+    return np.unique(batch.text.owner[batch.text.owner != PADDING])
+
+
+def plan_alone(
+    index: LengthIndex, samples: np.ndarray, rows: np.ndarray, lengths: Any, top: Topology
+) -> MicrobatchPlan:
+    """Plan a sample for each rank, in a row of its own, and each of its items too. rows, lengths: `[modules]`."""
+    parts = index.parts(samples)
+    number = np.zeros(len(parts.module), np.int64)  # of an item among those of its sample and encoder
+    for module in range(1, len(rows)):
+        items = np.flatnonzero(parts.module == module)
+        # Items of the samples 0 0 2 2 2 have the numbers 0 1 0 1 2.
+        number[items] = np.concatenate([np.arange(n) for n in np.bincount(parts.sample()[items], minlength=1)])
+    return MicrobatchPlan(
+        samples=samples,
+        part_start=parts.sample_start,
+        module=parts.module,
+        row=(rows[parts.module] * parts.sample() + number).astype(np.int32),
+        offset=np.zeros(len(number), np.int64),
+        length=parts.length,
+        shape=Shape(tuple(lengths.tolist()), (0,) * (len(rows) - 1)),
+        rows=tuple(rows.tolist()),
+        topology=replace(top, peers=1, ranks_per_node=1),
+        unbalanced=np.zeros((len(rows), top.ranks * top.encoders_per_rank), np.int64),
+    )
+
+
+class Verifier:
+    """A run as it would begin: its data, weights and programs."""
+
+    def __init__(self, config: Config, source: Path, path: Path, devices: Sequence[jax.Device] | None = None) -> None:
+        """Open the data and load the weights. source: the config's file; path: an empty folder; devices: default: all.
+
+        Raises UserError where the run does not fit them.
+        """
+        copy_config(source, path)  # where a FunctionSource looks its function up
+        folder = RunFolder(path)
+        self.mesh = make_mesh(config.mesh, choose_devices(config.device) if devices is None else devices)
+        check_heads(self.mesh.shape, config.mesh, config.model)
+        self.data = open_data(config, folder, 0, NO_CHANGES, self.mesh)
+        self.loader = self.data.loader
+        longest = self.data.index.longest()
+        plan = plan_memory_on_mesh(config, self.mesh, lambda c: self.data.layout_of(c, self.mesh), longest=longest)
+        functions = resolve_callbacks(config.model, path)
+        self.config = replace(config, model=plan.applied(config.model))
+        self.model = Model.build(self.config.model, jnp.dtype(config.training.precision), functions=functions)
+        self.loss_chunks = plan.loss_chunks
+        self.state = RunCheckpoints(config, folder, self.data, self.executor(self.model)).init_state()
+
+    def executor(self, model: Model) -> Executor:
+        """Return the run's own programs of a model, without an optimizer's state."""
+        stateless = Optimizer(optax.identity(), parameter_group, frozenset())
+        mesh = self.config.mesh
+        rules = ShardingRules.of(mesh)
+        return Executor(model, stateless, self.mesh, rules, self.data.sources, mesh.exchange, self.loss_chunks)
+
+    def backends(self) -> list[Attention]:
+        """List the attention backends that can compute rows as long as the run's on these devices."""
+        longest = max(max(shape.lengths) for shape in self.loader.layout.shapes)
+        usable: dict[Attention, bool] = {
+            "dense": longest <= DENSE_ROW,
+            "blockwise": True,
+            "flash": longest <= INTERPRETED_ROW or self.mesh.devices.flat[0].platform == "gpu",
+        }
+        return [backend for backend, can in usable.items() if can]
+
+    def load_steps(self, samples: int | None) -> list[tuple[Microbatch, ...]]:
+        """Load the first steps, as many as have so many samples, or `STEPS`."""
+        steps: list[LoadedStep] = []
+        while len(steps) < STEPS if samples is None else sum(len(step.samples) for step in steps) < samples:
+            steps.append(self.loader(len(steps)))
+            for sample, reason in steps[-1].unreadable.items():
+                raise UserError(f"{self.data.index.name(sample)} cannot be read: {reason}; mend it, or take it out")
+        return [step.microbatches for step in steps]
+
+    def pack(self, plan: MicrobatchPlan) -> Microbatch:
+        """Read the samples of a microbatch and pack them."""
+        return pack_microbatch(plan, self.loader.arrays, self.loader.reader)
+
+    def pack_alone(self, batches: Sequence[Microbatch]) -> list[list[Microbatch]]:
+        """Pack the samples of each of these microbatches alone, all in one shape."""
+        index, topology = self.data.index, self.loader.layout.topology
+        samples = [samples_of(batch) for batch in batches]
+        parts = index.parts(np.concatenate(samples))
+        modules = 1 + len(self.config.model.encoders)
+        unit = math.lcm(self.config.batch.alignment, *index.positions_per_token.tolist())
+        lengths = -(-np.maximum(parts.largest(modules), 1) // unit) * unit
+        items = [np.bincount(parts.sample()[parts.module == k], minlength=1).max() for k in range(modules)]
+        ranks = np.array([1] + [topology.encoders_per_rank] * (modules - 1))  # over which a rank's rows are spread
+        rows = -(-np.maximum(items, 1) // ranks) * ranks
+        return [
+            [
+                self.pack(plan_alone(index, ids[k : k + topology.ranks], rows, lengths, topology))
+                for k in range(0, len(ids), topology.ranks)
+            ]
+            for ids in samples
+        ]
+
+
+class Programs:
+    """The programs of one attention backend: the run's own, of gradients, and one that shows every layer's output."""
+
+    def __init__(self, run: Verifier, backend: Attention) -> None:
+        self.run = run
+        config = run.model.config
+        encoders = {name: replace(encoder, attention=backend) for name, encoder in config.encoders.items()}
+        config = replace(config, llm=replace(config.llm, attention=backend), encoders=encoders)
+        single = {name: tuple(range(1, tower.layers)) for name, tower in {"llm": config.llm, **encoders}.items()}
+        layered = Model.build(config, run.model.dtype, single, run.model.functions)
+        self.executor = executor = run.executor(Model.build(config, run.model.dtype, functions=run.model.functions))
+
+        def states(params: Params, batch: Microbatch) -> States:
+            with activations_on(executor.mesh, executor.rules, executor.exchange):
+                params = stack_layers(unstack_layers(params), layered.runs)
+                return layer_states(layered, params, batch, executor.loss_chunks)
+
+        self._layer_states = jax.jit(states)
+
+    def states(self, batch: Microbatch) -> States:
+        """Return what a microbatch's towers read and what every layer puts out, on the host."""
+        put = put_rows(batch, self.executor.mesh, self.executor.rules)
+        return input_states(batch) | jax.device_get(self._layer_states(all_parameters(self.run.state), put))
+
+    def gradients(self, batches: Sequence[Microbatch]) -> Accumulated:
+        """Return the gradients of all microbatches together, on the host."""
+        executor, state = self.executor, self.run.state
+        weight = np.float32(sum(batch.text.weight.sum() for batch in batches))
+        accumulated = executor.zeros()
+        for batch in batches:
+            put = put_rows(batch, executor.mesh, executor.rules)
+            accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, put, weight)
+        return jax.device_get(accumulated)
+
+    def packed_is_alone(self, packed: Sequence[Microbatch], apart: Sequence[Sequence[Microbatch]]) -> Differences:
+        """Compare all that is computed of the samples of each microbatch with what is computed of them alone."""
+        differences: Differences = {}
+        for batch, singles in zip(packed, apart, strict=True):
+            compared = compare_states([self.states(batch)], list(map(self.states, singles)), self.run.data.index)
+            differences |= {place: max(differences.get(place, result), result) for place, result in compared.items()}
+        return differences
+
+    def balanced_is_unbalanced(self, steps: int) -> tuple[Differences, str]:
+        """Compare the first steps under the run's balance and under none; also describe what differs between them."""
+        run, loader = self.run, self.run.loader
+        real = row_ranks(run.mesh) > 1
+        topology = loader.layout.topology if real else Topology(*(VIRTUAL_RANKS,) * 3)
+        losses, gradients, placed = [], [], []
+        for balance in (run.config.batch.balance, NoBalance()):
+            config = replace(run.config, batch=replace(run.config.batch, balance=balance))
+            weights = run.data.launch.weights
+            planner, _ = make_planner(run.data.index, config, weights, topology, loader.budget, max_steps=steps)
+            plans = [plan for step in range(steps) for plan in planner.plan(step).microbatches]
+            placed.append({k: r for p in plans for k, r in zip(p.samples, p.rank()[p.part_start[:-1]], strict=True)})
+            batches = list(map(run.pack, plans))
+            states = map(self.states, batches)
+            losses.append([{place: x for place, x in s.items() if place.kind == LOSSES} for s in states])
+            gradients.append(self.gradients(batches))
+        moved = sum(placed[0][sample] != rank for sample, rank in placed[1].items())
+        about = f"{moved} samples placed elsewhere, {topology.ranks} {'ranks' if real else 'virtual ranks'}"
+        return compare_states(*losses, run.data.index) | compare_gradients(*gradients), about
+
+
+def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attention] = ()) -> Iterator[Check]:
+    """Yield every check of a run as it is done, of so many samples and of these backends or all that can be used."""
+    steps = run.load_steps(samples)
+    batches = [batch for step in steps for batch in step]
+    rounding = ROUNDING[run.config.training.precision]
+    fullest = {name: int(max(b.items[name].item.max() for b in batches)) + 1 for name in run.config.model.encoders}
+    fullest = {"samples": int(max(batch.text.sample.max() for batch in batches)) + 1} | fullest
+    if fullest["samples"] < 2:
+        raise UserError("no row holds two samples, so nothing is packed: raise batch.size or lower batch.rows.llm")
+    print_note(
+        f"{run.config.name}: {sum(len(samples_of(batch)) for batch in batches)} samples of {len(steps)} steps on "
+        f"{run.mesh.size} x {run.mesh.devices.flat[0].device_kind}, in {run.config.training.precision}; a row holds up "
+        f"to {', '.join(f'{most} {name}' for name, most in fullest.items())}"
+    )
+    backends = backends or run.backends()
+    apart = run.pack_alone(batches)
+    for backend in backends:
+        with activity(f"comparing packed with alone, {backend}"):
+            programs = Programs(run, backend)
+            yield from checks_of(programs.packed_is_alone(batches, apart), backend, rounding)
+            gradients = (
+                programs.gradients(batches),
+                programs.gradients([batch for singles in apart for batch in singles]),
+            )
+            yield from checks_of(compare_gradients(*gradients), backend, rounding)
+    balance = run.config.batch.balance
+    if not isinstance(balance, NoBalance):
+        with activity("comparing balanced with unbalanced"):
+            differences, about = Programs(run, backends[0]).balanced_is_unbalanced(len(steps))
+            kind = f"balance {balance.kind}: {about}"
+            yield from checks_of({p._replace(kind=kind): d for p, d in differences.items()}, backends[0], rounding)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return 1 where something leaks."""
+    parser = argparse.ArgumentParser(prog="python -m mmjax.verify", description=__doc__, allow_abbrev=False)
+    words = "a config's file or name (default: tiny_omni), and changes to it; init_from=RUN takes a run's weights"
+    parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=words)
+    about = f"at least so many, in whole steps (default: those of {STEPS} steps)"
+    parser.add_argument("--samples", type=int, metavar="N", help=about)
+    about = "of attention, may be repeated; default: all that can compute such rows here"
+    parser.add_argument("--backend", action="append", choices=("dense", "blockwise", "flash"), help=about)
+    about = "of the computation, whatever the config says; bfloat16 hides leaks that are smaller than its rounding"
+    parser.add_argument("--precision", choices=tuple(ROUNDING), default="float32", help=about)
+    parser.add_argument("--json", action="store_true", help="print one JSON list and nothing else")
+    args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    if args.samples is not None and args.samples < 1:
+        raise UserError(f"--samples {args.samples}: give 1 or more")
+    named = next((word for word in args.words if "=" not in word), "")
+    path = find_config(named) if named else default_config()
+    config = load(path, [word for word in args.words if word is not named])
+    if not config.data.sources:
+        raise UserError(f"{config.name} names no data to compute: name yours in data.sources (docs/data.md)")
+    config = replace(config, training=replace(config.training, precision=args.precision))
+    set_gpu_memory_fraction()
+    enable_compilation_cache(user_cache() / "programs")
+    # By default a GPU multiplies float32 as TF32, which has three digits.
+    products = "highest" if args.precision == "float32" else None
+    with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision(products):
+        checks = list(verify(Verifier(config, path, Path(folder)), args.samples, args.backend or ()))
+    leaks = [check for check in checks if not check.passed]
+    if args.json:
+        print_lines(json.dumps([c._asdict() | {"place": c.place.name, "passed": c.passed} for c in checks]))
+        return int(bool(leaks))
+    rows = [
+        (
+            "" if c.passed else "LEAK",
+            c.kind,
+            c.backend,
+            f"{c.difference:.1e}",
+            f"{c.tolerance:.0e}",
+            c.place.name,
+            c.sample,
+        )
+        for c in checks
+    ]
+    print_lines(*table([("", "check", "backend", "difference", "tolerance", "in", "of sample"), *rows], indent=""))
+    if not leaks:
+        print_lines("nothing leaks: samples compute in the run's rows what they compute alone")
+        return 0
+    first = min((leak for leak in leaks if leak.backend == leaks[0].backend), key=lambda leak: leak.place)
+    into = f" into {first.sample}" if first.sample else ""
+    print_lines(f"LEAK{into}, first in {first.place.name}, with {first.backend} attention")
+    return 1
+
+
+if __name__ == "__main__":
+    exit_process(run_command(main))

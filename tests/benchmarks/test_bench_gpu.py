@@ -1,0 +1,117 @@
+"""`python -m mmjax.bench gpu`: every section runs in small on a CPU, and a second run goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from commands import run
+
+from mmjax import bench
+from mmjax.benchmarks.gpu import SECTIONS, TINY, image_mask, markdown, products, text_mask
+from mmjax.benchmarks.gpu_steps import top_kernels
+from mmjax.models.attention import allowed
+
+
+@pytest.fixture(autouse=True)
+def one_cpu(monkeypatch):
+    """For the processes of sections."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+def test_without_a_gpu_it_is_one_line(capsys, tmp_path):
+    ended = run(capsys, bench.main, "gpu", f"--results={tmp_path / 'gpu.json'}")
+    assert ended.code == 2
+    assert ended.err.startswith("error: bench gpu: JAX finds no GPU here, only cpu; install it with: pip install -e ")
+    assert ended.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.exhaustive
+def test_a_section_that_is_done_is_not_run_again_and_one_that_failed_is(capsys, tmp_path):
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"blockwise": {"done": 1.0}, "products": {"error": "out of memory"}}))
+    ended = run(capsys, bench.main, "gpu", "--tiny", "--sections=products,blockwise", f"--results={path}", "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(path.read_text())
+    assert found["blockwise"] == {"done": 1.0}
+    assert found["products"]["64 x 64 x 64 bfloat16, TFLOP/s"] > 0
+    assert "error" not in found["products"]
+    assert {"section": "blockwise", "figure": "done", "value": 1.0} in json.loads(ended.out)
+    assert "| blockwise | done | 1 |" in path.with_suffix(".md").read_text().splitlines()
+    path.write_text(json.dumps(found | {"device": found["device"] | {"sizes": "full"}}))
+    ended = run(capsys, bench.main, "gpu", "--tiny", f"--results={path}")
+    assert (ended.code, ended.err) == (2, f"error: --results {path} holds full sizes on cpu; name another file\n")
+
+
+@pytest.mark.exhaustive
+def test_every_section_runs_in_small(capsys, tmp_path):
+    path = tmp_path / "gpu.json"
+    ended = run(capsys, bench.main, "gpu", "--tiny", f"--results={path}")
+    assert ended.code == 0, ended.err
+    found = json.loads(path.read_text())
+    assert list(found) == ["device", *SECTIONS]
+    assert {name: figures["error"] for name, figures in found.items() if "error" in figures} == {}
+    assert found["exactness"]["repeatable to the bit"]
+    assert all(error < 1e-5 for figure, error in found["exactness"].items() if "float32, error" in figure)
+    assert found["step_7b"]["layers of the LLM"] == "2 of 2"
+    assert found["step_7b"]["MFU"] > 0
+    assert len([figure for figure in found["profile"] if figure.lstrip()[0].isdigit()]) == 20
+    assert "cuDNN" in "".join(found["text_attention"])
+    assert found["torch"]["MFU"] > 0
+
+
+def test_products_of_noise_have_a_rate():
+    assert all(rate > 0 for rate in products(TINY).values())
+
+
+def test_pairs_are_those_that_the_masks_allow():
+    for mask, pairs in (
+        text_mask(96, TINY.samples),
+        text_mask(96, (96, 96)),
+        image_mask(96, TINY.image),
+        image_mask(96, TINY.image, TINY.window),
+    ):
+        assert int(allowed(mask, mask).sum()) == pairs
+
+
+def test_a_trace_of_a_gpu_is_summed_over_its_streams_alone(tmp_path: Path):
+    """Its line of XLA's operations names the same time once more, and the host's threads are no kernels."""
+
+    def named(what: str, pid: int, tid: int, name: str) -> dict:
+        return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+    def event(pid: int, tid: int, name: str, us: float) -> dict:
+        return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": 0, "dur": us}
+
+    events = [
+        named("process_name", 1, 0, "/device:GPU:0 NVIDIA H100 80GB HBM3"),
+        named("process_name", 7, 0, "/host:CPU"),
+        named("thread_name", 1, 13, "Stream #13(Compute)"),
+        named("thread_name", 1, 20, "XLA Ops"),
+        named("thread_name", 7, 20, "python"),
+        event(1, 13, "gemm", 3000.0),
+        event(1, 13, "gemm", 1000.0),
+        event(1, 13, "flash_attention_forward", 1000.0),
+        event(1, 20, "dot.3", 4000.0),
+        event(7, 20, "wait", 9000.0),
+    ]
+    folder = tmp_path / "plugins" / "profile" / "2026_01_01"
+    folder.mkdir(parents=True)
+    with gzip.open(folder / "host.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events, "metadata": {}}, file)
+    assert top_kernels(tmp_path) == {
+        "all kernels, ms": 5.0,
+        "launches": 3,
+        " 1 gemm": "4.00 ms, 80.0%, 2 launches",
+        " 2 flash_attention_forward": "1.00 ms, 20.0%, 1 launches",
+    }
+
+
+def test_the_table_has_a_row_for_every_figure():
+    assert markdown({"products": {"TFLOP/s": 812.345}, "torch": {"skipped": "a | b"}}).splitlines()[2:] == [
+        "| products | TFLOP/s | 812.3 |",
+        "| torch | skipped | a / b |",
+    ]

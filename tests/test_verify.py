@@ -1,0 +1,167 @@
+"""`python -m mmjax.verify`: it passes, and a planted leak is named with the layer that it begins in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from commands import TINY, TINY_MEDIA, run
+
+import mmjax.data.loading.packing as packing
+import mmjax.models.decoder as decoder
+import mmjax.models.encoders as encoders
+from mmjax import verify
+from mmjax.config import NoBalance, PostBalance
+from mmjax.config.loading import load
+from mmjax.models.layers import Context, RMSNorm
+
+# Windows in some layers of the towers that can have them.
+WINDOWS = (
+    "model.encoders.vision.layers=2", "model.encoders.vision.window=2", "model.encoders.vision.windowed=1",
+    "model.llm.window=6", "model.llm.windowed=1",
+)  # fmt: skip
+KINDS = (
+    "inputs", "audio embedding", "audio layers, full", "audio connector", "vision positions", "vision embedding",
+    "vision layers, full", "vision layers, windowed", "vision connector", "llm positions", "llm embedding",
+    "llm layers, full", "llm layers, windowed", "llm final norm", "token losses", "gradients",
+)  # fmt: skip
+BFLOAT16 = ["--backend=dense", "--precision=bfloat16"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("words", [["--backend=dense"], ["--backend=blockwise"], ["--backend=flash"], BFLOAT16])
+def test_every_kind_of_layer_passes_on_eight_ranks(capsys, words):
+    ended = run(capsys, verify.main, TINY_MEDIA, *WINDOWS, "batch.size.count=32", *words, "--json")
+    checks = json.loads(ended.out)
+    assert (ended.code, [check for check in checks if not check["passed"]]) == (0, [])
+    assert [check["kind"].partition(":")[0] for check in checks] == [*KINDS, "balance post"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["tiny_omni", "tiny_text", "tiny_audio", "tiny_vlm", "tiny_frozen"])
+def test_the_shipped_configs_pass_with_every_backend(capsys, name):
+    ended = run(capsys, verify.main, name, "--samples=8", "batch.size.count=48")
+    assert ended.code == 0, ended.out
+    assert ended.out.endswith("nothing leaks: samples compute in the run's rows what they compute alone\n")
+    assert {"dense", "blockwise", "flash"} <= set(ended.out.split())
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_passes_on_questions_about_images(capsys, tmp_path):
+    from llava_folder import save_checkpoint, save_questions  # imports PyTorch, which takes seconds
+
+    checkpoint, data = save_checkpoint(tmp_path / "checkpoint"), save_questions(tmp_path / "data", 64)
+    words = (f"checkpoint={checkpoint}", f"data={data}", f"images={tmp_path / 'data' / 'images'}", "device=cpu")
+    ended = run(capsys, verify.main, "llava_style", *words, "batch.size.count=32", "--backend=blockwise")
+    assert ended.code == 0, ended.out + ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["omni_10b"], "error: omni_10b names no data to compute: name yours in data.sources (docs/data.md)"),
+        ([TINY, "--samples=0"], "error: --samples 0: give 1 or more"),
+        ([TINY, "batch.rows.llm=32"], "error: no row holds two samples, so nothing is packed: raise batch.size or"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_line(capsys, words, message):
+    ended = run(capsys, verify.main, *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(message)
+    assert ended.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory) -> verify.Verifier:
+    """A run of all kinds of layers on one device."""
+    folder = tmp_path_factory.mktemp("run")
+    return verify.Verifier(load(TINY_MEDIA, WINDOWS), Path(TINY_MEDIA), folder, jax.devices()[:1])
+
+
+@pytest.mark.default_cases("none")
+@pytest.mark.parametrize("balance", [NoBalance(), PostBalance()], ids=lambda balance: balance.kind)
+def test_every_kind_of_layer_passes_and_so_does_the_balance_over_ranks_that_one_device_stands_for(verifier, balance):
+    verifier.config = replace(verifier.config, batch=replace(verifier.config.batch, balance=balance))
+    checks = list(verify.verify(verifier, 8, ["dense"]))
+    compared = [] if balance.kind == "none" else ["balance post"]
+    assert [check.kind.partition(":")[0] for check in checks] == [*KINDS, *compared]
+    assert [check for check in checks if not check.difference <= check.tolerance <= 1e-5] == []
+
+
+def first_leak(verifier: verify.Verifier) -> str:
+    """The first place that is not what it is alone."""
+    batches = [batch for step in verifier.load_steps(8) for batch in step]
+    differences = verify.Programs(verifier, "dense").packed_is_alone(batches, verifier.pack_alone(batches))
+    return next((place.name for place, (relative, _) in differences.items() if relative > 1e-5), "")
+
+
+def mask_without_samples(patch: pytest.MonkeyPatch) -> None:
+    """In layers with windows, whose numbers are the same in every image."""
+    of_layers = Context.of_layers
+
+    def leaking(self, windowed):
+        context = of_layers(self, windowed)
+        everyone = jnp.minimum(context.mask.sample, 0)
+        return context._replace(mask=context.mask._replace(sample=everyone)) if windowed else context
+
+    patch.setattr(Context, "of_layers", leaking)
+
+
+def convolution_over_clips(patch: pytest.MonkeyPatch) -> None:
+    taps = encoders.taps
+    patch.setattr(encoders, "taps", lambda x, item, stride: taps(x, jnp.minimum(item, 0), stride))
+
+
+def rotary_positions_of_the_row(patch: pytest.MonkeyPatch) -> None:
+    rotation = decoder.text_rotation
+    of_row = lambda c, position, sample: rotation(c, jnp.cumsum(jnp.ones_like(position), 1), sample)  # noqa: E731
+    patch.setattr(decoder, "text_rotation", of_row)
+
+
+def positions_that_go_on(patch: pytest.MonkeyPatch) -> None:
+    write = packing.write_sample
+
+    def leaking(row, sample, arrays, places, first_span):
+        write(row, sample, arrays, places, first_span)
+        row.position[:] += row.pos[0]
+
+    patch.setattr(packing, "write_sample", leaking)
+
+
+def norm_of_the_row(patch: pytest.MonkeyPatch) -> None:
+    def leaking(self, x):
+        mean_square = jnp.mean(x * x, axis=(-2, -1), keepdims=True)
+        return x * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...]
+
+    patch.setattr(RMSNorm, "__call__", leaking)
+
+
+LEAKS = {
+    mask_without_samples: "vision layer 1 (windowed)",
+    convolution_over_clips: "audio embedding",
+    rotary_positions_of_the_row: "llm rotary positions",
+    positions_that_go_on: "llm position",
+    norm_of_the_row: "llm layer 0 (full)",
+}
+
+
+@pytest.mark.default_cases("mask_without_samples", "positions_that_go_on")
+@pytest.mark.parametrize("plant", LEAKS, ids=lambda plant: plant.__name__)
+def test_a_planted_leak_is_named_with_the_first_place_that_it_reaches(verifier, monkeypatch, plant):
+    plant(monkeypatch)
+    assert first_leak(verifier) == LEAKS[plant]
+
+
+def test_a_leak_is_a_line_of_the_table_and_exit_code_1(capsys, monkeypatch):
+    norm_of_the_row(monkeypatch)
+    ended = run(capsys, verify.main, TINY, "batch.size.count=32", "batch.balance=none", "--backend=dense")
+    assert ended.code == 1
+    leaks = [line.split() for line in ended.out.splitlines() if line.startswith("LEAK ")]
+    assert [leak[1:4] for leak in leaks[:2]] == [["llm", "layers,", "full"], ["llm", "final", "norm"]]
+    assert leaks[-1][1] == "into"
+    assert leaks[-1][2].startswith("few[")
+    assert " ".join(leaks[-1][3:]) == "first in llm layer 0 (full), with dense attention"
