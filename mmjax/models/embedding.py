@@ -1,8 +1,9 @@
-"""Look up vectors in a table that is sharded over devices, with a gradient summed in float32 that repeats bit for bit."""
+"""Look up vectors in a table sharded over devices, with a gradient summed in float32, the same bits every time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 
 import jax
@@ -13,12 +14,16 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.parallel.sharding import Axes, active, sharding
 
+BLOCK = 128  # sorted vectors that one product adds up
 
-def look_up(table: Float[Array, "n d"], axes: Axes, index: Int[Array, "r t"], dtype: jnp.dtype) -> Float[Array, "r t d"]:
+
+def look_up(
+    table: Float[Array, "n d"], axes: Axes, index: Int[Array, "r t"], dtype: jnp.dtype
+) -> Float[Array, "r t d"]:
     """Return `table[index]` in `dtype`. axes: logical axes of the table; those of `index` are rows and length.
 
     No device gathers the table. The ranks that share its columns look up each other's tokens, each in its own columns,
-    and an all-to-all gives every rank its tokens whole. Gradients return the same way, and sum up where they are stored.
+    and an all-to-all gives every rank its tokens whole. Gradients return the same way and are summed where they stay.
     """
     current = active()
     rows: tuple[str, ...] = ()
@@ -79,18 +84,27 @@ def look_up(table: Float[Array, "n d"], axes: Axes, index: Int[Array, "r t"], dt
 def sum_by_index(vectors: Float[Array, "m d"], index: Int[Array, " m"], size: int) -> Float[Array, "n d"]:
     """Add up the vectors of each index 0 to `size` (exclusive) in float32; others are left out.
 
-    Sorted, those of an index are neighbours, whose sums are made in an order that nothing but the indices decides: a
-    scatter would add them as its threads come.
+    A scatter would add them as its threads come. Sorted by index, those of one are neighbours: they are added up by
+    products inside blocks, and over the blocks that an index fills, in an order that the indices alone decide.
     """
+    pad = -len(index) % BLOCK
+    index = jnp.pad(index, (0, pad), constant_values=size)
     order = jnp.argsort(index)
     index = index[order]
-    begins = jnp.concatenate([jnp.ones(1, bool), index[1:] != index[:-1]])[:, None]
-
-    def combine(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-        return a[0] | b[0], jnp.where(b[0], b[1], a[1] + b[1])
-
-    _, sums = lax.associative_scan(combine, (begins, vectors[order].astype(jnp.float32)))
+    blocks = index.reshape(-1, BLOCK)
+    same = (blocks[:, :, None] == blocks[:, None, :]).astype(vectors.dtype)
+    sorted_vectors = jnp.pad(vectors, ((0, pad), (0, 0)))[order].reshape(*blocks.shape, -1)
+    # At every position, the sum over its index in its block. Zeros and ones are exact in any precision.
+    product = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    sums = product("bij,bjd->bid", same, sorted_vectors)
+    # For the first index of every block, its sum in the blocks before: it is the last index of these.
+    number = jnp.arange(len(blocks))
+    earlier = (blocks[:, :1] == blocks[:, -1]) & (number[:, None] > number)
+    carried = jnp.where(earlier[..., None], sums[:, -1], 0).sum(1)
     entry = jnp.arange(size, dtype=index.dtype)
-    # The sums of an index are whole at its last neighbour; -1, before the first index, is the largest one.
+    # An index is complete at its last position; -1, before the first index, is that of the largest.
     last = jnp.searchsorted(index, entry, side="right", method="scan_unrolled") - 1
-    return jnp.where((index[last] == entry)[:, None], sums[last], 0)
+    block = last // BLOCK
+    sums = sums.reshape(-1, sums.shape[-1])[last]
+    total = sums + jnp.where((blocks[block, 0] == entry)[:, None], carried[block], 0)
+    return jnp.where((index[last] == entry)[:, None], total, 0)

@@ -23,8 +23,8 @@ from mmjax.models.embedding import look_up
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
 
-# Keeps only a function's arguments for backward, which computes the rest again: for what is cheap to compute and large
-# to keep. Inside a scan or a checkpointed layer XLA cannot merge the recomputation with the original, or should.
+# Keeps only a function's inputs for backward, which computes the rest again: for what is cheap to compute and large to
+# keep. In a scan XLA cannot merge the recomputation with the original; in a layer that is itself recomputed it should.
 keep_inputs = partial(jax.checkpoint, prevent_cse=False)
 
 Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time

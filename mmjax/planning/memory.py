@@ -117,7 +117,7 @@ def fixed_bytes(
     `copies`: trainable weights cast for computation and one microbatch's gradients, sharded like the parameters.
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
-    one layer's backward pass with its gathered weights; plus, if parameters are sharded, a gathered vocabulary table.
+    one layer's backward pass with its gathered weights.
     """
     counts = parameters(model)
     work = row_work(model, batch.shape)
@@ -129,8 +129,6 @@ def fixed_bytes(
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
     layer_peaks = [_layer(model, tower, saved, sharding, activation) for tower, saved in layers.items()]
-    # One table of the vocabulary, gathered for the logits or where the gradient of looked-up tokens is added up.
-    table = activation * model.llm.width * model.llm.vocab / sharding.llm if sharding.shards > 1 else 0
     tokens = 0
     for name, encoder in model.encoders.items():
         # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
@@ -147,7 +145,7 @@ def fixed_bytes(
             2 * batch.peers * n * connector_mlps(model.encoders[name]) * model.llm.width * activation
             for name, n in batch.widths.items()
         ),
-        "transient": max(_loss(model, work["llm"].positions, sharding, loss_chunks), *layer_peaks, 0.0) + table,
+        "transient": max(_loss(model, work["llm"].positions, sharding, activation, loss_chunks), *layer_peaks, 0.0),
     }
 
 
@@ -189,17 +187,18 @@ def _batch_bytes(model: ModelConfig, batch: DeviceBatch) -> float:
     return total
 
 
-def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, chunks: int) -> float:
-    """Count the peak bytes of the loss, all float32.
+def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:
+    """Count the peak bytes of the loss.
 
-    Logits of one vocabulary chunk (their gradient reuses the buffer), the activations and their gradient, and the
-    gradient of this chunk of the output table.
+    Logits of one vocabulary chunk and the activations with their gradient, float32; in the activations' precision the
+    logits' gradient, which in float32 reuses their buffer, and this chunk of the output table with its gradient, whole
+    for a moment where parameters are sharded.
     """
     width = model.llm.width
     vocab = model.llm.vocab / (sharding.llm * chunks)
-    # Where parameters are sharded, the gradient of this chunk is whole for a moment.
-    table = width * vocab if sharding.shards > 1 else 0
-    return MASTER * (positions * (vocab + 2 * width) + table)
+    gradient = 0 if activation == MASTER else activation * positions * vocab
+    table = 2 * activation * width * vocab if sharding.shards > 1 else 0
+    return MASTER * positions * (vocab + 2 * width) + gradient + table
 
 
 def _layer(model: ModelConfig, tower: str, saved: float, sharding: ModelSharding, activation: int) -> float:
