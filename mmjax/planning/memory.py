@@ -66,8 +66,9 @@ MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's momen
 LOADED = 2  # steps whose batches are on the devices: the running one and the next
 TEXT_FIELDS = 12  # four-byte numbers per text position, beside slots
 ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
-# Fraction of a layer's activations (without remat) that is live at once during its backward pass. Fitted to XLA.
-ALIVE = 0.8
+# Bytes live at once in a layer's backward pass, recomputed values and gradients included, over those that it saves
+# without remat. Fitted to XLA.
+ALIVE = 2.0
 
 
 @dataclass(frozen=True)
@@ -188,17 +189,18 @@ def _batch_bytes(model: ModelConfig, batch: DeviceBatch) -> float:
 
 
 def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:
-    """Count the peak bytes of the loss.
+    """Count the peak bytes of the loss: the activations and their gradient in float32, and the larger of two.
 
-    Logits of one vocabulary chunk and the activations with their gradient, float32; in the activations' precision the
-    logits' gradient, which in float32 reuses their buffer, and this chunk of the output table with its gradient, whole
-    for a moment where parameters are sharded.
+    Either the float32 logits of one vocabulary chunk with their gradient, which in float32 reuses their buffer, or this
+    gradient and, whole where parameters are sharded, this chunk of the output table with its own.
     """
     width = model.llm.width
     vocab = model.llm.vocab / (sharding.llm * chunks)
-    gradient = 0 if activation == MASTER else activation * positions * vocab
-    table = 2 * activation * width * vocab if sharding.shards > 1 else 0
-    return MASTER * positions * (vocab + 2 * width) + gradient + table
+    logits = MASTER * positions * vocab
+    gradient = activation * positions * vocab
+    tables = 2 * activation * width * vocab if sharding.shards > 1 else 0
+    both = logits if activation == MASTER else logits + gradient
+    return MASTER * positions * 2 * width + max(both, gradient + tables)
 
 
 def _layer(model: ModelConfig, tower: str, saved: float, sharding: ModelSharding, activation: int) -> float:
