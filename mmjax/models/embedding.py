@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import prod
 
 import jax
@@ -13,8 +12,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mmjax.parallel.sharding import Axes, active, sharding
-
-BLOCK = 128  # sorted vectors that one product adds up
 
 
 def look_up(
@@ -84,27 +81,30 @@ def look_up(
 def sum_by_index(vectors: Float[Array, "m d"], index: Int[Array, " m"], size: int) -> Float[Array, "n d"]:
     """Add up the vectors of each index 0 to `size` (exclusive) in float32; others are left out.
 
-    A scatter would add them as its threads come. Sorted by index, those of one are neighbours: they are added up by
-    products inside blocks, and over the blocks that an index fills, in an order that the indices alone decide.
+    A scatter would add them as its threads come. Sorted by index, those of one are neighbours: they are added up inside
+    blocks, then over the blocks that an index fills, in an order that the indices alone decide.
     """
-    pad = -len(index) % BLOCK
+    # About as many blocks as vectors in one, a power of two: 5,000 vectors are 40 blocks of 128.
+    width = 1 << -(-(len(index) - 1).bit_length() // 2)
+    pad = -len(index) % width
     index = jnp.pad(index, (0, pad), constant_values=size)
     order = jnp.argsort(index)
-    index = index[order]
-    blocks = index.reshape(-1, BLOCK)
-    same = (blocks[:, :, None] == blocks[:, None, :]).astype(vectors.dtype)
-    sorted_vectors = jnp.pad(vectors, ((0, pad), (0, 0)))[order].reshape(*blocks.shape, -1)
-    # At every position, the sum over its index in its block. Zeros and ones are exact in any precision.
-    product = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    sums = product("bij,bjd->bid", same, sorted_vectors)
+    blocks = index[order].reshape(-1, width)
+    sums = jnp.pad(vectors, ((0, pad), (0, 0)))[order].astype(jnp.float32).reshape(*blocks.shape, -1)
+    # Each position has the sum of the last `step` vectors up to itself that are of its index; then of twice as many.
+    step = 1
+    while step < width:
+        same = (blocks[:, step:] == blocks[:, :-step])[..., None]
+        sums = jnp.concatenate([sums[:, :step], sums[:, step:] + jnp.where(same, sums[:, :-step], 0)], axis=1)
+        step *= 2
     # For the first index of every block, its sum in the blocks before: it is the last index of these.
     number = jnp.arange(len(blocks))
     earlier = (blocks[:, :1] == blocks[:, -1]) & (number[:, None] > number)
     carried = jnp.where(earlier[..., None], sums[:, -1], 0).sum(1)
     entry = jnp.arange(size, dtype=index.dtype)
     # An index is complete at its last position; -1, before the first index, is that of the largest.
-    last = jnp.searchsorted(index, entry, side="right", method="scan_unrolled") - 1
-    block = last // BLOCK
-    sums = sums.reshape(-1, sums.shape[-1])[last]
-    total = sums + jnp.where((blocks[block, 0] == entry)[:, None], carried[block], 0)
-    return jnp.where((index[last] == entry)[:, None], total, 0)
+    last = jnp.searchsorted(blocks.reshape(-1), entry, side="right", method="scan_unrolled") - 1
+    block = last // width
+    total = sums.reshape(-1, sums.shape[-1])[last]
+    total += jnp.where((blocks[block, 0] == entry)[:, None], carried[block], 0)
+    return jnp.where((blocks.reshape(-1)[last] == entry)[:, None], total, 0)
