@@ -31,7 +31,6 @@ from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
 from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.memory import SavedBytes, saved_bytes_of_policy
 from mmjax.planning.step_time import FORWARD, LayerTimes, profile_lengths
-from mmjax.planning.work import layer_sizes
 
 VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
 
@@ -105,8 +104,7 @@ def saved_bytes_per_layer(
     their "inputs" for the modules before them.
 
     Counted are the residuals of JAX's vector-Jacobian product, between layers and inside them (OmniBal, A.1.1, measures
-    them on a device); not the parameters, nor the masks and rotary angles that all layers share. Only `none` is traced,
-    without copies of the weights in the precision of the computation: there are as many as parameters, sharded alike.
+    them on a device); not the parameters, nor the masks and rotary angles that all layers share. Only `none` is traced.
     """
     part = config.llm if tower == "llm" else config.encoders[tower]
     rows, length = shape
@@ -129,7 +127,6 @@ def _traced(config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any,
     Under `scan`, a residual of every layer is one array with a leading axis of MANY. What all layers share has none.
     """
     isolated = isolate_tower(config, tower, MANY, "none")
-    part = isolated.llm if tower == "llm" else isolated.encoders[tower]
     model = Model.build(isolated, dtype)
 
     def residuals(params: Any, batch: TextBatch | ItemBatch) -> list[Any]:
@@ -140,9 +137,7 @@ def _traced(config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any,
         return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in shared]
 
     leaves = jax.eval_shape(residuals, model.abstract, tower_batch(isolated, tower, shape))
-    stacked = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape[:1] == (MANY,))
-    copies = layer_sizes(part).weights * jnp.dtype(dtype).itemsize if dtype != jnp.float32 else 0
-    return SavedBytes(stacked // MANY - copies)
+    return SavedBytes(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape[:1] == (MANY,)) // MANY)
 
 
 STACK = 2  # layers that are timed together: the fewest that are scanned, as a tower's are

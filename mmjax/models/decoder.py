@@ -13,6 +13,7 @@ from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.attention import Scoring
+from mmjax.models.embedding import look_up
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, RMSNorm, TransformerLayer
 from mmjax.models.rope import text_rotation
@@ -29,17 +30,41 @@ class TokenTable(nnx.Module):
         self.weight = nnx.Param(table, axes=("vocab", "embed"))
 
     def embed(self, token: Int[Array, "r t"], dtype: jnp.dtype) -> Float[Array, "r t d"]:
-        # Constrained before the lookup, or XLA replicates the gathered rows ("Involuntary full rematerialization").
-        table = constrain(self.weight[...].astype(dtype), "vocab", None)
-        return constrain(table[token], "rows", "length", "width")
+        return look_up(self.weight[...], ("vocab", "embed"), token, dtype)
 
 
-def logits_of(x: Float[Array, "r t d"], table: Float[Array, "v d"], cap: float = 0.0) -> Float[Array, "r t v"]:
-    """Compute float32 logits over an output table or a slice of one, soft-capped by tanh where `cap` is not 0."""
-    # Operands in the activations' precision, sums in float32.
-    logits = jnp.einsum("rtd,vd->rtv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
-    logits = constrain(logits, "rows", "length", "vocab")
+def logits_of(
+    x: Float[Array, "r t d"], table: Float[Array, "v d"], cap: float = 0.0, dtype: jnp.dtype | None = None
+) -> Float[Array, "r t v"]:
+    """Compute float32 logits over an output table or a slice of one, soft-capped by tanh where `cap` is not 0.
+
+    dtype: of the products' operands, by default that of `x`.
+    """
+    logits = constrain(_logits(x, table, dtype or x.dtype), "rows", "length", "vocab")
     return jnp.tanh(logits / cap) * cap if cap else logits
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _logits(x: Array, table: Array, dtype: jnp.dtype) -> Array:
+    """Multiply operands in `dtype`, summing in float32, in backward too."""
+    return jnp.einsum("rtd,vd->rtv", x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def _logits_forward(x: Array, table: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+    return _logits(x, table, dtype), (x, table)
+
+
+def _logits_backward(dtype: jnp.dtype, residuals: tuple[Array, Array], d_logits: Array) -> tuple[Array, Array]:
+    x, table = residuals
+    # The logits' gradient is float32, and would make both products so.
+    d_logits = d_logits.astype(dtype)
+    d_x = jnp.einsum("rtv,vd->rtd", d_logits, table.astype(dtype), preferred_element_type=jnp.float32)
+    # Rounded by the product itself, like the gradients of all weights, so that it is reduced over the ranks in `dtype`.
+    d_table = jnp.einsum("rtv,rtd->vd", d_logits, x.astype(dtype))
+    return d_x.astype(x.dtype), d_table.astype(table.dtype)
+
+
+_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def decoder_layer_config(config: DecoderConfig) -> LayerConfig:

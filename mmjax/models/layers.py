@@ -20,8 +20,13 @@ from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import MaskSpec
 from mmjax.kernels.tiles import MAX_BLOCK, window_block
 from mmjax.models.attention import DEFAULT_SCORING, Backend, Scoring, attention, dense_attention, plan_attention
+from mmjax.models.embedding import look_up
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
+
+# Keeps only a function's inputs for backward, which computes the rest again: for what is cheap to compute and large to
+# keep. In a scan XLA cannot merge the recomputation with the original; in a layer that is itself recomputed it should.
+keep_inputs = partial(jax.checkpoint, prevent_cse=False)
 
 Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time
 
@@ -130,6 +135,12 @@ class Context(NamedTuple):
         return self._replace(mask=jax.tree.map(take, self.mask), plan=self.plan and self.plan._replace(index=index))
 
 
+@keep_inputs
+def _product(x: Float[Array, "*b i"], weight: Float[Array, "i o"]) -> Float[Array, "*b o"]:
+    """Multiply in the activations' precision, keeping no copy of the weight in it."""
+    return x @ weight.astype(x.dtype)
+
+
 class Linear(nnx.Module):
     """`x @ weight + bias`, initialised normal with variance 1 / fan-in."""
 
@@ -143,7 +154,7 @@ class Linear(nnx.Module):
         self.lora: nnx.Module | None = nnx.data(None)  # set by `models.model`
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        y = x @ self.weight[...].astype(x.dtype)
+        y = _product(x, self.weight[...])
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         if self.lora is not None:
@@ -159,7 +170,7 @@ class PositionTable(nnx.Module):
         self.weight = nnx.Param(table, axes=(None, "embed"))
 
     def __call__(self, index: Int[Array, "r m"], dtype: jnp.dtype) -> Float[Array, "r m d"]:
-        return constrain(self.weight[...].astype(dtype), None, None)[index]
+        return look_up(self.weight[...], (None, "embed"), index, dtype)
 
 
 class FixedTable(nnx.Module):
@@ -182,10 +193,14 @@ class RMSNorm(nnx.Module):
         self.offset = offset
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        # Gemma stores the scale less 1 (offset 1), others the scale itself (offset 0).
-        return (y * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+        @keep_inputs
+        def norm(x: Array, scale: Array) -> Array:
+            y = x.astype(jnp.float32)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+            # Gemma stores the scale less 1 (offset 1), others the scale itself (offset 0).
+            return (y * (self.offset + scale.astype(jnp.float32))).astype(x.dtype)
+
+        return norm(x, self.scale[...])
 
 
 class LayerNorm(nnx.Module):
@@ -197,10 +212,14 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        y = x.astype(jnp.float32)
-        y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        @keep_inputs
+        def norm(x: Array, scale: Array, bias: Array) -> Array:
+            y = x.astype(jnp.float32)
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+            return (y * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+        return norm(x, self.scale[...], self.bias[...])
 
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
@@ -234,9 +253,13 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         activation = ACTIVATIONS[self.activation]
-        if self.gate is None:
-            return self.down(activation(self.up(x)))
-        return self.down(activation(self.gate(x)) * self.up(x))
+
+        # With the last product, whose operand is made again from the outputs of up and gate.
+        @keep_inputs
+        def down(up: Array, gate: Array | None) -> Array:
+            return self.down(activation(up) if gate is None else activation(gate) * up)
+
+        return down(self.up(x), None if self.gate is None else self.gate(x))
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,9 @@ MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's momen
 LOADED = 2  # steps whose batches are on the devices: the running one and the next
 TEXT_FIELDS = 12  # four-byte numbers per text position, beside slots
 ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
-# Fraction of a layer's activations (without remat) that is live at once during its backward pass. Fitted to XLA.
-ALIVE = 0.8
+# Bytes live at once in a layer's backward pass, recomputed values and gradients included, over those that it saves
+# without remat. Fitted to XLA.
+ALIVE = 2.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def fixed_bytes(
     `copies`: trainable weights cast for computation and one microbatch's gradients, sharded like the parameters.
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
-    one layer's backward pass with its gathered weights; plus, if parameters are sharded, a gathered vocabulary table.
+    one layer's backward pass with its gathered weights.
     """
     counts = parameters(model)
     work = row_work(model, batch.shape)
@@ -131,8 +132,6 @@ def fixed_bytes(
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
     layer_peaks = [_layer(model, tower, saved, sharding, activation) for tower, saved in layers.items()]
-    # One table of the vocabulary, gathered for the logits or where the gradient of looked-up tokens is added up.
-    table = activation * model.llm.width * model.llm.vocab / sharding.llm if sharding.shards > 1 else 0
     tokens = 0
     for name, encoder in model.encoders.items():
         # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
@@ -149,7 +148,7 @@ def fixed_bytes(
             2 * batch.peers * n * connector_mlps(model.encoders[name]) * model.llm.width * activation
             for name, n in batch.widths.items()
         ),
-        "transient": max(_loss(model, work["llm"].positions, sharding, loss_chunks), *layer_peaks, 0.0) + table,
+        "transient": max(_loss(model, work["llm"].positions, sharding, activation, loss_chunks), *layer_peaks, 0.0),
     }
 
 
@@ -191,17 +190,19 @@ def _batch_bytes(model: ModelConfig, batch: DeviceBatch) -> float:
     return total
 
 
-def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, chunks: int) -> float:
-    """Count the peak bytes of the loss, all float32.
+def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:
+    """Count the peak bytes of the loss: the activations and their gradient in float32, and the larger of two.
 
-    Logits of one vocabulary chunk (their gradient reuses the buffer), the activations and their gradient, and the
-    gradient of this chunk of the output table.
+    Either the float32 logits of one vocabulary chunk with their gradient, which in float32 reuses their buffer, or this
+    gradient and, whole where parameters are sharded, this chunk of the output table with its own.
     """
     width = model.llm.width
     vocab = model.llm.vocab / (sharding.llm * chunks)
-    # Where parameters are sharded, the gradient of this chunk is whole for a moment.
-    table = width * vocab if sharding.shards > 1 else 0
-    return MASTER * (positions * (vocab + 2 * width) + table)
+    logits = MASTER * positions * vocab
+    gradient = activation * positions * vocab
+    tables = 2 * activation * width * vocab if sharding.shards > 1 else 0
+    both = logits if activation == MASTER else logits + gradient
+    return MASTER * positions * 2 * width + max(both, gradient + tables)
 
 
 def _layer(model: ModelConfig, tower: str, saved: float, sharding: ModelSharding, activation: int) -> float:

@@ -42,7 +42,7 @@ def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunk
     # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
     @partial(jax.checkpoint, prevent_cse=False)
     def chunk_loss(wide: jax.Array, part: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = logits_of(wide.astype(hidden.dtype), part, cap)
+        logits = logits_of(wide, part, cap, hidden.dtype)
         return jax.nn.logsumexp(logits, axis=-1), _target_logits(logits, token, text.target)
 
     parts = cut_in_shards(table, chunks, "vocab", "embed"), cut_in_shards(jnp.arange(len(table)), chunks, "vocab")

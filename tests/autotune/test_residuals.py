@@ -53,6 +53,27 @@ def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
     assert found["none"].device > found["products"].device
 
 
+@pytest.mark.parametrize(
+    ("tower", "changes"),
+    [
+        ("llm", {"width": 3584, "heads": 28, "kv_heads": 4, "head_width": 128, "mlp_width": 18_944}),
+        ("vision", {"width": 1280, "heads": 16, "mlp_width": 5120}),
+        ("vision", {"width": 1280, "heads": 16, "mlp_width": 3456, "norm": "rms", "gated": True}),
+    ],
+    ids=["llm", "vision", "gated vision"],
+)
+def test_without_remat_a_layer_keeps_its_products_and_the_inputs_of_its_norms_and_products_in_bfloat16(tower, changes):
+    config = with_tower(tower, "blockwise", **changes)
+    part = config.llm if tower == "llm" else config.encoders[tower]
+    keys = 512 if tower == "llm" else part.width
+    mlps = 2 if tower == "llm" or part.gated else 1
+    # The residual stream and a norm's output before attention and before the MLP; queries, keys, values and the output
+    # of attention, which is kept by block, too.
+    numbers = 2 * (2 * part.width) + part.width + 2 * keys + 2 * part.width + mlps * part.mlp_width
+    found = saved_bytes_per_layer(config, tower, (1, 256), "bfloat16")["none"].device
+    assert found == 256 * (2 * numbers + 4 * part.heads)
+
+
 @pytest.mark.default_cases("inputs+weights-llm-dense", "inputs-vision-blockwise", "weights-audio-dense")
 @pytest.mark.parametrize(("tower", "backend"), [*product(SHAPES, ("dense", "blockwise"))])
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mmjax.models.layers import MLP, LayerNorm, Linear, RMSNorm
+from mmjax.models.layers import ACTIVATIONS, MLP, LayerNorm, Linear, RMSNorm
 
 
 def random_array(*shape, seed=0, dtype=jnp.float32):
@@ -31,3 +31,65 @@ def test_a_gated_mlp_is_its_formula():
     layer, x = MLP(8, 12, 8, "silu", nnx.Rngs(0), gated=True), random_array(2, 3, 8)
     gate, up, down = (part.weight[...] for part in (layer.gate, layer.up, layer.down))
     np.testing.assert_allclose(layer(x), (jax.nn.silu(x @ gate) * (x @ up)) @ down, atol=1e-5)
+
+
+def kept_bytes(function, *args) -> int:
+    """Bytes of what a function keeps for its gradient beside its arguments."""
+
+    def residuals(*args):
+        known = {id(x) for x in jax.tree.leaves(args)}
+        return [x for x in jax.tree.leaves(jax.vjp(function, *args)[1]) if id(x) not in known]
+
+    return sum(x.size * x.dtype.itemsize for x in jax.eval_shape(residuals, *args))
+
+
+def split_module(module):
+    """Return a module as a function of its parameters and its input, and the parameters."""
+    graph, params = nnx.split(module)
+    return lambda params, x: nnx.merge(graph, params)(x), params
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_mlp_keeps_the_outputs_of_its_first_products_and_has_the_gradients_of_its_formula(activation, gated):
+    function, params = split_module(MLP(8, 12, 8, activation, nnx.Rngs(0), gated=gated))
+    x, act = random_array(2, 3, 8), ACTIVATIONS[activation]
+
+    def formula(params, x):
+        gate, up, down = (params[name]["weight"][...] if name in params else None for name in ("gate", "up", "down"))
+        return (act(x @ gate) * (x @ up) if gated else act(x @ up)) @ down
+
+    def gradients(function):
+        return jax.tree.leaves(jax.jit(jax.grad(lambda *args: (function(*args) ** 2).sum(), (0, 1)))(params, x))
+
+    for found, wanted in zip(gradients(function), gradients(formula), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max())
+    assert kept_bytes(function, params, x.astype(jnp.bfloat16)) == (1 + gated) * 2 * 3 * 12 * 2
+
+
+@pytest.mark.parametrize(
+    "module",
+    [RMSNorm(8, 1e-6), LayerNorm(8, 1e-6), Linear(8, 4, ("embed", "mlp"), nnx.Rngs(0), bias=True)],
+    ids=["rms", "layer", "linear"],
+)
+def test_a_norm_or_a_product_keeps_nothing_but_its_input(module):
+    function, params = split_module(module)
+    assert kept_bytes(function, params, random_array(2, 3, 8, dtype=jnp.bfloat16)) == 0
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_a_norm_has_the_gradients_of_its_formula(norm):
+    function, params = split_module(norm(8, 1e-6))
+    params = jax.tree.map(lambda p: p + random_array(8, seed=1), params)
+    x = random_array(2, 3, 8)
+
+    def formula(params, x):
+        centred = x - x.mean(-1, keepdims=True) if norm is LayerNorm else x
+        y = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * params["scale"][...]
+        return y + params["bias"][...] if norm is LayerNorm else y
+
+    def gradients(function):
+        return jax.tree.leaves(jax.jit(jax.grad(lambda *args: (function(*args) ** 3).sum(), (0, 1)))(params, x))
+
+    for found, wanted in zip(gradients(function), gradients(formula), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max())

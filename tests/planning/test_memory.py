@@ -67,8 +67,13 @@ def test_the_moment_of_the_loss_is_the_logits_of_a_part_and_the_sums_of_its_prod
     vocab, width = config.model.llm.vocab, config.model.llm.width
     alone, shared = held(config, chunks=chunks), held(config, ModelSharding(8), chunks=chunks)
     assert alone["transient"] == 4 * 64 * (vocab / chunks + 2 * width)
-    # On many devices a part of the table has its gradient whole, and a whole table is gathered.
-    assert shared["transient"] == alone["transient"] + 4 * width * vocab / chunks + 4 * width * vocab
+    # On many devices a part of the table is gathered, and has its gradient whole.
+    assert shared["transient"] == alone["transient"] + 2 * 4 * width * vocab / chunks
+    # In bfloat16 the gradient of the logits has an array of its own, and they are gone before the tables come.
+    half = held(config, ModelSharding(8), activation=2, chunks=chunks)["transient"]
+    assert half == 4 * 64 * 2 * width + max(
+        6 * 64 * vocab / chunks, 2 * 64 * vocab / chunks + 4 * width * vocab / chunks
+    )
     others = {kind for kind, n in held(config).items() if n != alone[kind]}
     assert others == ({"transient"} if chunks > 1 else set())
 
