@@ -22,8 +22,9 @@ import numpy as np
 from mmjax.console import print_note
 from mmjax.disk import user_cache
 from mmjax.errors import UserError, check_output, exit_process, run_command
-from mmjax.kernels.flash_attention import plan_blocks, tiles_for
+from mmjax.kernels.flash_attention import plan_blocks
 from mmjax.kernels.masks import MaskSpec, block_pairs, encoder_mask
+from mmjax.kernels.tiles import tiles_for
 from mmjax.models.attention import attention, blockwise_attention, dense_attention, plan_attention
 from mmjax.runtime.devices import INSTALL_CUDA, enable_compilation_cache, measured_bandwidth, set_gpu_memory_fraction
 

@@ -50,7 +50,7 @@ def live(mask: MaskSpec) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(work, "tiles_for", lambda width, length: TILES)
+    monkeypatch.setattr(work, "tiles_for", lambda width, length, max_block: TILES)
 
 
 @pytest.mark.parametrize("seed", range(4))
