@@ -76,7 +76,7 @@ def compiled_bytes(config: Config, batch: DeviceBatch, devices: list[jax.Device]
     encoders = {name: replace(e, callbacks=Callbacks()) for name, e in config.model.encoders.items()}
     model = Model.build(replace(config.model, encoders=encoders), jnp.dtype(config.training.precision))
     mesh = make_mesh(config.mesh, devices)
-    optimizer = make_optimizer(config.optimizer, model.axes)
+    optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
     chunks = config.training.loss_chunks or 1
     rules = ShardingRules.of(config.mesh)
     executor = Executor(model, optimizer, mesh, rules, 1, exchange=config.mesh.exchange, loss_chunks=chunks)
