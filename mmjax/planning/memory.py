@@ -119,6 +119,7 @@ def fixed_bytes(
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
     one layer's backward pass with its gathered weights; plus, if parameters are sharded, a gathered vocabulary table.
+    Or Muon's update, where it takes more than `copies`.
     """
     counts = parameters(model)
     work = row_work(model, batch.shape)
@@ -137,18 +138,22 @@ def fixed_bytes(
         # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
         numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
         tokens += work[name].tokens * connector_mlps(encoder) * numbers * activation if name in work else 0
+    copies = (MASTER + cast) * trainable
+    # The update begins when copies and activations are gone.
+    update_peak = _muon_update(model, frozen, sharding, activation) - copies if isinstance(optimizer, Muon) else 0.0
+    peaks = [_loss(model, work["llm"].positions, sharding, loss_chunks), *layer_peaks]
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * trainable,
         "optimizer": sum(n * sharding.part_of(module) for module, n in moments.items()),
-        "copies": (MASTER + cast) * trainable,
+        "copies": copies,
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
         "tokens": tokens,
         "exchange": sum(
             2 * batch.peers * n * connector_mlps(model.encoders[name]) * model.llm.width * activation
             for name, n in batch.widths.items()
         ),
-        "transient": max(_loss(model, work["llm"].positions, sharding, loss_chunks), *layer_peaks, 0.0) + table,
+        "transient": max(max(*peaks, 0.0) + table, update_peak),
     }
 
 
@@ -161,17 +166,11 @@ def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfi
     moments = int(optimizer.b1 > 0) if isinstance(optimizer, Adafactor) else 2
     numbers = {module: moments * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, Muon):
-        matrices = muon_weights(model)
+        matrices = {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
+        for name, encoder in model.encoders.items():
+            matrices[f"{name}.connector"] = connector_mlps(encoder) * connector_weights(encoder, model.llm.width)
         numbers = {module: n - matrices.get(module, 0) for module, n in numbers.items()}
     return {module: MOMENT[optimizer.moments] * n for module, n in numbers.items()}
-
-
-def muon_weights(model: ModelConfig) -> dict[str, int]:
-    """Count the elements of the matrices that Muon updates, by module."""
-    weights = {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
-    for name, encoder in model.encoders.items():
-        weights[f"{name}.connector"] = connector_mlps(encoder) * connector_weights(encoder, model.llm.width)
-    return weights
 
 
 def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig) -> int:
@@ -179,6 +178,20 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig)
     frozen = frozen_modules(model)
     weights = sum(n * (activation if module in frozen else MASTER) for module, n in parameters(model).items())
     return weights + sum(moment_bytes(model, frozen, optimizer).values())
+
+
+def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, activation: int) -> float:
+    """Count the bytes of Muon's update on one of several devices: its layers, as they come and as they return.
+
+    XLA keeps the exchanges of all towers in flight (fitted to it). Beside them is one product of the largest matrix.
+    """
+    if sharding.shards == 1:
+        return 0.0
+    towers = {name: c for name, c in {"llm": model.llm, **model.encoders}.items() if name not in frozen}
+    sizes = {name: layer_sizes(c) for name, c in towers.items()}
+    exchanged = sum(-(-c.layers // sharding.shards) * sizes[name].weights for name, c in towers.items())
+    product = max((s.width * max(s.mlp, s.queries) for s in sizes.values()), default=0)
+    return 2 * activation * exchanged + MASTER * product
 
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:

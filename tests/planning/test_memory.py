@@ -13,10 +13,12 @@ from mmjax.config.loading import load
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import DeviceBatch, ModelSharding, fixed_bytes, saved_bytes
+from mmjax.planning.work import layer_sizes
 from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor
 
 BATCH = DeviceBatch({"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}, {"vision": 8, "audio": 0}, peers=4)
+TEXT = DeviceBatch({"llm": (1, 64)}, {})
 ALONE = ModelSharding()
 NONE = dict.fromkeys(("llm", "vision", "audio"), 0.0)
 
@@ -30,7 +32,8 @@ def held(
     config: Config, sharding: ModelSharding = ALONE, activation: int = 4, batch: DeviceBatch = BATCH, chunks: int = 1
 ) -> dict[str, float]:
     frozen = Model.build(config.model, jnp.float32).frozen
-    return fixed_bytes(config.model, batch, NONE, frozen, sharding, activation, config.optimizer, chunks)
+    layers = {tower: NONE[tower] for tower in batch.shape}
+    return fixed_bytes(config.model, batch, layers, frozen, sharding, activation, config.optimizer, chunks)
 
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
@@ -82,6 +85,20 @@ def test_moments_of_two_bytes_and_one_are_a_half_and_a_quarter_and_adafactor_has
     assert optimizer(Adafactor(b1=0.0)) == 0
     saved = [saved_bytes(omni.model, 4, o) for o in (AdamW(), AdamW(moments="int8"))]
     assert saved[0] == pytest.approx(3 / 1.5 * saved[1])
+
+
+def test_muons_update_counts_where_it_takes_more_than_the_copies_that_are_gone_by_then():
+    omni = load("tiny_omni")
+    layer = layer_sizes(omni.model.llm)
+    alone = replace(omni, model=replace(omni.model, encoders={}))
+    deep = replace(alone, model=replace(alone.model, llm=replace(alone.model.llm, layers=16)))
+    for config, layers in ((alone, 1), (deep, 2)):  # of one of eight devices
+        found = held(config, ModelSharding(8), batch=TEXT)
+        adamw = held(replace(config, optimizer=AdamW()), ModelSharding(8), batch=TEXT)["transient"]
+        update = 2 * 4 * layers * layer.weights + 4 * layer.width * layer.mlp
+        assert found["transient"] == max(adamw, update - found["copies"]) > adamw
+    single = [held(replace(deep, optimizer=o), batch=TEXT)["transient"] for o in (AdamW(), Muon())]
+    assert single[0] == single[1]
 
 
 @pytest.mark.parametrize("chunks", [1, 8])
