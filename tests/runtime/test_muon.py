@@ -48,7 +48,7 @@ def test_the_iteration_is_optaxs_and_in_bfloat16_it_is_rounded_less_than_the_ref
     rounded = newton_schulz(x.astype(jnp.bfloat16))
     assert rounded.dtype == jnp.bfloat16
     error = lambda found: np.linalg.norm(found.astype(jnp.float32) - wanted) / np.linalg.norm(wanted)  # noqa: E731
-    assert error(rounded) < min(0.05, error(reference(x) if shape[0] <= shape[1] else reference(x.T).T))
+    assert error(rounded) < min(0.1, error(reference(x) if shape[0] <= shape[1] else reference(x.T).T))
     assert ITERATIONS == MUON_ITERATIONS
 
 
