@@ -68,7 +68,7 @@ class Muon:
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Adafactor at AdamW's learning rates: mean squares by row and column of a matrix, with momentum."""
+    """Adafactor without relative steps: mean squares by row and column of a matrix, with momentum."""
 
     learning_rate: float = 1e-3  # at its peak
     weight_decay: float = 0.01  # multiplied by the learning rate
