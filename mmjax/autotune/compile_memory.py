@@ -135,7 +135,7 @@ class StepPrograms:
         model = Model.build(replace(config.model, encoders=encoders), jnp.dtype(config.training.precision))
         executor = Executor(
             model,
-            make_optimizer(config.optimizer, model.axes),
+            make_optimizer(config.optimizer, model.axes, model.dtype),
             make_mesh(config.mesh, devices),
             ShardingRules.of(config.mesh),
             sources=1,

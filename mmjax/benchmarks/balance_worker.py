@@ -108,7 +108,7 @@ def _make_trainer(config: Config) -> Trainer:
     """Build a trainer with all ranks along the data axis: every process has the model whole."""
     mesh = make_mesh(config.mesh, jax.devices())
     model = Model.build(config.model, jnp.dtype(config.training.precision))
-    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules(), 1)
+    executor = Executor(model, make_optimizer(config.optimizer, model.axes, model.dtype), mesh, ShardingRules(), 1)
     state = executor.init(jax.random.key(config.seed))
     return Trainer(executor, state, executor.zeros(), hyperparameters(config, executor.modules, 0))
 

@@ -184,7 +184,7 @@ def measure_step(
         config, plan = _fit(config, data, mesh)
         steps = [data.loader(n) for n in range(2 + STEPS)]
     built = Model.build(plan.applied(config.model), jnp.dtype(config.training.precision))
-    optimizer = make_optimizer(config.optimizer, built.axes)
+    optimizer = make_optimizer(config.optimizer, built.axes, built.dtype)
     rules = ShardingRules.of(config.mesh)
     executor = Executor(built, optimizer, mesh, rules, 1, config.mesh.exchange, plan.loss_chunks)
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()

@@ -137,7 +137,9 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, list[Any]])
     """Build the program that accumulates gradients. Models of the same runs of layers share what lies in `states`."""
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules.of(config.mesh), 1)
+    executor = Executor(
+        model, make_optimizer(config.optimizer, model.axes, model.dtype), mesh, ShardingRules.of(config.mesh), 1
+    )
     runs = str({tower: [run.name for run in plan] for tower, plan in model.runs.items()})
     if runs not in states:
         states[runs] = [executor.random_parameters()(jax.random.key(0)), executor.zeros()]

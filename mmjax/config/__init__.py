@@ -74,10 +74,13 @@ from mmjax.config.model import (
     YarnRope,
 )
 from mmjax.config.training import (
+    Adafactor,
     AdamW,
     Exchange,
     MeshConfig,
+    Moments,
     Muon,
+    OptimizerConfig,
     Rates,
     Schedule,
     TrainingConfig,
@@ -94,7 +97,7 @@ class Config:
     batch: BatchConfig
     model: ModelConfig
     training: TrainingConfig
-    optimizer: AdamW | Muon = AdamW()
+    optimizer: OptimizerConfig = AdamW()
     schedule: Schedule = Schedule()
     mesh: MeshConfig = MeshConfig()
     seed: int = 0  # of initial weights, the order of samples, dropout and embedded data

@@ -31,6 +31,11 @@ class Rates:
     weight_decay: float | None = None  # none: the optimizer's
 
 
+# Of the optimizer's moments of matrices between updates; those of vectors are float32. Below 4 bytes they are rounded
+# at random, without bias.
+Moments = Literal["float32", "bfloat16", "int8"]
+
+
 @dataclass(frozen=True)
 class AdamW:
     """AdamW on every parameter."""
@@ -40,6 +45,7 @@ class AdamW:
     b1: float = 0.9  # decay of the mean of gradients
     b2: float = 0.95  # decay of the mean of their squares
     eps: float = 1e-8  # added to the root of the squares
+    moments: Moments = "float32"  # 4, 2 or 1 bytes for each of a matrix's two moments
     modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["adamw"] = "adamw"
 
@@ -55,8 +61,26 @@ class Muon:
     b1: float = 0.9  # of AdamW: decay of the mean of gradients
     b2: float = 0.98  # of AdamW: decay of the mean of their squares
     eps: float = 1e-8  # of AdamW: added to the root of the squares
+    moments: Moments = "float32"  # 4, 2 or 1 bytes for the momentum, and for each of AdamW's two moments
     modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["muon"] = "muon"
+
+
+@dataclass(frozen=True)
+class Adafactor:
+    """Adafactor without relative steps: mean squares by row and column of a matrix, with momentum."""
+
+    learning_rate: float = 1e-3  # at its peak
+    weight_decay: float = 0.01  # multiplied by the learning rate
+    b1: float = 0.9  # decay of the mean of directions; 0: no momentum, and none is stored
+    b2: float = 0.95  # that the decay of the mean of squares rises to
+    clip: float = 1.0  # RMS of a parameter's direction
+    moments: Moments = "bfloat16"  # 4, 2 or 1 bytes for the momentum
+    modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
+    kind: Literal["adafactor"] = "adafactor"
+
+
+OptimizerConfig = AdamW | Muon | Adafactor
 
 
 @dataclass(frozen=True)

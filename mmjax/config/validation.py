@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mmjax.config import (
-    AdamW,
+    Adafactor,
     AnyRes,
     AsIs,
     AudioConfig,
@@ -28,6 +28,7 @@ from mmjax.config import (
     LongRope,
     MediaLimits,
     ModelConfig,
+    Muon,
     ParquetSource,
     SmartResize,
     StoredTable,
@@ -480,9 +481,9 @@ def _check_training(config: Config) -> None:
         schedule.warmup < steps or epochs > 0,  # the length of epochs in steps is not known before the data is opened
         f"schedule.warmup={schedule.warmup} takes all of training.steps={steps}; set schedule.warmup={steps // 10}",
     )
-    rates = ["learning_rate", "weight_decay"] + ([] if isinstance(optimizer, AdamW) else ["adam_learning_rate"])
+    rates = ["learning_rate", "weight_decay"] + (["adam_learning_rate"] if isinstance(optimizer, Muon) else [])
     at_least(0, "optimizer", optimizer, rates)
-    above_zero("optimizer", optimizer, ("eps",))
+    above_zero("optimizer", optimizer, ("clip",) if isinstance(optimizer, Adafactor) else ("eps",))
     for name in ("b1", "b2", "momentum"):
         value = getattr(optimizer, name, 0.0)
         check(0 <= value < 1, f"optimizer.{name}={value}: choose at least 0 and less than 1")

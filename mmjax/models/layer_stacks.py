@@ -249,6 +249,18 @@ def _policy(remat: Remat) -> Callable[..., Any]:
     return jax.checkpoint_policies.save_only_these_names(*SAVED[remat])
 
 
+def split_layers(path: tuple[str, ...]) -> tuple[tuple[str, ...], range]:
+    """Split the layers off the path of a parameter: `llm.layers.runs.3:7.up` is `llm.layers.up` of layers 3 to 6.
+
+    A stack of more than one layer has a leading axis of layers. Outside of stacks the layers are `range(1)`.
+    """
+    if "runs" not in path:
+        return path, range(1)
+    at = path.index("runs")
+    start, _, stop = path[at + 1].partition(":")
+    return (*path[:at], *path[at + 2 :]), range(int(start), int(stop or int(start) + 1))
+
+
 def unstack_layers(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i: leaf[i]) -> Any:
     """Unstack nested dicts: every `{"runs": {"0:2": stacked, "2": single}}` becomes `{"0": ..., "1": ..., "2": ...}`.
 

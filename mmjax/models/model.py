@@ -217,6 +217,11 @@ class Stage:
             return module.connected(self.tower, outputs, batch) if self.last else outputs[-1]
 
 
+def key_names(path: Any) -> tuple[str, ...]:
+    """Convert a JAX key path of nested dicts to strings."""
+    return tuple(str(key.key) for key in path)
+
+
 def module_of(path: tuple[str, ...]) -> str:
     """Name the module that a parameter belongs to: "llm", an encoder's name, or "<encoder>.connector"."""
     kind = path[0]

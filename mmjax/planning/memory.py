@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat, VisionConfig
+from mmjax.config import Adafactor, DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat, VisionConfig
 from mmjax.config.model import Encoder
 from mmjax.planning.flops import frozen_modules, parameters
 from mmjax.planning.work import connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
@@ -62,7 +62,8 @@ def divide_by_tensor_parallelism(
 
 
 ACTIVATION = {"float32": 4, "bfloat16": 2}  # bytes of a number of activations, by `training.precision`
-MASTER = 4  # bytes: parameters, the sum of gradients, and the optimizer's moments are float32
+MASTER = 4  # bytes: parameters and the sum of gradients are float32
+MOMENT = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of a moment, by `optimizer.moments`
 LOADED = 2  # steps whose batches are on the devices: the running one and the next
 TEXT_FIELDS = 12  # four-byte numbers per text position, beside slots
 ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
@@ -110,7 +111,7 @@ def fixed_bytes(
     frozen: Set[str],
     sharding: ModelSharding,
     activation: int,
-    optimizer: AdamW | Muon,
+    optimizer: OptimizerConfig,
     loss_chunks: int = 1,
 ) -> dict[str, float]:
     """Count the bytes on one device by kind, apart from saved activations.
@@ -120,7 +121,7 @@ def fixed_bytes(
     `copies`: trainable weights cast for computation and one microbatch's gradients, sharded like the parameters.
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
-    one layer's backward pass with its gathered weights.
+    one layer's backward pass with its gathered weights, or Muon's update, where it takes more than `copies`.
     """
     counts = parameters(model)
     work = row_work(model, batch.shape)
@@ -128,7 +129,7 @@ def fixed_bytes(
     trainable = sum(n for module, n in on_device.items() if module not in frozen)
     fixed = sum(n for module, n in on_device.items() if module in frozen)
     # By module, since modules may be sharded differently.
-    optimizer_numbers = moments(model, frozen, optimizer)
+    moments = moment_bytes(model, frozen, optimizer)
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
     layer_peaks = [_layer(model, tower, saved, sharding, activation) for tower, saved in layers.items()]
@@ -137,37 +138,60 @@ def fixed_bytes(
         # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
         numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
         tokens += work[name].tokens * connector_mlps(encoder) * numbers * activation if name in work else 0
+    copies = (MASTER + cast) * trainable
+    # The update begins when copies and activations are gone.
+    update_peak = _muon_update(model, frozen, sharding, activation) - copies if isinstance(optimizer, Muon) else 0.0
+    peaks = [_loss(model, work["llm"].positions, sharding, activation, loss_chunks), *layer_peaks, update_peak, 0.0]
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * trainable,
-        "optimizer": MASTER * sum(n * sharding.part_of(module) for module, n in optimizer_numbers.items()),
-        "copies": (MASTER + cast) * trainable,
+        "optimizer": sum(n * sharding.part_of(module) for module, n in moments.items()),
+        "copies": copies,
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
         "tokens": tokens,
         "exchange": sum(
             2 * batch.peers * n * connector_mlps(model.encoders[name]) * model.llm.width * activation
             for name, n in batch.widths.items()
         ),
-        "transient": max(_loss(model, work["llm"].positions, sharding, activation, loss_chunks), *layer_peaks, 0.0),
+        "transient": max(peaks),
     }
 
 
-def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> dict[str, int]:
-    """Count the optimizer's numbers by module: two per parameter, but one for Muon's matrices (no adapters)."""
-    numbers = {module: 2 * n for module, n in parameters(model).items() if module not in frozen}
-    if isinstance(optimizer, AdamW):
-        return numbers
-    matrices = {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
-    for name, encoder in model.encoders.items():
-        matrices[f"{name}.connector"] = connector_mlps(encoder) * connector_weights(encoder, model.llm.width)
-    return {module: n - matrices.get(module, 0) for module, n in numbers.items()}
+def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfig) -> dict[str, float]:
+    """Count the bytes of the optimizer's moments by module, all as if of matrices.
+
+    Two moments per parameter, but one of Muon's matrices (no adapters), and at most one of Adafactor. Left out: scales
+    of rows, and Adafactor's factors.
+    """
+    moments = int(optimizer.b1 > 0) if isinstance(optimizer, Adafactor) else 2
+    numbers = {module: moments * n for module, n in parameters(model).items() if module not in frozen}
+    if isinstance(optimizer, Muon):
+        matrices = {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
+        for name, encoder in model.encoders.items():
+            matrices[f"{name}.connector"] = connector_mlps(encoder) * connector_weights(encoder, model.llm.width)
+        numbers = {module: n - matrices.get(module, 0) for module, n in numbers.items()}
+    return {module: MOMENT[optimizer.moments] * n for module, n in numbers.items()}
 
 
-def saved_bytes(model: ModelConfig, activation: int, optimizer: AdamW | Muon) -> int:
+def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig) -> int:
     """Count the bytes of a checkpoint: parameters, frozen ones in the computation's precision, and moments."""
     frozen = frozen_modules(model)
     weights = sum(n * (activation if module in frozen else MASTER) for module, n in parameters(model).items())
-    return weights + MASTER * sum(moments(model, frozen, optimizer).values())
+    return weights + sum(moment_bytes(model, frozen, optimizer).values())
+
+
+def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, activation: int) -> float:
+    """Count the bytes of Muon's update on one of several devices: its layers, as they come and as they return.
+
+    XLA keeps the exchanges of all towers in flight (fitted to it). Beside them is one product of the largest matrix.
+    """
+    if sharding.shards == 1:
+        return 0.0
+    towers = {name: c for name, c in {"llm": model.llm, **model.encoders}.items() if name not in frozen}
+    sizes = {name: layer_sizes(c) for name, c in towers.items()}
+    exchanged = sum(-(-c.layers // sharding.shards) * sizes[name].weights for name, c in towers.items())
+    product = max((s.width * max(s.mlp, s.queries) for s in sizes.values()), default=0)
+    return 2 * activation * exchanged + MASTER * product
 
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat
+from mmjax.config import DecoderConfig, ModelConfig, OptimizerConfig, Remat
 from mmjax.config.model import Encoder
 from mmjax.planning.flops import executed_logits, frozen_modules, layer_policies, recompute_flops
 from mmjax.planning.hardware import Rates
@@ -180,7 +180,7 @@ def plan_memory(
     saved: Sequence[SavedByTower],
     sharding: ModelSharding,
     activation: int,
-    optimizer: AdamW | Muon,
+    optimizer: OptimizerConfig,
     speed: Speed,
     limit: MemoryLimit,
     loss_choices: Sequence[int] = (1,),

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon
+from mmjax.config import DecoderConfig, ModelConfig, Muon, OptimizerConfig
 from mmjax.config.model import Encoder
 from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, Rates
-from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moments
-from mmjax.planning.work import row_work
+from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
+from mmjax.planning.work import layer_sizes, row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
 KERNELS = 130  # that a layer launches in both passes, as compiled for H100 without remat: 118 to 134
+MUON_ITERATIONS = 5  # of Newton-Schulz
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def step_time(
     microbatches: Sequence[DeviceBatch],
     unsaved: Mapping[str, float],
     machine: ClusterRun,
-    optimizer: AdamW | Muon,
+    optimizer: OptimizerConfig,
 ) -> StepTime:
     """Estimate the time of these microbatches and one optimizer update.
 
@@ -68,13 +69,15 @@ def step_time(
     times = [_microbatch(model, batch, unsaved, machine) for batch in microbatches]
     summed = {f.name: sum(getattr(t, f.name) for t in times) for f in fields(StepTime)}
     counts = parameters(model)
-    optimizer_numbers = moments(model, frozen_modules(model), optimizer)
+    frozen = frozen_modules(model)
     # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared. Before,
     # gradients are read for their norm: AdamW moves 36 bytes a parameter.
-    numbers = sum(
-        (5 * counts[module] + 2 * n) * machine.sharding.part_of(module) for module, n in optimizer_numbers.items()
+    passed = sum(
+        (5 * MASTER * counts[module] + 2 * moments) * machine.sharding.part_of(module)
+        for module, moments in moment_bytes(model, frozen, optimizer).items()
     )
-    return StepTime(**summed | {"update": MASTER * numbers / machine.speed.rates.memory})
+    muon = _muon(model, machine, frozen) if isinstance(optimizer, Muon) else 0.0
+    return StepTime(**summed | {"update": passed / machine.speed.rates.memory + muon})
 
 
 def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, float], machine: ClusterRun) -> StepTime:
@@ -160,6 +163,37 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     return gathered + scattered + _collective(reduce_bytes, mesh["data"], parts * mesh["fsdp"], machine.cluster)
 
 
+def _muon(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
+    """Estimate the seconds in which every device receives its layers, orthogonalizes them and sends them back."""
+    seconds = 0.0
+    for tower, config in {"llm": model.llm, **model.encoders}.items():
+        if tower in frozen:
+            continue
+        layer = layer_sizes(config)
+        parts = machine.sharding.parts(tower)
+        fsdp = machine.mesh["fsdp"]
+        layers = -(-config.layers // (fsdp * parts))  # of the device that has most
+        sides = 2 * [layer.queries] + 2 * [layer.keys] + (2 + layer.gated) * [layer.mlp]
+        flops = sum(newton_schulz_flops(layer.width, side) for side in sides)
+        size = 2 * layers * layer.weights * machine.activation
+        links = _all_to_all(size, fsdp, parts, machine.cluster) + _all_to_all(size, parts, 1, machine.cluster)
+        seconds += layers * flops / machine.speed.rates.flops + links
+    return seconds
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Count the FLOPs that orthogonalize a matrix: a square, its square, and their product with the matrix."""
+    short = min(rows, columns)
+    return MUON_ITERATIONS * (4 * short**2 * max(rows, columns) + 2 * short**3)
+
+
+def _all_to_all(size: float, group: int, stride: int, cluster: Cluster) -> float:
+    """Estimate the seconds in which each of `group` devices exchanges `size` bytes, those of the others and its own."""
+    device = cluster.device
+    nodes = _nodes(group, stride, cluster)
+    return size * max((group - 1) / group / device.link, (nodes - 1) / nodes / device.network) / BANDWIDTH_EFFICIENCY
+
+
 def _collective(size: float, group: int, stride: int, cluster: Cluster) -> float:
     """Estimate the seconds to gather or scatter `size` bytes among `group` devices that are `stride` apart.
 
@@ -169,13 +203,18 @@ def _collective(size: float, group: int, stride: int, cluster: Cluster) -> float
     if group == 1:
         return 0.0
     device = cluster.device
-    # How many of a group lie on one node: per_node / stride, at least one and at most all.
-    nodes = -(-group // max(1, min(group, cluster.per_node // stride)))
+    nodes = _nodes(group, stride, cluster)
     inside = size * (group - 1) / group / device.link
     groups = min(stride, cluster.per_node)
     outside = size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network) if nodes > 1 else 0.0
     # Links and adapters work at the same time, so the slower one decides.
     return max(inside, outside) / BANDWIDTH_EFFICIENCY
+
+
+def _nodes(group: int, stride: int, cluster: Cluster) -> int:
+    """Count the nodes of a group of devices that are `stride` apart."""
+    # How many of a group lie on one node: per_node / stride, at least one and at most all.
+    return -(-group // max(1, min(group, cluster.per_node // stride)))
 
 
 def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun) -> float:

@@ -195,16 +195,29 @@ class CheckpointStore:
     def restore(self, step: int) -> tuple[TrainState, CheckpointMetadata]:
         """Restore step `step` into this run's shardings.
 
-        Raises DamagedCheckpoint on all processes where one of them cannot read it.
+        Raises DamagedCheckpoint on all processes where one of them cannot read it, and UserError where it is of another
+        model or optimizer.
         """
+        path = self._folder / str(step) / STATE
         parts: list[Any] = []  # metadata and state
+        differences: list[str] = []  # from the state that this run needs
 
         def read() -> None:
             # By the handler itself: Orbax's checkpointers have processes wait for each other, also for a failed one.
-            parts.append(read_metadata(self._folder, step))
-            parts.append(self._handler.restore(self._folder / str(step) / STATE, args=_restore_as(self._target)))
+            saved = read_metadata(self._folder, step)
+            parts.append(saved)
+            differences.extend(_differences(saved.sums, self._handler.metadata(path).tree, self._target))
+            if not differences:
+                parts.append(self._handler.restore(path, args=_restore_as(self._target)))
 
         error = next(filter(None, coordination.gather(f"restored/{step}", run_and_describe_failure(read))), "")
+        if not error and differences:
+            raise UserError(
+                f"checkpoint {path.parent} is of another model or optimizer: {differences[0]}; resume with the model, "
+                "optimizer and optimizer.moments that saved it, or start another run from its parameters: run=FOLDER "
+                f"init_from={self._folder.parent}",
+                everywhere=True,
+            )
         if not error and (wrong := _find_damaged(parts[1], parts[0].sums)) is not None:
             error = f"{wrong} is not what was saved"
         if error:
@@ -351,6 +364,16 @@ def _as_stored(stored: Any, target: Any) -> Any:
 
 def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in jax.tree.leaves_with_path(tree)}
+
+
+def _differences(sums: Sums, stored: Any, target: Any) -> Iterator[str]:
+    """List the arrays that only the checkpoint or only the target has, and those of another precision."""
+    needed = _named(target)
+    # The checksums are protected by one of their own, so a missing name is no damage.
+    yield from (f"{name} is only {'there' if name in sums else 'here'}" for name in sorted(sums.keys() ^ needed.keys()))
+    for name, x in _named(stored).items():
+        if name in needed and x.dtype != needed[name].dtype:
+            yield f"{name} is {x.dtype} there and {needed[name].dtype} here"
 
 
 def _bit_sums(tree: Any) -> dict[str, jax.Array]:

@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.config import AdamW, Config, Muon, Schedule
-from mmjax.models.model import Model, Params, merge, parameter_group, partition
+from mmjax.config import Adafactor, AdamW, Config, Muon, OptimizerConfig, Schedule
+from mmjax.models.layer_stacks import split_layers
+from mmjax.models.model import Model, Params, key_names, merge, parameter_group, partition
 from mmjax.parallel.sharding import Axes, ShardingRules, replicated, sharding
+from mmjax.runtime.moments import store_moments
+from mmjax.runtime.muon import scale_by_muon
 
 Path = tuple[str, ...]
 # Run-time arguments of one update, float32 []: `clip`, and `learning_rate/<group>`, `weight_decay/<group>` by parameter
@@ -59,21 +62,22 @@ class Optimizer:
         return jax.tree_util.tree_map_with_path(apply, params, directions), state, norm
 
 
-def key_names(path: Any) -> Path:
-    """Convert a JAX key path of nested dicts to strings."""
-    return tuple(str(key.key) for key in path)
-
-
-def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
+def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float32) -> Optimizer:
     """Build the optimizer of a config. Groups: one a `parameter_group`; with Muon `<group>/matrix` and `<group>/other`.
 
-    axes: the logical axes of the model's parameters.
+    axes: the logical axes of the model's parameters. dtype: of the computation, and so of Muon's matrix products.
     """
-    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     leaves = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
     by_path: dict[Path, Axes] = {key_names(path): names for path, names in leaves}
     # Logical axes leave out the leading axis of a stack of layers: stacked biases still have one.
     matrices = frozenset(path for path, names in by_path.items() if len(names) >= 2 and "fixed" not in names)
+    if isinstance(config, Adafactor):
+        direction = _by_layer(_scale_by_adafactor(config))
+        if config.b1:
+            mean = optax.ema(config.b1, debias=False)
+            direction = optax.chain(direction, store_moments(mean, config.moments, matrices))
+        return Optimizer(direction, parameter_group, matrices)
+    adam = store_moments(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps), config.moments, matrices)
     if isinstance(config, AdamW):
         return Optimizer(adam, parameter_group, matrices)
 
@@ -85,23 +89,45 @@ def make_optimizer(config: AdamW | Muon, axes: Params) -> Optimizer:
     def labels(params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(lambda path, p: label(key_names(path)), params)
 
-    def dimensions(params: Params) -> Params:
-        return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
-
-    muon = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dimensions)
-    direction = optax.partition({"matrix": optax.chain(muon, _scale_by_shape()), "other": adam}, labels)
+    muon = store_moments(scale_by_muon(config.momentum, by_path, dtype), config.moments, matrices)
+    direction = optax.partition({"matrix": muon, "other": adam}, labels)
     return Optimizer(direction, lambda path: f"{parameter_group(path)}/{label(path)}", matrices)
 
 
-def _scale_by_shape() -> optax.GradientTransformation:
-    """Scale by Muon's sqrt(max(1, out/in)): one learning rate suits matrices of every shape (Jordan et al. 2024)."""
+MIN_FACTORED = 32  # a matrix whose shorter side has fewer elements keeps all of its squares
 
-    def update(updates: Params, state: optax.EmptyState, params: Params | None = None):
-        del params
-        scaled = jax.tree.map(lambda u: u * math.sqrt(max(1.0, u.shape[-1] / u.shape[-2])), updates)
-        return scaled, state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+def _scale_by_adafactor(config: Adafactor) -> optax.GradientTransformation:
+    """Divide a parameter's gradient by the root of its factored mean squares, and bound the RMS of the result.
+
+    Adafactor (Shazeer and Stern 2018) with a bound of the decay instead of relative steps (Zhai et al. 2022, "Scaling
+    Vision Transformers").
+    """
+    decay = lambda step, exponent: jnp.minimum(config.b2, 1 - (step + 1.0) ** -exponent)  # noqa: E731
+    squares = optax.scale_by_factored_rms(min_dim_size_to_factor=MIN_FACTORED, decay_rate_fn=decay)
+    return optax.chain(squares, optax.clip_by_block_rms(config.clip))
+
+
+def _by_layer(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Apply a transformation to every parameter alone, to those of a stack layer by layer."""
+
+    def on_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+        def on_leaf(path: Any, *leaves: Any) -> Any:
+            layers = split_layers(key_names(path))[1]
+            return (jax.vmap(function) if len(layers) > 1 else function)(*leaves)
+
+        return on_leaf
+
+    def init(params: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(on_layers(inner.init), params)
+
+    def update(gradients: Params, state: Params, params: Params | None = None) -> tuple[Params, Params]:
+        pairs = jax.tree_util.tree_map_with_path(on_layers(inner.update), gradients, state, params)
+        structure = jax.tree.structure(gradients)
+        directions, states = zip(*structure.flatten_up_to(pairs), strict=True)
+        return structure.unflatten(directions), structure.unflatten(states)
+
+    return optax.GradientTransformation(init, update)
 
 
 def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
@@ -171,7 +197,7 @@ def parameter_shardings(model: Model, mesh: Mesh, rules: ShardingRules) -> Param
 def state_shardings(
     model: Model, optimizer: Optimizer, frozen: frozenset[str], mesh: Mesh, rules: ShardingRules
 ) -> TrainState:
-    """Return the sharding of every leaf of the state: moments like their parameters, counters replicated."""
+    """Return the sharding of every leaf of the state: moments like their parameters, the rest replicated."""
     trainable, constant = partition(parameter_shardings(model, mesh, rules), frozen)
     abstract = jax.eval_shape(optimizer.init, partition(model.abstract, frozen)[0])
     scalar = replicated(mesh)
@@ -179,8 +205,11 @@ def state_shardings(
 
     def moment(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         # A moment's path ends with its parameter's, whatever optax wraps around it: (mu, llm, embed, weight) with
-        # (llm, embed, weight). Leaves without a parameter are counters.
+        # (llm, embed, weight). Leaves without a parameter are counters, and the factors of Adafactor.
         names = tuple(str(getattr(key, "key", "")) for key in path)
-        return next((by_path[names[k:]] for k in range(len(names)) if names[k:] in by_path), scalar)
+        like = next((by_path[names[k:]] for k in range(len(names)) if names[k:] in by_path), scalar)
+        # A row that has one scale is not sharded along it.
+        spec = [axes if size > 1 else None for axes, size in zip(like.spec, leaf.shape, strict=False)]
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
     return TrainState(scalar, trainable, constant, jax.tree_util.tree_map_with_path(moment, abstract))

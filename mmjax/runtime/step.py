@@ -204,7 +204,10 @@ class Executor:
         reports: ProcessReport,
         unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[TrainState, Accumulated, StepReport]:
-        params, moments, norm = self.optimizer.update(accumulated.gradients, state.optimizer, state.trainable, hyper)
+        with activations_on(self.mesh, self.rules):
+            params, moments, norm = self.optimizer.update(
+                accumulated.gradients, state.optimizer, state.trainable, hyper
+            )
         digests = reports.digest
         agreed = jnp.all(digests.min(0) == digests.max(0))
         finite = jnp.isfinite(norm) & jnp.isfinite(accumulated.loss).all()

@@ -131,7 +131,7 @@ class Trainer:
         model = Model.build(self.memory_plan.applied(config.model), dtype, functions=functions)
         self.executor = Executor(
             model,
-            make_optimizer(config.optimizer, model.axes),
+            make_optimizer(config.optimizer, model.axes, model.dtype),
             self.mesh,
             ShardingRules.of(config.mesh),
             sources=self.data.sources,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.config import AdamW, IsfGrouping, Muon, NoGrouping, PackGrouping, Rates, Samples, Tokens
+from mmjax.config import Adafactor, AdamW, IsfGrouping, Muon, NoGrouping, PackGrouping, Rates, Samples, Tokens
 from mmjax.config.loading import apply_overrides, describe, differences, from_json, keys_of, load, to_json
 from mmjax.errors import UserError
 
@@ -46,6 +46,8 @@ def message(*overrides: str) -> str:
         ("batch.grouping=none", "batch.grouping", NoGrouping()),
         ("batch.grouping.pool_steps=5", "batch.grouping", PackGrouping(pool_steps=5)),
         ("optimizer=adamw", "optimizer", AdamW()),
+        ("optimizer=adafactor", "optimizer", Adafactor()),
+        ("optimizer.moments=int8", "optimizer.moments", "int8"),
         ("optimizer.modules.vision.learning_rate=0.1", "optimizer.modules", {"vision": Rates(learning_rate=0.1)}),
         (
             "optimizer.modules.audio.connector.weight_decay=0",
@@ -153,6 +155,7 @@ def test_config_to_json_to_config_is_the_identity(name: str) -> None:
 
 EDITED = [
     "optimizer=adamw",
+    "optimizer.moments=bfloat16",
     "optimizer.modules.vision.connector.learning_rate=1e-4",
     "batch.size=tokens",
     "batch.size.count=4096",

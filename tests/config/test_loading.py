@@ -229,7 +229,7 @@ def test_another_return_type_gives_the_line_of_config(tmp_path: Path) -> None:
         ("seed=1.0", "seed: got a float, 1.0; expected int"),
         ("device='gpus'", "device: got a str, 'gpus'; expected one of auto, cpu, gpu, tpu: did you mean 'gpu'?"),
         ("schedule=None", "schedule: got none; expected Schedule"),
-        ("optimizer={'kind': 'adamw'}", "optimizer: got a dict; expected a kind: adamw, muon"),
+        ("optimizer={'kind': 'adamw'}", "optimizer: got a dict; expected a kind: adamw, muon, adafactor"),
         ("mesh=replace(base.config().mesh, fsdp=[2])", "mesh.fsdp: got a list; expected int"),
         (
             "batch=replace(base.config().batch, rows={'llm': 8, 3: 2})",

@@ -71,6 +71,8 @@ def message(*overrides: str) -> str:
         ("training.steps=50", "schedule.warmup=50 takes all of training.steps=50; set schedule.warmup=5"),
         ("schedule.final=2", "schedule.final=2.0: it is a part of the peak; choose 0 to 1"),
         ("optimizer.b1=1", "optimizer.b1=1.0: choose at least 0 and less than 1"),
+        ("optimizer=adafactor optimizer.clip=0", "optimizer.clip=0.0: must be more than 0"),
+        ("optimizer.moments=float16", "expected one of float32, bfloat16, int8"),
         ("optimizer.adam_learning_rate=-1", "optimizer.adam_learning_rate=-1.0: must be at least 0"),
         ("optimizer.modules.visin.learning_rate=1", "there is no module 'visin': did you mean 'vision'?"),
         ("optimizer.modules.llm.weight_decay=-1", "optimizer.modules.llm.weight_decay=-1.0: must be at least 0"),

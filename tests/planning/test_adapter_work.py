@@ -16,7 +16,7 @@ from mmjax.config.model import linear_layers
 from mmjax.models.layers import Linear
 from mmjax.models.model import Model, parameter_group
 from mmjax.planning.flops import executed, frozen_modules, model_flops, parameters, step_needed
-from mmjax.planning.memory import moments
+from mmjax.planning.memory import moment_bytes
 from mmjax.planning.work import useful_work
 from mmjax.runtime.state import key_names, make_optimizer, split
 
@@ -93,7 +93,7 @@ def test_parameters_and_moments_are_those_of_the_built_model(patterns: tuple[str
     for optimizer in (AdamW(), Muon()):
         state = jax.eval_shape(make_optimizer(optimizer, model.axes).init, trainable)
         held = sum(x.size for x in jax.tree.leaves(state) if x.ndim and x.shape != (3,))  # Muon has coefficients
-        assert held == sum(moments(config, frozen_modules(config), optimizer).values())
+        assert 4 * held == sum(moment_bytes(config, frozen_modules(config), optimizer).values())
 
 
 def test_the_first_layer_in_a_scan_with_others_executes_what_they_do() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmjax.config import AdamW
+from mmjax.config import AdamW, Muon
 from mmjax.config.loading import load
 from mmjax.planning.flops import executed, parameters
 from mmjax.planning.hardware import (
@@ -55,6 +55,40 @@ def test_one_device_computes_and_updates_and_waits_for_nobody():
     assert found.shards == found.tensor == found.exchange == found.recompute == 0
     assert found.update == pytest.approx(36 * whole / (BANDWIDTH_EFFICIENCY * 3.35e12))
     assert found.total == pytest.approx(found.compute + found.update)
+
+
+def test_moments_of_fewer_bytes_are_read_and_written_faster():
+    on = machine("h100")
+    whole, bfloat16, int8 = (
+        step_time(MODEL, (BATCH,), UNSAVED, on, AdamW(moments=m)).update for m in ("float32", "bfloat16", "int8")
+    )
+    # Parameters and gradients have 8 bytes beside 8, 4 or 2 of moments.
+    assert bfloat16 == pytest.approx(12 / 16 * whole)
+    assert int8 == pytest.approx(10 / 16 * whole)
+
+
+def test_muon_exchanges_its_shards_twice_and_multiplies_whole_layers():
+    layer = layer_sizes(MODEL.llm)
+    sides = [layer.queries, layer.keys, layer.keys, layer.queries, *[layer.mlp] * (2 + layer.gated)]
+    flops = 0.0
+    for side in sides:
+        short, long = sorted((layer.width, side))
+        flops += 5 * 2 * (short * long * short + short * short * short + short * short * long)
+    counts = parameters(MODEL)["llm"]
+
+    def muon(**mesh: int) -> float:
+        """Seconds beside those of passing over parameters, gradients and moments."""
+        on = machine("h100x8", **mesh)
+        passed = 2 * (16 * counts - 4 * MODEL.llm.layers * layer.weights) * on.sharding.part_of("llm")
+        return step_time(MODEL, (BATCH,), UNSAVED, on, Muon()).update - passed / on.speed.rates.memory
+
+    rate = COMPUTE_EFFICIENCY * 989.4e12
+    assert muon(data=8) == pytest.approx(MODEL.llm.layers * flops / rate)
+    layers = -(-MODEL.llm.layers // 8)  # of one device, at most
+    links = 2 * 2 * layers * layer.weights * 7 / 8 / (BANDWIDTH_EFFICIENCY * 450e9)
+    assert muon(fsdp=8) == pytest.approx(layers * flops / rate + links)
+    # Over two axes the first exchange is followed by another.
+    assert muon(fsdp=4, tensor=2) > muon(fsdp=8)
 
 
 def test_what_is_computed_again_takes_the_time_of_its_operations():

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from commands import TINY, TINY_MEDIA
 
-from mmjax.config import MeshConfig, ModelConfig, Muon
+from mmjax.config import Adafactor, AdamW, MeshConfig, ModelConfig, Muon
 from mmjax.config.loading import load
 from mmjax.disk import verify_checksum, with_checksum
 from mmjax.errors import UserError
@@ -141,10 +141,70 @@ def test_parameters_alone_start_another_optimizer_and_another_choice_of_frozen_m
     assert state.frozen["encoders"]["vision"]["embed"]["patches"]["weight"].dtype == jnp.bfloat16
 
 
-def test_muons_state_comes_back(tmp_path):
-    on = executor(optimizer=Muon())
+OPTIMIZERS = {
+    "muon": Muon(),
+    "muon-int8": Muon(moments="int8"),
+    "bfloat16": AdamW(moments="bfloat16"),
+    "adafactor": Adafactor(),
+}
+
+
+@pytest.mark.default_cases("muon-int8", "adafactor")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizers_state_comes_back_on_another_mesh_and_in_other_stacks(name, tmp_path):
+    on = executor(optimizer=OPTIMIZERS[name])
     state = moved(on)
-    assert_equal(restored(save(tmp_path, on, state), on), state)
+    cut = replace(CONFIG.model, llm=replace(CONFIG.model.llm, remat=("none", "full")))
+    other = executor(cut, EIGHT, 8, optimizer=OPTIMIZERS[name])
+    assert_equal(restored(save(tmp_path, on, state), other), state)
+
+
+def test_other_moments_are_refused_and_are_no_damage(small_saved):
+    model = load(TINY).model
+    for optimizer, expected in (
+        (replace(CONFIG.optimizer, moments="bfloat16"), "is float32 there and bfloat16 here"),
+        (replace(CONFIG.optimizer, moments="int8"), "codes.* is only here"),
+        (Adafactor(), "is only"),
+    ):
+        with pytest.raises(UserError, match=f"another model or optimizer: .*{expected}") as error:
+            restored(small_saved, executor(model, optimizer=optimizer))
+        assert not isinstance(error.value, DamagedCheckpoint)
+        assert "init_from=" in one_line(error, small_saved)
+
+
+@pytest.mark.default_cases("int8")
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_an_update_after_a_restart_is_bit_for_bit_the_one_without(moments, tmp_path):
+    on = executor(load(TINY).model, optimizer=AdamW(moments=moments))
+    hyper = hyperparameters(CONFIG, on.modules, 0)
+    reports = on.put_report(ProcessReport())
+    reported = reports, on.merge_unreadable(reports.unreadable)
+
+    def updated(state: TrainState, steps: range) -> TrainState:
+        for step in steps:
+            rng = np.random.default_rng(step)
+            accumulated = on.zeros()
+            gradients = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape).astype(x.dtype), accumulated.gradients)
+            gradients = jax.device_put(gradients, on.shardings.trainable)
+            state, _, report = on.update(
+                state, accumulated._replace(gradients=gradients), hyper, np.float32(1), *reported
+            )
+            assert report.finite
+        return state
+
+    def start() -> TrainState:
+        return on.init(jax.random.key(0))
+
+    straight = jax.device_get(updated(start(), range(4)))
+    save(tmp_path, on, updated(start(), range(2)))
+    assert_equal(updated(restored(tmp_path, on), range(2, 4)), straight)
+    # A step that is not finite leaves codes and scales as they were.
+    state = restored(tmp_path, on)
+    before = jax.device_get(state)
+    infinite = on.zeros()._replace(loss=jnp.array([jnp.inf]))
+    state, _, report = on.update(state, infinite, hyper, np.float32(1), *reported)
+    assert not report.finite
+    assert_equal(state, before)
 
 
 def test_only_the_newest_stay(one, state, tmp_path):

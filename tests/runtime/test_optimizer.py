@@ -4,12 +4,13 @@ import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from tiny_run import paths, tiny_config
 
-from mmjax.config import AdamW, Muon, Rates, Schedule
+from mmjax.config import Adafactor, AdamW, Muon, Rates, Schedule
 from mmjax.runtime.state import hyperparameters, make_optimizer, schedule_factor
 
 AXES = {
@@ -23,6 +24,15 @@ SHAPES = {
     "connectors": {"vision": {"up": (8, 6)}},
 }
 MODULES = ("llm", "vision", "vision.connector")
+NESTED = {"llm": {"layers": {"runs": {"0:3": {"up": ("embed", "mlp")}}}}}
+
+
+def stacked_up(x: np.ndarray) -> dict:
+    return {"llm": {"layers": {"runs": {"0:3": {"up": x}}}}}
+
+
+def hyper_of(rate: float) -> dict[str, np.float32]:
+    return {"clip": np.float32(1e9), "learning_rate/llm": np.float32(rate), "weight_decay/llm": np.float32(0)}
 
 
 def normal(seed: int, scale: float = 1.0):
@@ -123,7 +133,31 @@ def test_muon_treats_a_layer_in_a_stack_as_it_does_one_alone():
         np.testing.assert_allclose(together["llm"]["query"][i], alone["llm"]["query"], atol=1e-4)
 
 
-@pytest.mark.parametrize("config", [AdamW(), Muon()], ids=["adamw", "muon"])
+def test_adafactor_is_optaxs_with_momentum_on_every_layer_alone():
+    optimizer = make_optimizer(Adafactor(b1=0.5, b2=0.7, moments="float32"), NESTED)
+    decay = lambda step, _: jnp.minimum(0.7, 1 - (step + 1.0) ** -0.8)  # noqa: E731
+    theirs = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=32, decay_rate_fn=decay),
+        optax.clip_by_block_rms(1.0),
+        optax.ema(0.5, debias=False),
+    )
+    rng = np.random.default_rng(0)
+    layers = lambda: rng.normal(size=(3, 40, 48)).astype(np.float32) * np.float32([[[1]], [[10]], [[100]]])  # noqa: E731
+    params = stacked_up(np.zeros((3, 40, 48), np.float32))
+    state = jax.jit(optimizer.init)(params)
+    alone = [theirs.init(np.zeros((40, 48), np.float32)) for _ in range(3)]
+    update, their_update = jax.jit(optimizer.update), jax.jit(theirs.update)
+    assert sum(x.size for x in jax.tree.leaves(state)) < 1.1 * 3 * 40 * 48  # its momentum, and factors of the squares
+    for _ in range(4):
+        gradients = layers()
+        moved, state, _ = update(stacked_up(gradients), state, params, hyper_of(1.0))
+        found = -np.asarray(moved["llm"]["layers"]["runs"]["0:3"]["up"])
+        for i in range(3):
+            wanted, alone[i] = their_update(gradients[i], alone[i], np.zeros((40, 48), np.float32))
+            np.testing.assert_allclose(found[i], wanted, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [AdamW(), Muon(), Adafactor()], ids=["adamw", "muon", "adafactor"])
 def test_a_fixed_table_stays_as_it_is(config):
     params = {"encoders": {"audio": {"table": normal(0)["llm"]["embed"], "up": normal(1)["llm"]["embed"]}}}
     optimizer = make_optimizer(config, {"encoders": {"audio": {"table": ("fixed", "embed"), "up": ("embed", "mlp")}}})
