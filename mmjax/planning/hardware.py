@@ -31,7 +31,7 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class CudaTarget:
-    """What XLA's compiler must know of a GPU that is absent, beside its data sheet."""
+    """Describe an absent GPU to XLA's compiler, beside its data sheet."""
 
     name: str  # JAX's `device_kind`
     capability: int  # 90 = compute capability 9.0

@@ -65,7 +65,7 @@ def test_the_attention_kernel_compiles_without_spilled_registers_and_in_little_m
 def test_no_scan_over_layers_plans_masks_and_xla_computes_nothing_again():
     found = told("tests/autotune/compiled_step.py")
     assert found["scans"] == 4  # forward and backward, of the LLM and the vision encoder
-    assert found["hidden"] >= 0.45  # of the gathered bytes, behind products; the first gather of a turn never is
+    assert found["hidden"] >= 0.6  # of the gathered bytes, behind products; the first gather of a turn never is
     assert found["mask reductions"] == found["sorts"] == found["rematerialized"] == 0
 
 
