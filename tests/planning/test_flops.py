@@ -168,17 +168,17 @@ def count_multiply_adds(model: ModelConfig, batch: Microbatch, frozen: frozenset
 
 
 def traced_products(jaxpr) -> int:
-    """Multiply-adds of all matrix products in a jaxpr without loops."""
+    """Multiply-adds of all matrix products in a jaxpr without products in loops."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             total += equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
-        assert equation.primitive.name not in ("scan", "while"), "a loop's products would be counted once"
-        for inner in equation.params.values():
-            inner = getattr(inner, "jaxpr", inner)
-            total += traced_products(inner) if hasattr(inner, "eqns") else 0
+        inside = (getattr(inner, "jaxpr", inner) for inner in equation.params.values())
+        products = sum(traced_products(inner) for inner in inside if hasattr(inner, "eqns"))
+        assert not products or equation.primitive.name not in ("scan", "while"), "they would be counted once"
+        total += products
     return total
 
 
