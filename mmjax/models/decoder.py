@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,21 +51,27 @@ def _logits(x: Array, table: Array, dtype: jnp.dtype) -> Array:
     return jnp.einsum("rtd,vd->rtv", x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32)
 
 
-def _logits_forward(x: Array, table: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
-    return _logits(x, table, dtype), (x, table)
+def _logits_forward(x: Any, table: Any, dtype: jnp.dtype) -> tuple[Array, Any]:
+    # Each is needed for the gradient of the other alone, which a frozen one does not have. Slices of no rows tell dtypes.
+    residuals = x.value if table.perturbed else None, table.value if x.perturbed else None
+    return _logits(x.value, table.value, dtype), (*residuals, x.value[:0], table.value[:0])
 
 
-def _logits_backward(dtype: jnp.dtype, residuals: tuple[Array, Array], d_logits: Array) -> tuple[Array, Array]:
-    x, table = residuals
+def _logits_backward(dtype: jnp.dtype, residuals: Any, d_logits: Array) -> tuple[Array | None, Array | None]:
+    x, table, no_x, no_table = residuals
     # The logits' gradient is float32, and would make both products so.
     d_logits = d_logits.astype(dtype)
-    d_x = jnp.einsum("rtv,vd->rtd", d_logits, table.astype(dtype), preferred_element_type=jnp.float32)
-    # Rounded by the product itself, like the gradients of all weights, so that it is reduced over the ranks in `dtype`.
-    d_table = jnp.einsum("rtv,rtd->vd", d_logits, x.astype(dtype))
-    return d_x.astype(x.dtype), d_table.astype(table.dtype)
+    d_x = d_table = None
+    if table is not None:
+        d_x = jnp.einsum("rtv,vd->rtd", d_logits, table.astype(dtype), preferred_element_type=jnp.float32)
+        d_x = d_x.astype(no_x.dtype)
+    if x is not None:
+        # Rounded by the product itself, like the gradients of all weights, so that ranks reduce it in `dtype`.
+        d_table = jnp.einsum("rtv,rtd->vd", d_logits, x.astype(dtype)).astype(no_table.dtype)
+    return d_x, d_table
 
 
-_logits.defvjp(_logits_forward, _logits_backward)
+_logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
 
 
 def decoder_layer_config(config: DecoderConfig) -> LayerConfig:
