@@ -79,13 +79,19 @@ def compiled_bytes(config: Config, batch: DeviceBatch, devices: list[jax.Device]
     optimizer = make_optimizer(config.optimizer, model.axes)
     chunks = config.training.loss_chunks or 1
     rules = ShardingRules.of(config.mesh)
-    executor = Executor(model, optimizer, mesh, rules, 1, exchange=config.mesh.exchange, loss_chunks=chunks)
+    executor = Executor(
+        model=model,
+        optimizer=optimizer,
+        mesh=mesh,
+        rules=rules,
+        sources=1,
+        exchange=config.mesh.exchange,
+        loss_chunks=chunks,
+        accumulates=batch.microbatches > 1,
+    )
     state = jax.tree.map(_struct, executor.abstract, executor.shardings)
     zeros = jax.eval_shape(executor.zeros)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    accumulated = jax.tree.map(lambda x: _struct(x, replicated), zeros)
-    gradients = jax.tree.map(_struct, zeros.gradients, executor.shardings.trainable)
-    accumulated = accumulated._replace(gradients=gradients)
+    accumulated = zeros and jax.tree.map(_struct, zeros, executor.sums_shardings)
     arrays = _microbatch(executor, batch, config.model)
     weight = jax.ShapeDtypeStruct((), np.float32)
     lowered = executor.accumulate.lower(state.trainable, state.frozen, accumulated, arrays, weight)

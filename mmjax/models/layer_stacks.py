@@ -222,9 +222,7 @@ def _apply(
     if not mixed:
         context = context.of_layers(windowed[0])
 
-    def layer(
-        params: list[nnx.State], x: Array, context: Context, inputs: LayerInputs
-    ) -> tuple[Array, KeyValue | None]:
+    def layer(params: list[Any], x: Array, context: Context, inputs: LayerInputs) -> tuple[Array, KeyValue | None]:
         if inputs.number is not None:
             context = context._replace(dropout=context.dropout._replace(layer=inputs.number))
         if inputs.windowed is not None:
@@ -250,7 +248,7 @@ def _apply(
         return *layer(params, x, context, LayerInputs(None, number, None, cache)), accumulators
 
     def body(
-        carry: tuple[Array, dict[str, Any]], xs: tuple[list[nnx.State], LayerInputs]
+        carry: tuple[Array, dict[str, Any]], xs: tuple[list[Any], LayerInputs]
     ) -> tuple[tuple[Array, dict[str, Any]], KeyValue | None]:
         x, accumulators = carry
         (trained, others), inputs = xs
@@ -285,12 +283,12 @@ seed_accumulators.defvjp(lambda x, passed, sums: (x, sums), lambda sums, gradien
 
 
 @jax.custom_vjp
-def _accumulate(params: nnx.State, accumulators: dict[str, Any], index: Array) -> tuple[nnx.State, dict[str, Any]]:
+def _accumulate(params: Any, accumulators: dict[str, Any], index: Array) -> tuple[Any, dict[str, Any]]:
     """Return one layer's parameters, and the accumulators whose slice `index` gets their gradients in backward."""
     return params, accumulators
 
 
-def _add_gradients(index: Array, cotangents: tuple[nnx.State, dict[str, Any]]) -> tuple[None, dict[str, Any], None]:
+def _add_gradients(index: Array, cotangents: tuple[Any, dict[str, Any]]) -> tuple[None, dict[str, Any], None]:
     # With one opaque index XLA reads, adds and writes a slice in one pass; without, it copies the slice before.
     index = jax.lax.optimization_barrier(index)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mmjax.config import AdamW, DecoderConfig, ModelConfig, Muon, Remat, VisionConfig
-from mmjax.config.model import Encoder
+from mmjax.config.model import Encoder, adapter_parameters
 from mmjax.planning.flops import frozen_modules, parameters
 from mmjax.planning.work import connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
 
@@ -114,7 +114,9 @@ def fixed_bytes(
 
     layers: bytes that one layer of each tower with a backward pass saves without remat, after tensor parallelism.
     activation: bytes of an activation, and of a frozen parameter. loss_chunks: as in the training config.
-    `copies`: trainable weights cast for computation and one microbatch's gradients, sharded like the parameters.
+    `gradients`: float32; with one microbatch, those of layers' matrices are in the precision of the computation.
+    `copies`: of the trainable parameters outside the layers, weights cast for computation and a microbatch's gradients
+    to be added to those before; of the layers, one at a time. Both are sharded like the parameters.
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
     one layer's backward pass with its gathered weights; plus, if parameters are sharded, a gathered vocabulary table.
@@ -126,8 +128,11 @@ def fixed_bytes(
     fixed = sum(n for module, n in on_device.items() if module in frozen)
     # By module, since modules may be sharded differently.
     optimizer_numbers = moments(model, frozen, optimizer)
+    layers_numbers = layer_matrices(model) | adapter_parameters(model)
+    scanned = sum(n * sharding.part_of(module) for module, n in layers_numbers.items() if module not in frozen)
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
+    accumulates = batch.microbatches > 1
     layer_peaks = [_layer(model, tower, saved, sharding, activation) for tower, saved in layers.items()]
     # One table of the vocabulary, gathered for the logits or where the gradient of looked-up tokens is added up.
     table = activation * model.llm.width * model.llm.vocab / sharding.llm if sharding.shards > 1 else 0
@@ -138,9 +143,9 @@ def fixed_bytes(
         tokens += work[name].tokens * connector_mlps(encoder) * numbers * activation if name in work else 0
     return {
         "parameters": MASTER * trainable + activation * fixed,
-        "gradients": MASTER * trainable,
+        "gradients": MASTER * (trainable - scanned) + (MASTER if accumulates else activation) * scanned,
         "optimizer": MASTER * sum(n * sharding.part_of(module) for module, n in optimizer_numbers.items()),
-        "copies": (MASTER + cast) * trainable,
+        "copies": (MASTER * accumulates + cast) * (trainable - scanned) + (activation + cast) * 0,
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
         "tokens": tokens,
         "exchange": sum(
@@ -151,12 +156,17 @@ def fixed_bytes(
     }
 
 
+def layer_matrices(model: ModelConfig) -> dict[str, int]:
+    """Count the elements of the matrices in each tower's layers."""
+    return {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
+
+
 def moments(model: ModelConfig, frozen: Set[str], optimizer: AdamW | Muon) -> dict[str, int]:
     """Count the optimizer's numbers by module: two per parameter, but one for Muon's matrices (no adapters)."""
     numbers = {module: 2 * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, AdamW):
         return numbers
-    matrices = {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
+    matrices = layer_matrices(model)
     for name, encoder in model.encoders.items():
         matrices[f"{name}.connector"] = connector_mlps(encoder) * connector_weights(encoder, model.llm.width)
     return {module: n - matrices.get(module, 0) for module, n in numbers.items()}

@@ -184,13 +184,13 @@ class Executor:
     ) -> Accumulated:
         if accumulated is None:
             # A matrix's gradient is a product in the precision of the computation: float32 would hold no more of it.
-            accumulated = self.zero_sums(self.model.dtype)
-            sums, others = split_scanned(accumulated.gradients)
+            accumulated = jax.lax.with_sharding_constraint(self.zero_sums(self.model.dtype), self.sums_shardings)
         else:
-            sums, others = split_scanned(jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients))
+            accumulated = accumulated._replace(gradients=_as_float32(accumulated.gradients))
+        # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
+        sums, others = split_scanned(accumulated.gradients)
         scanned, rest = split_scanned(trainable)
 
-        # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
         def loss(rest: Params, sums: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             params = merge(merge(rest, scanned), frozen)
             hidden, table = self.model.hidden_and_table(params, batch, noise, sums)
@@ -224,7 +224,7 @@ class Executor:
         reports: ProcessReport,
         unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[TrainState, Accumulated | None, StepReport]:
-        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients)
+        gradients = _as_float32(accumulated.gradients)
         params, moments, norm = self.optimizer.update(gradients, state.optimizer, state.trainable, hyper)
         digests = reports.digest
         agreed = jnp.all(digests.min(0) == digests.max(0))
@@ -345,6 +345,10 @@ class Executor:
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), program.out_info, self.sums_shardings
         )
         self.update.lower(state, sums, hyper, weight, reports, unreadable).compile()
+
+
+def _as_float32(tree: Params) -> Params:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _two_words(number: int) -> np.ndarray:
