@@ -110,7 +110,7 @@ class Model:
         new sums, and these parameters get none.
         """
         module = self.module(params)
-        sums = {name: tower["layers"]["runs"] for name, tower in towers(accumulators or {}).items()}
+        sums = {name: tower["layers"]["runs"] for name, tower in _towers(accumulators or {}).items()}
         layers = {name: module.llm.layers if name == "llm" else module.encoders[name].layers for name in sums}
         for name, stacks in layers.items():
             stacks.accumulators = nnx.data(dict(sums[name]))
@@ -229,7 +229,7 @@ class Stage:
             return module.connected(self.tower, outputs, batch) if self.last else outputs[-1]
 
 
-def towers(params: Params) -> Params:
+def _towers(params: Params) -> Params:
     """Return the LLM's and the encoders' branches by name."""
     return {name: params[name] for name in params if name == "llm"} | params.get("encoders", {})
 

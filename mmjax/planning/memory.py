@@ -115,8 +115,8 @@ def fixed_bytes(
     layers: bytes that one layer of each tower with a backward pass saves without remat, after tensor parallelism.
     activation: bytes of an activation, and of a frozen parameter. loss_chunks: as in the training config.
     `gradients`: float32; with one microbatch, those of layers' matrices are in the precision of the computation.
-    `copies`: of the trainable parameters outside the layers, weights cast for computation and a microbatch's gradients
-    to be added to those before; of the layers, one at a time. Both are sharded like the parameters.
+    `copies`: of one layer, weights cast for computation and their gradients; of the trainable parameters outside the
+    layers, gradients that wait to be added to those of other microbatches. Both are sharded like the parameters.
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
     one layer's backward pass with its gathered weights; plus, if parameters are sharded, a gathered vocabulary table.
@@ -128,8 +128,11 @@ def fixed_bytes(
     fixed = sum(n for module, n in on_device.items() if module in frozen)
     # By module, since modules may be sharded differently.
     optimizer_numbers = moments(model, frozen, optimizer)
-    layers_numbers = layer_matrices(model) | adapter_parameters(model)
-    scanned = sum(n * sharding.part_of(module) for module, n in layers_numbers.items() if module not in frozen)
+    matrices = layer_matrices(model) | adapter_parameters(model)
+    scanned = {module: n * sharding.part_of(module) for module, n in matrices.items() if module not in frozen}
+    in_layers = sum(scanned.values())
+    depths = {"llm": model.llm.layers} | {name: encoder.layers for name, encoder in model.encoders.items()}
+    layer = max((scanned[tower] / n for tower, n in depths.items() if tower in scanned), default=0)
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
     accumulates = batch.microbatches > 1
@@ -143,9 +146,9 @@ def fixed_bytes(
         tokens += work[name].tokens * connector_mlps(encoder) * numbers * activation if name in work else 0
     return {
         "parameters": MASTER * trainable + activation * fixed,
-        "gradients": MASTER * (trainable - scanned) + (MASTER if accumulates else activation) * scanned,
+        "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
         "optimizer": MASTER * sum(n * sharding.part_of(module) for module, n in optimizer_numbers.items()),
-        "copies": (MASTER * accumulates + cast) * (trainable - scanned) + (activation + cast) * 0,
+        "copies": accumulates * activation * (trainable - in_layers) + (activation + cast) * layer,
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
         "tokens": tokens,
         "exchange": sum(
