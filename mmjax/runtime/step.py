@@ -1,8 +1,8 @@
 """Compile and run the SPMD programs of a step: accumulate gradients microbatch by microbatch, then update once.
 
 One gradient program per shape and one update program. Microbatches are a Python loop over donated buffers, so the
-microbatches of a step may differ in shape and their number compiles nothing. Where every step has one microbatch, its
-gradients go straight to the update and nothing is accumulated.
+microbatches of a step may differ in shape and their number compiles nothing. Where steps are planned with one
+microbatch, its gradients go straight to the update.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class Executor:
         loss_chunks: int = 1,
         accumulates: bool = True,
     ) -> None:
-        """accumulates: False where every step has one microbatch, so that no gradients are kept between steps."""
+        """accumulates: False where steps are planned with one microbatch, so that no gradients are kept between them.
+
+        A step that must have more all the same adds them up in the precision of the computation, for want of memory.
+        """
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
@@ -185,8 +188,6 @@ class Executor:
         if accumulated is None:
             # A matrix's gradient is a product in the precision of the computation: float32 would hold no more of it.
             accumulated = jax.lax.with_sharding_constraint(self.zero_sums(self.model.dtype), self.sums_shardings)
-        else:
-            accumulated = accumulated._replace(gradients=_as_float32(accumulated.gradients))
         # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
         sums, others = split_scanned(accumulated.gradients)
         scanned, rest = split_scanned(trainable)
@@ -224,7 +225,7 @@ class Executor:
         reports: ProcessReport,
         unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[TrainState, Accumulated | None, StepReport]:
-        gradients = _as_float32(accumulated.gradients)
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients)
         params, moments, norm = self.optimizer.update(gradients, state.optimizer, state.trainable, hyper)
         digests = reports.digest
         agreed = jnp.all(digests.min(0) == digests.max(0))
@@ -345,10 +346,6 @@ class Executor:
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), program.out_info, self.sums_shardings
         )
         self.update.lower(state, sums, hyper, weight, reports, unreadable).compile()
-
-
-def _as_float32(tree: Params) -> Params:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _two_words(number: int) -> np.ndarray:
