@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -123,7 +124,8 @@ class StepPrograms:
 
     executor: Executor
     state: TrainState
-    accumulated: Accumulated
+    accumulated: Accumulated | None  # added to; None with one microbatch
+    gradients: Accumulated  # of all microbatches
     microbatch: Microbatch
     microbatches: int
     hyper: Hyperparameters
@@ -141,15 +143,16 @@ class StepPrograms:
             sources=1,
             exchange=config.mesh.exchange,
             loss_chunks=config.training.loss_chunks or 1,
+            accumulates=batch.microbatches > 1,
             compiler_options=compiler_options(config.compiler, devices[0]),
         )
         zeros = jax.eval_shape(executor.zeros)
-        accumulated = jax.tree.map(lambda x: _struct(x, replicated(executor.mesh)), zeros)
-        gradients = jax.tree.map(_struct, zeros.gradients, executor.shardings.trainable)
+        sums = zeros or jax.eval_shape(partial(executor.zero_sums, model.dtype))
         return cls(
             executor=executor,
             state=jax.tree.map(_struct, executor.abstract, executor.shardings),
-            accumulated=accumulated._replace(gradients=gradients),
+            accumulated=zeros and jax.tree.map(_struct, zeros, executor.sums_shardings),
+            gradients=jax.tree.map(_struct, sums, executor.sums_shardings),
             microbatch=_microbatch(executor, batch, config.model),
             microbatches=batch.microbatches,
             hyper=hyperparameters(config, executor.modules, 0),
@@ -184,7 +187,7 @@ class StepPrograms:
             jax.eval_shape(self.executor.merge_unreadable, reports.unreadable),
         )
         weight = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(self.executor.mesh))
-        arguments = self.state, self.accumulated, self.hyper, weight, reports, unreadable
+        arguments = self.state, self.gradients, self.hyper, weight, reports, unreadable
         return self._compile(
             self.executor.update, arguments, LOADED * self.microbatches * _on_one_device(self.microbatch)
         )

@@ -56,7 +56,7 @@ class Trainer:
 
     executor: Executor
     state: TrainState
-    accumulated: Accumulated
+    accumulated: Accumulated | None
     hyper: Hyperparameters
 
     def step(self, step: Prepared) -> bool:
@@ -108,7 +108,9 @@ def _make_trainer(config: Config) -> Trainer:
     """Build a trainer with all ranks along the data axis: every process has the model whole."""
     mesh = make_mesh(config.mesh, jax.devices())
     model = Model.build(config.model, jnp.dtype(config.training.precision))
-    executor = Executor(model, make_optimizer(config.optimizer, model.axes, model.dtype), mesh, ShardingRules(), 1)
+    optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
+    accumulates = config.batch.microbatches > 1
+    executor = Executor(model, optimizer, mesh, ShardingRules(), 1, accumulates=accumulates)
     state = executor.init(jax.random.key(config.seed))
     return Trainer(executor, state, executor.zeros(), hyperparameters(config, executor.modules, 0))
 

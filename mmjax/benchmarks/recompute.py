@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     fits = {name: _fit(_mixed(config, mix), batch, speed, np.inf) for name, mix in MIXES.items()}
     smallest, largest = (fits[name].device for name in ("full", "none"))
     fits[AUTO] = _fit(config, batch, speed, smallest + args.room * (largest - smallest))
-    states: dict[str, list[Any]] = {}
+    states: dict[str, tuple[Any, Any]] = {}
     programs: dict[tuple[str, str], Callable[[], Any]] = {
         (STEP, name): _gradients(replace(config, model=fitted.applied(config.model)), batch, states)
         for name, fitted in fits.items()
@@ -133,23 +133,20 @@ def _fit(config: Config, batch: DeviceBatch, speed: Speed, room: float) -> Memor
     )
 
 
-def _gradients(config: Config, batch: DeviceBatch, states: dict[str, list[Any]]) -> Callable[[], jax.Array]:
-    """Build the program that accumulates gradients. Models of the same runs of layers share what lies in `states`."""
+def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, Any]]) -> Callable[[], jax.Array]:
+    """Build the program of a microbatch's gradients. Models of the same runs of layers share the `states`."""
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    executor = Executor(
-        model, make_optimizer(config.optimizer, model.axes, model.dtype), mesh, ShardingRules.of(config.mesh), 1
-    )
+    optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
+    executor = Executor(model, optimizer, mesh, ShardingRules.of(config.mesh), 1, accumulates=False)
     runs = str({tower: [run.name for run in plan] for tower, plan in model.runs.items()})
     if runs not in states:
-        states[runs] = [executor.random_parameters()(jax.random.key(0)), executor.zeros()]
+        states[runs] = executor.random_parameters()(jax.random.key(0))
     arrays = executor.put(_microbatch(config, batch))
     weight = np.float32(batch.shape["llm"][1])
 
     def step() -> jax.Array:
-        params, accumulated = states[runs]
-        states[runs][1] = executor.accumulate(*params, accumulated, arrays, weight)
-        return states[runs][1].loss
+        return executor.accumulate(*states[runs], None, arrays, weight).loss
 
     return step
 

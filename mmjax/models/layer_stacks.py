@@ -42,6 +42,7 @@ KVCache = dict[str, KeyValue]  # by stack; those of several layers have a leadin
 class LayerInputs(NamedTuple):
     """Values that differ between the layers of a stack, scanned beside their parameters."""
 
+    index: Array | None  # in the stack, where it has gradient accumulators
     number: Array | None  # index in the tower, for dropout
     windowed: Array | None  # 1 with a window, 0 without, where the stack has layers of both kinds
     cache: KeyValue | None
@@ -99,6 +100,8 @@ class LayerStacks(nnx.Module):
         key = rngs.params()
         self.plan = plan
         self.windowed = windowed
+        # Gradient accumulators of scanned stacks by name, as `seed_accumulators` wants them; set by `models.model`.
+        self.accumulators: dict[str, Any] = nnx.data({})
         self.runs = nnx.Dict({run.name: _init_stack(make, run, key) for run in plan})
 
     def __call__(
@@ -148,7 +151,10 @@ class LayerStacks(nnx.Module):
             if start <= run.start < stop:
                 windowed = tuple(i in self.windowed for i in range(run.start, run.stop))
                 run_past = past and past._replace(cache=past.cache[run.name])
-                x, key_value = _apply(self.runs[run.name], run, x, context, windowed, with_kv, run_past)
+                sums = self.accumulators.get(run.name, {})
+                x, key_value, sums = _apply(self.runs[run.name], run, x, context, windowed, with_kv, run_past, sums)
+                if sums:
+                    self.accumulators[run.name] = sums
                 if with_kv:
                     cache[run.name] = key_value
                 # `add` has an entry for each of the LLM's first layers; `Model.build` made each of those a stack of its
@@ -197,12 +203,17 @@ def _apply(
     x: Array,
     context: Context,
     windowed: tuple[bool, ...],
-    with_kv: bool = False,
-    past: KVCacheView | None = None,
-) -> tuple[Array, KeyValue | None]:
-    """Apply a stack to `x`, with its keys and values if wanted; `past` has the cache of the whole stack."""
+    with_kv: bool,
+    past: KVCacheView | None,
+    accumulators: dict[str, Any],
+) -> tuple[Array, KeyValue | None, dict[str, Any]]:
+    """Apply a stack to `x`, with its keys and values if wanted; `past` has the cache of the whole stack.
+
+    accumulators: of some parameters of a scanned stack, returned for `seed_accumulators`.
+    """
+    accumulated = nnx.traversals.flatten_mapping(accumulators)
     # The graph is static; of a stack every parameter has a leading axis of layers.
-    graph, params = nnx.split(layers)
+    graph, *params = nnx.split(layers, lambda path, _: path in accumulated, ...)
     scanned = run.stop - run.start > 1
     # Only dropout needs a layer's number; without it the program has none.
     numbers = None if context.dropout is None else jnp.arange(run.start, run.stop)
@@ -210,13 +221,13 @@ def _apply(
     mixed = len(set(windowed)) > 1
     context = context.stacked() if mixed else context.of_layers(windowed[0])
 
-    def layer(params: Any, x: Array, context: Context, inputs: LayerInputs) -> tuple[Array, KeyValue | None]:
+    def layer(params: list[Any], x: Array, context: Context, inputs: LayerInputs) -> tuple[Array, KeyValue | None]:
         if inputs.number is not None:
             context = context._replace(dropout=context.dropout._replace(layer=inputs.number))
         if inputs.windowed is not None:
             context = context.of_layer(inputs.windowed)
         # Merged inside, because a scan and `jax.checkpoint` pass only arrays.
-        module = nnx.merge(graph, params)
+        module = nnx.merge(graph, *params)
         key_value = None
         if with_kv:
             x, key_value = module.forward_with_kv(x, context, past and past._replace(cache=inputs.cache))
@@ -229,11 +240,63 @@ def _apply(
         layer = jax.checkpoint(layer, policy=_policy(run.remat), prevent_cse=not scanned)
     cache = past and past.cache
     if not scanned:
-        return layer(params, x, context, LayerInputs(None if numbers is None else numbers[0], None, cache))
-    inputs = LayerInputs(numbers, jnp.asarray(windowed, jnp.int32) if mixed else None, cache)
+        number = None if numbers is None else numbers[0]
+        return *layer(params, x, context, LayerInputs(None, number, None, cache)), accumulators
+
+    def body(
+        carry: tuple[Array, dict[str, Any]], xs: tuple[list[Any], LayerInputs]
+    ) -> tuple[tuple[Array, dict[str, Any]], KeyValue | None]:
+        x, accumulators = carry
+        (trained, others), inputs = xs
+        if inputs.index is not None:
+            trained, accumulators = _accumulate(trained, accumulators, inputs.index)
+        x, key_value = layer([trained, others], x, context, inputs)
+        return (x, accumulators), key_value
+
+    indices = jnp.arange(run.stop - run.start) if accumulators else None
+    inputs = LayerInputs(indices, numbers, jnp.asarray(windowed, jnp.int32) if mixed else None, cache)
     # The carry is the residual stream; parameters, numbers and caches are sliced along their leading axis. Keys and
     # values come out stacked.
-    return jax.lax.scan(lambda x, xs: layer(xs[0], x, context, xs[1]), x, (params, inputs))
+    (x, accumulators), key_value = jax.lax.scan(body, (x, accumulators), (params, inputs))
+    return x, key_value, accumulators
+
+
+# A scan's gradients would come out stacked, as a second tree beside that of the sums of the microbatches before. So the
+# sums go through the scan, unchanged, and what its backward pass carries is the gradient with respect to them: it
+# begins behind the last layer as the sums themselves, and every layer adds its parameters' gradients to its slice.
+
+
+@jax.custom_vjp
+def seed_accumulators(x: Array, passed: Any, accumulators: Any) -> Array:
+    """Return `x`, on which the loss depends; make the new accumulators the gradient with respect to the accumulators.
+
+    passed: the accumulators behind the last layer. The parameters themselves get no gradient.
+    """
+    return x
+
+
+seed_accumulators.defvjp(lambda x, passed, sums: (x, sums), lambda sums, gradient: (gradient, sums, None))
+
+
+@jax.custom_vjp
+def _accumulate(params: Any, accumulators: dict[str, Any], index: Array) -> tuple[Any, dict[str, Any]]:
+    """Return one layer's parameters, and the accumulators whose slice `index` gets their gradients in backward."""
+    return params, accumulators
+
+
+def _add_gradients(index: Array, cotangents: tuple[Any, dict[str, Any]]) -> tuple[None, dict[str, Any], None]:
+    # With one opaque index XLA reads, adds and writes a slice in one pass; without, it copies the slice before.
+    index = jax.lax.optimization_barrier(index)
+
+    def add(total: Array, gradient: Array) -> Array:
+        layer = jax.lax.dynamic_slice_in_dim(total, index, 1) + gradient
+        return jax.lax.dynamic_update_slice_in_dim(total, layer.astype(total.dtype), index, 0)
+
+    gradients, accumulators = cotangents
+    return None, jax.tree.map(add, accumulators, nnx.to_pure_dict(gradients)), None
+
+
+_accumulate.defvjp(lambda params, accumulators, index: ((params, accumulators), index), _add_gradients)
 
 
 def _policy(remat: Remat) -> Callable[..., Any]:
@@ -259,6 +322,15 @@ def split_layers(path: tuple[str, ...]) -> tuple[tuple[str, ...], range]:
     at = path.index("runs")
     start, _, stop = path[at + 1].partition(":")
     return (*path[:at], *path[at + 2 :]), range(int(start), int(stop or int(start) + 1))
+
+
+def split_scanned(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split nested dicts into the parameters of scanned stacks and the others, each without the other's branches."""
+    parts: tuple[dict[tuple[str, ...], Any], ...] = ({}, {})
+    for path, leaf in nnx.traversals.flatten_mapping(params).items():
+        scanned = any(key == "runs" and ":" in name for key, name in pairwise(path))
+        parts[0 if scanned else 1][path] = leaf
+    return tuple(map(nnx.traversals.unflatten_mapping, parts))
 
 
 def unstack_layers(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i: leaf[i]) -> Any:

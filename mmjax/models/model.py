@@ -18,7 +18,7 @@ from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import LoraConfig, ModelConfig, VisionConfig
 from mmjax.config.model import adapters_by_layer, frozen_by_adapters, lora_scale
 from mmjax.models.decoder import logits_of
-from mmjax.models.layer_stacks import LayerStack, plan_stacks
+from mmjax.models.layer_stacks import LayerStack, plan_stacks, seed_accumulators
 from mmjax.models.layers import Linear, Noise
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
 from mmjax.parallel.sharding import encoding
@@ -102,11 +102,23 @@ class Model:
         return module.decode(microbatch.text, module.encode(microbatch.items, noise), noise)
 
     def hidden_and_table(
-        self, params: Params, microbatch: Microbatch, noise: Noise | None = None
+        self, params: Params, microbatch: Microbatch, noise: Noise | None = None, accumulators: Params | None = None
     ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
-        """Return the operands of the logits: activations after the final norm, and the output table."""
+        """Return the operands of the logits: activations after the final norm, and the output table.
+
+        accumulators: float32 sums of gradients of scanned stacks' parameters. The gradient with respect to them is the
+        new sums, and these parameters get none.
+        """
         module = self.module(params)
-        return module.hidden_and_table(microbatch.text, module.encode(microbatch.items, noise), noise)
+        sums = {name: tower["layers"]["runs"] for name, tower in _towers(accumulators or {}).items()}
+        layers = {name: module.llm.layers if name == "llm" else module.encoders[name].layers for name in sums}
+        for name, stacks in layers.items():
+            stacks.accumulators = nnx.data(dict(sums[name]))
+        hidden, table = module.hidden_and_table(microbatch.text, module.encode(microbatch.items, noise), noise)
+        if sums:
+            passed = {name: dict(stacks.accumulators) for name, stacks in layers.items()}
+            hidden = seed_accumulators(hidden, passed, sums)
+        return hidden, table
 
     def encode(
         self, params: Params, items: dict[str, ItemBatch], noise: Noise | None = None
@@ -220,6 +232,11 @@ class Stage:
 def key_names(path: Any) -> tuple[str, ...]:
     """Convert a JAX key path of nested dicts to strings."""
     return tuple(str(key.key) for key in path)
+
+
+def _towers(params: Params) -> Params:
+    """Return the LLM's and the encoders' branches by name."""
+    return {name: params[name] for name in params if name == "llm"} | params.get("encoders", {})
 
 
 def module_of(path: tuple[str, ...]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mmjax.config import Adafactor, DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat, VisionConfig
-from mmjax.config.model import Encoder
+from mmjax.config.model import Encoder, adapter_parameters
 from mmjax.planning.flops import frozen_modules, parameters
 from mmjax.planning.work import connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
 
@@ -118,7 +118,9 @@ def fixed_bytes(
 
     layers: bytes that one layer of each tower with a backward pass saves without remat, after tensor parallelism.
     activation: bytes of an activation, and of a frozen parameter. loss_chunks: as in the training config.
-    `copies`: trainable weights cast for computation and one microbatch's gradients, sharded like the parameters.
+    `gradients`: float32; with one microbatch, those of layers' matrices are in the precision of the computation.
+    `copies`: of one layer, weights cast for computation and their gradients; of the trainable parameters outside the
+    layers, gradients that wait to be added to those of other microbatches. Both are sharded like the parameters.
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
     one layer's backward pass with its gathered weights, or Muon's update, where it takes more than `copies`.
@@ -130,21 +132,27 @@ def fixed_bytes(
     fixed = sum(n for module, n in on_device.items() if module in frozen)
     # By module, since modules may be sharded differently.
     moments = moment_bytes(model, frozen, optimizer)
+    matrices = layer_matrices(model) | adapter_parameters(model)
+    scanned = {module: n * sharding.part_of(module) for module, n in matrices.items() if module not in frozen}
+    in_layers = sum(scanned.values())
+    depths = {"llm": model.llm.layers} | {name: encoder.layers for name, encoder in model.encoders.items()}
+    layer = max((scanned[tower] / n for tower, n in depths.items() if tower in scanned), default=0)
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
+    accumulates = batch.microbatches > 1
     layer_peaks = [_layer(model, tower, saved, sharding, activation) for tower, saved in layers.items()]
     tokens = 0
     for name, encoder in model.encoders.items():
         # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
         numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
         tokens += work[name].tokens * connector_mlps(encoder) * numbers * activation if name in work else 0
-    copies = (MASTER + cast) * trainable
+    copies = accumulates * activation * (trainable - in_layers) + (activation + cast) * layer
     # The update begins when copies and activations are gone.
     update_peak = _muon_update(model, frozen, sharding, activation) - copies if isinstance(optimizer, Muon) else 0.0
     peaks = [_loss(model, work["llm"].positions, sharding, activation, loss_chunks), *layer_peaks, update_peak, 0.0]
     return {
         "parameters": MASTER * trainable + activation * fixed,
-        "gradients": MASTER * trainable,
+        "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
         "optimizer": sum(n * sharding.part_of(module) for module, n in moments.items()),
         "copies": copies,
         "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
@@ -157,6 +165,11 @@ def fixed_bytes(
     }
 
 
+def layer_matrices(model: ModelConfig) -> dict[str, int]:
+    """Count the elements of the matrices in each tower's layers."""
+    return {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
+
+
 def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfig) -> dict[str, float]:
     """Count the bytes of the optimizer's moments by module, all as if of matrices.
 
@@ -166,7 +179,7 @@ def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfi
     moments = int(optimizer.b1 > 0) if isinstance(optimizer, Adafactor) else 2
     numbers = {module: moments * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, Muon):
-        matrices = {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
+        matrices = layer_matrices(model)
         for name, encoder in model.encoders.items():
             matrices[f"{name}.connector"] = connector_mlps(encoder) * connector_weights(encoder, model.llm.width)
         numbers = {module: n - matrices.get(module, 0) for module, n in numbers.items()}

@@ -1,7 +1,8 @@
 """Compile and run the SPMD programs of a step: accumulate gradients microbatch by microbatch, then update once.
 
 One gradient program per shape and one update program. Microbatches are a Python loop over donated buffers, so the
-microbatches of a step may differ in shape and their number compiles nothing.
+microbatches of a step may differ in shape and their number compiles nothing. Where steps are planned with one
+microbatch, its gradients go straight to the update.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.data.plan.placement import Shape
 from mmjax.errors import UserError
+from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model, Params, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
 from mmjax.runtime.losses import MAX_WORST, highest_losses, losses_in_chunks, step_loss, worst_samples
@@ -42,7 +44,7 @@ class ProcessReport(NamedTuple):
 class Accumulated(NamedTuple):
     """Accumulate the gradients and losses of a step's microbatches."""
 
-    gradients: Params  # float32
+    gradients: Params  # float32; of one microbatch, as in `Executor.zero_sums`
     loss: jax.Array  # float32 [sources]: weighted sum over each source's tokens
     weight: jax.Array  # float32 [sources]: sum of the loss weights
     worst_samples: jax.Array  # int32 [MAX_WORST]: ids of the samples with the highest losses, in descending order
@@ -97,8 +99,13 @@ class Executor:
         sources: int,
         exchange: Exchange = "padded",
         loss_chunks: int = 1,
+        accumulates: bool = True,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
+        """accumulates: False where steps are planned with one microbatch, so that no gradients are kept between them.
+
+        A step that must have more all the same adds them up in the precision of the computation, for want of memory.
+        """
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
@@ -109,7 +116,7 @@ class Executor:
         self.frozen = frozenset(model.frozen)
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         on_all = replicated(mesh)
-        accumulated = Accumulated(self.shardings.trainable, *[on_all] * (len(Accumulated._fields) - 1))
+        self.sums_shardings = Accumulated(self.shardings.trainable, *[on_all] * (len(Accumulated._fields) - 1))
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
         self.random_parameters = cache(self._random_parameters)
@@ -117,12 +124,15 @@ class Executor:
             lambda trainable: (jnp.zeros((), jnp.int32), optimizer.init(trainable)),
             out_shardings=(self.shardings.step, self.shardings.optimizer),
         )
-        self.zeros = jax.jit(self._zeros, out_shardings=accumulated)
+        self.accumulates = accumulates
         jit = partial(jax.jit, compiler_options=compiler_options or None)
-        self.accumulate = jit(self._accumulate, out_shardings=accumulated, donate_argnums=2)
+        self.zeros = jax.jit(self.zero_sums, out_shardings=self.sums_shardings) if accumulates else lambda: None
+        self.accumulate = jit(self._accumulate, out_shardings=self.sums_shardings, donate_argnums=2)
         self.merge_unreadable = jax.jit(_merge_unreadable, out_shardings=on_all)
         self.weigh = jax.jit(_weigh, out_shardings=(on_all, rows_sharding(mesh, rules.rows)))
-        self.update = jit(self._update, out_shardings=(self.shardings, accumulated, on_all), donate_argnums=(0, 1))
+        cleared = self.sums_shardings if accumulates else None
+        donated = (0, 1) if accumulates else 0  # gradients of one microbatch take the place of no output
+        self.update = jit(self._update, out_shardings=(self.shardings, cleared, on_all), donate_argnums=donated)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -155,9 +165,12 @@ class Executor:
 
         return jax.jit(draw, out_shardings=select((self.shardings.trainable, self.shardings.frozen)))
 
-    def _zeros(self) -> Accumulated:
+    def zero_sums(self, products: jnp.dtype = jnp.float32) -> Accumulated:
+        """Make zeros to add a microbatch to. products: dtype of the gradients of scanned stacks' matrices."""
+        scanned, rest = split_scanned(self.abstract.trainable)
+        scanned = jax.tree.map(lambda p: jnp.zeros(p.shape, products if p.ndim > 2 else jnp.float32), scanned)
         return Accumulated(
-            gradients=jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.abstract.trainable),
+            gradients=merge(scanned, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), rest)),
             loss=jnp.zeros(self.sources),
             weight=jnp.zeros(self.sources),
             worst_samples=jnp.zeros(MAX_WORST, jnp.int32),
@@ -169,25 +182,35 @@ class Executor:
         self,
         trainable: Params,
         frozen: Params,
-        accumulated: Accumulated,
+        accumulated: Accumulated | None,
         batch: Microbatch,
         total_weight: jax.Array,
         noise: jax.Array | None = None,
     ) -> Accumulated:
-        def loss(trainable: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            hidden, table = self.model.hidden_and_table(merge(trainable, frozen), batch, noise)
+        if accumulated is None:
+            # A matrix's gradient is a product in the precision of the computation: float32 would hold no more of it.
+            accumulated = jax.lax.with_sharding_constraint(self.zero_sums(self.model.dtype), self.sums_shardings)
+        # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
+        sums, others = split_scanned(accumulated.gradients)
+        scanned, rest = split_scanned(trainable)
+
+        def loss(rest: Params, sums: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            params = merge(merge(rest, scanned), frozen)
+            hidden, table = self.model.hidden_and_table(params, batch, noise, sums)
             cap = self.model.config.llm.logit_cap
             losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks, cap)
             total, by_source, weight = step_loss(losses, batch.text, total_weight, self.sources)
             return total, (by_source, weight, *worst_samples(jax.lax.stop_gradient(losses), batch.text))
 
         with activations_on(self.mesh, self.rules, self.exchange):
-            gradients, (by_source, weight, samples, losses, not_finite) = jax.grad(loss, has_aux=True)(trainable)
+            (gradients, sums), (by_source, weight, samples, losses, not_finite) = jax.grad(loss, (0, 1), has_aux=True)(
+                rest, sums
+            )
         worst = highest_losses(
             jnp.concatenate([accumulated.worst_samples, samples]), jnp.concatenate([accumulated.worst_losses, losses])
         )
         return Accumulated(
-            gradients=jax.tree.map(jnp.add, accumulated.gradients, gradients),
+            gradients=merge(jax.tree.map(jnp.add, others, gradients), sums),
             loss=accumulated.loss + by_source,
             weight=accumulated.weight + weight,
             worst_samples=worst[0],
@@ -203,11 +226,10 @@ class Executor:
         weight: jax.Array,
         reports: ProcessReport,
         unreadable: tuple[jax.Array, jax.Array],
-    ) -> tuple[TrainState, Accumulated, StepReport]:
+    ) -> tuple[TrainState, Accumulated | None, StepReport]:
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients)
         with activations_on(self.mesh, self.rules):
-            params, moments, norm = self.optimizer.update(
-                accumulated.gradients, state.optimizer, state.trainable, hyper
-            )
+            params, moments, norm = self.optimizer.update(gradients, state.optimizer, state.trainable, hyper)
         digests = reports.digest
         agreed = jnp.all(digests.min(0) == digests.max(0))
         finite = jnp.isfinite(norm) & jnp.isfinite(accumulated.loss).all()
@@ -216,7 +238,7 @@ class Executor:
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, state.optimizer)
         )
-        cleared = jax.tree.map(jnp.zeros_like, accumulated)
+        cleared = jax.tree.map(jnp.zeros_like, accumulated) if self.accumulates else None
         step_report = StepReport(
             loss=accumulated.loss,
             weight=accumulated.weight,
@@ -249,13 +271,13 @@ class Executor:
     def step(
         self,
         state: TrainState,
-        accumulated: Accumulated,
+        accumulated: Accumulated | None,
         batches: Sequence[Microbatch],
         hyper: Hyperparameters,
         process_report: ProcessReport | None = None,
         noise: np.ndarray | None = None,
-    ) -> tuple[TrainState, Accumulated, StepReport]:
-        """Update once from microbatches that lie on the devices. `accumulated` is zero before and after.
+    ) -> tuple[TrainState, Accumulated | None, StepReport]:
+        """Update once from microbatches that lie on the devices. `accumulated` is `zeros()` before and after.
 
         process_report: of this process, for the others. noise: uint32 (seed, step) of dropout; None: none is. Nothing
         is updated, and the step does not count, where processes differ in the digest of its plan, where loss or
@@ -307,7 +329,11 @@ class Executor:
         return jax.tree.map(partial(jax.make_array_from_process_local_data, self.per_device), arrays)
 
     def compile(
-        self, state: TrainState, accumulated: Accumulated, batches: Sequence[Microbatch], hyper: Hyperparameters
+        self,
+        state: TrainState,
+        accumulated: Accumulated | None,
+        batches: Sequence[Microbatch],
+        hyper: Hyperparameters,
     ) -> None:
         """Compile the gradient program of each batch's shape and the update, ahead of the first step."""
         # A model that drops nothing takes no noise: there is then one program, whether a step is given any or not.
@@ -317,8 +343,12 @@ class Executor:
             put = self.put(batch)
             # Twice, since the first total is a number and each later one an array: two programs of `weigh`.
             weight, (put, _), unreadable = self.weigh_batches([put, put], reports)
-            self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight, noise).compile()
-        self.update.lower(state, accumulated, hyper, weight, reports, unreadable).compile()
+            program = self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight, noise)
+            program.compile()
+        sums = jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), program.out_info, self.sums_shardings
+        )
+        self.update.lower(state, sums, hyper, weight, reports, unreadable).compile()
 
 
 def _two_words(number: int) -> np.ndarray:

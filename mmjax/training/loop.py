@@ -137,6 +137,7 @@ class Trainer:
             sources=self.data.sources,
             exchange=config.mesh.exchange,
             loss_chunks=self.memory_plan.loss_chunks,
+            accumulates=config.batch.microbatches > 1,
             compiler_options=self.compiler_options,
         )
 
@@ -224,8 +225,11 @@ class Trainer:
         data = self.config.data
         self.batches = steps(self.loader, self.first_step, self.end_step, data.workers, data.prefetch)
 
-    def compile(self, state: TrainState, example: Microbatch) -> Accumulated:
-        """Compile every program ahead: gradients of each shape, update, saving, answering. Returns zero gradients."""
+    def compile(self, state: TrainState, example: Microbatch) -> Accumulated | None:
+        """Compile every program ahead: gradients of each shape, update, saving, answering. Returns zero gradients.
+
+        None where every step has one microbatch.
+        """
         self.watchdog.set_phase("compiling", self.first_step)
         began = time.monotonic()
         with activity("compiling the programs of a step"):

@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from packed import assert_trees_close, build, pack, random_sample, tiny, token_losses
 
 from mmjax.config import Remat
-from mmjax.models.layer_stacks import LayerStack, plan_stacks, stack_layers, unstack_layers
+from mmjax.models.layer_stacks import LayerStack, plan_stacks, split_scanned, stack_layers, unstack_layers
 from mmjax.models.model import Model
 
 
@@ -113,6 +113,48 @@ def test_every_mix_of_remat_policies_gives_equal_gradients(backend):
         gradients.append(unstack_layers(gradient))
     for found in gradients[1:]:
         assert_trees_close(found, gradients[0], 1e-6)
+
+
+def squares(model, batch):
+    """A loss by parameters and gradient accumulators."""
+    return lambda params, sums: jnp.square(model.hidden_and_table(params, batch, None, sums)[0]).sum()
+
+
+def test_gradients_added_to_sums_inside_the_scan_are_those_of_autodiff():
+    config = tiny(layers=3, vision_layers=3, remat=("full", "full", "products"), encoders=("vision",))
+    model, params = build(config)
+    batch = pack(
+        [[random_sample(np.random.default_rng(0), [9, (2, 3), 4])]], {"llm": 24, "vision": 16}, encoders=("vision",)
+    )
+    scanned, _ = split_scanned(params)
+    assert set(scanned["llm"]["layers"]["runs"]) == {"0:2"}
+    wanted = jax.jit(jax.grad(squares(model, batch)))(params, {})
+    # As where a part is frozen, one of the parameters has no sum.
+    sums = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), scanned)
+    del sums["llm"]["layers"]["runs"]["0:2"]["mlp"]["up"]
+    gradients, found = jax.jit(jax.grad(squares(model, batch), (0, 1)))(params, sums)
+    expected, others = split_scanned(wanted)
+    up = expected["llm"]["layers"]["runs"]["0:2"]["mlp"].pop("up")
+    assert_trees_close(found, jax.tree.map(lambda g: 0.5 + g, expected), 1e-6)
+    zeros, rest = split_scanned(gradients)
+    assert_trees_close(zeros["llm"]["layers"]["runs"]["0:2"]["mlp"].pop("up"), up, 1e-6)
+    assert not any(x.any() for x in jax.tree.leaves(zeros))
+    assert_trees_close(rest, others, 1e-6)
+    # A stack that sees nothing leaves its sums as they were.
+    kept = jax.jit(jax.grad(squares(model, batch._replace(items={})), 1))(params, sums)
+    assert_trees_close(kept["encoders"], sums["encoders"], 0)
+
+
+def test_gradients_added_inside_the_scan_need_no_second_tree_of_them():
+    config = tiny(layers=12, remat="full", encoders=())
+    config = replace(config, llm=replace(config.llm, width=128, head_width=32, mlp_width=512))
+    model = Model.build(config, jnp.float32)
+    batch = pack([[random_sample(np.random.default_rng(0), [8])]], {"llm": 8}, encoders=())
+    sums, _ = split_scanned(model.abstract)
+    program = jax.jit(jax.grad(squares(model, batch), 1), donate_argnums=1).lower(model.abstract, sums).compile()
+    size = sum(4 * x.size for x in jax.tree.leaves(sums))
+    assert program.memory_analysis().alias_size_in_bytes >= size
+    assert program.memory_analysis().temp_size_in_bytes < size / 4
 
 
 def residual_bytes(remat, backend="dense"):

@@ -10,6 +10,7 @@ import pytest
 
 from mmjax.config import Adafactor, AdamW, Config, MeshConfig, Muon, OptimizerConfig
 from mmjax.config.loading import load
+from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import DeviceBatch, ModelSharding, fixed_bytes, saved_bytes
@@ -67,7 +68,8 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
 def test_what_is_frozen_has_no_gradients_and_moments_and_lies_in_the_precision_of_the_computation():
     config = replace(load("tiny_omni"), optimizer=AdamW())
     frozen = replace(config, model=replace(config.model, llm=replace(config.model.llm, frozen=True)))
-    whole, part = held(config, activation=2), held(frozen, activation=2)
+    several = replace(BATCH, microbatches=2)
+    whole, part = held(config, activation=2, batch=several), held(frozen, activation=2, batch=several)
     for kind in ("gradients", "optimizer", "copies"):
         assert part[kind] < 0.9 * whole[kind]
     assert whole["optimizer"] == 2 * whole["gradients"] == 2 * whole["parameters"]
@@ -99,6 +101,15 @@ def test_muons_update_counts_where_it_takes_more_than_the_copies_that_are_gone_b
         assert found["transient"] == max(adamw, update - found["copies"]) > adamw
     single = [held(replace(deep, optimizer=o), batch=TEXT)["transient"] for o in (AdamW(), Muon())]
     assert single[0] == single[1]
+
+
+def test_with_one_microbatch_gradients_of_matrices_take_the_precision_of_the_computation_and_none_wait_to_be_added():
+    config = replace(load("tiny_omni"), optimizer=AdamW())
+    one, several = (held(config, activation=2, batch=replace(BATCH, microbatches=n)) for n in (1, 2))
+    model = Model.build(config.model, jnp.bfloat16)
+    matrices = [x.size for x in jax.tree.leaves(split_scanned(model.abstract)[0]) if x.ndim > 2]
+    assert several["gradients"] - one["gradients"] == 2 * sum(matrices)
+    assert several["copies"] - one["copies"] == 2 * (several["gradients"] / 4 - sum(matrices))
 
 
 @pytest.mark.parametrize("chunks", [1, 8])

@@ -179,6 +179,50 @@ def test_where_more_cannot_be_read_than_may_be_left_out_nothing_is_updated(run):
     assert_unchanged(state, before)
 
 
+def test_one_microbatch_leaves_nothing_between_steps_and_updates_the_same(tmp_path):
+    text = EmbeddedSource(modalities=("text",), samples=50)
+    base = config()
+    made = replace(
+        base,
+        data=replace(base.data, sources={"embedded": text}),
+        batch=BatchConfig(Samples(4), {"llm": 2}, grouping=PackGrouping(chunk_steps=2)),
+        model=replace(base.model, encoders={}),
+    )
+    summing = make_executor(made, MESHES["one device"])
+    direct = make_executor(made, MESHES["one device"], accumulates=False)
+    ((batch,), _) = steps = load_steps(made, tmp_path, 2)
+    states = [executor.init(jax.random.key(0)) for executor in (summing, direct)]
+    assert direct.zeros() is None
+    hyper = hyperparameters(made, direct.modules, 0)
+    direct.compile(states[1], None, [batch], hyper)
+
+    def gradients(executor, sums):
+        return executor.accumulate(states[1].trainable, {}, sums, executor.put(batch), np.float32(weight([batch])))
+
+    # A bfloat16 product holds all of a matrix's gradient.
+    wanted = gradients(summing, summing.zeros()).gradients
+    once = gradients(direct, None)
+    matrices = [x for name, x in paths(once.gradients).items() if ".runs." in name and name.endswith("weight")]
+    assert {x.dtype for x in matrices} == {jnp.dtype(jnp.bfloat16)}
+    twice = gradients(direct, jax.tree.map(jnp.copy, once))  # for it is donated
+    for name, g in paths(wanted).items():
+        x, y = (np.asarray(paths(found.gradients)[name], np.float32) for found in (once, twice))
+        np.testing.assert_allclose(x, g, atol=1e-6 * np.abs(g).max(), err_msg=name)
+        np.testing.assert_allclose(y, 2 * g, atol=1e-6 * np.abs(g).max(), err_msg=name)
+
+    programs = CompileCounter()
+    for batches in steps:
+        put = [direct.put(b) for b in batches]
+        states[1], kept, told = direct.step(states[1], None, put, hyper)
+        assert kept is None
+    assert programs.requested == 0
+    for batches in steps:
+        states[0], _, same = summing.step(states[0], summing.zeros(), [summing.put(b) for b in batches], hyper)
+    assert float(told.loss.sum()) == pytest.approx(float(same.loss.sum()), rel=1e-5)
+    for name, p in paths(states[0].trainable).items():
+        np.testing.assert_allclose(paths(states[1].trainable)[name], p, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(run):
     executor = run.executor
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()

@@ -93,13 +93,14 @@ def load_steps(config: Config, folder: Path, steps: int, topology: Topology = ON
     return [loader(step).microbatches for step in range(steps)]
 
 
-def make_executor(config: Config, mesh: MeshConfig) -> Executor:
+def make_executor(config: Config, mesh: MeshConfig, accumulates: bool = True) -> Executor:
     """The programs of this config on as many devices as the mesh wants."""
     count = mesh.data * mesh.fsdp * mesh.tensor
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     optimizer = make_optimizer(config.optimizer, model.axes)
     on, rules = make_mesh(mesh, jax.devices()[:count]), ShardingRules.of(mesh)
-    return Executor(model, optimizer, on, rules, len(config.data.sources), loss_chunks=config.training.loss_chunks or 1)
+    chunks = config.training.loss_chunks or 1
+    return Executor(model, optimizer, on, rules, len(config.data.sources), loss_chunks=chunks, accumulates=accumulates)
 
 
 def scattered(executor: Executor, seed: int = 0) -> Any:
