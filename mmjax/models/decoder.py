@@ -52,7 +52,7 @@ def _logits(x: Array, table: Array, dtype: jnp.dtype) -> Array:
 
 
 def _logits_forward(x: Any, table: Any, dtype: jnp.dtype) -> tuple[Array, Any]:
-    # Each is needed for the gradient of the other alone, which a frozen one does not have. Empty slices tell the dtypes.
+    # Each is needed for the gradient of the other alone, which a frozen one lacks. Empty slices tell the dtypes.
     residuals = x.value if table.perturbed else None, table.value if x.perturbed else None
     return _logits(x.value, table.value, dtype), (*residuals, x.value[:0], table.value[:0])
 

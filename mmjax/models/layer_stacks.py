@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.config import Remat
-from mmjax.models.layers import Context, KeyValue, KVCacheView
+from mmjax.models.layers import Context, KeyValue, KVCacheView, recomputed_layer
 from mmjax.parallel.sharding import constrain
 
 _ATTENTION = ("attention_output", "attention_logsumexp")
@@ -229,10 +229,11 @@ def _apply(
         # Merged inside, because a scan and `jax.checkpoint` pass only arrays.
         module = nnx.merge(graph, *params)
         key_value = None
-        if with_kv:
-            x, key_value = module.forward_with_kv(x, context, past and past._replace(cache=inputs.cache))
-        else:
-            x = module(x, context)
+        with recomputed_layer(run.remat != "none"):
+            if with_kv:
+                x, key_value = module.forward_with_kv(x, context, past and past._replace(cache=inputs.cache))
+            else:
+                x = module(x, context)
         return constrain(x, "rows", "length", "width"), key_value
 
     if run.remat != "none" and not with_kv:

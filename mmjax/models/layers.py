@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +26,6 @@ from mmjax.models.embedding import look_up
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
 
-# Keeps only a function's inputs for backward, which computes the rest again: for what is cheap to compute and large to
-# keep. In a scan XLA cannot merge the recomputation with the original; in a layer that is itself recomputed it should.
-keep_inputs = partial(jax.checkpoint, prevent_cse=False)
-
 Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time
 
 # The sites of a layer: the outputs of its attention and of its MLP, before they are added to the residual stream.
@@ -36,6 +34,35 @@ MLP_SITE = 1
 SITES = 2
 
 IMPL = "threefry2x32"  # named, since other generators give other bits under vmap
+
+
+_layer_recomputed: ContextVar[bool] = ContextVar("layer_recomputed", default=False)
+
+
+@contextmanager
+def recomputed_layer(recomputed: bool) -> Iterator[None]:
+    """Trace a layer which a remat policy recomputes, or does not."""
+    token = _layer_recomputed.set(recomputed)
+    try:
+        yield
+    finally:
+        _layer_recomputed.reset(token)
+
+
+def keep_inputs(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Keep only a function's inputs for backward, which computes the rest again: what is cheap, and large to keep.
+
+    In a layer that a policy recomputes, the policy alone decides.
+    """
+    # In a scan XLA cannot merge the recomputation with the original. An adapter's small product is kept.
+    policy = jax.checkpoint_policies.save_only_these_names("adapter")
+    checkpointed = jax.checkpoint(function, prevent_cse=False, policy=policy)
+
+    @wraps(function)
+    def call(*arrays: Array | None) -> Array:
+        return (function if _layer_recomputed.get() else checkpointed)(*arrays)
+
+    return call
 
 
 class Dropout(NamedTuple):

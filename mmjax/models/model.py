@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
@@ -319,7 +320,8 @@ class LowRank(nnx.Module):
         self.scale = scale
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        return (x @ self.a[...].astype(x.dtype)) @ self.b[...].astype(x.dtype) * self.scale
+        inner = checkpoint_name(x @ self.a[...].astype(x.dtype), "adapter")
+        return inner @ self.b[...].astype(x.dtype) * self.scale
 
 
 def _attach_adapters(model: MultimodalModel, config: ModelConfig, key: Array) -> None:
