@@ -339,11 +339,11 @@ def test_blockwise_attention_executes_the_blocks_it_may_visit() -> None:
     assert pairs == {"dense": 3 * 1000**2, "blockwise": 3 * 256**2 * (4 + 3 + 2 + 1)}
     near = replace(blockwise, llm=replace(blockwise.llm, window=100, windowed=(1,)))  # one of two layers
     assert work.row_work(near, {"llm": (1, 1000)})["llm"].pairs == 256**2 * (10 + 4 + 3) / 2
-    # Squares of 20 x 20 patches reach two blocks back, and forward.
+    # Squares of 20 x 20 patches, one after the other: of four blocks the first meets those of two, the others of more.
     tower = replace(make_model(encoder_layers=2).encoders["vision"], attention="blockwise", window=20, windowed=(0,))
     squares = ModelConfig(blockwise.llm, {"vision": tower})
     row = {"llm": (1, 8), "vision": (1, 1000)}
-    assert work.row_work(squares, row)["vision"].pairs == 256**2 * (16 + 4 + 2 * (3 + 2)) / 2
+    assert work.row_work(squares, row)["vision"].pairs == 256**2 * (16 + 2 + 4 + 3 + 3) / 2
 
 
 def test_what_a_window_forbids_is_not_needed() -> None:
