@@ -100,13 +100,14 @@ def first_leak(verifier: verify.Verifier) -> str:
 
 
 def mask_without_samples(patch: pytest.MonkeyPatch) -> None:
-    """In layers with windows, whose numbers are the same in every image."""
+    """In layers with windows, all of which become one."""
     of_layers = Context.of_layers
 
     def leaking(self, windowed):
         context = of_layers(self, windowed)
-        everyone = jnp.minimum(context.mask.sample, 0)
-        return context._replace(mask=context.mask._replace(sample=everyone)) if windowed else context
+        mask = context.mask
+        leaky = mask._replace(sample=jnp.minimum(mask.sample, 0), span=jnp.minimum(mask.span, 1))
+        return context._replace(mask=leaky) if windowed else context
 
     patch.setattr(Context, "of_layers", leaking)
 

@@ -103,7 +103,7 @@ def sum_by_index(vectors: Float[Array, "m d"], index: Int[Array, " m"], size: in
     carried = jnp.where(earlier[..., None], sums[:, -1], 0).sum(1)
     entry = jnp.arange(size, dtype=index.dtype)
     # An index is complete at its last position; -1, before the first index, is that of the largest.
-    last = jnp.searchsorted(blocks.reshape(-1), entry, side="right", method="sort") - 1
+    last = jnp.searchsorted(blocks.reshape(-1), entry, side="right", method="scan_unrolled") - 1
     block = last // width
     total = sums.reshape(-1, sums.shape[-1])[last]
     total += jnp.where((blocks[block, 0] == entry)[:, None], carried[block], 0)

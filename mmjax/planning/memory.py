@@ -67,9 +67,10 @@ MOMENT = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of a moment, by `opti
 LOADED = 2  # steps whose batches are on the devices: the running one and the next
 TEXT_FIELDS = 12  # four-byte numbers per text position, beside slots
 ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
-# Bytes live at once in a layer's backward pass, recomputed values and gradients included, over those that it saves
-# without remat. Fitted to XLA.
-ALIVE = 2.0
+# Fraction of a layer's values, saved without remat or not, that is live at once in its backward pass. Fitted to XLA.
+ALIVE = 0.8
+# What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide as the layer.
+MLP_ARRAYS, STREAMS = 4, 4
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,9 @@ def fixed_bytes(
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
     accumulates = batch.microbatches > 1
-    layer_peaks = [_layer(model, tower, saved, sharding, activation) for tower, saved in layers.items()]
+    layer_peaks = [
+        _layer(model, tower, saved, work[tower].positions, sharding, activation) for tower, saved in layers.items()
+    ]
     tokens = 0
     for name, encoder in model.encoders.items():
         # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
@@ -242,8 +245,12 @@ def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, activatio
     return MASTER * positions * 2 * width + max(both, gradient + tables)
 
 
-def _layer(model: ModelConfig, tower: str, saved: float, sharding: ModelSharding, activation: int) -> float:
+def _layer(
+    model: ModelConfig, tower: str, saved: float, positions: int, sharding: ModelSharding, activation: int
+) -> float:
     """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient."""
     layer = layer_sizes(model.llm if tower == "llm" else model.encoders[tower])
-    largest = layer.width * max(layer.mlp, layer.queries) / sharding.parts(tower)
-    return ALIVE * saved + ((activation + MASTER) * largest if sharding.shards > 1 else 0)
+    parts = sharding.parts(tower)
+    largest = layer.width * max(layer.mlp, layer.queries) / parts
+    again = positions * (MLP_ARRAYS * layer.mlp * activation / parts + STREAMS * MASTER * layer.width)
+    return ALIVE * (saved + again) + ((activation + MASTER) * largest if sharding.shards > 1 else 0)

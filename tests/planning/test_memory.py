@@ -115,7 +115,7 @@ def test_with_one_microbatch_gradients_of_matrices_take_the_precision_of_the_com
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_the_moment_of_the_loss_is_the_logits_of_a_part_and_the_sums_of_its_products(chunks):
     config = replace(load("tiny_omni"), optimizer=AdamW())
-    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=8192)))
+    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=65_536)))
     vocab, width = config.model.llm.vocab, config.model.llm.width
     alone, shared = held(config, chunks=chunks), held(config, ModelSharding(8), chunks=chunks)
     assert alone["transient"] == 4 * 64 * (vocab / chunks + 2 * width)
