@@ -90,27 +90,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None  # None: from the cluster's data sheet
     if on_this_machine:
         measure_speed = lambda layouts: device_speed(config, layouts, jax.devices()[0], args.profile)  # noqa: E731
-    outlook = forecast_run(config, cluster, index, weights, measure_speed)
-    compiled = None if devices is None else compile_forecast(outlook, devices)
+    forecast = forecast_run(config, cluster, index, weights, measure_speed)
+    compiled = None if devices is None else compile_forecast(forecast, devices)
     if args.json:
-        print_lines(json.dumps(as_numbers(outlook, price, compiled)))
+        print_lines(json.dumps(as_numbers(forecast, price, compiled)))
     else:
-        print_lines(*report(outlook, price, source, compiled))
+        print_lines(*report(forecast, price, source, compiled))
     if args.picture is not None:
         from mmjax.reporting.plan_plot import plot_plan  # matplotlib looks for fonts when it is first imported
 
-        plot_plan(args.picture, outlook)
+        plot_plan(args.picture, forecast)
     if args.out is not None:
-        _write_plan(outlook, args.out)
+        _write_plan(forecast, args.out)
 
 
-def _write_plan(outlook: RunForecast, path: Path) -> None:
-    way = outlook.chosen
-    memory = way.fitted
+def _write_plan(forecast: RunForecast, path: Path) -> None:
+    chosen = forecast.chosen
+    memory = chosen.memory_plan
     if not memory.fits:
         raise UserError(f"--out {path}: nothing is written, for the run does not fit; see what limits it")
-    expected = {"seconds": way.time.total, "mfu": outlook.mfu(way), "memory": memory.device}
-    text = plan_text(outlook.config, str(outlook.cluster), outlook.mesh, memory.policies, memory.loss_chunks, expected)
+    expected = {"seconds": chosen.time.total, "mfu": forecast.mfu(chosen), "memory": memory.device}
+    text = plan_text(
+        forecast.config, str(forecast.cluster), forecast.mesh, memory.policies, memory.loss_chunks, expected
+    )
     path.write_text(text)
 
 
@@ -157,32 +159,32 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[Le
 Compiled = Mapping[str, CompiledProgram]  # by program, as `compile_forecast` returns them
 
 
-def report(outlook: RunForecast, price: float | None, source: str, compiled: Compiled | None = None) -> list[str]:
+def report(forecast: RunForecast, price: float | None, source: str, compiled: Compiled | None = None) -> list[str]:
     """Format the plan for a person. source: describes the lengths."""
-    config = outlook.config
-    way = outlook.chosen
+    config = forecast.config
+    chosen = forecast.chosen
     counts = parameters(config.model)
-    axes = " x ".join(f"{axis} {n}" for axis, n in outlook.mesh.items() if n > 1) or "one device"
+    axes = " x ".join(f"{axis} {n}" for axis, n in forecast.mesh.items() if n > 1) or "one device"
     lines = [
         f"plan   {config.name}: {count(sum(counts.values()))} parameters, {config.training.precision}, on "
-        f"{outlook.cluster.devices} x {outlook.cluster.device.name} ({axes})",
-        f"data   {source}; {outlook.samples:,.0f} samples and {count(outlook.tokens)} LLM tokens a step",
-        *table(_module_rows(outlook)),
+        f"{forecast.cluster.devices} x {forecast.cluster.device.name} ({axes})",
+        f"data   {source}; {forecast.samples:,.0f} samples and {count(forecast.tokens)} LLM tokens a step",
+        *table(_module_rows(forecast)),
     ]
-    if not way.fitted.fits:
-        reasons = (describe_shortage(way.fitted), outlook.longest, outlook.nearest)
+    if not chosen.memory_plan.fits:
+        reasons = (describe_shortage(chosen.memory_plan), forecast.longest, forecast.nearest)
         lines.append(f"DOES NOT FIT: {'; '.join(filter(None, reasons))}")
-    lines += describe_memory_plan(way.fitted)
+    lines += describe_memory_plan(chosen.memory_plan)
     if compiled is not None:
-        lines += _compiled_lines(way.fitted.predicted, compiled)
-    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in asdict(way.time).items() if seconds)
+        lines += _compiled_lines(chosen.memory_plan.predicted, compiled)
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in asdict(chosen.time).items() if seconds)
     lines += [
-        f"step   {duration(way.time.total)}, MFU {outlook.mfu(way):.1%} ({outlook.basis}): {parts}",
-        *table(_balance_rows(outlook)),
-        f"start  about {_one_digit(compile_seconds(way)):,.0f} s of compiling, measured for H100 on one CPU core: "
-        f"{len(way.layout.shapes)} shape(s), {layer_stacks(way)} run(s) of layers",
+        f"step   {duration(chosen.time.total)}, MFU {forecast.mfu(chosen):.1%} ({forecast.basis}): {parts}",
+        *table(_balance_rows(forecast)),
+        f"start  about {_one_digit(compile_seconds(chosen)):,.0f} s of compiling, measured for H100 on one CPU core: "
+        f"{len(chosen.layout.shapes)} shape(s), {layer_stacks(chosen)} run(s) of layers",
     ]
-    return [*lines, *_whole_run(outlook, price), *(f"limits {line}" for line in limits(outlook))]
+    return [*lines, *_whole_run(forecast, price), *(f"limits {line}" for line in limits(forecast))]
 
 
 def _compiled_lines(predicted: float, compiled: Compiled) -> list[str]:
@@ -199,44 +201,46 @@ def _compiled_lines(predicted: float, compiled: Compiled) -> list[str]:
     return lines
 
 
-def _module_rows(outlook: RunForecast) -> list[tuple[str, ...]]:
-    way = outlook.chosen
-    config = outlook.config
+def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
+    chosen = forecast.chosen
+    config = forecast.config
     rows = [("module", "parameters", "rows a rank", "lengths", "fill", "computed again")]
     counts = parameters(config.model)
     for k, name in enumerate(("llm", *config.model.encoders)):
-        lengths = sorted({shape.lengths[k] for shape in way.layout.shapes})
-        policies = way.fitted.policies[name]
+        lengths = sorted({shape.lengths[k] for shape in chosen.layout.shapes})
+        policies = chosen.memory_plan.policies[name]
         recomputed = sum(policy != "none" for policy in policies)
         rows.append(
             (
                 name,
                 count(counts[name]),
-                str(way.layout.rows[k]),
+                str(chosen.layout.rows[k]),
                 "/".join(map(str, lengths)),
-                f"{way.fill[name]:.2f}",
+                f"{chosen.fill[name]:.2f}",
                 f"in {recomputed} of {len(policies)} layers" if recomputed else "nothing",
             )
         )
     return rows
 
 
-def _balance_rows(outlook: RunForecast) -> list[tuple[str, ...]]:
-    rows = [("balance", *(f"dist ratio {name}" for name in outlook.chosen.dist_ratio), "fill LLM", "step", "MFU")]
-    for kind, way in outlook.by_balance.items():
-        ratios = [f"{ratio:.3f}" for ratio in way.dist_ratio.values()]
-        rows.append((kind, *ratios, f"{way.fill['llm']:.2f}", duration(way.time.total), f"{outlook.mfu(way):.1%}"))
+def _balance_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
+    rows = [("balance", *(f"dist ratio {name}" for name in forecast.chosen.dist_ratio), "fill LLM", "step", "MFU")]
+    for kind, chosen in forecast.by_balance.items():
+        ratios = [f"{ratio:.3f}" for ratio in chosen.dist_ratio.values()]
+        rows.append(
+            (kind, *ratios, f"{chosen.fill['llm']:.2f}", duration(chosen.time.total), f"{forecast.mfu(chosen):.1%}")
+        )
     return rows
 
 
-def layer_stacks(way: BalanceForecast) -> int:
+def layer_stacks(chosen: BalanceForecast) -> int:
     """Count the stacks of all modules: consecutive layers of one remat policy, compiled once and scanned over."""
-    return sum(len(list(groupby(policies))) for policies in way.fitted.policies.values())
+    return sum(len(list(groupby(policies))) for policies in chosen.memory_plan.policies.values())
 
 
-def compile_seconds(way: BalanceForecast) -> float:
+def compile_seconds(chosen: BalanceForecast) -> float:
     """Estimate the seconds to compile every shape on a cold cache."""
-    return len(way.layout.shapes) * (PROGRAM_SECONDS + STACK_SECONDS * layer_stacks(way))
+    return len(chosen.layout.shapes) * (PROGRAM_SECONDS + STACK_SECONDS * layer_stacks(chosen))
 
 
 def _one_digit(number: float) -> float:
@@ -244,41 +248,41 @@ def _one_digit(number: float) -> float:
     return float(f"{number:.1g}")
 
 
-def _whole_run(outlook: RunForecast, price: float | None) -> list[str]:
+def _whole_run(forecast: RunForecast, price: float | None) -> list[str]:
     """Format the time and cost of the whole run, and the disk that its checkpoints take."""
-    config = outlook.config
-    device_hours = outlook.hours * outlook.cluster.devices
+    config = forecast.config
+    device_hours = forecast.hours * forecast.cluster.devices
     cost = "" if price is None else f", {price * device_hours:,.0f} at {price:g} an hour"
-    checkpoint = checkpoint_bytes(outlook)
+    checkpoint = checkpoint_bytes(forecast)
     folder = Path(config.run or "runs").absolute()
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
     keep = config.training.keep
     verdict = "" if keep * checkpoint < free else ": TOO LITTLE HERE"
     return [
-        f"run    {outlook.steps:,} such steps take {_hours(outlook.hours)}, {device_hours:,.1f} device hours{cost}",
+        f"run    {forecast.steps:,} such steps take {_hours(forecast.hours)}, {device_hours:,.1f} device hours{cost}",
         f"saves  {size(checkpoint)} x {keep} kept; {size(free)} are free where this plan was made{verdict}",
     ]
 
 
-def checkpoint_bytes(outlook: RunForecast) -> int:
+def checkpoint_bytes(forecast: RunForecast) -> int:
     """Compute the bytes of one checkpoint."""
-    config = outlook.config
+    config = forecast.config
     return saved_bytes(config.model, ACTIVATION[config.training.precision], config.optimizer)
 
 
-def limits(outlook: RunForecast) -> list[str]:
+def limits(forecast: RunForecast) -> list[str]:
     """List the bottlenecks of the run with a remedy for each."""
-    way = outlook.chosen
-    time = way.time
+    chosen = forecast.chosen
+    time = chosen.time
     remedies = []
-    if not way.fitted.fits:
+    if not chosen.memory_plan.fits:
         remedies.append("memory: shard over more devices (mesh.fsdp), use more batch.microbatches, or a smaller model")
-    if _rematerializes(outlook):
+    if _rematerializes(forecast):
         remedies.append(
             "XLA would compute products again by itself, to take less memory: lower mesh.memory, or raise "
             "compiler.xla_gpu_memory_limit_slop_factor"
         )
-    if uneven := replication_warning(way.fitted):
+    if uneven := replication_warning(chosen.memory_plan):
         remedies.append(uneven)
     if time.shards > time.compute + time.recompute:
         remedies.append("gathering parameters takes longer than computing: more samples a step, or a smaller mesh.fsdp")
@@ -286,28 +290,28 @@ def limits(outlook: RunForecast) -> list[str]:
         remedies.append(
             f"{time.recompute / time.total:.0%} of the step is computing again: a larger mesh.fsdp leaves room"
         )
-    worst = max(way.dist_ratio, key=lambda name: way.dist_ratio[name])
-    if way.dist_ratio[worst] > 0.05:
-        remedies.append(f"ranks are uneven in {worst} ({way.dist_ratio[worst]:.2f}): more samples a step")
-    emptiest = min(way.fill, key=lambda name: way.fill[name])
-    if way.fill[emptiest] < 0.85:
-        ranks = way.layout.topology.ranks
-        divides = outlook.config.batch.rows[emptiest] % ranks == 0
+    worst = max(chosen.dist_ratio, key=lambda name: chosen.dist_ratio[name])
+    if chosen.dist_ratio[worst] > 0.05:
+        remedies.append(f"ranks are uneven in {worst} ({chosen.dist_ratio[worst]:.2f}): more samples a step")
+    emptiest = min(chosen.fill, key=lambda name: chosen.fill[name])
+    if chosen.fill[emptiest] < 0.85:
+        ranks = chosen.layout.topology.ranks
+        divides = forecast.config.batch.rows[emptiest] % ranks == 0
         remedy = "use more samples a step" if divides else f"make batch.rows.{emptiest} a multiple of {ranks}"
-        remedies.append(f"rows of {emptiest} are {way.fill[emptiest]:.0%} full: {remedy}, or more batch.shapes")
+        remedies.append(f"rows of {emptiest} are {chosen.fill[emptiest]:.0%} full: {remedy}, or more batch.shapes")
     return remedies or ["nothing stands out: the devices compute most of the time"]
 
 
-def _rematerializes(outlook: RunForecast) -> bool:
+def _rematerializes(forecast: RunForecast) -> bool:
     """Predict whether the gradients' program takes more than XLA allows: a share of the memory less its arguments."""
-    target = outlook.cluster.device.cuda
+    target = forecast.cluster.device.cuda
     if target is None:
         return False
-    fitted = outlook.chosen.fitted
-    waiting = fitted.fixed["batch"] * (1 - 1 / (LOADED * outlook.config.batch.microbatches))
-    arguments = fitted.fixed["parameters"] + fitted.fixed["gradients"] + fitted.fixed["batch"] - waiting
-    temporary = fitted.predicted - arguments - fitted.fixed["optimizer"] - waiting
-    share = {**GPU, **outlook.config.compiler}["xla_gpu_memory_limit_slop_factor"]
+    memory = forecast.chosen.memory_plan
+    waiting = memory.fixed["batch"] * (1 - 1 / (LOADED * forecast.config.batch.microbatches))
+    arguments = memory.fixed["parameters"] + memory.fixed["gradients"] + memory.fixed["batch"] - waiting
+    temporary = memory.predicted - arguments - memory.fixed["optimizer"] - waiting
+    share = {**GPU, **forecast.config.compiler}["xla_gpu_memory_limit_slop_factor"]
     return temporary > float(share) / 100 * (USABLE * target.memory - arguments)
 
 
@@ -319,28 +323,28 @@ def _hours(hours: float) -> str:
     return f"{3600 * hours:,.1f} seconds"
 
 
-def as_numbers(outlook: RunForecast, price: float | None, compiled: Compiled | None = None) -> dict[str, Any]:
+def as_numbers(forecast: RunForecast, price: float | None, compiled: Compiled | None = None) -> dict[str, Any]:
     """Build the JSON object of `--json`: times in seconds, memory and checkpoints in bytes."""
-    device_hours = outlook.hours * outlook.cluster.devices
-    memory = outlook.chosen.fitted
+    device_hours = forecast.hours * forecast.cluster.devices
+    memory = forecast.chosen.memory_plan
     ways = {
         kind: {
-            "dist_ratio": way.dist_ratio,
-            "fill": way.fill,
-            "seconds": asdict(way.time) | {"total": way.time.total},
-            "mfu": outlook.mfu(way),
-            "fits": way.fitted.fits,
-            "memory": way.fitted.device,
+            "dist_ratio": chosen.dist_ratio,
+            "fill": chosen.fill,
+            "seconds": asdict(chosen.time) | {"total": chosen.time.total},
+            "mfu": forecast.mfu(chosen),
+            "fits": chosen.memory_plan.fits,
+            "memory": chosen.memory_plan.device,
         }
-        for kind, way in outlook.by_balance.items()
+        for kind, chosen in forecast.by_balance.items()
     }
     return {
-        "config": outlook.config.name,
-        "cluster": str(outlook.cluster),
-        "mesh": outlook.mesh,
-        "parameters": parameters(outlook.config.model),
-        "samples": outlook.samples,
-        "tokens": outlook.tokens,
+        "config": forecast.config.name,
+        "cluster": str(forecast.cluster),
+        "mesh": forecast.mesh,
+        "parameters": parameters(forecast.config.model),
+        "samples": forecast.samples,
+        "tokens": forecast.tokens,
         "memory": memory.fixed | {"activations": memory.activations},
         "room": memory.limit.device,
         "compiled": None if compiled is None else max(program.bytes for program in compiled.values()),
@@ -350,16 +354,16 @@ def as_numbers(outlook: RunForecast, price: float | None, compiled: Compiled | N
         },
         "remat": memory.policies,
         "loss_chunks": memory.loss_chunks,
-        "balance": outlook.config.batch.balance.kind,
+        "balance": forecast.config.batch.balance.kind,
         "ways": ways,
-        "nearest": outlook.nearest,
-        "basis": outlook.basis,
-        "compile": compile_seconds(outlook.chosen),
-        "hours": outlook.hours,
+        "nearest": forecast.nearest,
+        "basis": forecast.basis,
+        "compile": compile_seconds(forecast.chosen),
+        "hours": forecast.hours,
         "device_hours": device_hours,
         "cost": None if price is None else price * device_hours,
-        "checkpoint": checkpoint_bytes(outlook),
-        "limits": limits(outlook),
+        "checkpoint": checkpoint_bytes(forecast),
+        "limits": limits(forecast),
     }
 
 

@@ -44,7 +44,7 @@ class BalanceForecast:
     """
 
     layout: RankLayout
-    fitted: MemoryPlan
+    memory_plan: MemoryPlan
     time: StepTime  # mean over steps
     dist_ratio: dict[str, float]
     fill: dict[str, float]
@@ -75,10 +75,10 @@ class RunForecast:
         """Return the forecast under the config's own balancing."""
         return self.by_balance[self.config.batch.balance.kind]
 
-    def mfu(self, way: BalanceForecast) -> float:
+    def mfu(self, chosen: BalanceForecast) -> float:
         """Return the model FLOPs utilisation."""
         peak = self.cluster.device.peak(self.config.training.precision) * self.cluster.devices
-        return self.needed / (way.time.total * peak)
+        return self.needed / (chosen.time.total * peak)
 
     @property
     def basis(self) -> str:
@@ -138,13 +138,13 @@ def forecast_run(
     # Plans of all balances have the same samples, so those of the last one stand for all.
     samples = np.concatenate([plan.samples() for plan in plans])
     remedy = ""
-    fitted = by_balance[config.batch.balance.kind].fitted
-    if not fitted.fits:
+    memory_plan = by_balance[config.batch.balance.kind].memory_plan
+    if not memory_plan.fits:
 
         def layouts(changed: Config) -> RankLayout:
             return make_planner(index, changed, weights, topology, None, dry_run)[1]
 
-        remedy = suggest_settings(config, mesh, layouts, speed, fitted.limit, tracer)
+        remedy = suggest_settings(config, mesh, layouts, speed, memory_plan.limit, tracer)
     return RunForecast(
         config=config,
         cluster=cluster,
@@ -160,11 +160,11 @@ def forecast_run(
     )
 
 
-def compile_forecast(outlook: RunForecast, devices: Sequence[jax.Device]) -> dict[str, CompiledProgram]:
+def compile_forecast(forecast: RunForecast, devices: Sequence[jax.Device]) -> dict[str, CompiledProgram]:
     """Compile the run as it is planned, in its fullest shape: its programs, "gradients" and "update"."""
-    way = outlook.chosen
-    batch = device_microbatch(outlook.config, way.layout, way.layout.shapes[way.fitted.largest_shape])
-    config = apply_memory_plan(outlook.config, way.fitted.policies, way.fitted.loss_chunks)
+    chosen = forecast.chosen
+    batch = device_microbatch(forecast.config, chosen.layout, chosen.layout.shapes[chosen.memory_plan.largest_shape])
+    config = apply_memory_plan(forecast.config, chosen.memory_plan.policies, chosen.memory_plan.loss_chunks)
     step = StepPrograms.of(config, batch, devices)
     return {"gradients": step.compile_gradients(), "update": step.compile_update()}
 
@@ -181,23 +181,23 @@ def _forecast(
 ) -> BalanceForecast:
     """Forecast the run under one balancing method from the plans of its first steps."""
     room = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
-    fitted = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
+    memory_plan = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
     activation = ACTIVATION[config.training.precision]
-    machine = ClusterRun(cluster, mesh, fitted.sharding, speed, activation, loss_chunks=fitted.loss_chunks)
+    machine = ClusterRun(cluster, mesh, memory_plan.sharding, speed, activation, loss_chunks=memory_plan.loss_chunks)
     model = resolve_attention(config.model, speed.rates)
     microbatches = [m for plan in plans for m in plan.microbatches]
     batches = [
         replace(device_microbatch(config, layout, m.shape), pairs=_visited_pairs(model, layout, m))
         for m in microbatches
     ]
-    time = step_time(fitted.applied(model), batches, fitted.unsaved, machine, config.optimizer)
+    time = step_time(memory_plan.applied(model), batches, memory_plan.unsaved, machine, config.optimizer)
     names = ("llm", *config.model.encoders)
     work = np.stack([sum(m.work() for m in plan.microbatches) for plan in plans], axis=1)
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
     positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
     return BalanceForecast(
         layout=layout,
-        fitted=fitted,
+        memory_plan=memory_plan,
         time=time.mean_over(len(plans)),
         dist_ratio=dict(zip(names, dist_ratio(work).mean(1).tolist(), strict=True)),
         fill=dict(zip(names, (useful / positions).tolist(), strict=True)),

@@ -63,41 +63,41 @@ INVISIBLE = 0.002  # share of an axis; a part that is shorter in all bars is lef
 
 
 @matplotlib.rc_context(STYLE)
-def plot_plan(path: Path, outlook: RunForecast) -> None:
+def plot_plan(path: Path, forecast: RunForecast) -> None:
     """Plot a run's plan: memory and time of a step by kind of balancing, and ranks' work with and without it."""
-    config = outlook.config
-    chosen = outlook.chosen
+    config = forecast.config
+    chosen = forecast.chosen
     kinds = ["none", config.batch.balance.kind if config.batch.balance.kind != "none" else "post"]
-    works = {kind: outlook.by_balance[kind].work for kind in kinds}
-    bars = BAR * len(outlook.by_balance)
+    works = {kind: forecast.by_balance[kind].work for kind in kinds}
+    bars = BAR * len(forecast.by_balance)
     memory_top, time_top, work_top = np.cumsum([66, HEADING + bars + 66, HEADING + bars + 50])
-    axes = " x ".join(f"{axis} {n}" for axis, n in outlook.mesh.items() if n > 1) or "one device"
-    speed = f"{duration(chosen.time.total)} a step, MFU {outlook.mfu(chosen):.1%} ({outlook.basis})"
-    title = f"{config.name} on {outlook.cluster}: {speed}"
+    axes = " x ".join(f"{axis} {n}" for axis, n in forecast.mesh.items() if n > 1) or "one device"
+    speed = f"{duration(chosen.time.total)} a step, MFU {forecast.mfu(chosen):.1%} ({forecast.basis})"
+    title = f"{config.name} on {forecast.cluster}: {speed}"
     subtitle = (
         f"{count(sum(parameters(config.model).values()))} parameters, {config.training.precision}, mesh {axes}, "
-        f"{outlook.samples:,.0f} samples and {count(outlook.tokens)} LLM tokens a step, "
+        f"{forecast.samples:,.0f} samples and {count(forecast.tokens)} LLM tokens a step, "
         f"balance {config.batch.balance.kind}"
     )
     figure = new_figure(work_top + len(works) * work_height(chosen.work) + 34, title, subtitle)
-    _draw_memory(figure, memory_top, outlook)
-    _draw_time(figure, time_top, outlook)
+    _draw_memory(figure, memory_top, forecast)
+    _draw_time(figure, time_top, forecast)
     rank = "encoder rank" if chosen.layout.topology.encoders_per_rank > 1 else "rank"
     headings = {kind: f"Work of each {rank}, balance {kind}: {MEANINGS[kind]}" for kind in works}
     draw_works(figure, work_top, works, headings)
     save_figure(figure, path, f"Plan of {title}")
 
 
-def _draw_memory(figure: Figure, top: float, outlook: RunForecast) -> None:
+def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
     """Draw a device's memory by what it is for, a bar for each kind of balancing, and its capacity."""
-    colours = module_colours(outlook.chosen.work)
-    limit = outlook.chosen.fitted.limit.device
-    largest = max(way.fitted.device for way in outlook.by_balance.values())
+    colours = module_colours(forecast.chosen.work)
+    limit = forecast.chosen.memory_plan.limit.device
+    largest = max(each.memory_plan.device for each in forecast.by_balance.values())
     limit_visible = limit < 4 * largest  # else the bars would be too short to read
-    axes = _bar_axes(figure, top, outlook, LABEL_ROOM * max(largest, limit if limit_visible else 0))
+    axes = _bar_axes(figure, top, forecast, LABEL_ROOM * max(largest, limit if limit_visible else 0))
     write_text(figure, LEFT, top + 14, "Memory of a device", weight="bold")
-    for row, way in enumerate(outlook.by_balance.values()):
-        memory = way.fitted
+    for row, each in enumerate(forecast.by_balance.values()):
+        memory = each.memory_plan
         segments = [(kind, memory.fixed[kind], colour) for kind, colour in KINDS.items()]
         segments += [(module_name(name), memory.activations[name], colour) for name, colour in colours.items()]
         label = size(memory.device) + ("" if memory.fits else ": too large")
@@ -109,47 +109,47 @@ def _draw_memory(figure: Figure, top: float, outlook: RunForecast) -> None:
         write_text(figure, max(x, LEFT + 190), top + 14, f"room {size(limit)}", ha="center")  # right of the heading
     else:
         write_text(figure, WIDTH - RIGHT, top + 14, f"room {size(limit)}, beyond this picture", ha="right", color=PALE)
-    bottom = top + HEADING + BAR * len(outlook.by_balance) + 8
-    maximum = {kind: max(way.fitted.fixed[kind] for way in outlook.by_balance.values()) for kind in KINDS}
+    bottom = top + HEADING + BAR * len(forecast.by_balance) + 8
+    maximum = {kind: max(each.memory_plan.fixed[kind] for each in forecast.by_balance.values()) for kind in KINDS}
     visible = {kind: colour for kind, colour in KINDS.items() if maximum[kind] > INVISIBLE * largest}
     draw_legend(figure, bottom, "always there", visible)
     draw_legend(figure, bottom + 19, "activations of", {module_name(name): colour for name, colour in colours.items()})
 
 
-def _draw_time(figure: Figure, top: float, outlook: RunForecast) -> None:
+def _draw_time(figure: Figure, top: float, forecast: RunForecast) -> None:
     """Draw the time of a step by its parts, a bar for each kind of balancing."""
-    slowest = max(way.time.total for way in outlook.by_balance.values())
-    axes = _bar_axes(figure, top, outlook, LABEL_ROOM * slowest)
+    slowest = max(each.time.total for each in forecast.by_balance.values())
+    axes = _bar_axes(figure, top, forecast, LABEL_ROOM * slowest)
     write_text(figure, LEFT, top + 14, "Time of a step", weight="bold")
-    times = [time_parts(way) for way in outlook.by_balance.values()]
-    for row, (way, seconds) in enumerate(zip(outlook.by_balance.values(), times, strict=True)):
+    times = [time_parts(each) for each in forecast.by_balance.values()]
+    for row, (each, seconds) in enumerate(zip(forecast.by_balance.values(), times, strict=True)):
         segments = [(part, seconds[part], colour) for part, colour in PARTS.items()]
-        _draw_bar(axes, row, segments, duration, f"{duration(way.time.total)}, MFU {outlook.mfu(way):.1%}")
+        _draw_bar(axes, row, segments, duration, f"{duration(each.time.total)}, MFU {forecast.mfu(each):.1%}")
     visible = [part for part in PARTS if max(seconds[part] for seconds in times) > INVISIBLE * slowest]
     names = {("shards, not hidden" if part == "shards" else part): PARTS[part] for part in visible}
-    draw_legend(figure, top + HEADING + BAR * len(outlook.by_balance) + 8, "spent on", names)
+    draw_legend(figure, top + HEADING + BAR * len(forecast.by_balance) + 8, "spent on", names)
 
 
-def time_parts(way: BalanceForecast) -> dict[str, float]:
+def time_parts(each: BalanceForecast) -> dict[str, float]:
     """Split the time of a step into parts that add up to it.
 
     Gathering shards counts as far as computing does not hide it. `recompute` may be negative, where a layer is faster
     with remat than without; it is then subtracted from computing.
     """
-    time = way.time
+    time = each.time
     parts = {part: getattr(time, part) for part in PARTS}
     parts |= {"compute": time.compute + min(time.recompute, 0.0), "recompute": max(time.recompute, 0.0)}
     return parts | {"shards": max(0.0, time.shards - time.compute - time.recompute)}
 
 
-def _bar_axes(figure: Figure, top: float, outlook: RunForecast, limit: float) -> Axes:
+def _bar_axes(figure: Figure, top: float, forecast: RunForecast, limit: float) -> Axes:
     """Add axes with room for a horizontal bar for each kind of balancing, under a heading."""
-    axes = add_axes(figure, LEFT, top + HEADING, INNER, BAR * len(outlook.by_balance))
+    axes = add_axes(figure, LEFT, top + HEADING, INNER, BAR * len(forecast.by_balance))
     axes.set_xlim(0, limit)
-    axes.set_ylim(len(outlook.by_balance) - 0.5, -0.5)
+    axes.set_ylim(len(forecast.by_balance) - 0.5, -0.5)
     axes.axis("off")
-    for row, kind in enumerate(outlook.by_balance):
-        chosen = kind == outlook.config.batch.balance.kind
+    for row, kind in enumerate(forecast.by_balance):
+        chosen = kind == forecast.config.batch.balance.kind
         y = top + HEADING + BAR * (row + 0.5) + 4
         write_text(figure, LEFT - 8, y, kind, ha="right", weight="bold" if chosen else "normal")
     return axes

@@ -20,7 +20,7 @@ from mmjax.reporting.plan_plot import KINDS, PARTS, plot_plan, time_parts
 
 
 @pytest.fixture(scope="module")
-def outlook() -> RunForecast:
+def forecast() -> RunForecast:
     """Of samples of a few tokens on 4 absent A100s, with encoders on twice as many ranks as the LLM."""
     rng, samples = np.random.default_rng(0), 400
     lengths = {name: rng.integers(1, 40, samples) for name in ("vision", "audio")}
@@ -35,25 +35,25 @@ def said(path: Path) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_plan_is_drawn_the_same_each_time_and_twice_as_fine_in_png(outlook: RunForecast, tmp_path: Path) -> None:
+def test_a_plan_is_drawn_the_same_each_time_and_twice_as_fine_in_png(forecast: RunForecast, tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg", "c.png"):
-        plot_plan(tmp_path / name, outlook)
+        plot_plan(tmp_path / name, forecast)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert imread(tmp_path / "c.png").shape[1] == 2000
     assert "Work of each encoder rank, balance none" in said(tmp_path / "a.svg")
 
 
-def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(outlook: RunForecast) -> None:
-    for way in outlook.by_balance.values():
-        assert way.work.keys() == way.dist_ratio.keys() == {"llm", "vision", "audio"}
-        for name, work in way.work.items():
+def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(forecast: RunForecast) -> None:
+    for chosen in forecast.by_balance.values():
+        assert chosen.work.keys() == chosen.dist_ratio.keys() == {"llm", "vision", "audio"}
+        for name, work in chosen.work.items():
             assert work.shape[1] == 4
-            assert way.dist_ratio[name] == pytest.approx(dist_ratio(work).mean())
-        assert np.array_equal(way.work["llm"][:, ::2], way.work["llm"][:, 1::2])
+            assert chosen.dist_ratio[name] == pytest.approx(dist_ratio(work).mean())
+        assert np.array_equal(chosen.work["llm"][:, ::2], chosen.work["llm"][:, 1::2])
 
 
-def test_bars_hold_every_kind_of_memory_and_every_part_of_the_time(outlook: RunForecast) -> None:
+def test_bars_hold_every_kind_of_memory_and_every_part_of_the_time(forecast: RunForecast) -> None:
     assert list(PARTS) == [f.name for f in fields(StepTime)]
-    for way in outlook.by_balance.values():
-        assert list(KINDS) == list(way.fitted.fixed)
-        assert sum(time_parts(way).values()) == pytest.approx(way.time.total)
+    for chosen in forecast.by_balance.values():
+        assert list(KINDS) == list(chosen.memory_plan.fixed)
+        assert sum(time_parts(chosen).values()) == pytest.approx(chosen.time.total)
