@@ -35,14 +35,14 @@ from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.disk import user_cache
 from mmjax.errors import UserError, exit_process, run_command
-from mmjax.models.layer_stacks import stack_layers, unstack_layers
+from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.layers import Context
-from mmjax.models.model import Model, Params, parameter_group
+from mmjax.models.model import Model, parameter_group
 from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh, row_ranks
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
 from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
-from mmjax.runtime.state import Optimizer, all_parameters, key_names
+from mmjax.runtime.state import Optimizer, all_parameters
 from mmjax.runtime.step import Accumulated, Executor, put_rows
 from mmjax.startup import activity
 from mmjax.training.run_checkpoints import RunCheckpoints
@@ -205,7 +205,8 @@ def checks_of(differences: Differences, backend: str, rounding: float) -> Iterat
         places = [place for place in differences if place.kind == kind]
         leaks = (place for place in places if differences[place][0] > tolerance)
         place = next(leaks, max(places, key=lambda place: differences[place][0]))
-        yield Check(kind, backend, differences[place][0], tolerance, place, differences[place][1])
+        difference, sample = differences[place]
+        yield Check(kind, backend, difference, tolerance=tolerance, place=place, sample=sample)
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
@@ -265,9 +266,15 @@ class Verifier:
     def executor(self, model: Model) -> Executor:
         """Return the run's own programs of a model, without an optimizer's state."""
         stateless = Optimizer(optax.identity(), parameter_group, frozenset())
-        mesh = self.config.mesh
-        rules = ShardingRules.of(mesh)
-        return Executor(model, stateless, self.mesh, rules, self.data.sources, mesh.exchange, self.loss_chunks)
+        return Executor(
+            model,
+            stateless,
+            self.mesh,
+            ShardingRules.of(self.config.mesh),
+            sources=self.data.sources,
+            exchange=self.config.mesh.exchange,
+            loss_chunks=self.loss_chunks,
+        )
 
     def backends(self) -> list[Attention]:
         """List the attention backends that can compute rows as long as the run's on these devices."""
@@ -358,7 +365,7 @@ class Programs:
         """Compare the first steps under the run's balance and under none; also describe what differs between them."""
         run, loader = self.run, self.run.loader
         real = row_ranks(run.mesh) > 1
-        topology = loader.layout.topology if real else Topology(*(VIRTUAL_RANKS,) * 3)
+        topology = loader.layout.topology if real else Topology(VIRTUAL_RANKS, VIRTUAL_RANKS, VIRTUAL_RANKS)
         losses, gradients, placed = [], [], []
         for balance in (run.config.batch.balance, NoBalance()):
             config = replace(run.config, batch=replace(run.config.batch, balance=balance))

@@ -26,6 +26,7 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.disk import read_sealed, write_sealed
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
+from mmjax.models.layer_stacks import key_names
 from mmjax.models.model import Model, parameter_group
 from mmjax.parallel.sharding import ShardingRules, loss_choices
 from mmjax.planning.flops import frozen_modules, needed_gradients
@@ -35,7 +36,7 @@ from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choo
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.planning.work import resolve_attention
 from mmjax.runtime.devices import device_description, ram_per_device
-from mmjax.runtime.state import key_names, parameter_shardings
+from mmjax.runtime.state import parameter_shardings
 
 
 @dataclass(frozen=True)

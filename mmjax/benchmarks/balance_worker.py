@@ -110,7 +110,7 @@ def _make_trainer(config: Config) -> Trainer:
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
     accumulates = config.batch.microbatches > 1
-    executor = Executor(model, optimizer, mesh, ShardingRules(), 1, accumulates=accumulates)
+    executor = Executor(model, optimizer, mesh, ShardingRules(), sources=1, accumulates=accumulates)
     state = executor.init(jax.random.key(config.seed))
     return Trainer(executor, state, executor.zeros(), hyperparameters(config, executor.modules, 0))
 

@@ -185,8 +185,15 @@ def measure_step(
         steps = [data.loader(n) for n in range(2 + STEPS)]
     built = Model.build(plan.applied(config.model), jnp.dtype(config.training.precision))
     optimizer = make_optimizer(config.optimizer, built.axes, built.dtype)
-    rules = ShardingRules.of(config.mesh)
-    executor = Executor(built, optimizer, mesh, rules, 1, config.mesh.exchange, plan.loss_chunks)
+    executor = Executor(
+        built,
+        optimizer,
+        mesh,
+        ShardingRules.of(config.mesh),
+        sources=1,
+        exchange=config.mesh.exchange,
+        loss_chunks=plan.loss_chunks,
+    )
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     hyper = hyperparameters(config, executor.modules, 0)
     programs = CompileCounter()

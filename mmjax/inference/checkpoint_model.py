@@ -23,7 +23,8 @@ from mmjax.errors import UserError
 from mmjax.hf.families import from_hf, frozen
 from mmjax.hub import checkpoint_folder
 from mmjax.inference.prompts import PromptFormat
-from mmjax.models.model import Model, Params
+from mmjax.models.layer_stacks import Params
+from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder

@@ -36,7 +36,8 @@ from mmjax.inference.prompts import (
     ends_of,
     select_usable,
 )
-from mmjax.models.model import Model, Params
+from mmjax.models.layer_stacks import Params
+from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated
 from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.step import put_rows

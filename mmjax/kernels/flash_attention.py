@@ -56,7 +56,7 @@ class BlockPlan(NamedTuple):
         if self.index is None:
             return self
         take = partial(lax.dynamic_index_in_dim, index=self.index, axis=1, keepdims=False)
-        return BlockPlan(*jax.tree.map(take, self[:4]))
+        return BlockPlan._make((*jax.tree.map(take, self[:4]), None))
 
 
 def plan_blocks(mask: MaskSpec, tiles: KernelTiles) -> BlockPlan:
@@ -98,7 +98,7 @@ def _pack(mask: MaskSpec) -> Array:
 
 def _tokens(fields: Any, start: Array, size: int) -> MaskSpec:
     """Load the mask of the block of tokens that begins at `start`."""
-    return MaskSpec(*(fields[i, pl.ds(start, size)] for i in range(_FIELDS)))
+    return MaskSpec._make(fields[i, pl.ds(start, size)] for i in range(_FIELDS))
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -36,7 +36,7 @@ def tiles_for(head_width: int, length: int, max_block: int = MAX_BLOCK) -> Kerne
     if not widths:
         raise ValueError(f"heads of {head_width} channels are wider than the kernel takes, {max(TILES)}")
     limit = max(16, min(padded_width(length), max_block))
-    return KernelTiles(*(t._replace(q=min(t.q, limit), k=min(t.k, limit)) for t in TILES[min(widths)]))
+    return KernelTiles._make(t._replace(q=min(t.q, limit), k=min(t.k, limit)) for t in TILES[min(widths)])
 
 
 def window_block(window: int) -> int:

@@ -36,6 +36,7 @@ SAVED: dict[Remat, tuple[str, ...]] = {
 }
 
 
+Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
 KVCache = dict[str, KeyValue]  # by stack; those of several layers have a leading layer axis
 
 
@@ -311,6 +312,11 @@ def _policy(remat: Remat) -> Callable[..., Any]:
             offload_dst="pinned_host",
         )
     return jax.checkpoint_policies.save_only_these_names(*SAVED[remat])
+
+
+def key_names(path: Any) -> tuple[str, ...]:
+    """Convert a JAX key path of nested dicts to strings."""
+    return tuple(str(key.key) for key in path)
 
 
 def split_layers(path: tuple[str, ...]) -> tuple[tuple[str, ...], range]:

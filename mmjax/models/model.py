@@ -19,12 +19,11 @@ from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import LoraConfig, ModelConfig, VisionConfig
 from mmjax.config.model import adapters_by_layer, frozen_by_adapters, lora_scale
 from mmjax.models.decoder import logits_of
-from mmjax.models.layer_stacks import LayerStack, plan_stacks, seed_accumulators
+from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
 from mmjax.models.layers import Linear, Noise
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
 from mmjax.parallel.sharding import encoding
 
-Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
 ADAPTER_ATTRIBUTE = "lora"  # attribute of `Linear`
 
 
@@ -228,11 +227,6 @@ class Stage:
             deep = module.connectors[self.tower].deepstack if self.last else ()
             outputs = tower.layers.outputs(x, context, deep, self.start, self.stop)
             return module.connected(self.tower, outputs, batch) if self.last else outputs[-1]
-
-
-def key_names(path: Any) -> tuple[str, ...]:
-    """Convert a JAX key path of nested dicts to strings."""
-    return tuple(str(key.key) for key in path)
 
 
 def _towers(params: Params) -> Params:

@@ -30,8 +30,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmjax.disk import verify_checksum, with_checksum
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
-from mmjax.models.layer_stacks import stack_layers, unstack_layers
-from mmjax.models.model import Model, Params
+from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
+from mmjax.models.model import Model
 from mmjax.runtime.checkpoint_commit import (
     Commit,
     Retention,
@@ -42,7 +42,7 @@ from mmjax.runtime.checkpoint_commit import (
     run_and_describe_failure,
     saved_steps,
 )
-from mmjax.runtime.state import TrainState, all_parameters, key_names
+from mmjax.runtime.state import TrainState, all_parameters
 from mmjax.runtime.step import Executor
 
 # TensorStore's errors begin with a status code: "OUT_OF_RANGE: Error writing ..".

@@ -24,8 +24,7 @@ import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from mmjax.config.training import Moments
-from mmjax.models.layer_stacks import split_layers
-from mmjax.models.model import Params, key_names
+from mmjax.models.layer_stacks import Params, key_names, split_layers
 
 
 class CodeFormat(NamedTuple):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from mmjax.models.model import Params, key_names
+from mmjax.models.layer_stacks import Params, key_names
 from mmjax.parallel.sharding import Axes, active, sharding
 
 ITERATIONS = 5

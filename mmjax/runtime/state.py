@@ -14,8 +14,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.config import Adafactor, AdamW, Config, Muon, OptimizerConfig, Schedule
-from mmjax.models.layer_stacks import split_layers
-from mmjax.models.model import Model, Params, key_names, merge, parameter_group, partition
+from mmjax.models.layer_stacks import Params, key_names, split_layers
+from mmjax.models.model import Model, merge, parameter_group, partition
 from mmjax.parallel.sharding import Axes, ShardingRules, replicated, sharding
 from mmjax.runtime.moments import store_moments
 from mmjax.runtime.muon import scale_by_muon

@@ -21,8 +21,8 @@ from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.data.plan.placement import Shape
 from mmjax.errors import UserError
-from mmjax.models.layer_stacks import split_scanned
-from mmjax.models.model import Model, Params, merge, modules_of, partition
+from mmjax.models.layer_stacks import Params, split_scanned
+from mmjax.models.model import Model, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
 from mmjax.runtime.losses import MAX_WORST, highest_losses, losses_in_chunks, step_loss, worst_samples
 from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, split, state_from, state_shardings
@@ -96,6 +96,7 @@ class Executor:
         optimizer: Optimizer,
         mesh: Mesh,
         rules: ShardingRules,
+        *,
         sources: int,
         exchange: Exchange = "padded",
         loss_chunks: int = 1,
@@ -116,7 +117,9 @@ class Executor:
         self.frozen = frozenset(model.frozen)
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         on_all = replicated(mesh)
-        self.sums_shardings = Accumulated(self.shardings.trainable, *[on_all] * (len(Accumulated._fields) - 1))
+        self.sums_shardings = Accumulated._make(on_all for _ in Accumulated._fields)._replace(
+            gradients=self.shardings.trainable
+        )
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
         self.random_parameters = cache(self._random_parameters)

@@ -21,7 +21,8 @@ from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder
 from mmjax.hf.layout import TRANSPOSED, TensorNames, TensorSlice
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
-from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, Params, module_of, parameter_group
+from mmjax.models.layer_stacks import Params
+from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, module_of, parameter_group
 from mmjax.runtime.checkpoint import SavedParameters
 
 Index = tuple[slice, ...]

@@ -17,10 +17,10 @@ from mmjax.config import Config
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.step_plan import RankLayout
+from mmjax.models.layer_stacks import key_names
 from mmjax.models.model import Model, parameter_group
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
-from mmjax.runtime.state import key_names
 from mmjax.training.metrics import balance_scalars
 
 REPLICATED = 1.5  # warn where a device stores more than so many times its share of a module's parameters

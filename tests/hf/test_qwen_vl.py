@@ -207,7 +207,7 @@ def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
     ours, params, model = loaded(tmp_path)
     mesh, recipe = make_mesh(MeshConfig(), jax.devices()[:1]), AdamW(3e-3, 0.1, 0.9, 0.95, 1e-8)
     config = Config("ten", DataConfig(), BatchConfig(rows={}), model, TrainingConfig(10), recipe, Schedule(3, 0.1))
-    executor = Executor(ours, make_optimizer(recipe, ours.axes), mesh, ShardingRules(), 1)
+    executor = Executor(ours, make_optimizer(recipe, ours.axes), mesh, ShardingRules(), sources=1)
     state, accumulated = executor.init(jax.random.key(0), params), executor.zeros()
     made = packed(model, samples)
     batch, text = executor.put(made), made.text

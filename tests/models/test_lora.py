@@ -12,10 +12,10 @@ from packed import assert_trees_close, build, pack, random_sample, tiny
 
 from mmjax.config import AdamW, LoraConfig, MeshConfig, Muon
 from mmjax.config.model import lora_scale
-from mmjax.models.layer_stacks import unstack_layers
+from mmjax.models.layer_stacks import key_names, unstack_layers
 from mmjax.models.model import Model, merge, parameter_group, partition
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime.state import key_names, make_optimizer, parameter_shardings
+from mmjax.runtime.state import make_optimizer, parameter_shardings
 
 ATTENTION = LoraConfig(("llm.*.attention.query", "*.value"), rank=3, alpha=5.0)
 REST = LoraConfig(("*.mlp.down", "vision.connector.mlp.up"), rank=5, scaling="sqrt_rank")

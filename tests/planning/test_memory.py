@@ -54,7 +54,7 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
     config = replace(load(name), optimizer=optimizer)
     mesh = make_mesh(MeshConfig(1, fsdp=8), jax.devices()[:8])
     model = Model.build(config.model, jnp.float32)
-    executor = Executor(model, make_optimizer(optimizer, model.axes), mesh, ShardingRules(), 1)
+    executor = Executor(model, make_optimizer(optimizer, model.axes), mesh, ShardingRules(), sources=1)
     state, sums = executor.init(jax.random.key(0)), executor.zeros()
     predicted = held(config, ModelSharding(8))
     # Biases and scales stay whole, which widths of hundreds still show.

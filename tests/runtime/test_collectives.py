@@ -73,7 +73,7 @@ def compiled_text(made: Config, mesh: MeshConfig, batch: Microbatch) -> tuple[Ex
     """The program that accumulates gradients, with state and batch in the shards of a run, and XLA's warnings."""
     model = Model.build(made.model, jnp.float32)
     on = make_mesh(mesh, jax.devices())
-    executor = Executor(model, make_optimizer(made.optimizer, model.axes), on, ShardingRules.of(mesh), 1)
+    executor = Executor(model, make_optimizer(made.optimizer, model.axes), on, ShardingRules.of(mesh), sources=1)
     trainable = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
         executor.abstract.trainable,

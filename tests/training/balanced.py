@@ -79,7 +79,8 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     held = local_ranks(mesh), coordination.is_leader(), local_ranks(mesh, encoder_axes(config.mesh))
     loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, *held)
     model = Model.build(config.model, jnp.float32)
-    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, ShardingRules.of(config.mesh), 1)
+    optimizer = make_optimizer(config.optimizer, model.axes)
+    executor = Executor(model, optimizer, mesh, ShardingRules.of(config.mesh), sources=1)
     placed = jax.tree.map(_placed, parameters(), executor.shardings.trainable)
     state, accumulated = executor.init(jax.random.key(0), placed), executor.zeros()
     loaded = [loader(step) for step in range(steps)]

@@ -17,11 +17,12 @@ from fine_tuning import LORA, fine_tune, losses, save_checkpoint, tuning
 from mmjax.config import MeshConfig
 from mmjax.config.loading import from_json, to_json
 from mmjax.errors import UserError
+from mmjax.models.layer_stacks import key_names
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import restore_parameters
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.state import key_names, parameter_shardings
+from mmjax.runtime.state import parameter_shardings
 from mmjax.train import train
 
 

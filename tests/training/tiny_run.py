@@ -100,7 +100,8 @@ def make_executor(config: Config, mesh: MeshConfig, accumulates: bool = True) ->
     optimizer = make_optimizer(config.optimizer, model.axes)
     on, rules = make_mesh(mesh, jax.devices()[:count]), ShardingRules.of(mesh)
     chunks = config.training.loss_chunks or 1
-    return Executor(model, optimizer, on, rules, len(config.data.sources), loss_chunks=chunks, accumulates=accumulates)
+    sources = len(config.data.sources)
+    return Executor(model, optimizer, on, rules, sources=sources, loss_chunks=chunks, accumulates=accumulates)
 
 
 def scattered(executor: Executor, seed: int = 0) -> Any:
