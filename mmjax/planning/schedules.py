@@ -1,0 +1,191 @@
+"""Order the forward and backward passes of a pipeline's stages: GPipe, 1F1B, eager 1F1B and interleaved 1F1B.
+
+Stages form a directed acyclic graph that ends in one stage, the sink, which computes the loss: encoders that do not
+depend on each other run side by side before the LLM (modality parallelism, Cornstarch section 4.1). Each group of
+devices, a worker, runs one stage, or several chunks of layers where the schedule is interleaved (Megatron-LM,
+Narayanan et al. 2021; MMScale section 4.3). All functions are pure, so every process computes the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved"]
+Pass = Literal["forward", "backward"]
+
+
+class Action(NamedTuple):
+    """One pass of one microbatch through one stage.
+
+    A stage without a backward pass has an empty one all the same: waiting for it keeps a frozen encoder from running
+    ahead of the stages that consume its activations, which would hold them all in memory.
+    """
+
+    kind: Pass
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Stages by number, the edges between them, and the worker that runs each. Raises ValueError for a cycle."""
+
+    edges: tuple[tuple[int, int], ...]  # (producer, consumer) of activations; gradients go the other way
+    workers: tuple[int, ...]  # of every stage; equal numbers share devices
+
+    def __post_init__(self) -> None:
+        stages = range(len(self.workers))
+        if unknown := [edge for edge in self.edges if not set(edge) <= set(stages)]:
+            raise ValueError(f"the edge {unknown[0]} leads to no stage: there are {len(self.workers)}")
+        if len(self.topological) < len(self.workers):
+            raise ValueError(
+                f"the stages {sorted(set(stages) - set(self.topological))} depend on each other in a circle"
+            )
+        sinks = [stage for stage in stages if not self.consumers[stage]]
+        if len(sinks) != 1:
+            raise ValueError(f"a pipeline has one last stage, which computes the loss; without a consumer are {sinks}")
+
+    @cached_property
+    def producers(self) -> tuple[tuple[int, ...], ...]:
+        """Stages whose activations a stage takes, by stage."""
+        return tuple(tuple(a for a, b in self.edges if b == stage) for stage in range(len(self.workers)))
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that take a stage's activations, by stage."""
+        return tuple(tuple(b for a, b in self.edges if a == stage) for stage in range(len(self.workers)))
+
+    @cached_property
+    def topological(self) -> tuple[int, ...]:
+        """Stages, every one behind its producers; those on a cycle are missing."""
+        order: list[int] = []
+        waiting = [len(producers) for producers in self.producers]
+        ready = [stage for stage, count in enumerate(waiting) if not count]
+        while ready:
+            order.append(ready.pop(0))
+            for consumer in self.consumers[order[-1]]:
+                waiting[consumer] -= 1
+                if not waiting[consumer]:
+                    ready.append(consumer)
+        return tuple(order)
+
+    @cached_property
+    def sink(self) -> int:
+        """The stage that computes the loss."""
+        return self.topological[-1]
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Edges on the longest path from a stage to the sink, by stage."""
+        depths = [0] * len(self.workers)
+        for stage in reversed(self.topological):
+            depths[stage] = max((1 + depths[consumer] for consumer in self.consumers[stage]), default=0)
+        return tuple(depths)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every worker in order, for a number of microbatches."""
+
+    graph: StageGraph
+    microbatches: int
+    orders: tuple[tuple[Action, ...], ...] = field(repr=False)  # by worker
+
+    def in_flight_bound(self, stage: int) -> int:
+        """Return the largest number of microbatches between their forward and backward pass through a stage."""
+        count = largest = 0
+        for action in self.orders[self.graph.workers[stage]]:
+            if action.stage == stage:
+                count += 1 if action.kind == "forward" else -1
+                largest = max(largest, count)
+        return largest
+
+
+def make_schedule(name: ScheduleName, graph: StageGraph, microbatches: int) -> Schedule:
+    """Order the actions of all workers.
+
+    `gpipe` runs all forward passes first and holds every microbatch's activations. `1f1b` runs as many forward passes
+    ahead as a stage is deep, so that it holds depth + 1 microbatches. `eager` runs twice as many ahead, which hides
+    the time of transfers at the cost of memory. `interleaved` is for workers with several chunks of the LLM; the other
+    stages run ahead as far as their consumers need. Raises ValueError where a worker has several stages in another
+    schedule, or microbatches that do not divide by the workers of an interleaved one.
+    """
+    if name == "interleaved":
+        return _interleaved(graph, microbatches)
+    if shared := [worker for worker in set(graph.workers) if graph.workers.count(worker) > 1]:
+        raise ValueError(f"worker {shared[0]} runs several stages, which only the interleaved schedule orders")
+    ahead = {"gpipe": lambda depth: microbatches if depth else 0, "1f1b": lambda depth: depth, "eager": lambda d: 2 * d}
+    orders: list[tuple[Action, ...]] = [()] * (max(graph.workers) + 1)
+    for stage, depth in enumerate(graph.depths):
+        orders[graph.workers[stage]] = _one_forward_one_backward(stage, ahead[name](depth), microbatches)
+    return Schedule(graph, microbatches, tuple(orders))
+
+
+def _one_forward_one_backward(stage: int, warmup: int, microbatches: int) -> tuple[Action, ...]:
+    """Run `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
+    warmup = min(warmup, microbatches)
+    order = [Action("forward", stage, i) for i in range(warmup)]
+    for i in range(microbatches - warmup):
+        order += [Action("forward", stage, warmup + i), Action("backward", stage, i)]
+    return (*order, *(Action("backward", stage, i) for i in range(microbatches - warmup, microbatches)))
+
+
+def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
+    """Order chunks as Megatron-LM does, and every stage before them as far ahead as its consumers need."""
+    chunked = {worker for worker in graph.workers if graph.workers.count(worker) > 1}
+    chain = [stage for stage in graph.topological if graph.workers[stage] in chunked]
+    workers = list(dict.fromkeys(graph.workers[stage] for stage in chain))
+    chunks, rest = divmod(len(chain), max(1, len(workers)))
+    # Chunk c of worker w is stage number c * workers + w of the chain: every worker's turn comes once a chunk.
+    round_robin = [graph.workers[stage] for stage in chain] == workers * chunks and not rest
+    linked = all(edge in graph.edges for edge in pairwise(chain))
+    if not chain or not round_robin or not linked:
+        raise ValueError("an interleaved schedule needs equally many chunks of layers on each of its workers, in turn")
+    if microbatches % len(workers):
+        raise ValueError(
+            f"an interleaved schedule over {len(workers)} workers needs a multiple of {len(workers)} microbatches, "
+            f"not {microbatches}"
+        )
+    orders: list[tuple[Action, ...]] = [()] * (max(graph.workers) + 1)
+    for rank, worker in enumerate(workers):
+        orders[worker] = _interleaved_order(chain, rank, len(workers), chunks, microbatches)
+    for stage in reversed(graph.topological):
+        if graph.workers[stage] not in chunked:
+            warmup = max((_lead(orders[graph.workers[c]], c) for c in graph.consumers[stage]), default=0)
+            orders[graph.workers[stage]] = _one_forward_one_backward(stage, warmup, microbatches)
+    return Schedule(graph, microbatches, tuple(orders))
+
+
+def _interleaved_order(
+    chain: Sequence[int], rank: int, workers: int, chunks: int, microbatches: int
+) -> tuple[Action, ...]:
+    """Order one worker's chunks: groups of as many microbatches as there are workers, chunk after chunk."""
+    total = microbatches * chunks
+
+    def action(kind: Pass, turn: int) -> Action:
+        # With 4 workers and 2 chunks, turns 0-3 are microbatches 0-3 of the first chunk, 4-7 the same of the second,
+        # 8-11 microbatches 4-7 of the first; backward passes begin with the last chunk.
+        chunk = turn % (workers * chunks) // workers
+        chunk = chunk if kind == "forward" else chunks - 1 - chunk
+        microbatch = turn // (workers * chunks) * workers + turn % workers
+        return Action(kind, chain[chunk * workers + rank], microbatch)
+
+    warmup = min(total, (workers - rank - 1) * 2 + (chunks - 1) * workers)
+    order = [action("forward", turn) for turn in range(warmup)]
+    for turn in range(total - warmup):
+        order += [action("forward", warmup + turn), action("backward", turn)]
+    return (*order, *(action("backward", turn) for turn in range(total - warmup, total)))
+
+
+def _lead(order: Sequence[Action], stage: int) -> int:
+    """Return how many forward passes a stage is ahead of its backward passes at most, when one of these begins."""
+    lead = ahead = 0
+    for action in order:
+        if action.stage == stage:
+            lead = max(lead, ahead) if action.kind == "backward" else lead
+            ahead += 1 if action.kind == "forward" else -1
+    return lead

@@ -1,0 +1,149 @@
+"""Schedules of pipelines and their simulation: textbook figures, and random graphs that must never deadlock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mmjax.planning.schedules import Action, Schedule, ScheduleName, StageGraph, make_schedule
+from mmjax.planning.simulate import StageTimes, Timeline, simulate, total_order
+
+MODALITIES = StageGraph(
+    ((0, 2), (1, 2), (2, 3), (3, 4)), (0, 1, 2, 3, 4)
+)  # two encoders beside each other, three LLM stages
+
+
+def chain(stages: int, workers: int | None = None) -> StageGraph:
+    """Stages in a row; with fewer workers, each runs several in turn."""
+    return StageGraph(
+        tuple((i, i + 1) for i in range(stages - 1)), tuple(i % (workers or stages) for i in range(stages))
+    )
+
+
+def run(name: ScheduleName, graph: StageGraph, microbatches: int, forward=2.0, backward=4.0, **transfer) -> Timeline:
+    shape = (len(graph.workers), microbatches)
+    times = StageTimes(np.full(shape, forward), np.full(shape, backward), **transfer)
+    return simulate(make_schedule(name, graph, microbatches), times)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager"])
+def test_equal_stages_take_the_closed_form_of_their_schedule(name):
+    timeline = run(name, chain(4), 8)
+    assert timeline.makespan == (8 + 4 - 1) * (2 + 4)
+    assert timeline.bubble == pytest.approx(3 / 11)
+    ahead = {"gpipe": [8, 8, 8, 1], "1f1b": [4, 3, 2, 1], "eager": [7, 5, 3, 1]}
+    assert timeline.in_flight.tolist() == ahead[name]
+
+
+def test_interleaving_divides_the_bubble_by_the_chunks():
+    timeline = run("interleaved", chain(8, workers=4), 8, forward=1.0, backward=2.0)
+    assert timeline.makespan == (8 + (4 - 1) / 2) * (2 + 4)
+
+
+def test_encoders_side_by_side_are_faster_than_one_after_the_other():
+    assert (run("1f1b", MODALITIES, 16).makespan, run("1f1b", chain(5), 16).makespan) == (114, 120)
+
+
+def test_transfers_cost_1f1b_their_time_twice_over_and_eager_little():
+    for delay, plain, eager in ((0.5, 128, 117), (1.0, 142, 120)):
+        assert run("1f1b", MODALITIES, 16, transfer=delay).makespan == plain
+        assert run("eager", MODALITIES, 16, transfer=delay).makespan == eager
+        assert run("1f1b", MODALITIES, 16, transfer=delay, blocking=True).makespan > plain
+
+
+def test_held_bytes_follow_the_microbatches_in_flight():
+    timeline = run("1f1b", chain(3), 6)
+    sizes = np.ones((3, 6))
+    sizes[0, 2] = 10.0  # microbatch 2 is big in the first stage
+    assert timeline.peak_bytes(sizes).tolist() == [12, 2, 1]
+
+
+def random_graph(rng: np.random.Generator) -> StageGraph:
+    """Up to six stages; each but the last leads to at least one later stage."""
+    stages = int(rng.integers(1, 7))
+    edges = {(a, int(rng.integers(a + 1, stages))) for a in range(stages - 1)}
+    edges |= {(a, b) for a in range(stages) for b in range(a + 1, stages) if rng.random() < 0.25}
+    return StageGraph(tuple(sorted(edges)), tuple(range(stages)))
+
+
+def test_a_thousand_random_graphs_run_in_one_order_without_deadlock_and_within_their_bound():
+    for seed in range(1000):
+        rng = np.random.default_rng(seed)
+        graph, microbatches = random_graph(rng), int(rng.integers(1, 13))
+        for name, bound in (("1f1b", lambda d: d + 1), ("eager", lambda d: 2 * d + 1)):
+            schedule = make_schedule(name, graph, microbatches)
+            order = total_order(schedule)
+            assert len(order) == 2 * microbatches * len(graph.workers)
+            assert_runs_in_order(graph, order)
+            for stage, depth in enumerate(graph.depths):
+                assert schedule.in_flight_bound(stage) <= bound(depth)
+        assert_runs_in_order(graph, total_order(make_schedule("gpipe", graph, microbatches)))
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("encoders", [1, 2])
+def test_encoders_before_interleaved_chunks_never_deadlock(encoders, chunks):
+    workers = 3
+    llm = range(encoders, encoders + workers * chunks)
+    edges = [*((e, encoders) for e in range(encoders)), *((s, s + 1) for s in llm[:-1])]
+    graph = StageGraph(tuple(edges), (*range(encoders), *(encoders + i % workers for i in range(workers * chunks))))
+    for microbatches in (3, 6, 12):
+        assert_runs_in_order(graph, total_order(make_schedule("interleaved", graph, microbatches)))
+
+
+def assert_runs_in_order(graph: StageGraph, order: tuple[Action, ...]) -> None:
+    """Every action comes after those that it needs."""
+    done: set[Action] = set()
+    for action in order:
+        kind, stage, i = action
+        needs = [Action(kind, s, i) for s in (graph.producers if kind == "forward" else graph.consumers)[stage]]
+        needs += [Action("forward", stage, i)] if kind == "backward" else []
+        assert done.issuperset(needs), (action, needs)
+        done.add(action)
+
+
+def test_no_schedule_ends_before_its_longest_stage_or_path_could():
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        graph, m = random_graph(rng), int(rng.integers(1, 9))
+        times = StageTimes(rng.exponential(size=(len(graph.workers), m)), rng.exponential(size=(len(graph.workers), m)))
+        timeline = simulate(make_schedule("1f1b", graph, m), times)
+        total = times.forward + times.backward
+        path = np.zeros(m)
+        longest = [path] * len(graph.workers)
+        for stage in graph.topological:
+            before = [longest[p] for p in graph.producers[stage]]
+            longest[stage] = total[stage] + (np.max(before, axis=0) if before else 0)
+        assert timeline.makespan >= max(total.sum(1).max(), longest[graph.sink].max()) - 1e-9
+
+
+def test_orders_in_which_workers_wait_for_each_other_are_refused():
+    graph = chain(2)
+    wrong = (
+        (Action("backward", 0, 0), Action("forward", 0, 0)),
+        (Action("forward", 1, 0), Action("backward", 1, 0)),
+    )
+    with pytest.raises(ValueError, match=r"wait for each other in a circle: backward of stage 0, microbatch 0"):
+        total_order(Schedule(graph, 1, wrong))
+
+
+@pytest.mark.parametrize(
+    ("edges", "workers", "message"),
+    [
+        (((0, 1), (1, 0)), (0, 1), "in a circle"),
+        (((0, 2),), (0, 1, 2), "one last stage"),
+        (((0, 3),), (0, 1), "leads to no stage"),
+    ],
+)
+def test_graphs_that_are_no_pipeline_are_refused(edges, workers, message):
+    with pytest.raises(ValueError, match=message):
+        StageGraph(edges, workers)
+
+
+def test_schedules_that_do_not_fit_the_workers_are_refused():
+    with pytest.raises(ValueError, match="only the interleaved schedule"):
+        make_schedule("1f1b", chain(4, workers=2), 4)
+    with pytest.raises(ValueError, match="a multiple of 2 microbatches, not 3"):
+        make_schedule("interleaved", chain(4, workers=2), 3)
+    with pytest.raises(ValueError, match="equally many chunks"):
+        make_schedule("interleaved", chain(3, workers=2), 2)
