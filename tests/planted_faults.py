@@ -169,8 +169,8 @@ FAULTS = (
     Fault(
         "an update though the processes planned different steps",
         "runtime/step.py",
-        "agreed = jnp.all(digests.min(0) == digests.max(0))",
-        "agreed = jnp.array(True)",
+        "agreed=jnp.all(digests.min(0) == digests.max(0))",
+        "agreed=jnp.array(True)",
         ("runtime/test_step.py::test_a_step_that_processes_planned_differently_updates_nothing_and_says_so",),
     ),
     Fault(
@@ -218,8 +218,8 @@ FAULTS = (
     Fault(
         "an update by gradients that are not finite",
         "runtime/step.py",
-        "valid = agreed & (weight > 0) & finite",
-        "valid = agreed & (weight > 0)",
+        "return report.agreed & (weight > 0) & report.finite",
+        "return report.agreed & (weight > 0)",
         ("runtime/test_step.py::test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so",),
     ),
     Fault(

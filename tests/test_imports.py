@@ -126,9 +126,17 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         ),
         frozenset({"jax", "numpy", "rapidfuzz"}),
     ),
+    "pipeline": May(
+        (
+            *(f"mmjax.{part}" for part in ("pipeline", "runtime", "models", "parallel", "planning")),
+            *(f"mmjax.{part}" for part in ("batch", "config", "errors")),
+        ),
+        frozenset({"jax", "numpy"}),
+    ),
     "training": May(
         (
-            *(f"mmjax.{part}" for part in ("training", "inference", "autotune", "runtime", "models", "parallel")),
+            *(f"mmjax.{part}" for part in ("training", "pipeline", "inference", "autotune", "runtime", "models")),
+            "mmjax.parallel",
             *(f"mmjax.{part}" for part in ("distributed", "data", "planning", "balance", "batch")),
             *BASE,
         ),

@@ -81,9 +81,11 @@ from mmjax.config.training import (
     Moments,
     Muon,
     OptimizerConfig,
+    PipelineConfig,
     Rates,
     Schedule,
     TrainingConfig,
+    Unit,
     WatchConfig,
 )
 
@@ -100,6 +102,8 @@ class Config:
     optimizer: OptimizerConfig = AdamW()
     schedule: Schedule = Schedule()
     mesh: MeshConfig = MeshConfig()
+    units: dict[str, Unit] = field(default_factory=dict)  # devices by module instead of one mesh for all; empty: mesh
+    pipeline: PipelineConfig = PipelineConfig()
     seed: int = 0  # of initial weights, the order of samples, dropout and embedded data
     device: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # kind of devices; auto: the fastest available
     compiler: dict[str, bool | int | float | str] = field(default_factory=dict)  # XLA's options beside mmjax's, by name

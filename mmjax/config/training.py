@@ -24,6 +24,42 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class Unit:
+    """Devices of their own for some modules: data x fsdp x tensor x pipeline of them."""
+
+    modules: tuple[str, ...] = ()  # llm and encoders, connectors with their encoder; empty: the one of the unit's name
+    data: int = 1  # replicas of the parameters, each with samples of its own
+    fsdp: int = 1  # shards of the parameters, each with samples of its own
+    tensor: int = 1  # devices that share the heads and widths of layers
+    pipeline: int = 1  # stages, one after the other, each with as many devices
+    virtual: int = 1  # parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved
+    cuts: tuple[int, ...] = ()  # layers before which stages begin; empty: stages of equally many layers
+
+
+def unit_modules(name: str, unit: Unit) -> tuple[str, ...]:
+    """Name the towers of a unit."""
+    return unit.modules or (name,)
+
+
+def unit_devices(unit: Unit) -> int:
+    """Count a unit's devices."""
+    return unit.data * unit.fsdp * unit.tensor * unit.pipeline
+
+
+def cut_tower(modules: tuple[str, ...]) -> str:
+    """Name the tower of a unit that is cut into its stages; encoders beside an LLM run on its first stage's devices."""
+    return "llm" if "llm" in modules else modules[0]
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Order of forward and backward passes, where modules have units."""
+
+    # auto: interleaved where a unit has virtual stages, else 1f1b. eager: twice as many microbatches ahead as 1f1b.
+    schedule: Literal["auto", "1f1b", "eager", "gpipe", "interleaved"] = "auto"
+
+
+@dataclass(frozen=True)
 class Rates:
     """Learning rate and weight decay of one module, where they differ from the optimizer's."""
 

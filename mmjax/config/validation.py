@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 from mmjax.config import (
@@ -27,17 +28,20 @@ from mmjax.config import (
     LogMel,
     LongRope,
     MediaLimits,
+    MeshConfig,
     ModelConfig,
     Muon,
     ParquetSource,
     SmartResize,
     StoredTable,
     StretchedGrid,
+    Unit,
     VisionConfig,
     WhisperMel,
 )
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import adapted_modules, linear_layers, matching_layers, module_names
+from mmjax.config.training import cut_tower, unit_modules
 from mmjax.errors import UserError
 
 MAX_DIVISOR = 4096  # larger ones are not suggested
@@ -427,6 +431,86 @@ def validate(config: Config) -> None:
     _check_batch(config.batch, config.model)
     at_least(0, "mesh", config.mesh, ("memory", "host_memory"))
     _check_training(config)
+    if config.units:
+        _check_units(config)
+
+
+def _check_units(config: Config) -> None:
+    """Check that every module has devices, and that layers, heads and microbatches divide as the units ask."""
+    towers = {"llm": config.model.llm, **config.model.encoders}
+    mesh = replace(MeshConfig(), memory=config.mesh.memory, host_memory=config.mesh.host_memory)
+    changed = [f.name for f in fields(MeshConfig) if getattr(config.mesh, f.name) != getattr(mesh, f.name)]
+    check(
+        not changed,
+        f"mesh.{(changed or [''])[0]}: modules with units have their devices from these; leave mesh as it is, or units "
+        "empty",
+    )
+    check(
+        config.pipeline.schedule != "interleaved" or any(unit.virtual > 1 for unit in config.units.values()),
+        "pipeline.schedule=interleaved: no unit has several parts of its layers on a stage; set units.llm.virtual=2",
+    )
+    owners: dict[str, str] = {}
+    for name, unit in config.units.items():
+        where = f"units.{name}"
+        at_least(1, where, unit, ("data", "fsdp", "tensor", "pipeline", "virtual"))
+        for tower in unit_modules(name, unit):
+            hint = did_you_mean(tower, towers)
+            key = f"{where}.modules has {tower!r}" if unit.modules else where
+            check(tower in towers, f"{key}, which is no module{hint}; there are {', '.join(towers)}")
+            check(
+                tower not in owners,
+                f"{key}, which units.{owners.get(tower)} has already; give every module one unit",
+            )
+            owners[tower] = name
+            for heads in ("heads", "kv_heads"):
+                count = getattr(towers[tower], heads, unit.tensor)
+                path = "llm" if tower == "llm" else f"encoders.{tower}"
+                check(
+                    count % unit.tensor == 0,
+                    f"{where}.tensor={unit.tensor} does not divide model.{path}.{heads}={count}; use a divisor of it",
+                )
+        _check_stages(config, where, unit, unit_modules(name, unit))
+    missing = [tower for tower in towers if tower not in owners]
+    check(
+        not missing,
+        f"units: {(missing or [''])[0]} has no devices; add units.{(missing or [''])[0]}.data=1, or name it in another "
+        "unit's modules",
+    )
+
+
+def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]) -> None:
+    """Check the stages of a unit's tower."""
+    tower = cut_tower(modules)
+    layers = config.model.llm.layers if tower == "llm" else config.model.encoders[tower].layers
+    stages = unit.pipeline * unit.virtual
+    check(
+        stages == 1 or len(modules) == 1 or tower == "llm",
+        f"{where}.pipeline={unit.pipeline}: several encoders cannot be cut together; give each a unit of its own",
+    )
+    setting = f"{where}.pipeline={unit.pipeline}" + (f" x virtual={unit.virtual}" if unit.virtual > 1 else "")
+    check(stages <= layers, f"{setting} makes {stages} stages of {layers} layers; use at most {layers}")
+    check(
+        unit.virtual == 1 or config.pipeline.schedule in ("auto", "interleaved"),
+        f"{where}.virtual={unit.virtual} is for pipeline.schedule=interleaved, not {config.pipeline.schedule}",
+    )
+    check(
+        unit.virtual == 1 or (unit.pipeline > 1 and modules == ("llm",)),
+        f"{where}.virtual={unit.virtual} divides the layers of an LLM that is alone in its unit, with pipeline above 1",
+    )
+    count = config.batch.microbatches
+    nearest = max(1, round(count / unit.pipeline)) * unit.pipeline
+    check(
+        unit.virtual == 1 or count % unit.pipeline == 0,
+        f"batch.microbatches={count} is no multiple of {where}.pipeline={unit.pipeline}, as interleaved stages need; "
+        f"set batch.microbatches={nearest}",
+    )
+    if unit.cuts:
+        ascending = all(a < b for a, b in pairwise((0, *unit.cuts, layers)))
+        check(
+            ascending and len(unit.cuts) == stages - 1,
+            f"{where}.cuts={','.join(map(str, unit.cuts))}: give {stages - 1} layers in ascending order, from 1 to "
+            f"{layers - 1}",
+        )
 
 
 def _check_batch(batch: BatchConfig, model: ModelConfig) -> None:

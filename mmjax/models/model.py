@@ -217,8 +217,7 @@ class Stage:
         """Compute activations, encoder tokens or logits, whatever the stage ends with. `noise` as in `Model.logits`."""
         module = self.model.module(params)
         if self.tower == "llm":
-            x, add = module.embedded(batch, inputs) if self.first else (inputs, ())
-            x = module.llm.layers(x, module.context("llm", batch, noise), self.start, self.stop, add)
+            x = self._llm_layers(module, inputs, batch, noise)
             return logits_of(*module.llm.hidden_and_table(x), self.model.config.llm.logit_cap) if self.last else x
         tower = module.encoders[self.tower]
         with encoding():
@@ -227,6 +226,21 @@ class Stage:
             deep = module.connectors[self.tower].deepstack if self.last else ()
             outputs = tower.layers.outputs(x, context, deep, self.start, self.stop)
             return module.connected(self.tower, outputs, batch) if self.last else outputs[-1]
+
+    def hidden_and_table(
+        self,
+        params: Params,
+        inputs: dict[str, Float[Array, "r m d"]] | Float[Array, "b t w"],
+        text: TextBatch,
+        noise: Noise | None = None,
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
+        """Return what the LLM's last stage makes the logits of, as `Model.hidden_and_table`."""
+        module = self.model.module(params)
+        return module.llm.hidden_and_table(self._llm_layers(module, inputs, text, noise))
+
+    def _llm_layers(self, module: MultimodalModel, inputs: Any, text: TextBatch, noise: Noise | None) -> Array:
+        x, add = module.embedded(text, inputs) if self.first else (inputs, ())
+        return module.llm.layers(x, module.context("llm", text, noise), self.start, self.stop, add)
 
 
 def _towers(params: Params) -> Params:
@@ -287,6 +301,15 @@ def merge(first: Params, second: Params) -> Params:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = merge(merged[key], value) if both else value
     return merged
+
+
+def restrict(params: Params, structure: Params) -> Params:
+    """Keep of nested dicts the leaves that another one has."""
+    return {
+        name: restrict(value, structure[name]) if isinstance(value, dict) else value
+        for name, value in params.items()
+        if name in structure
+    }
 
 
 def _init_params(

@@ -80,10 +80,11 @@ class StageGraph:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Edges on the longest path from a stage to the sink, by stage."""
+        """Edges between workers on the longest path from a stage to the sink, by stage."""
         depths = [0] * len(self.workers)
         for stage in reversed(self.topological):
-            depths[stage] = max((1 + depths[consumer] for consumer in self.consumers[stage]), default=0)
+            lengths = (depths[c] + (self.workers[c] != self.workers[stage]) for c in self.consumers[stage])
+            depths[stage] = max(lengths, default=0)
         return tuple(depths)
 
 
@@ -111,27 +112,39 @@ def make_schedule(name: ScheduleName, graph: StageGraph, microbatches: int) -> S
     `gpipe` runs all forward passes first and holds every microbatch's activations. `1f1b` runs as many forward passes
     ahead as a stage is deep, so that it holds depth + 1 microbatches. `eager` runs twice as many ahead, which hides
     the time of transfers at the cost of memory. `interleaved` is for workers with several chunks of the LLM; the other
-    stages run ahead as far as their consumers need. Raises ValueError where a worker has several stages in another
-    schedule, or microbatches that do not divide by the workers of an interleaved one.
+    stages run ahead as far as their consumers need. Otherwise a worker's stages, an encoder beside another or before
+    the LLM's first layers, run as one. Raises ValueError where others lie between a worker's stages, and for
+    microbatches that do not divide by the workers of an interleaved schedule.
     """
     if name == "interleaved":
         return _interleaved(graph, microbatches)
-    if shared := [worker for worker in set(graph.workers) if graph.workers.count(worker) > 1]:
-        raise ValueError(f"worker {shared[0]} runs several stages, which only the interleaved schedule orders")
     ahead = {"gpipe": lambda depth: microbatches if depth else 0, "1f1b": lambda depth: depth, "eager": lambda d: 2 * d}
-    orders: list[tuple[Action, ...]] = [()] * (max(graph.workers) + 1)
-    for stage, depth in enumerate(graph.depths):
-        orders[graph.workers[stage]] = _one_forward_one_backward(stage, ahead[name](depth), microbatches)
+    orders: list[tuple[Action, ...]] = []
+    for worker in range(max(graph.workers) + 1):
+        stages = [stage for stage in graph.topological if graph.workers[stage] == worker]
+        if len(depths := {graph.depths[stage] for stage in stages}) > 1:
+            raise ValueError(f"other workers' stages lie between those of worker {worker}: {stages}; use interleaved")
+        orders.append(_one_forward_one_backward(stages, ahead[name](*depths), microbatches))
     return Schedule(graph, microbatches, tuple(orders))
 
 
-def _one_forward_one_backward(stage: int, warmup: int, microbatches: int) -> tuple[Action, ...]:
-    """Run `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
+def _one_forward_one_backward(stages: Sequence[int], warmup: int, microbatches: int) -> tuple[Action, ...]:
+    """Run `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes.
+
+    stages: of one worker, each behind those whose activations it takes.
+    """
     warmup = min(warmup, microbatches)
-    order = [Action("forward", stage, i) for i in range(warmup)]
+
+    def forward(microbatch: int) -> list[Action]:
+        return [Action("forward", stage, microbatch) for stage in stages]
+
+    def backward(microbatch: int) -> list[Action]:
+        return [Action("backward", stage, microbatch) for stage in reversed(stages)]
+
+    order = [action for i in range(warmup) for action in forward(i)]
     for i in range(microbatches - warmup):
-        order += [Action("forward", stage, warmup + i), Action("backward", stage, i)]
-    return (*order, *(Action("backward", stage, i) for i in range(microbatches - warmup, microbatches)))
+        order += [*forward(warmup + i), *backward(i)]
+    return (*order, *(action for i in range(microbatches - warmup, microbatches) for action in backward(i)))
 
 
 def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
@@ -156,7 +169,7 @@ def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
     for stage in reversed(graph.topological):
         if graph.workers[stage] not in chunked:
             warmup = max((_lead(orders[graph.workers[c]], c) for c in graph.consumers[stage]), default=0)
-            orders[graph.workers[stage]] = _one_forward_one_backward(stage, warmup, microbatches)
+            orders[graph.workers[stage]] = _one_forward_one_backward([stage], warmup, microbatches)
     return Schedule(graph, microbatches, tuple(orders))
 
 

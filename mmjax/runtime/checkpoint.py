@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -42,8 +42,8 @@ from mmjax.runtime.checkpoint_commit import (
     run_and_describe_failure,
     saved_steps,
 )
+from mmjax.runtime.runner import Runner
 from mmjax.runtime.state import TrainState, all_parameters
-from mmjax.runtime.step import Executor
 
 # TensorStore's errors begin with a status code: "OUT_OF_RANGE: Error writing ..".
 _STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
@@ -118,18 +118,20 @@ class DamagedCheckpoint(UserError):
 class CheckpointStore:
     """The checkpoints of one run, in the structure and shardings of its executor."""
 
-    def __init__(self, folder: Path, executor: Executor, retention: Retention) -> None:
+    def __init__(self, folder: Path, executor: Runner, retention: Retention) -> None:
         self._folder = folder
-        self._model = executor.model
-        self._shardings = executor.shardings
+        self._executor = executor
         self.retention = retention
         self._saves = 0
         self._commit: Commit | None = None
-        self._abstract = _with_sharding(executor.abstract, executor.shardings)
-        self._target = unstack_layers(self._abstract, _layer_of_struct)
-        shardings = jax.tree.map(lambda x: x.sharding, self._target)
-        self._unstack: Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]
-        self._unstack = jax.jit(_unstack_with_sums, out_shardings=(shardings, executor.shardings.step))
+        # A pipeline's state lies on several meshes, each with programs of its own; a checkpoint does not show it.
+        self._abstract = executor.abstract_parts
+        self._targets = [unstack_layers(part, _layer_of_struct) for part in self._abstract]
+        self._target = _merge_parts(self._targets)
+        self._unstack: list[Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]] = []
+        for target in self._targets:
+            shardings = jax.tree.map(lambda x: x.sharding, target)
+            self._unstack.append(jax.jit(_unstack_with_sums, out_shardings=(shardings, shardings.step)))
         self._handler = _state_handler()
 
         def open_folder() -> None:
@@ -141,13 +143,17 @@ class CheckpointStore:
 
     def prepare(self) -> None:
         """Compile what saving needs, so that nothing is compiled in mid-run."""
-        self._unstack = self._unstack.lower(self._abstract).compile()
+        self._unstack = [
+            unstack.lower(part).compile() for unstack, part in zip(self._unstack, self._abstract, strict=True)
+        ]
 
     def save(self, state: TrainState, config: str, data: DataState) -> None:
         """Copy the state to the host and write it in the background; it appears whole or not at all."""
         self.wait()
-        unstacked, sums = self._unstack(state)
-        meta = {"format": FORMAT, "config": config, "data": asdict(data), "sums": _as_ints(sums)}
+        parts = [unstack(part) for unstack, part in zip(self._unstack, self._executor.parts(state), strict=True)]
+        unstacked = _merge_parts([part for part, _ in parts])
+        sums = {name: value for _, sums in reversed(parts) for name, value in _as_ints(sums).items()}
+        meta = {"format": FORMAT, "config": config, "data": asdict(data), "sums": sums}
         partial = partial_folder(self._folder, data.step)
         futures: list[Any] = []
 
@@ -223,7 +229,12 @@ class CheckpointStore:
         if error:
             raise DamagedCheckpoint(f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True)
         saved, unstacked = parts
-        return jax.device_put(stack_layers(unstacked, self._model.runs), self._shardings), saved
+        runs = self._executor.model.runs
+        restored = []
+        for part, target in zip(self._abstract, self._targets, strict=True):
+            shardings = jax.tree.map(lambda x: x.sharding, part)
+            restored.append(jax.device_put(stack_layers(_select_part(unstacked, target), runs), shardings))
+        return self._executor.from_parts(restored), saved
 
     def close(self) -> None:
         """Wait for the last save."""
@@ -394,8 +405,33 @@ def _as_ints(sums: dict[str, jax.Array]) -> Sums:
 
 def _find_damaged(tree: Any, saved: Sums) -> str | None:
     """Return the name of the first array that is not what was saved."""
-    sums = _as_ints(jax.jit(_bit_sums)(tree))
+    by_mesh: dict[Any, dict[str, Any]] = {}  # a program runs on one mesh
+    for name, x in _named(tree).items():
+        by_mesh.setdefault(x.sharding.mesh, {})[name] = x
+    sums = {name: n for arrays in by_mesh.values() for name, n in _as_ints(jax.jit(_bit_sums)(arrays)).items()}
     return next((name for name, value in sums.items() if saved.get(name) != value), None)
+
+
+def _merge_parts(parts: Sequence[Any]) -> Any:
+    """Merge trees of a state's parts: dicts by name, tuples member by member; of what several have, the first's."""
+    first = parts[0]
+    if isinstance(first, dict):
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: _merge_parts([part[name] for part in parts if name in part]) for name in names}
+    if isinstance(first, tuple):
+        members = [_merge_parts(members) for members in zip(*parts, strict=True)]
+        return type(first)._make(members) if hasattr(first, "_make") else tuple(members)
+    return first
+
+
+def _select_part(whole: Any, like: Any) -> Any:
+    """Select from a merged tree the part that has the structure of `like`."""
+    if isinstance(like, dict):
+        return {name: _select_part(whole[name], inner) for name, inner in like.items()}
+    if isinstance(like, tuple):
+        members = [_select_part(*pair) for pair in zip(whole, like, strict=True)]
+        return type(like)._make(members) if hasattr(like, "_make") else tuple(members)
+    return whole
 
 
 def _with_sharding(abstract: Any, shardings: Any) -> Any:

@@ -39,14 +39,21 @@ class Optimizer:
         return self.direction.init(params)
 
     def update(
-        self, gradients: Params, state: optax.OptState, params: Params, hyper: Hyperparameters
+        self,
+        gradients: Params,
+        state: optax.OptState,
+        params: Params,
+        hyper: Hyperparameters,
+        norm: jax.Array | None = None,
     ) -> tuple[Params, optax.OptState, jax.Array]:
         """Return new parameters and state, and the global gradient norm before clipping.
+
+        norm: that of all gradients, where these are only a part of them.
 
         Weight decay is decoupled and falls on matrices only (embeddings and projections; not norms, biases, fixed
         tables), also where the gradient is zero: an encoder that saw nothing in this step still decays.
         """
-        norm = optax.tree.norm(gradients)
+        norm = optax.tree.norm(gradients) if norm is None else norm
         scale = jnp.minimum(1.0, hyper["clip"] / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * scale, gradients)
         directions, state = self.direction.update(gradients, state, params)
@@ -198,8 +205,15 @@ def state_shardings(
     model: Model, optimizer: Optimizer, frozen: frozenset[str], mesh: Mesh, rules: ShardingRules
 ) -> TrainState:
     """Return the sharding of every leaf of the state: moments like their parameters, the rest replicated."""
-    trainable, constant = partition(parameter_shardings(model, mesh, rules), frozen)
-    abstract = jax.eval_shape(optimizer.init, partition(model.abstract, frozen)[0])
+    parts = partition(parameter_shardings(model, mesh, rules), frozen)
+    return shardings_with_moments(optimizer, partition(model.abstract, frozen)[0], *parts, mesh=mesh)
+
+
+def shardings_with_moments(
+    optimizer: Optimizer, params: Params, trainable: Params, constant: Params, *, mesh: Mesh
+) -> TrainState:
+    """Return `state_shardings` from the shapes of the trainable parameters, and from their and the frozen shardings."""
+    abstract = jax.eval_shape(optimizer.init, params)
     scalar = replicated(mesh)
     by_path = {key_names(path): s for path, s in jax.tree.leaves_with_path(trainable)}
 

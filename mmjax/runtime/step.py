@@ -14,9 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.batch import PADDING, Microbatch
+from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.data.plan.placement import Shape
@@ -25,7 +26,16 @@ from mmjax.models.layer_stacks import Params, split_scanned
 from mmjax.models.model import Model, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
 from mmjax.runtime.losses import MAX_WORST, highest_losses, losses_in_chunks, step_loss, worst_samples
-from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, split, state_from, state_shardings
+from mmjax.runtime.state import (
+    Hyperparameters,
+    Optimizer,
+    TrainState,
+    all_parameters,
+    parameter_shardings,
+    split,
+    state_from,
+    state_shardings,
+)
 
 MAX_UNREADABLE = 32  # samples of a step that may be left out: where more cannot be read, it is not the samples
 
@@ -87,6 +97,34 @@ def check_updated(step: int, report: StepReport) -> None:
         )
 
 
+def report_step(
+    sums: Accumulated, norm: jax.Array, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
+) -> StepReport:
+    """Report a step from its sums (the gradients apart), the gradient norm, and what every process reports of it."""
+    digests = reports.digest
+    return StepReport(
+        loss=sums.loss,
+        weight=sums.weight,
+        worst_samples=sums.worst_samples,
+        worst_losses=sums.worst_losses,
+        not_finite=sums.not_finite,
+        gradient_norm=norm,
+        agreed=jnp.all(digests.min(0) == digests.max(0)),
+        finite=jnp.isfinite(norm) & jnp.isfinite(sums.loss).all(),
+        stop=reports.stop.any(),
+        content=reports.content.sum(0, dtype=jnp.uint32),
+        needed_flops=reports.needed_flops.sum(),
+        batch_seconds=reports.batch_seconds,
+        unreadable=unreadable[0],
+        unreadable_count=unreadable[1],
+    )
+
+
+def is_valid(report: StepReport, weight: jax.Array) -> jax.Array:
+    """Return whether a step may update the parameters. weight: of its loss."""
+    return report.agreed & (weight > 0) & report.finite
+
+
 class Executor:
     """Runs a model on one mesh: init, gradient and update programs with explicit shardings."""
 
@@ -131,8 +169,12 @@ class Executor:
         jit = partial(jax.jit, compiler_options=compiler_options or None)
         self.zeros = jax.jit(self.zero_sums, out_shardings=self.sums_shardings) if accumulates else lambda: None
         self.accumulate = jit(self._accumulate, out_shardings=self.sums_shardings, donate_argnums=2)
-        self.merge_unreadable = jax.jit(_merge_unreadable, out_shardings=on_all)
-        self.weigh = jax.jit(_weigh, out_shardings=(on_all, rows_sharding(mesh, rules.rows)))
+        # Of rows whose gradients are looked for after a step that was not finite.
+        self._replicate = jax.jit(lambda x: x, out_shardings=on_all)
+        self._isolate = jax.jit(isolate_rows)
+        self._are_finite = jax.jit(are_finite, out_shardings=on_all)
+        self.merge_unreadable = jax.jit(merge_unreadable, out_shardings=on_all)
+        self.weigh = jax.jit(weigh, out_shardings=(on_all, rows_sharding(mesh, rules.rows)))
         cleared = self.sums_shardings if accumulates else None
         donated = (0, 1) if accumulates else 0  # gradients of one microbatch take the place of no output
         self.update = jit(self._update, out_shardings=(self.shardings, cleared, on_all), donate_argnums=donated)
@@ -233,31 +275,13 @@ class Executor:
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients)
         with activations_on(self.mesh, self.rules):
             params, moments, norm = self.optimizer.update(gradients, state.optimizer, state.trainable, hyper)
-        digests = reports.digest
-        agreed = jnp.all(digests.min(0) == digests.max(0))
-        finite = jnp.isfinite(norm) & jnp.isfinite(accumulated.loss).all()
+        step_report = report_step(accumulated, norm, reports, unreadable)
         # A selection, not a branch: it is part of the update's own pass over the parameters.
-        valid = agreed & (weight > 0) & finite
+        valid = is_valid(step_report, weight)
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, state.optimizer)
         )
         cleared = jax.tree.map(jnp.zeros_like, accumulated) if self.accumulates else None
-        step_report = StepReport(
-            loss=accumulated.loss,
-            weight=accumulated.weight,
-            worst_samples=accumulated.worst_samples,
-            worst_losses=accumulated.worst_losses,
-            not_finite=accumulated.not_finite,
-            gradient_norm=norm,
-            agreed=agreed,
-            finite=finite,
-            stop=reports.stop.any(),
-            content=reports.content.sum(0, dtype=jnp.uint32),
-            needed_flops=reports.needed_flops.sum(),
-            batch_seconds=reports.batch_seconds,
-            unreadable=unreadable[0],
-            unreadable_count=unreadable[1],
-        )
         return TrainState(state.step + valid, params, state.frozen, moments), cleared, step_report
 
     def put(self, batch: Microbatch) -> Microbatch:
@@ -313,23 +337,53 @@ class Executor:
 
     def put_report(self, report: ProcessReport) -> ProcessReport:
         """Put this process's report on each of its devices: every field becomes an array `[devices, ...]`."""
-        devices = len(self.mesh.local_devices)
-        content = np.zeros((devices, 2), np.uint32)
-        content[0] = _two_words(report.content)  # the programs add it up over devices
-        unreadable = np.full((devices, MAX_UNREADABLE + 1), PADDING, np.int32)
-        ids = list(report.unreadable)[: MAX_UNREADABLE + 1]
-        unreadable[0, : len(ids)] = ids
-        # A rank's rows are counted once for each of the devices that share them.
-        shared = len(local_ranks(self.mesh)) * self.mesh.size // row_ranks(self.mesh)
-        arrays = ProcessReport(
-            digest=np.tile(_two_words(report.digest), (devices, 1)),
-            content=content,
-            needed_flops=np.full(devices, report.needed_flops / shared, np.float32),
-            batch_seconds=np.full(devices, report.batch_seconds, np.float32),
-            stop=np.full(devices, report.stop),
-            unreadable=unreadable,
-        )
-        return jax.tree.map(partial(jax.make_array_from_process_local_data, self.per_device), arrays)
+        return put_report(report, self.mesh)
+
+    def random_adapters(self, key: jax.Array) -> Params:
+        """Make the parameters of all adapters."""
+        return merge(*self.random_parameters(frozenset(modules_of(self.model.abstract)))(key))
+
+    def parts(self, state: TrainState) -> tuple[TrainState, ...]:
+        """Return the state by mesh, with names of its own in every part: here there is one."""
+        return (state,)
+
+    def from_parts(self, parts: Sequence[TrainState]) -> TrainState:
+        """Return the state of these parts."""
+        (state,) = parts
+        return state
+
+    @property
+    def abstract_parts(self) -> tuple[TrainState, ...]:
+        """Return shapes, dtypes and shardings of `parts`."""
+        return (jax.tree.map(_with_sharding, self.abstract, self.shardings),)
+
+    @property
+    def parameter_shardings(self) -> Params:
+        """Return the sharding of every parameter."""
+        return parameter_shardings(self.model, self.mesh, self.rules)
+
+    def init_from(self, params: Params) -> TrainState:
+        """Make the state of step 0 with these parameters, which lie as `parameter_shardings` says."""
+        begin = partial(state_from, self.model, self.optimizer, self.frozen)
+        return jax.jit(begin, out_shardings=self.shardings)(params)
+
+    def parameters(self, state: TrainState) -> Params:
+        """Return all parameters on the mesh, to evaluate with."""
+        return all_parameters(state)
+
+    def owners(self, batch: Microbatch) -> np.ndarray:
+        """Return every token's sample, of all rows on all processes."""
+        return np.asarray(self._replicate(batch.text.owner))
+
+    def is_finite(
+        self, state: TrainState, batch: Microbatch, rows: np.ndarray, weight: jax.Array, noise: np.ndarray | None
+    ) -> bool:
+        """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
+        text, *items = self._isolate((batch.text, *batch.items.values()), batch.text.owner, rows)
+        isolated = Microbatch(text, dict(zip(batch.items, items, strict=True)))
+        noise = noise if self.model.drops else None
+        sums = self.accumulate(state.trainable, state.frozen, self.zeros(), isolated, weight, noise)
+        return bool(self._are_finite(sums.gradients))
 
     def compile(
         self,
@@ -354,12 +408,34 @@ class Executor:
         self.update.lower(state, sums, hyper, weight, reports, unreadable).compile()
 
 
+def put_report(report: ProcessReport, mesh: Mesh) -> ProcessReport:
+    """Put a process's report on each of its devices in a mesh: every field becomes an array `[devices, ...]`."""
+    devices = len(mesh.local_devices)
+    content = np.zeros((devices, 2), np.uint32)
+    content[0] = _two_words(report.content)  # the programs add it up over devices
+    unreadable = np.full((devices, MAX_UNREADABLE + 1), PADDING, np.int32)
+    ids = list(report.unreadable)[: MAX_UNREADABLE + 1]
+    unreadable[0, : len(ids)] = ids
+    # A rank's rows are counted once for each of the devices that share them.
+    shared = len(local_ranks(mesh)) * mesh.size // row_ranks(mesh)
+    arrays = ProcessReport(
+        digest=np.tile(_two_words(report.digest), (devices, 1)),
+        content=content,
+        needed_flops=np.full(devices, report.needed_flops / shared, np.float32),
+        batch_seconds=np.full(devices, report.batch_seconds, np.float32),
+        stop=np.full(devices, report.stop),
+        unreadable=unreadable,
+    )
+    on_devices = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.tree.map(partial(jax.make_array_from_process_local_data, on_devices), arrays)
+
+
 def _two_words(number: int) -> np.ndarray:
     """Split 64 bits into two words, uint32 `[2]`, the lower first: 0x1_0000_0002 is 2, 1."""
     return np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
 
 
-def _merge_unreadable(samples: jax.Array) -> tuple[jax.Array, jax.Array]:
+def merge_unreadable(samples: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merge the ids of each device, int32 `[devices, n]`, every id once: int32 `[MAX_UNREADABLE]`, and their number."""
     ids = -jnp.sort(-samples.reshape(-1))
     # An id stays where it differs from the one before: 7, 7, 3, -1 becomes 7, -1, 3, -1.
@@ -367,13 +443,50 @@ def _merge_unreadable(samples: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.top_k(unique, MAX_UNREADABLE)[0], (unique >= 0).sum()
 
 
-def _weigh(
+def weigh(
     total: jax.Array, weight: jax.Array, owner: jax.Array, unreadable: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Add a microbatch's loss weights `[R, T]` to the total; return it and them, 0 where a sample is unreadable."""
     excluded = (owner[..., None] == unreadable).any(-1) | (count > MAX_UNREADABLE)
     weight = jnp.where(excluded, 0.0, weight)
     return total + weight.sum(), weight
+
+
+def isolate_rows(
+    batches: Sequence[TextBatch | ItemBatch], owner: jax.Array, rows: jax.Array
+) -> tuple[TextBatch | ItemBatch, ...]:
+    """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely.
+
+    owner: of the text's tokens, int32 `[R, T]`.
+    """
+    # A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
+
+    def select(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
+        mask = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
+        return jnp.where(mask, x, jnp.array(empty, x.dtype))
+
+    # Owners of removed rows become PADDING - 1, which is the owner of no item, not even of padding.
+    owners = select(owner, rows, PADDING - 1)
+    isolated: list[TextBatch | ItemBatch] = []
+    for batch in batches:
+        if isinstance(batch, ItemBatch):
+            mask = jnp.isin(batch.owner, owners)
+            values, item = select(batch.values, mask, 0), select(batch.item, mask, PADDING)
+            isolated.append(batch._replace(values=values, item=item))
+        else:
+            plain = {f: select(getattr(batch, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
+            slots = {e: jax.tree.map(lambda x: select(x, rows, PADDING), slot) for e, slot in batch.slots.items()}
+            isolated.append(batch._replace(**plain, sample=select(batch.sample, rows, PADDING), slots=slots))
+    return tuple(isolated)
+
+
+def are_finite(gradients: Params) -> jax.Array:
+    """Return whether all gradients are finite."""
+    return jnp.isfinite(optax.tree.norm(gradients))
+
+
+def _with_sharding(x: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
 
 def padding_microbatches(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:

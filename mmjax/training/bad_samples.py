@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-from mmjax.batch import PADDING, Microbatch
+from mmjax.batch import PADDING
 from mmjax.config import TrainingConfig
 from mmjax.console import print_lines
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import replicated
 from mmjax.runtime.losses import MAX_WORST
-from mmjax.runtime.state import TrainState
-from mmjax.runtime.step import MAX_UNREADABLE, Executor, ProcessReport, StepReport
+from mmjax.runtime.runner import Runner
+from mmjax.runtime.step import MAX_UNREADABLE, ProcessReport, StepReport
 
 
 class UnreadableSamples:
@@ -76,55 +74,24 @@ MAX_TRIALS = 64
 
 
 def samples_with_bad_gradients(
-    executor: Executor,
-    state: TrainState,
-    batches: Sequence[Microbatch],
-    noise: np.ndarray | None,
-    unreadable: Sequence[int],
+    executor: Runner, state: Any, batches: Sequence[Any], noise: np.ndarray | None, unreadable: Sequence[int]
 ) -> list[int]:
     """Return the ids of the samples in rows whose gradient is not finite; empty where no rows have such by themselves.
 
-    unreadable: samples of the step that were left out.
+    batches: as `executor.put` made them. unreadable: samples of the step that were left out.
     """
     weight, batches, _ = executor.weigh_batches(batches, executor.put_report(ProcessReport(unreadable=unreadable)))
-    everywhere = replicated(executor.mesh)
-    finite = jax.jit(lambda gradients: jnp.isfinite(optax.tree.norm(gradients)), out_shardings=everywhere)
-    replicate = jax.jit(lambda x: x, out_shardings=everywhere)
-    isolate = jax.jit(_isolate)
     samples: list[int] = []
     for batch in batches:
+        owner = executor.owners(batch)
+        numbers = np.arange(len(owner))
 
-        def bad(rows: list[int], batch: Microbatch = batch) -> bool:
-            selected = np.isin(np.arange(batch.text.weight.shape[0]), rows)
-            drops = noise if executor.model.drops else None
-            part = isolate(batch, selected)
-            sums = executor.accumulate(state.trainable, state.frozen, executor.zeros(), part, weight, drops)
-            return not bool(finite(sums.gradients))
+        def bad(rows: list[int], batch: Any = batch, numbers: np.ndarray = numbers) -> bool:
+            return not executor.is_finite(state, batch, np.isin(numbers, rows), weight, noise)
 
-        owner = np.asarray(replicate(batch.text.owner))
         rows = bisect_bad(list(range(len(owner))), bad, MAX_TRIALS)
         samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
     return samples
-
-
-def _isolate(batch: Microbatch, rows: jax.Array) -> Microbatch:
-    """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely."""
-    # A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
-
-    def select(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
-        mask = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
-        return jnp.where(mask, x, jnp.array(empty, x.dtype))
-
-    text = batch.text
-    # Owners of removed rows become PADDING - 1, which is the owner of no item, not even of padding.
-    owners = select(text.owner, rows, PADDING - 1)
-    plain = {f: select(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
-    slots = {e: jax.tree.map(lambda x: select(x, rows, PADDING), slot) for e, slot in text.slots.items()}
-    items = {}
-    for encoder, item in batch.items.items():
-        mask = jnp.isin(item.owner, owners)
-        items[encoder] = item._replace(values=select(item.values, mask, 0), item=select(item.item, mask, PADDING))
-    return Microbatch(text._replace(**plain, sample=select(text.sample, rows, PADDING), slots=slots), items)
 
 
 def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials: int) -> list[int]:

@@ -23,13 +23,13 @@ from mmjax.inference.prompts import BatchLimits
 from mmjax.planning.memory import ACTIVATION
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.step import Executor
+from mmjax.runtime.runner import Runner
 
 
 def make_evaluator(
     config: Config,
     folder: RunFolder,
-    executor: Executor,
+    executor: Runner,
     layout: RankLayout,
     memory_plan: MemoryPlan,
     report_progress: Callable[[int], None],

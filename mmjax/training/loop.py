@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from mmjax.autotune.memory_plan import (
     write_memory_plan,
 )
 from mmjax.batch import Microbatch
-from mmjax.config import Config
+from mmjax.config import Config, MeshConfig
 from mmjax.config.loading import resolve_callbacks, to_json
 from mmjax.console import ProgressLine, print_lines, size
 from mmjax.data.loading.step_loader import LoadedStep, spelled
@@ -31,6 +32,8 @@ from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import raise_ctrl_c_once
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
+from mmjax.pipeline.executor import PipelineExecutor
+from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.devices import (
@@ -41,7 +44,8 @@ from mmjax.runtime.devices import (
     peak_memory_used,
 )
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
-from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer
+from mmjax.runtime.runner import Runner
+from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import Accumulated, Executor, ProcessReport, StepReport, check_updated, padding_microbatches
 from mmjax.startup import activity
 from mmjax.startup import seconds as startup_seconds
@@ -113,7 +117,8 @@ class Trainer:
         self.flags = flags
         self.first_step = first_step
 
-        self.mesh = make_mesh(config.mesh, devices)
+        # Units have meshes of their own; this one, of all devices, is for what they do together.
+        self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
         check_heads(self.mesh.shape, config.mesh, config.model)
         enable_compilation_cache(folder.programs)  # before anything is compiled
         self.compiler_options = compiler_options(config.compiler, self.mesh.local_devices[0])
@@ -128,18 +133,32 @@ class Trainer:
             self.memory_plan = self.plan_memory(profile)
         functions = resolve_callbacks(config.model, folder.path)
         dtype = jnp.dtype(config.training.precision)
-        model = Model.build(self.memory_plan.applied(config.model), dtype, functions=functions)
-        self.executor = Executor(
-            model,
-            make_optimizer(config.optimizer, model.axes, model.dtype),
-            self.mesh,
-            ShardingRules.of(config.mesh),
-            sources=self.data.sources,
-            exchange=config.mesh.exchange,
-            loss_chunks=self.memory_plan.loss_chunks,
-            accumulates=config.batch.microbatches > 1,
-            compiler_options=self.compiler_options,
-        )
+        cuts = stage_cuts(config) if config.units else None
+        model = Model.build(self.memory_plan.applied(config.model), dtype, cuts, functions=functions)
+        optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
+        self.executor: Runner
+        if config.units:
+            self.executor = PipelineExecutor(
+                model,
+                optimizer,
+                place_stages(config, model, devices),
+                sources=self.data.sources,
+                schedule=schedule_name(config),
+                loss_chunks=self.memory_plan.loss_chunks,
+                compiler_options=self.compiler_options,
+            )
+        else:
+            self.executor = Executor(
+                model,
+                optimizer,
+                self.mesh,
+                ShardingRules.of(config.mesh),
+                sources=self.data.sources,
+                exchange=config.mesh.exchange,
+                loss_chunks=self.memory_plan.loss_chunks,
+                accumulates=config.batch.microbatches > 1,
+                compiler_options=self.compiler_options,
+            )
 
         self.checkpoints = RunCheckpoints(config, folder, self.data, self.executor)
         with activity("opening the validation and test splits"):
@@ -183,7 +202,7 @@ class Trainer:
         layout_of = partial(self.data.layout_of, mesh=self.mesh)
         return plan_memory_on_mesh(self.config, self.mesh, layout_of, profile, decision, self.data.index.longest())
 
-    def init_state(self) -> TrainState:
+    def init_state(self) -> Any:
         """Restore or make the first state, and open the log. No file changes before. Raises DamagedCheckpoint."""
         with activity("reading the checkpoint" if self.first_step else "making parameters"):
             self.best.check(self.evaluator)
@@ -225,7 +244,7 @@ class Trainer:
         data = self.config.data
         self.batches = steps(self.loader, self.first_step, self.end_step, data.workers, data.prefetch)
 
-    def compile(self, state: TrainState, example: Microbatch) -> Accumulated | None:
+    def compile(self, state: Any, example: Microbatch) -> Accumulated | None:
         """Compile every program ahead: gradients of each shape, update, saving, answering. Returns zero gradients.
 
         None where every step has one microbatch.
@@ -240,7 +259,7 @@ class Trainer:
             self.executor.compile(state, accumulated, shapes, hyper)
         with activity("compiling those of saving and answering"):
             self.checkpoints.compile()
-            self.evaluator.compile(all_parameters(state))
+            self.evaluator.compile(self.executor.parameters(state))
         print_lines(
             f"compiled {self.programs.compiled} programs in {time.monotonic() - began:.1f} s"
             + (f", {self.programs.from_cache} came from the cache" if self.programs.from_cache else "")
@@ -248,7 +267,7 @@ class Trainer:
         self.metrics.start()
         return accumulated
 
-    def train(self, state: TrainState) -> None:
+    def train(self, state: Any) -> None:
         """Run the steps until the last one, a requested stop, or evaluations that have not improved for too long."""
         config = self.config
         example = self.print_summary()
@@ -311,7 +330,7 @@ class Trainer:
         """Return whether something periodic is due after `done` steps; never at the end of the run. 0 = never."""
         return interval > 0 and done % interval == 0 and done < self.config.training.steps
 
-    def finish_step(self, state: TrainState, progress: ProgressLine) -> None:
+    def finish_step(self, state: Any, progress: ProgressLine) -> None:
         """Wait for the running step, check its report and log it. Raises UserError where the run cannot go on.
 
         state: the newest, by which rows with bad gradients are found.
@@ -351,10 +370,10 @@ class Trainer:
         if self.metrics_log is not None and scalars:
             self.metrics_log.write(done, scalars)
 
-    def evaluate(self, done: int, state: TrainState) -> None:
+    def evaluate(self, done: int, state: Any) -> None:
         """Score the validation split after `done` steps, and print one answer; save the state where it is the best."""
         self.watchdog.set_phase("evaluating")
-        scores, answered = score_split(self.evaluator, all_parameters(state), "validation")
+        scores, answered = score_split(self.evaluator, self.executor.parameters(state), "validation")
         self.unreadable.print_questions(self.evaluator.left_out)
         self.log(done, scores)
         if scores:
@@ -369,17 +388,17 @@ class Trainer:
             print_lines(self.best.describe_stop(done))
         self.metrics.restart_timer()
 
-    def save(self, done: int, state: TrainState) -> None:
+    def save(self, done: int, state: Any) -> None:
         """Begin to save the state after `done` steps, unless that was begun already."""
         self.watchdog.set_phase("saving")
         self.checkpoints.save(done, state, self.best.step)
 
-    def finish_run(self, state: TrainState) -> None:
+    def finish_run(self, state: Any) -> None:
         """Save, score the test split, and print where everything is and what to try next."""
         done = self.end_step
         self.save(done, state)
         self.watchdog.set_phase("evaluating")
-        scores, _ = score_split(self.evaluator, all_parameters(state), "test")
+        scores, _ = score_split(self.evaluator, self.executor.parameters(state), "test")
         self.unreadable.print_questions(self.evaluator.left_out)
         self.log(done, scores)
         self.watchdog.set_phase("saving")

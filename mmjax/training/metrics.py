@@ -27,8 +27,9 @@ from mmjax.disk import atomic_write, json_lines, read_json_lines
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.runtime.devices import CompileCounter, open_files, peak_memory_used, resident_memory
+from mmjax.runtime.runner import Runner
 from mmjax.runtime.state import Hyperparameters
-from mmjax.runtime.step import Executor, StepReport
+from mmjax.runtime.step import StepReport
 
 Scalars = dict[str, float]
 
@@ -88,7 +89,7 @@ class StepMetrics:
     """Times a run's steps, and computes the numbers to log for each. peak_flops: FLOP/s of all devices together."""
 
     def __init__(
-        self, config: Config, executor: Executor, loader: StepLoader, programs: CompileCounter, peak_flops: float
+        self, config: Config, executor: Runner, loader: StepLoader, programs: CompileCounter, peak_flops: float
     ) -> None:
         self._config = config
         self._executor = executor

@@ -16,7 +16,7 @@ from mmjax.console import print_lines
 from mmjax.data.plan.step_plan import PLANNER
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
-from mmjax.models.model import Model, merge, modules_of
+from mmjax.models.model import Model, merge, restrict
 from mmjax.runtime.checkpoint import (
     CheckpointMetadata,
     CheckpointStore,
@@ -27,8 +27,8 @@ from mmjax.runtime.checkpoint import (
 )
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.state import TrainState, parameter_shardings, state_from
-from mmjax.runtime.step import Executor
+from mmjax.runtime.runner import Runner
+from mmjax.runtime.state import TrainState
 from mmjax.runtime.weights import load_pretrained, modules_by_folder
 from mmjax.startup import activity
 from mmjax.training.run_data import RunData
@@ -64,7 +64,7 @@ def restore_or_init(make_trainer: Callable[..., T], folder: RunFolder, resumed: 
 class RunCheckpoints:
     """The first state and the checkpoints of a run."""
 
-    def __init__(self, config: Config, folder: RunFolder, data: RunData, executor: Executor) -> None:
+    def __init__(self, config: Config, folder: RunFolder, data: RunData, executor: Runner) -> None:
         self._config = config
         self._folder = folder
         self._data = data
@@ -93,11 +93,9 @@ class RunCheckpoints:
             print_lines(f"resumed {self._folder.path} at step {first}")
             return state
         if self._config.init_from:
-            params = self._other_run_parameters(Path(self._config.init_from))
-            begin = lambda p: state_from(executor.model, executor.optimizer, executor.frozen, p)  # noqa: E731
-            return jax.jit(begin, out_shardings=executor.shardings)(params)
-        shardings = parameter_shardings(executor.model, executor.mesh, executor.rules)
-        state = executor.init(jax.random.key(self._config.seed), load_pretrained(executor.model, shardings))
+            return executor.init_from(self._other_run_parameters(Path(self._config.init_from)))
+        pretrained = load_pretrained(executor.model, executor.parameter_shardings)
+        state = executor.init(jax.random.key(self._config.seed), pretrained)
         for folder, modules in modules_by_folder(self._config.model).items():
             print_lines(f"weights of {', '.join(modules)} from {folder}")
         return state
@@ -140,10 +138,9 @@ class RunCheckpoints:
             step = checkpoint_step(source.checkpoints)
             adapters: Params = {}
             if model.config.lora and not adapted:
-                draw = executor.random_parameters(frozenset(modules_of(model.abstract)))
-                adapters = merge(*draw(jax.random.key(self._config.seed)))
+                adapters = executor.random_adapters(jax.random.key(self._config.seed))
                 model = Model.build(replace(model.config, lora={}), model.dtype)
-            shardings = parameter_shardings(model, executor.mesh, executor.rules)
+            shardings = restrict(executor.parameter_shardings, model.abstract)
             params = merge(restore_parameters(source.checkpoints, step, model, shardings), adapters)
         except UserError as error:
             raise UserError(f"init_from={run}: {error}") from error

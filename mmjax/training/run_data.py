@@ -29,7 +29,7 @@ from mmjax.disk import append_json_lines, read_json_lines, verify_checksum, with
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
-from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.devices import mesh_topology, units_topology
 from mmjax.runtime.run_dir import AllowedChanges, RunFolder
 
 
@@ -135,8 +135,27 @@ class RunData:
         launch = self.launch
         if config == launch.config:
             return launch.layout
-        topology = mesh_topology(mesh, config.mesh)
+        topology = topology_of(config, mesh)
         return make_planner(self.index, config, launch.weights, topology, segment=launch.segment)[1]
+
+
+def topology_of(config: Config, mesh: Mesh) -> Topology:
+    """Return the ranks that rows are planned for."""
+    return units_topology(config.units) if config.units else mesh_topology(mesh, config.mesh)
+
+
+def _ranks_of_process(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Return the ranks whose rows a StepLoader of this process loads, and those that count here."""
+    if config.units:
+        topology = units_topology(config.units)
+        ranks, encoder_ranks = range(topology.ranks), range(topology.ranks * topology.encoders_per_rank)
+        return {"ranks": ranks, "encoder_ranks": encoder_ranks, "own": (ranks, encoder_ranks)}
+    axes = encoder_axes(config.mesh)
+    return {
+        "ranks": local_ranks(mesh),
+        "encoder_ranks": local_ranks(mesh, axes),
+        "own": (owned_ranks(mesh), owned_ranks(mesh, axes)),
+    }
 
 
 def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedChanges, mesh: Mesh) -> RunData:
@@ -162,21 +181,18 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
                 "there is now by --new-data, or start another run from its parameters with init_from="
             )
         segment = last.segment if same else _next_segment(last, data, folder, step)
-    planner, layout = make_planner(index, config, weights, mesh_topology(mesh, config.mesh), segment=segment)
+    planner, layout = make_planner(index, config, weights, topology_of(config, mesh), segment=segment)
     grouper = planner.grouper
     coordination.run_on_leader(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
-    axes = encoder_axes(config.mesh)
     loader = StepLoader(
         config=config,
         budget=grouper.budget,
         layout=layout,
         index_folder=index_folder,
         config_folder=folder.path,
-        ranks=local_ranks(mesh),
         leads=coordination.is_leader(),
-        encoder_ranks=local_ranks(mesh, axes),
-        own=(owned_ranks(mesh), owned_ranks(mesh, axes)),
         segment=segment,
+        **_ranks_of_process(config, mesh),
     )
     # The number of steps per epoch is known only now that the planner is built.
     if epochs := config.training.epochs:

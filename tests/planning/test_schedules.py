@@ -141,9 +141,18 @@ def test_graphs_that_are_no_pipeline_are_refused(edges, workers, message):
 
 
 def test_schedules_that_do_not_fit_the_workers_are_refused():
-    with pytest.raises(ValueError, match="only the interleaved schedule"):
+    with pytest.raises(ValueError, match="use interleaved"):
         make_schedule("1f1b", chain(4, workers=2), 4)
     with pytest.raises(ValueError, match="a multiple of 2 microbatches, not 3"):
         make_schedule("interleaved", chain(4, workers=2), 3)
     with pytest.raises(ValueError, match="equally many chunks"):
         make_schedule("interleaved", chain(3, workers=2), 2)
+
+
+def test_stages_that_share_devices_run_as_one():
+    together = StageGraph(((0, 2), (1, 2), (2, 3)), (0, 0, 1, 2))  # both encoders on one worker
+    assert (
+        run("1f1b", together, 8).makespan == 8 * (2 * 6) + 4
+    )  # the encoders' worker waits once, for the first gradient
+    before = StageGraph(((0, 2), (1, 2), (2, 3)), (0, 0, 0, 1))  # and together with the LLM's first layers
+    assert make_schedule("1f1b", before, 4).in_flight_bound(0) == 2

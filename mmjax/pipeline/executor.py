@@ -1,0 +1,562 @@
+"""Run a training step as a pipeline: stages on their own meshes, driven in one order that all processes walk.
+
+Backpropagation is exact: gradients are those of the one-program step (`runtime.step`), up to the order of float32
+sums. Microbatches accumulate in float32 on each stage; the step's norm, report and validity come from one small program
+on all devices, so that either every stage updates or none does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache, partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mmjax.batch import ItemBatch, Microbatch, TextBatch
+from mmjax.config import Exchange
+from mmjax.config.model import adapted_modules, module_names
+from mmjax.models.layer_stacks import Params
+from mmjax.models.model import Model, Stage, merge, modules_of, partition, restrict
+from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding
+from mmjax.pipeline.stages import Inputs, LossSums, Residuals, StageProgram
+from mmjax.pipeline.transfer import move, move_array, view
+from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
+from mmjax.planning.simulate import total_order
+from mmjax.runtime.losses import highest_losses
+from mmjax.runtime.state import (
+    Hyperparameters,
+    Optimizer,
+    TrainState,
+    all_parameters,
+    parameter_shardings,
+    shardings_with_moments,
+)
+from mmjax.runtime.step import (
+    Accumulated,
+    ProcessReport,
+    StepReport,
+    are_finite,
+    is_valid,
+    isolate_rows,
+    merge_unreadable,
+    put_report,
+    report_step,
+    weigh,
+)
+
+
+class PlacedStage(NamedTuple):
+    """A stage on its devices. Stages of one worker share a mesh."""
+
+    name: str
+    stage: Stage
+    mesh: Mesh
+
+
+class PipelineState(NamedTuple):
+    """State between steps, by stage. tied: the last stage's copy of the embedding, where it is the output table too."""
+
+    stages: tuple[TrainState, ...]
+    tied: Params
+
+
+def stage_graph(stages: Sequence[PlacedStage]) -> StageGraph:
+    """Link every stage to the next of its tower, and encoders to the LLM's first stage."""
+    meshes = list(dict.fromkeys(placed.mesh for placed in stages))
+    begins = {(s.stage.tower, s.stage.start): number for number, s in enumerate(stages)}
+    edges = []
+    for number, (_, stage, _) in enumerate(stages):
+        if not stage.last:
+            edges.append((number, begins[stage.tower, stage.stop]))
+        elif stage.tower != "llm":
+            edges.append((number, begins["llm", 0]))
+    return StageGraph(tuple(edges), tuple(meshes.index(placed.mesh) for placed in stages))
+
+
+class Gradients:
+    """One step's gradients on their way: what has arrived at every stage, and what is kept for backward."""
+
+    def __init__(self, sums: Sequence[Params]) -> None:
+        self.sums = list(sums)  # by stage, float32
+        self.inputs: dict[tuple[int, int], Inputs] = defaultdict(dict)  # by stage and microbatch, as the next
+        self.output_gradients: dict[tuple[int, int], jax.Array] = {}
+        self.residuals: dict[tuple[int, int], Residuals] = {}
+        self.loss: LossSums | None = None
+        self.in_flight: Counter[int] = Counter()  # by stage: the most residuals at a time
+
+
+class PipelineExecutor:
+    """Runs a model on several meshes, with the interface of `runtime.step.Executor`."""
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        stages: Sequence[PlacedStage],
+        *,
+        sources: int,
+        schedule: ScheduleName = "1f1b",
+        exchange: Exchange = "padded",
+        loss_chunks: int = 1,
+        compiler_options: Mapping[str, bool | int | float | str] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.stages = tuple(stages)
+        self.rules = rules = ShardingRules()
+        self.sources = sources
+        self.graph = stage_graph(stages)
+        self.frozen = frozenset(model.frozen)
+        self.order = lru_cache(lambda count: total_order(make_schedule(schedule, self.graph, count)))
+        meshes = list(dict.fromkeys(placed.mesh for placed in stages))
+        # Of all devices, for what the whole step agrees on.
+        devices = np.concatenate([mesh.devices.reshape(-1) for mesh in meshes])
+        self.mesh = Mesh(devices.reshape(1, -1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
+        # What is replicated on a mesh counts once, by its first device.
+        firsts = {mesh.devices.flat[0] for mesh in meshes}
+        self._counts = np.array([device in firsts for device in devices], np.float32)
+        self._sink_device = int(np.flatnonzero(devices == stages[self.graph.sink].mesh.devices.flat[0])[0])
+
+        first = next(n for n, (_, stage, _) in enumerate(stages) if stage.tower == "llm" and stage.first)
+        self._tied = (first, self.graph.sink) if model.config.llm.tied and first != self.graph.sink else None
+        self.programs = [
+            StageProgram(
+                placed.stage,
+                placed.mesh,
+                rules,
+                wanted=tuple(self._input_name(p, n) for p in self.graph.producers[n] if self._trains_until[p]),
+                sources=sources,
+                exchange=exchange,
+                loss_chunks=loss_chunks,
+                compiler_options=compiler_options,
+            )
+            for n, placed in enumerate(stages)
+        ]
+        self._owned = [self._drop_tied(n, program.abstract) for n, program in enumerate(self.programs)]
+        self.shardings = tuple(
+            shardings_with_moments(
+                optimizer, self._owned[n][0], *self._drop_tied(n, program.shardings), mesh=program.mesh
+            )
+            for n, program in enumerate(self.programs)
+        )
+        self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in stages]
+        self._merge_loss = jax.jit(
+            _merge_loss, out_shardings=replicated(stages[self.graph.sink].mesh), donate_argnums=0
+        )
+        sink = stages[self.graph.sink].mesh
+        self._weigh = jax.jit(weigh, out_shardings=(replicated(sink), rows_sharding(sink, rules.rows)))
+        self._isolate = jax.jit(isolate_rows)
+        self._are_finite = jax.jit(are_finite)
+        self._merge_unreadable = jax.jit(merge_unreadable, out_shardings=replicated(self.mesh))
+        self._settle = jax.jit(self._settle_step, out_shardings=replicated(self.mesh))
+        self._update = [
+            jax.jit(
+                partial(self._update_stage, program),
+                out_shardings=(shardings, self._drop_tied(n, program.shardings)[0]),
+                donate_argnums=(0, 1),
+            )
+            for n, (program, shardings) in enumerate(zip(self.programs, self.shardings, strict=True))
+        ]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of all modules, as those of `runtime.step.Executor`."""
+        config = self.model.config
+        return (*module_names(config), *(f"{module}.lora" for module in adapted_modules(config)))
+
+    @cached_property
+    def _trains_until(self) -> list[bool]:
+        """Find the stages in or before which something trainable lies: only these are sent a gradient."""
+        trains = [False] * len(self.stages)
+        for number in self.graph.topological:
+            abstract = self.stages[number].stage.select(self.model.abstract)
+            trainable = partition(abstract, self.frozen & modules_of(abstract))[0]
+            trains[number] = bool(jax.tree.leaves(trainable)) or any(trains[p] for p in self.graph.producers[number])
+        return trains
+
+    def _input_name(self, producer: int, consumer: int) -> str:
+        """Name a stage's input: the LLM's first stage takes encoders' tokens by the encoder."""
+        return self.stages[producer].stage.tower if self.stages[consumer].stage.first else "activations"
+
+    def _drop_tied(self, number: int, parts: tuple[Params, Params]) -> tuple[Params, Params]:
+        """Drop the copy of the tied embedding from a stage's trainable and frozen parameters."""
+        if self._tied is None or number != self._tied[1]:
+            return parts
+        return tuple(
+            {**part, "llm": {k: v for k, v in part["llm"].items() if k != "embed"}} if "llm" in part else part
+            for part in parts
+        )
+
+    # ------------------------------------------------------------------------------------------------------ state
+
+    def init(self, key: jax.Array, pretrained: Params | None = None) -> PipelineState:
+        """Make the state of step 0. pretrained: parameters of some modules, on their stages' devices."""
+        states = []
+        for number, shardings in enumerate(self.shardings):
+            read = restrict(pretrained or {}, merge(*self._owned[number]))
+            modules = frozenset(modules_of(read))
+            drawn = self._random(number, modules)(key)
+            stored = partition(read, self.frozen & modules)
+            trainable, frozen = (merge(random, given) for random, given in zip(drawn, stored, strict=True))
+            states.append(self._first_state(number, trainable, frozen, shardings))
+        return self.from_parts(states)
+
+    def init_from(self, params: Params) -> PipelineState:
+        """Make the state of step 0 with these parameters, which lie as `parameter_shardings` says."""
+        states = []
+        for number, shardings in enumerate(self.shardings):
+            read = restrict(params, merge(*self._owned[number]))
+            trainable, frozen = partition(read, self.frozen & modules_of(read))
+            frozen = jax.tree.map(lambda p: p.astype(self.model.dtype), frozen)
+            states.append(self._first_state(number, trainable, frozen, shardings))
+        return self.from_parts(states)
+
+    def _first_state(self, number: int, trainable: Params, frozen: Params, shardings: TrainState) -> TrainState:
+        step, moments = jax.jit(
+            lambda trainable: (jnp.zeros((), jnp.int32), self.optimizer.init(trainable)),
+            out_shardings=(shardings.step, shardings.optimizer),
+        )(trainable)
+        return TrainState(step, trainable, frozen, moments)
+
+    def random_adapters(self, key: jax.Array) -> Params:
+        """Make the parameters of all adapters."""
+        adapters: Params = {}
+        for number, owned in enumerate(self._owned):
+            adapters = merge(adapters, merge(*self._random(number, frozenset(modules_of(merge(*owned))))(key)))
+        return adapters
+
+    def _random(self, number: int, without: frozenset[str] = frozenset()) -> Any:
+        """Return the program that makes a stage's random parameters, trainable and frozen; the same as on one mesh.
+
+        without: modules of which only the adapters are made.
+        """
+        stage = self.stages[number].stage
+
+        def select(parts: tuple[Params, Params]) -> tuple[Params, Params]:
+            return tuple(partition(part, without & modules_of(part))[0] for part in parts)
+
+        def draw(key: jax.Array) -> tuple[Params, Params]:
+            params = stage.select(self.model.init(key))
+            trainable, frozen = self._drop_tied(number, partition(params, self.frozen & modules_of(params)))
+            return select((trainable, jax.tree.map(lambda p: p.astype(self.model.dtype), frozen)))
+
+        shardings = self.shardings[number]
+        return jax.jit(draw, out_shardings=select((shardings.trainable, shardings.frozen)))
+
+    def parts(self, state: PipelineState) -> tuple[TrainState, ...]:
+        """Return the state by stage. What several stages have, such as counters, is the same in each."""
+        return state.stages
+
+    @property
+    def abstract_parts(self) -> tuple[TrainState, ...]:
+        """Return shapes, dtypes and shardings of `parts`."""
+        return tuple(
+            jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), abstract, shardings)
+            for abstract, shardings in zip(
+                map(self._abstract_state, range(len(self.stages))), self.shardings, strict=True
+            )
+        )
+
+    def _abstract_state(self, number: int) -> TrainState:
+        trainable, frozen = self._owned[number]
+        frozen = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, self.model.dtype), frozen)
+        moments = jax.eval_shape(self.optimizer.init, trainable)
+        return TrainState(jax.ShapeDtypeStruct((), jnp.int32), trainable, frozen, moments)
+
+    @property
+    def parameter_shardings(self) -> Params:
+        """Return the sharding of every parameter, on its stage's mesh."""
+        return reduce(merge, (merge(s.trainable, s.frozen) for s in self.shardings))
+
+    def parameters(self, state: PipelineState) -> Params:
+        """Return all parameters on the mesh of all devices, to evaluate with."""
+        params = reduce(merge, map(all_parameters, state.stages))
+        return move(params, parameter_shardings(self.model, self.mesh, self.rules))
+
+    def from_parts(self, parts: Sequence[TrainState]) -> PipelineState:
+        """Return the state of these stages; the last gets its copy of a tied embedding."""
+        states = tuple(parts)
+        if self._tied is None:
+            return PipelineState(states, {})
+        first, last = self._tied
+        shardings = merge(*self.programs[last].shardings)["llm"]["embed"]
+        table = merge(states[first].trainable, states[first].frozen)["llm"]["embed"]
+        return PipelineState(states, {"llm": {"embed": move(table, shardings)}})
+
+    def zeros(self) -> list[Params]:
+        """Make zero gradients, by stage."""
+        return [program.zeros() for program in self.programs]
+
+    # ----------------------------------------------------------------------------------------------------- a step
+
+    def put(self, batch: Microbatch) -> tuple[TextBatch | ItemBatch, ...]:
+        """Bring a packed microbatch to the devices: to each stage what its tower takes."""
+        put: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
+        batches = []
+        for _, stage, mesh in self.stages:
+            part: TextBatch | ItemBatch
+            if stage.tower == "llm":
+                part = batch.text if stage.first else batch.text._replace(slots={}, send={})
+            else:
+                part = batch.items[stage.tower]
+            key = (mesh, stage.tower, stage.first)
+            if key not in put:
+                rows = rows_sharding(mesh, self.rules.rows)
+                put[key] = jax.tree.map(partial(jax.make_array_from_process_local_data, rows), part)
+            batches.append(put[key])
+        return tuple(batches)
+
+    def step(
+        self,
+        state: PipelineState,
+        sums: list[Params],
+        batches: Sequence[tuple[TextBatch | ItemBatch, ...]],
+        hyper: Hyperparameters,
+        process_report: ProcessReport | None = None,
+        noise: np.ndarray | None = None,
+    ) -> tuple[PipelineState, list[Params], StepReport]:
+        """Update once, as `runtime.step.Executor.step`. `sums` are `zeros()` before and after."""
+        reports = self.put_report(process_report or ProcessReport())
+        weight, batches, unreadable = self.weigh_batches(batches, reports)
+        gradients = self.gradients(state, sums, batches, weight, noise if self.model.drops else None)
+        return self.update(state, gradients, hyper, reports, unreadable)
+
+    def put_report(self, report: ProcessReport) -> ProcessReport:
+        """Put this process's report on each of its devices: every field becomes an array `[devices, ...]`."""
+        return put_report(report, self.mesh)
+
+    def weigh_batches(
+        self, batches: Sequence[tuple[TextBatch | ItemBatch, ...]], reports: ProcessReport
+    ) -> tuple[jax.Array, list[tuple[TextBatch | ItemBatch, ...]], tuple[jax.Array, jax.Array]]:
+        """Return a step's loss weight, on the last stage, and its microbatches without what could not be read."""
+        sink = self.graph.sink
+        unreadable = self._merge_unreadable(reports.unreadable)
+        here = [view(x, replicated(self.stages[sink].mesh)) for x in unreadable]
+        total: Any = np.float32(0)
+        weighed = []
+        for batch in batches:
+            text = batch[sink]
+            total, weight = self._weigh(total, text.weight, text.owner, *here)
+            weighed.append((*batch[:sink], text._replace(weight=weight), *batch[sink + 1 :]))
+        return total, weighed, unreadable
+
+    def gradients(
+        self,
+        state: PipelineState,
+        sums: Sequence[Params],
+        batches: Sequence[tuple[TextBatch | ItemBatch, ...]],
+        weight: jax.Array,
+        noise: np.ndarray | None,
+    ) -> Gradients:
+        """Add up the gradients of a step's microbatches; donates `sums`. weight: of the step, on the last stage."""
+        run = Gradients(sums)
+        parameters = [self._parameters(state, number) for number in range(len(self.stages))]
+        for kind, number, microbatch in self.order(len(batches)):
+            action = self._forward if kind == "forward" else self._backward
+            action(
+                run, Action(kind, number, microbatch), parameters[number], batches[microbatch][number], weight, noise
+            )
+        if self._tied is not None:
+            self._add_tied(run)
+        return run
+
+    def _parameters(self, state: PipelineState, number: int) -> tuple[Params, Params]:
+        """Return a stage's trainable and frozen parameters, with its copy of a tied embedding."""
+        stage = state.stages[number]
+        if self._tied is None or number != self._tied[1]:
+            return stage.trainable, stage.frozen
+        if self._tied_is_frozen:
+            return stage.trainable, merge(stage.frozen, state.tied)
+        return merge(stage.trainable, state.tied), stage.frozen
+
+    @cached_property
+    def _tied_is_frozen(self) -> bool:
+        return "embed" not in self.programs[self.graph.sink].abstract[0].get("llm", {})
+
+    def _forward(
+        self,
+        run: Gradients,
+        action: Action,
+        parameters: tuple[Params, Params],
+        batch: TextBatch | ItemBatch,
+        weight: jax.Array,
+        noise: np.ndarray | None,
+    ) -> None:
+        _, number, microbatch = action
+        program = self.programs[number]
+        inputs = run.inputs.pop((number, microbatch), {})
+        if program.computes_loss:
+            run.sums[number], gradients, loss = program.forward_backward(
+                *parameters, run.sums[number], inputs, batch, noise, weight
+            )
+            run.loss = loss if run.loss is None else self._merge_loss(run.loss, loss)
+            self._send_gradients(run, number, microbatch, gradients)
+            return
+        if program.has_backward:
+            output, residuals = program.forward(*parameters, inputs, batch, noise)
+            run.residuals[number, microbatch] = residuals
+            held = sum(stage == number for stage, _ in run.residuals)
+            run.in_flight[number] = max(run.in_flight[number], held)
+        else:
+            output = program.forward_only(merge(*parameters), inputs, batch, noise)
+        for consumer in self.graph.consumers[number]:
+            arrived = move_array(output, self.programs[consumer].output)
+            run.inputs[consumer, microbatch][self._input_name(number, consumer)] = arrived
+
+    def _backward(
+        self,
+        run: Gradients,
+        action: Action,
+        parameters: tuple[Params, Params],
+        batch: TextBatch | ItemBatch,
+        weight: jax.Array,
+        noise: np.ndarray | None,
+    ) -> None:
+        _, number, microbatch = action
+        program = self.programs[number]
+        if program.computes_loss or not program.has_backward:
+            return  # done with the forward pass, or nothing to do
+        gradient = run.output_gradients.pop((number, microbatch))
+        residuals = run.residuals.pop((number, microbatch))
+        run.sums[number], gradients = program.backward(*parameters, run.sums[number], batch, residuals, gradient)
+        self._send_gradients(run, number, microbatch, gradients)
+
+    def _send_gradients(self, run: Gradients, number: int, microbatch: int, gradients: Inputs) -> None:
+        """Send a stage's input gradients to the stages that made the inputs, each of which has one consumer."""
+        for producer in self.graph.producers[number]:
+            name = self._input_name(producer, number)
+            if name in gradients:
+                run.output_gradients[producer, microbatch] = move_array(gradients[name], self.programs[producer].output)
+
+    def _add_tied(self, run: Gradients) -> None:
+        """Add the gradient of the last stage's copy of the embedding to the first stage's."""
+        first, last = self._tied
+        copy = run.sums[last].get("llm", {}).get("embed")
+        if copy is None:
+            return
+        run.sums[last] = self._drop_tied(last, (run.sums[last], {}))[0]
+        owned = run.sums[first]["llm"]["embed"]
+        arrived = jax.tree.map(lambda x, like: move_array(x, like.sharding), copy, owned)
+        total = jax.tree.map(_add_on_mesh, owned, arrived)
+        run.sums[first] = merge(run.sums[first], {"llm": {"embed": total}})
+
+    def update(
+        self,
+        state: PipelineState,
+        gradients: Gradients,
+        hyper: Hyperparameters,
+        reports: ProcessReport,
+        unreadable: tuple[jax.Array, jax.Array],
+    ) -> tuple[PipelineState, list[Params], StepReport]:
+        """Update every stage, or none, from a step's gradients."""
+        squares: dict[Mesh, jax.Array] = {}
+        for (_, _, mesh), square, sums in zip(self.stages, self._squares, gradients.sums, strict=True):
+            squares[mesh] = square(sums) if mesh not in squares else _add_on_mesh(squares[mesh], square(sums))
+        norms = self._on_all_devices(list(squares.values()))
+        loss = jax.tree.map(lambda x: self._on_all_devices([x.reshape(-1)]), gradients.loss)
+        report, valid = self._settle(norms, loss, reports, unreadable)
+        states, sums = [], []
+        for number, (_, _, mesh) in enumerate(self.stages):
+            norm, may = (view(x, replicated(mesh)) for x in (report.gradient_norm, valid))
+            new, cleared = self._update[number](state.stages[number], gradients.sums[number], hyper, norm, may)
+            states.append(new)
+            sums.append(cleared)
+        if self._tied is not None and not self._tied_is_frozen:
+            last = self._tied[1]
+            sums[last] = merge(sums[last], {"llm": {"embed": self._tied_zeros()}})
+            return self.from_parts(states), sums, report
+        return PipelineState(tuple(states), state.tied), sums, report
+
+    @cached_property
+    def _tied_zeros(self) -> Any:
+        program = self.programs[self.graph.sink]
+        shapes = program.abstract[0]["llm"]["embed"]
+        return jax.jit(
+            lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), shapes),
+            out_shardings=program.shardings[0]["llm"]["embed"],
+        )
+
+    def _on_all_devices(self, parts: list[jax.Array]) -> jax.Array:
+        """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others."""
+        shards = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
+        size = len(parts[0])
+        zero = partial(np.zeros, size, parts[0].dtype)
+        local = [shards[d] if d in shards else jax.device_put(zero(), d) for d in self.mesh.local_devices]
+        return jax.make_array_from_single_device_arrays((self.mesh.size * size,), self.per_device, local)
+
+    def _settle_step(
+        self, norms: jax.Array, loss: LossSums, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
+    ) -> tuple[StepReport, jax.Array]:
+        """Report the step, and whether it may update. norms: squares `[devices]`; loss: `[devices * n]` each."""
+        norm = jnp.sqrt(jnp.sum(norms * self._counts))
+        # Only the last stage's devices have the losses.
+        loss = jax.tree.map(lambda x: x.reshape(self.mesh.size, -1)[self._sink_device], loss)
+        sums = Accumulated({}, *loss[:-1], loss.not_finite[0])
+        report = report_step(sums, norm, reports, unreadable)
+        return report, is_valid(report, loss.weight.sum())
+
+    def _update_stage(
+        self, program: StageProgram, state: TrainState, sums: Params, hyper: Hyperparameters, norm: Any, valid: Any
+    ) -> tuple[TrainState, Params]:
+        with activations_on(program.mesh, self.rules):
+            params, moments, _ = self.optimizer.update(sums, state.optimizer, state.trainable, hyper, norm)
+        params, moments = jax.tree.map(
+            lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, state.optimizer)
+        )
+        return TrainState(state.step + valid, params, state.frozen, moments), jax.tree.map(jnp.zeros_like, sums)
+
+    def owners(self, batch: tuple[TextBatch | ItemBatch, ...]) -> np.ndarray:
+        """Return every token's sample, of all rows."""
+        return np.asarray(batch[self.graph.sink].owner)
+
+    def is_finite(
+        self,
+        state: PipelineState,
+        batch: tuple[TextBatch | ItemBatch, ...],
+        rows: np.ndarray,
+        weight: jax.Array,
+        noise: np.ndarray | None,
+    ) -> bool:
+        """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
+        owners = self.owners(batch)
+        isolated = tuple(self._isolate((part,), owners, rows)[0] for part in batch)
+        gradients = self.gradients(state, self.zeros(), [isolated], weight, noise if self.model.drops else None)
+        return all(bool(self._are_finite(sums)) for sums in gradients.sums)
+
+    def compile(
+        self, state: PipelineState, sums: list[Params], batches: Sequence[Microbatch], hyper: Hyperparameters
+    ) -> None:
+        """Compile all programs ahead, by running the passes of two microbatches of each shape, and the update."""
+        noise = np.zeros(2, np.uint32) if self.model.drops else None
+        reports = self.put_report(ProcessReport())
+        for batch in batches:
+            put = self.put(batch)
+            weight, weighed, unreadable = self.weigh_batches([put, put], reports)
+            gradients = self.gradients(state, self.zeros(), weighed, weight, noise)
+        # On copies, as an update donates the state: nothing is valid in a step without weight, but buffers are reused.
+        copied = jax.tree.map(jnp.copy, state)
+        jax.block_until_ready(self.update(copied, gradients, hyper, reports, unreadable))
+
+
+def _square_norm(sums: Params) -> jax.Array:
+    """Compute the sum of squares of all gradients, float32 `[1]`."""
+    return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)
+
+
+def _merge_loss(total: LossSums, loss: LossSums) -> LossSums:
+    worst = highest_losses(
+        jnp.concatenate([total.worst_samples, loss.worst_samples]),
+        jnp.concatenate([total.worst_losses, loss.worst_losses]),
+    )
+    return LossSums(total.loss + loss.loss, total.weight + loss.weight, *worst, total.not_finite + loss.not_finite)
+
+
+@jax.jit
+def _add_on_mesh(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a + b

@@ -1,0 +1,200 @@
+"""Compile the programs of one pipeline stage: forward, backward, and both with the loss where the pipeline ends.
+
+Forward returns what backward needs as residuals, without what backward is given again: parameters and batch. So a
+microbatch in flight costs its activations, as the remat policies of the stage's layers leave them, and no copy of a
+weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mmjax.batch import ItemBatch, TextBatch
+from mmjax.config import Exchange
+from mmjax.models.layer_stacks import Params, key_names
+from mmjax.models.model import Stage, merge, modules_of, partition
+from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, rows_sharding, sharding
+from mmjax.runtime.losses import losses_in_chunks, step_loss, worst_samples
+
+Inputs = dict[str, jax.Array]  # activations by the name of the stage that made them
+
+
+class LossSums(NamedTuple):
+    """One microbatch's part of a step's report, as in `runtime.step.Accumulated`."""
+
+    loss: jax.Array  # float32 [sources]
+    weight: jax.Array  # float32 [sources]
+    worst_samples: jax.Array  # int32 [MAX_WORST]
+    worst_losses: jax.Array  # float32 [MAX_WORST]
+    not_finite: jax.Array  # int32 []
+
+
+@jax.tree_util.register_pytree_node_class
+class Residuals:
+    """Values of a microbatch's forward pass that its backward pass needs, without those that it is given again."""
+
+    def __init__(self, leaves: list[jax.Array], structure: Any, given: tuple[int | None, ...]) -> None:
+        """given: the number of every leaf of the VJP function among what backward is given, None: it is in `leaves`."""
+        self.leaves = leaves
+        self.structure = structure
+        self.given = given
+
+    @classmethod
+    def of(cls, vjp: Any, given: Any) -> Residuals:
+        """Take the residuals out of a VJP function that was traced with these operands."""
+        leaves, structure = jax.tree.flatten(vjp)
+        # While tracing, an operand that is a residual is the same tracer.
+        numbers = {id(operand): number for number, operand in enumerate(jax.tree.leaves(given))}
+        sources = tuple(numbers.get(id(leaf)) for leaf in leaves)
+        return cls([leaf for leaf, number in zip(leaves, sources, strict=True) if number is None], structure, sources)
+
+    def vjp(self, given: Any) -> Any:
+        """Return the VJP function, its other leaves from the same operands again."""
+        operands, kept = jax.tree.leaves(given), iter(self.leaves)
+        leaves = [next(kept) if number is None else operands[number] for number in self.given]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def tree_flatten(self) -> tuple[tuple[list[jax.Array]], tuple[Any, tuple[int | None, ...]]]:
+        return (self.leaves,), (self.structure, self.given)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[Any, tuple[int | None, ...]], children: tuple[list[jax.Array]]) -> Residuals:
+        return cls(children[0], *aux)
+
+
+class StageProgram:
+    """The programs of a stage on its own mesh. `computes_loss`: it is the pipeline's last."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        rules: ShardingRules,
+        *,
+        wanted: tuple[str, ...],
+        sources: int,
+        exchange: Exchange = "padded",
+        loss_chunks: int = 1,
+        compiler_options: Mapping[str, bool | int | float | str] | None = None,
+    ) -> None:
+        """wanted: inputs whose gradients stages before this one need."""
+        model = stage.model
+        self.stage = stage
+        self.mesh = mesh
+        self.rules = rules
+        self.wanted = frozenset(wanted)
+        self.sources = sources
+        self.exchange = exchange
+        self.loss_chunks = loss_chunks
+        self.computes_loss = stage.tower == "llm" and stage.last
+        abstract = stage.select(model.abstract)
+        axes = stage.select(model.axes)
+        shardings = jax.tree.map(
+            lambda names, leaf: sharding(mesh, rules, leaf.shape, names),
+            axes,
+            abstract,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+        frozen = frozenset(model.frozen) & modules_of(abstract)
+        self.abstract = partition(abstract, frozen)  # trainable and frozen, as the next
+        self.shardings = partition(shardings, frozen)
+        by_path = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
+        # Inner matrices are used in the precision of the computation. Cast before, they are operands of the VJP, which
+        # backward is given again; cast by the layers, a copy of each would be a residual of every microbatch.
+        self._cast = frozenset(
+            key_names(path) for path, names in by_path if len(names) >= 2 and not {None, "vocab", "fixed"} & set(names)
+        )
+        self.has_backward = bool(self.wanted or jax.tree.leaves(self.abstract[0]))
+        self.output = rows_sharding(mesh, rules.rows)
+        whole = replicated(mesh)
+        trainable = self.shardings[0]
+        self.zeros = jax.jit(
+            lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.abstract[0]), out_shardings=trainable
+        )
+        jit = partial(jax.jit, compiler_options=compiler_options or None)
+        self.forward = jit(self._forward)
+        self.forward_only = jit(self._outputs, out_shardings=self.output)
+        inputs = dict.fromkeys(sorted(self.wanted), self.output)
+        self.backward = jit(self._backward, donate_argnums=2, out_shardings=(trainable, inputs))
+        report = LossSums(whole, whole, whole, whole, whole)
+        self.forward_backward = jit(self._forward_backward, donate_argnums=2, out_shardings=(trainable, inputs, report))
+
+    def _outputs(
+        self, params: Params, inputs: Inputs, batch: TextBatch | ItemBatch, noise: jax.Array | None
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Run the stage; the last one returns the operands of the logits."""
+        stage = self.stage
+        # The LLM's first stage takes encoders' tokens by name, the others what the stage before them made.
+        by_name = stage.tower == "llm" and stage.first
+        operand = inputs if by_name else None if stage.first else next(iter(inputs.values()))
+        with activations_on(self.mesh, self.rules, self.exchange):
+            run = stage.hidden_and_table if self.computes_loss else stage
+            return run(params, operand, batch, noise)
+
+    def _operands(self, trainable: Params, frozen: Params) -> tuple[Params, Params]:
+        """Cast the matrices to the precision of the computation."""
+        dtype = self.stage.model.dtype
+
+        def cast(path: Any, p: jax.Array) -> jax.Array:
+            return p.astype(dtype) if key_names(path) in self._cast else p
+
+        return jax.tree_util.tree_map_with_path(cast, trainable), frozen
+
+    def _forward(
+        self, trainable: Params, frozen: Params, inputs: Inputs, batch: Any, noise: jax.Array | None
+    ) -> tuple[jax.Array, Residuals]:
+        trainable, frozen = self._operands(trainable, frozen)
+        wanted, others = self._split(inputs)
+
+        def outputs(trainable: Params, wanted: Inputs) -> jax.Array:
+            return self._outputs(merge(trainable, frozen), wanted | others, batch, noise)
+
+        output, vjp = jax.vjp(outputs, trainable, wanted)
+        output = jax.lax.with_sharding_constraint(output, self.output)
+        return output, Residuals.of(vjp, (trainable, frozen, batch))
+
+    def _backward(
+        self, trainable: Params, frozen: Params, sums: Params, batch: Any, residuals: Residuals, gradient: jax.Array
+    ) -> tuple[Params, Inputs]:
+        trainable, frozen = self._operands(trainable, frozen)
+        gradients, wanted = residuals.vjp((trainable, frozen, batch))(gradient)
+        return _add(sums, gradients), wanted
+
+    def _forward_backward(
+        self,
+        trainable: Params,
+        frozen: Params,
+        sums: Params,
+        inputs: Inputs,
+        batch: TextBatch,
+        noise: jax.Array | None,
+        total_weight: jax.Array,
+    ) -> tuple[Params, Inputs, LossSums]:
+        wanted, others = self._split(inputs)
+        cap = self.stage.model.config.llm.logit_cap
+
+        def loss(trainable: Params, wanted: Inputs) -> tuple[jax.Array, LossSums]:
+            hidden, table = self._outputs(merge(trainable, frozen), wanted | others, batch, noise)
+            with activations_on(self.mesh, self.rules, self.exchange):
+                losses = losses_in_chunks(hidden, table, batch, self.loss_chunks, cap)
+                total, by_source, weight = step_loss(losses, batch, total_weight, self.sources)
+                worst = worst_samples(jax.lax.stop_gradient(losses), batch)
+            return total, LossSums(by_source, weight, *worst)
+
+        (gradients, wanted), report = jax.grad(loss, (0, 1), has_aux=True)(trainable, wanted)
+        return _add(sums, gradients), wanted, report
+
+    def _split(self, inputs: Inputs) -> tuple[Inputs, Inputs]:
+        """Split the inputs into those whose gradient is needed and the others."""
+        wanted = {name: x for name, x in inputs.items() if name in self.wanted}
+        return wanted, {name: x for name, x in inputs.items() if name not in self.wanted}
+
+
+def _add(sums: Params, gradients: Params) -> Params:
+    return jax.tree.map(lambda total, gradient: total + gradient.astype(total.dtype), sums, gradients)
