@@ -110,6 +110,8 @@ class PipelineExecutor:
         self.stages = tuple(stages)
         self.rules = rules = ShardingRules()
         self.sources = sources
+        self.schedule = schedule
+        self.loss_chunks = loss_chunks
         self.graph = stage_graph(stages)
         self.frozen = frozenset(model.frozen)
         self.order = lru_cache(lambda count: total_order(make_schedule(schedule, self.graph, count)))
@@ -117,6 +119,11 @@ class PipelineExecutor:
         # Of all devices, for what the whole step agrees on.
         devices = np.concatenate([mesh.devices.reshape(-1) for mesh in meshes])
         self.mesh = Mesh(devices.reshape(1, -1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        # A CPU's programs have a pool of as many threads as there are devices, in no order: those on several meshes may
+        # each hold threads that another waits for. Goes when XLA's CPU client runs each device's programs in order.
+        on_cpu = devices[0].platform == "cpu"
+        self.synchronous = on_cpu
+        self._wait = jax.block_until_ready if on_cpu else lambda x: x
         self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
         # What is replicated on a mesh counts once, by its first device.
         firsts = {mesh.devices.flat[0] for mesh in meshes}
@@ -336,7 +343,7 @@ class PipelineExecutor:
     ) -> tuple[jax.Array, list[tuple[TextBatch | ItemBatch, ...]], tuple[jax.Array, jax.Array]]:
         """Return a step's loss weight, on the last stage, and its microbatches without what could not be read."""
         sink = self.graph.sink
-        unreadable = self._merge_unreadable(reports.unreadable)
+        unreadable = self._wait(self._merge_unreadable(self._wait(reports.unreadable)))
         here = [view(x, replicated(self.stages[sink].mesh)) for x in unreadable]
         total: Any = np.float32(0)
         weighed = []
@@ -392,19 +399,19 @@ class PipelineExecutor:
         program = self.programs[number]
         inputs = run.inputs.pop((number, microbatch), {})
         if program.computes_loss:
-            run.sums[number], gradients, loss = program.forward_backward(
-                *parameters, run.sums[number], inputs, batch, noise, weight
+            run.sums[number], gradients, loss = self._wait(
+                program.forward_backward(*parameters, run.sums[number], inputs, batch, noise, weight)
             )
             run.loss = loss if run.loss is None else self._merge_loss(run.loss, loss)
             self._send_gradients(run, number, microbatch, gradients)
             return
         if program.has_backward:
-            output, residuals = program.forward(*parameters, inputs, batch, noise)
+            output, residuals = self._wait(program.forward(*parameters, inputs, batch, noise))
             run.residuals[number, microbatch] = residuals
             held = sum(stage == number for stage, _ in run.residuals)
             run.in_flight[number] = max(run.in_flight[number], held)
         else:
-            output = program.forward_only(merge(*parameters), inputs, batch, noise)
+            output = self._wait(program.forward_only(merge(*parameters), inputs, batch, noise))
         for consumer in self.graph.consumers[number]:
             arrived = move_array(output, self.programs[consumer].output)
             run.inputs[consumer, microbatch][self._input_name(number, consumer)] = arrived
@@ -424,7 +431,9 @@ class PipelineExecutor:
             return  # done with the forward pass, or nothing to do
         gradient = run.output_gradients.pop((number, microbatch))
         residuals = run.residuals.pop((number, microbatch))
-        run.sums[number], gradients = program.backward(*parameters, run.sums[number], batch, residuals, gradient)
+        run.sums[number], gradients = self._wait(
+            program.backward(*parameters, run.sums[number], batch, residuals, gradient)
+        )
         self._send_gradients(run, number, microbatch, gradients)
 
     def _send_gradients(self, run: Gradients, number: int, microbatch: int, gradients: Inputs) -> None:
@@ -455,16 +464,13 @@ class PipelineExecutor:
         unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[PipelineState, list[Params], StepReport]:
         """Update every stage, or none, from a step's gradients."""
-        squares: dict[Mesh, jax.Array] = {}
-        for (_, _, mesh), square, sums in zip(self.stages, self._squares, gradients.sums, strict=True):
-            squares[mesh] = square(sums) if mesh not in squares else _add_on_mesh(squares[mesh], square(sums))
-        norms = self._on_all_devices(list(squares.values()))
-        loss = jax.tree.map(lambda x: self._on_all_devices([x.reshape(-1)]), gradients.loss)
-        report, valid = self._settle(norms, loss, reports, unreadable)
+        report, valid = self._settle_gradients(gradients, reports, unreadable)
         states, sums = [], []
         for number, (_, _, mesh) in enumerate(self.stages):
             norm, may = (view(x, replicated(mesh)) for x in (report.gradient_norm, valid))
-            new, cleared = self._update[number](state.stages[number], gradients.sums[number], hyper, norm, may)
+            new, cleared = self._wait(
+                self._update[number](state.stages[number], gradients.sums[number], hyper, norm, may)
+            )
             states.append(new)
             sums.append(cleared)
         if self._tied is not None and not self._tied_is_frozen:
@@ -472,6 +478,19 @@ class PipelineExecutor:
             sums[last] = merge(sums[last], {"llm": {"embed": self._tied_zeros()}})
             return self.from_parts(states), sums, report
         return PipelineState(tuple(states), state.tied), sums, report
+
+    def _settle_gradients(
+        self, gradients: Gradients, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
+    ) -> tuple[StepReport, jax.Array]:
+        """Report a step to all devices, and whether it may update."""
+        squares: dict[Mesh, jax.Array] = {}
+        for (_, _, mesh), square, sums in zip(self.stages, self._squares, gradients.sums, strict=True):
+            squares[mesh] = (
+                self._wait(square(sums)) if mesh not in squares else _add_on_mesh(squares[mesh], square(sums))
+            )
+        norms = self._on_all_devices(list(squares.values()))
+        loss = jax.tree.map(lambda x: self._on_all_devices([x.reshape(-1)]), gradients.loss)
+        return self._wait(self._settle(*self._wait((norms, loss)), reports, unreadable))
 
     @cached_property
     def _tied_zeros(self) -> Any:
@@ -539,9 +558,13 @@ class PipelineExecutor:
             put = self.put(batch)
             weight, weighed, unreadable = self.weigh_batches([put, put], reports)
             gradients = self.gradients(state, self.zeros(), weighed, weight, noise)
-        # On copies, as an update donates the state: nothing is valid in a step without weight, but buffers are reused.
-        copied = jax.tree.map(jnp.copy, state)
-        jax.block_until_ready(self.update(copied, gradients, hyper, reports, unreadable))
+        self._settle_gradients(gradients, reports, unreadable)
+        for number, (_, _, mesh) in enumerate(self.stages):
+            scalars = (jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh)) for dtype in (jnp.float32, jnp.bool))
+            self._update[number].lower(state.stages[number], gradients.sums[number], hyper, *scalars).compile()
+        if self._tied is not None and not self._tied_is_frozen:
+            self._tied_zeros()
+            self.from_parts(state.stages)
 
 
 def _square_norm(sums: Params) -> jax.Array:

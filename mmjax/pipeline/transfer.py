@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 Box = tuple[tuple[int, int], ...]  # first and last (exclusive) index along every axis
@@ -90,41 +91,51 @@ class Transfer:
     def __call__(self, x: jax.Array) -> jax.Array:
         """Start to move an array; returns at once, like every computation."""
         shards = {shard.device.id: shard.data for shard in x.addressable_shards}
-        pieces: dict[int, list[jax.Array]] = defaultdict(list)
-        places: dict[int, list[Box]] = defaultdict(list)
+        pieces: dict[int, list[tuple[jax.Array, Box]]] = defaultdict(list)
         for move in self.moves:
-            whole = _size(move.taken) == _size(self.source_boxes[move.source])
-            piece = shards[move.source] if whole else _cut(move.taken)(shards[move.source])
+            piece = _cut(shards[move.source], move.taken)
             # One call for each piece: a list whose members have other devices may arrive swapped across processes
             # (jaxlib groups them in an order that differs by process; up to 0.12 at least).
-            pieces[move.target].append(jax.device_put(piece, SingleDeviceSharding(self.devices[move.target])))
-            places[move.target].append(move.placed)
-        joined = [
-            _join(tuple(places[number]), tuple(last - first for first, last in box))(*pieces[number])
-            for number, box in self.target_boxes.items()
-        ]
+            piece = jax.device_put(piece, SingleDeviceSharding(self.devices[move.target]))
+            pieces[move.target].append((piece, move.placed))
+        joined = [_join(pieces[number], _lengths(box)) for number, box in self.target_boxes.items()]
         return jax.make_array_from_single_device_arrays(self.shape, self.target, joined, dtype=self.dtype)
 
 
-@cache
-def _cut(box: Box) -> Any:
-    """Return the program that cuts a box out of a shard."""
-    return jax.jit(lambda shard: shard[tuple(slice(*bounds) for bounds in box)])
+def _lengths(box: Box) -> tuple[int, ...]:
+    return tuple(last - first for first, last in box)
 
 
-@cache
-def _join(places: tuple[Box, ...], shape: tuple[int, ...]) -> Any:
-    """Return the program that joins pieces to a shard; the identity where there is one."""
-    if len(places) == 1:
-        return lambda piece: piece
+def _starts(box: Box) -> list[np.int32]:
+    return [np.int32(first) for first, _ in box]
 
-    def join(*pieces: jax.Array) -> jax.Array:
-        shard = jnp.zeros(shape, pieces[0].dtype)
-        for piece, place in zip(pieces, places, strict=True):
-            shard = shard.at[tuple(slice(*bounds) for bounds in place)].set(piece)
-        return shard
 
-    return jax.jit(join)
+def _cut(shard: jax.Array, box: Box) -> jax.Array:
+    """Cut a box out of a shard; the shard itself where that is all of it."""
+    return shard if _lengths(box) == shard.shape else _cut_at(shard, _starts(box), sizes=_lengths(box))
+
+
+def _join(pieces: list[tuple[jax.Array, Box]], shape: tuple[int, ...]) -> jax.Array:
+    """Join pieces to a shard; the piece itself where there is one."""
+    if len(pieces) == 1:
+        return pieces[0][0]
+    return _join_at([piece for piece, _ in pieces], [_starts(box) for _, box in pieces], shape=shape)
+
+
+# Where a piece lies is an argument, so that pieces of equal size share a program.
+
+
+@partial(jax.jit, static_argnames="sizes")
+def _cut_at(shard: jax.Array, starts: list[jax.Array], sizes: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(shard, starts, sizes)
+
+
+@partial(jax.jit, static_argnames="shape")
+def _join_at(pieces: list[jax.Array], starts: list[list[jax.Array]], shape: tuple[int, ...]) -> jax.Array:
+    shard = jnp.zeros(shape, pieces[0].dtype)
+    for piece, start in zip(pieces, starts, strict=True):
+        shard = jax.lax.dynamic_update_slice(shard, piece, start)
+    return shard
 
 
 @cache
@@ -145,19 +156,7 @@ def move_array(x: jax.Array, target: NamedSharding) -> jax.Array:
 
 
 def view(x: jax.Array, target: NamedSharding) -> jax.Array:
-    """Return the shards that an array has on another sharding's devices as an array of that sharding, without a copy.
-
-    Of a replicated array on all devices, so is one that is replicated on a stage's; of `[1, ...]` arrays that are
-    replicated on each stage, one on all devices with an entry for each, as `join_views` makes it.
-    """
+    """Return the shards that a replicated array has on some of its devices as an array on these, without a copy."""
     local = {shard.device: shard.data for shard in x.addressable_shards}
     shards = [local[device] for device in target.addressable_devices]
     return jax.make_array_from_single_device_arrays(x.shape, target, shards, dtype=x.dtype)
-
-
-def join_views(parts: list[jax.Array], target: NamedSharding) -> jax.Array:
-    """Join arrays `[1, ...]` that are replicated on disjoint meshes to `[devices, ...]`, one entry for each device."""
-    local = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
-    shape = (target.mesh.size, *parts[0].shape[1:])
-    shards = [local[device] for device in target.addressable_devices]
-    return jax.make_array_from_single_device_arrays(shape, target, shards, dtype=parts[0].dtype)

@@ -142,7 +142,8 @@ def fixed_bytes(
     cast = 0 if activation == MASTER else activation
     accumulates = batch.microbatches > 1
     layer_peaks = [
-        _layer(model, tower, saved, work[tower].positions, sharding, activation) for tower, saved in layers.items()
+        layer_backward_bytes(model, tower, saved, work[tower].positions, sharding, activation)
+        for tower, saved in layers.items()
     ]
     tokens = 0
     for name, encoder in model.encoders.items():
@@ -152,13 +153,18 @@ def fixed_bytes(
     copies = accumulates * activation * (trainable - in_layers) + (activation + cast) * layer
     # The update begins when copies and activations are gone.
     update_peak = _muon_update(model, frozen, sharding, activation) - copies if isinstance(optimizer, Muon) else 0.0
-    peaks = [_loss(model, work["llm"].positions, sharding, activation, loss_chunks), *layer_peaks, update_peak, 0.0]
+    peaks = [
+        loss_bytes(model, work["llm"].positions, sharding, activation, loss_chunks),
+        *layer_peaks,
+        update_peak,
+        0.0,
+    ]
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
         "optimizer": sum(n * sharding.part_of(module) for module, n in moments.items()),
         "copies": copies,
-        "batch": LOADED * batch.microbatches * _batch_bytes(model, batch),
+        "batch": LOADED * batch.microbatches * sum(batch_bytes(model, batch, tower) for tower in batch.shape),
         "tokens": tokens,
         "exchange": sum(
             2 * batch.peers * n * connector_mlps(model.encoders[name]) * model.llm.width * activation
@@ -215,22 +221,21 @@ def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int)
     return 2 * llm.layers * llm.kv_heads * llm.head_width * activation / sharding.llm
 
 
-def _batch_bytes(model: ModelConfig, batch: DeviceBatch) -> float:
-    """Count the bytes of a microbatch's arrays."""
-    # One of the text's fields, the position, has an entry for each axis.
-    rows, length = batch.shape["llm"]
-    axes = max(len(model.llm.rope_sections), 1)  # of a position
-    # One column of `slots` for each encoder, beside the fields.
-    total = 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
-    for name, encoder in model.encoders.items():
-        rows, length = batch.shape[name]
-        # Pixels are bytes, log-mel bins float32.
-        values = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else 4 * encoder.mels
-        total += rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths[name]
-    return total
+def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
+    """Count the bytes of what one tower takes of a microbatch."""
+    rows, length = batch.shape[tower]
+    if tower == "llm":
+        # One of the text's fields, the position, has an entry for each axis.
+        axes = max(len(model.llm.rope_sections), 1)
+        # One column of `slots` for each encoder, beside the fields.
+        return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
+    encoder = model.encoders[tower]
+    # Pixels are bytes, log-mel bins float32.
+    values = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else 4 * encoder.mels
+    return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
 
 
-def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:
+def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:
     """Count the peak bytes of the loss: the activations and their gradient in float32, and the larger of two.
 
     Either the float32 logits of one vocabulary chunk with their gradient, which in float32 reuses their buffer, or this
@@ -245,7 +250,7 @@ def _loss(model: ModelConfig, positions: int, sharding: ModelSharding, activatio
     return MASTER * positions * 2 * width + max(both, gradient + tables)
 
 
-def _layer(
+def layer_backward_bytes(
     model: ModelConfig, tower: str, saved: float, positions: int, sharding: ModelSharding, activation: int
 ) -> float:
     """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient."""

@@ -270,8 +270,8 @@ LOCATION_KEYS = ("name:", "run:")
 # Keys that may change freely when a run is resumed: where, how fast and how long it runs, how often it evaluates and
 # saves.
 MAY_CHANGE = (
-    "name", "run", "device", "compiler", "mesh.", "units", "pipeline.", "batch.balance", "batch.shapes", "data.workers", "data.prefetch",
-    "data.cache", "data.on_bad_sample", "data.max_bad_share",
+    "name", "run", "device", "compiler", "mesh.", "units", "pipeline.", "batch.balance", "batch.shapes",
+    "data.workers", "data.prefetch", "data.cache", "data.on_bad_sample", "data.max_bad_share",
     "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
     "training.keep", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
     "model.llm.remat", "model.llm.attention",

@@ -25,6 +25,7 @@ class Runner(Protocol):
     mesh: Mesh  # of all devices
     rules: ShardingRules
     frozen: frozenset[str]
+    synchronous: bool  # whether `step` returns when it is done
 
     @property
     def modules(self) -> tuple[str, ...]: ...

@@ -128,6 +128,8 @@ def is_valid(report: StepReport, weight: jax.Array) -> jax.Array:
 class Executor:
     """Runs a model on one mesh: init, gradient and update programs with explicit shardings."""
 
+    synchronous = False
+
     def __init__(
         self,
         model: Model,

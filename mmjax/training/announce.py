@@ -19,7 +19,9 @@ from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.layer_stacks import key_names
 from mmjax.models.model import Model, parameter_group
+from mmjax.pipeline.stage_plan import StagePlan
 from mmjax.planning.remat import MemoryPlan
+from mmjax.planning.schedules import ScheduleName
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
 from mmjax.training.metrics import balance_scalars
 
@@ -122,6 +124,38 @@ def describe_memory_plan(memory_plan: MemoryPlan) -> list[str]:
             mix = ", ".join(f"{n} {policy}" for policy, n in Counter(policies).items())
             lines.append(f"       remat of {tower}: {mix}")
     return lines
+
+
+def describe_stages(
+    config: Config, stages: Sequence[StagePlan], schedule: ScheduleName, bubble: float, measured: bool
+) -> list[str]:
+    """Describe the stages of units in a table, with the predicted bubble of their pipeline."""
+    lines = [("stage", "devices", "mesh", "layers", "parameters", "memory", "forward", "backward", "in flight")]
+    for stage in stages:
+        devices = f"{stage.devices[0]}" + (f"-{stage.devices[-1]}" if len(stage.devices) > 1 else "")
+        mesh = " x ".join(f"{axis} {n}" for axis, n in stage.mesh.items()) or "-"
+        layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
+        times = [f"{1e3 * seconds:.3g} ms" if seconds else "-" for seconds in (stage.forward, stage.backward)]
+        memory = size(stage.bytes)
+        lines.append((stage.name, devices, mesh, layers, count(stage.parameters), memory, *times, str(stage.in_flight)))
+    basis = "by measured layer times" if measured else "by assumed rates; mmjax.plan --profile measures layers"
+    microbatches = config.batch.microbatches
+    described = [
+        f"units  schedule {schedule}, {microbatches} microbatches",
+        *table(lines),
+        f"       predicted bubble {bubble:.0%} ({basis})",
+    ]
+    deepest = len({stage.devices for stage in stages})
+    if microbatches < deepest:
+        described.append(
+            f"       {microbatches} microbatch(es) cannot fill {deepest} stages; raise batch.microbatches to several "
+            "times as many"
+        )
+    for stage in stages:
+        if set(stage.policies) != {"none"}:
+            mix = ", ".join(f"{n} {policy}" for policy, n in Counter(stage.policies).items())
+            described.append(f"       remat of {stage.name}: {mix}")
+    return described
 
 
 def replication_warning(memory_plan: MemoryPlan) -> str:

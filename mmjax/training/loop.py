@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -16,13 +17,15 @@ import numpy as np
 
 from mmjax.autotune.memory_plan import (
     MemoryDecision,
+    available_memory,
+    device_speed,
     plan_key,
     plan_memory_on_mesh,
     read_memory_plan,
     write_memory_plan,
 )
 from mmjax.batch import Microbatch
-from mmjax.config import Config, MeshConfig
+from mmjax.config import Config, MeshConfig, ModelConfig
 from mmjax.config.loading import resolve_callbacks, to_json
 from mmjax.console import ProgressLine, print_lines, size
 from mmjax.data.loading.step_loader import LoadedStep, spelled
@@ -33,8 +36,10 @@ from mmjax.errors import raise_ctrl_c_once
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.pipeline.executor import PipelineExecutor
+from mmjax.pipeline.stage_plan import StagePlan, memory_plan_of, plan_stages, simulate_stages
 from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
-from mmjax.planning.remat import MemoryPlan
+from mmjax.planning.memory import GB
+from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.devices import (
     CompileCounter,
@@ -130,35 +135,8 @@ class Trainer:
         self.loader = self.data.loader
 
         with activity("predicting memory"):
-            self.memory_plan = self.plan_memory(profile)
-        functions = resolve_callbacks(config.model, folder.path)
-        dtype = jnp.dtype(config.training.precision)
-        cuts = stage_cuts(config) if config.units else None
-        model = Model.build(self.memory_plan.applied(config.model), dtype, cuts, functions=functions)
-        optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
-        self.executor: Runner
-        if config.units:
-            self.executor = PipelineExecutor(
-                model,
-                optimizer,
-                place_stages(config, model, devices),
-                sources=self.data.sources,
-                schedule=schedule_name(config),
-                loss_chunks=self.memory_plan.loss_chunks,
-                compiler_options=self.compiler_options,
-            )
-        else:
-            self.executor = Executor(
-                model,
-                optimizer,
-                self.mesh,
-                ShardingRules.of(config.mesh),
-                sources=self.data.sources,
-                exchange=config.mesh.exchange,
-                loss_chunks=self.memory_plan.loss_chunks,
-                accumulates=config.batch.microbatches > 1,
-                compiler_options=self.compiler_options,
-            )
+            self.stages, self.memory_plan = self.plan_units() if config.units else ((), self.plan_memory(profile))
+        self.executor: Runner = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
 
         self.checkpoints = RunCheckpoints(config, folder, self.data, self.executor)
         with activity("opening the validation and test splits"):
@@ -188,6 +166,47 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"Trainer({self.config.name!r}, {str(self.folder.path)!r})"
+
+    def make_executor(self, model_config: ModelConfig, loss_chunks: int) -> Runner:
+        """Make the programs of a step, on one mesh or on those of units."""
+        config = self.config
+        dtype = jnp.dtype(config.training.precision)
+        functions = resolve_callbacks(config.model, self.folder.path)
+        if config.units:
+            model = Model.build(model_config, dtype, stage_cuts(config), functions=functions)
+            return PipelineExecutor(
+                model,
+                make_optimizer(config.optimizer, model.axes, model.dtype),
+                place_stages(config, model, list(self.mesh.devices.flat)),
+                sources=self.data.sources,
+                schedule=schedule_name(config),
+                loss_chunks=loss_chunks,
+                compiler_options=self.compiler_options,
+            )
+        model = Model.build(model_config, dtype, functions=functions)
+        return Executor(
+            model,
+            make_optimizer(config.optimizer, model.axes, model.dtype),
+            self.mesh,
+            ShardingRules.of(config.mesh),
+            sources=self.data.sources,
+            exchange=config.mesh.exchange,
+            loss_chunks=loss_chunks,
+            accumulates=config.batch.microbatches > 1,
+            compiler_options=self.compiler_options,
+        )
+
+    def plan_units(self) -> tuple[list[StagePlan], MemoryPlan]:
+        """Choose remat policies that fit every stage's devices."""
+        config, layout = self.config, self.loader.layout
+        device = self.mesh.devices.flat[0]
+        loss_chunks = config.training.loss_chunks or 1
+        executor = self.make_executor(config.model, loss_chunks)
+        speed = device_speed(config, [layout], device, profile=False)
+        available = available_memory(config.mesh, device)
+        limit = MemoryLimit(math.inf if available is None else available, config.mesh.host_memory * GB)
+        stages = plan_stages(config, executor, layout, speed, limit)
+        return stages, memory_plan_of(config, stages, limit, loss_chunks)
 
     def plan_memory(self, profile: bool) -> MemoryPlan:
         """Choose remat policies and loss chunks that fit the devices.
@@ -234,8 +253,16 @@ class Trainer:
         announce.print_run_summary(
             self.config, self.executor.model, self.mesh, self.loader, example, self.compiler_options
         )
-        print_lines(*announce.describe_memory_plan(self.memory_plan))
+        print_lines(*self.describe_devices())
         return example.microbatches[0]
+
+    def describe_devices(self) -> list[str]:
+        """Describe what the devices hold: of one mesh its memory plan, of units a table of stages."""
+        if not isinstance(self.executor, PipelineExecutor):
+            return announce.describe_memory_plan(self.memory_plan)
+        timeline = simulate_stages(self.executor, self.stages, self.config.batch.microbatches)
+        measured = bool(device_speed(self.config, [self.loader.layout], self.mesh.devices.flat[0], False).measured)
+        return announce.describe_stages(self.config, self.stages, self.executor.schedule, timeline.bubble, measured)
 
     def start_workers(self) -> None:
         """Start the data workers, which begin to load at once, and add this start to the run's history."""
@@ -283,6 +310,9 @@ class Trainer:
                 wait_seconds = time.monotonic() - began
                 self.watchdog.set_phase("running", step)
                 batches = [self.executor.put(batch) for batch in loaded.microbatches]
+
+                if self.executor.synchronous:  # so that no step is timed with the next one
+                    self.finish_step(state, progress)
 
                 # Start the step. Devices compute it while the loop goes on, up to where its report is read.
                 process_report = ProcessReport(

@@ -1,0 +1,252 @@
+"""Plan every stage of a pipeline: remat policies with which its microbatches in flight fit, and its passes' times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from mmjax.autotune.memory_plan import ActivationTracer
+from mmjax.config import Config, Remat
+from mmjax.data.plan.step_plan import RankLayout
+from mmjax.errors import UserError
+from mmjax.parallel.sharding import TENSOR, row_ranks
+from mmjax.pipeline.executor import PipelineExecutor
+from mmjax.planning.flops import executed, executed_logits, frozen_modules, layer_policies, recompute_flops
+from mmjax.planning.memory import (
+    ACTIVATION,
+    GB,
+    LOADED,
+    DeviceBatch,
+    ModelSharding,
+    batch_bytes,
+    divide_by_tensor_parallelism,
+    layer_backward_bytes,
+    loss_bytes,
+)
+from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, choose_policies
+from mmjax.planning.schedules import make_schedule
+from mmjax.planning.simulate import StageTimes, Timeline, simulate
+from mmjax.planning.step_time import Speed
+from mmjax.planning.work import row_work
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The memory and time of a stage, on each of its devices, for the largest compiled shape."""
+
+    name: str
+    devices: tuple[int, ...]  # numbers in the run's order
+    mesh: dict[str, int]
+    layers: range
+    parameters: int  # of the stage, on all its devices together
+    policies: tuple[Remat, ...]
+    in_flight: int
+    memory: dict[str, float]  # bytes by kind
+    forward: float  # seconds of one microbatch
+    backward: float
+
+    @property
+    def bytes(self) -> float:
+        """Total bytes of a device."""
+        return sum(self.memory.values())
+
+
+def plan_stages(
+    config: Config, executor: PipelineExecutor, layout: RankLayout, speed: Speed, limit: MemoryLimit
+) -> list[StagePlan]:
+    """Choose the remat policies of every stage, with the least recomputation that fits its devices.
+
+    executor: of the same config, with any policies. Stages that share devices share their memory. Raises UserError
+    where a stage fits under no policies.
+    """
+    schedule = make_schedule(executor.schedule, executor.graph, config.batch.microbatches)
+    tracer = ActivationTracer(config)
+    plans: list[StagePlan] = []
+    for number, placed in enumerate(executor.stages):
+        sharing = sum(other.mesh == placed.mesh for other in executor.stages)
+        in_flight = schedule.in_flight_bound(number)
+        room = replace(limit, device=limit.device / sharing)
+        plans.append(_plan_stage(config, executor, number, layout, speed, room, in_flight, tracer))
+    return plans
+
+
+def _plan_stage(
+    config: Config,
+    executor: PipelineExecutor,
+    number: int,
+    layout: RankLayout,
+    speed: Speed,
+    limit: MemoryLimit,
+    in_flight: int,
+    tracer: ActivationTracer,
+) -> StagePlan:
+    placed = executor.stages[number]
+    stage, mesh = placed.stage, placed.mesh
+    tower = stage.tower
+    parts = mesh.shape[TENSOR]
+    activation = ACTIVATION[config.training.precision]
+    towers = {"llm": config.model.llm, **config.model.encoders}
+    rows = _rows_on_device(config, layout, executor)
+    batches = [
+        DeviceBatch({name: (n, length) for (name, n), length in zip(rows.items(), shape.lengths, strict=True)}, {}, 1)
+        for shape in layout.shapes
+    ]
+    batch = max(batches, key=lambda b: b.shape[tower][1])
+    positions = row_work(config.model, batch.shape)[tower].positions
+    count = stage.stop - stage.start
+    saved = {
+        policy: divide_by_tensor_parallelism(bytes_, towers[tower], positions, activation, parts)
+        for policy, bytes_ in tracer.saved_bytes(tower, batch.shape[tower][0], [batch.shape[tower][1]])[0].items()
+    }
+    sharding = ModelSharding(mesh.shape["fsdp"] * parts, parts, parts)
+    part = executor.abstract_parts[number]
+    parameters = _on_device(part.trainable) + _on_device(part.frozen)
+    gradients = _on_device(part.trainable)
+    transient = 0.0
+    if executor.programs[number].has_backward:
+        transient = layer_backward_bytes(config.model, tower, saved["none"].device, positions, sharding, activation)
+    if number == executor.graph.sink:
+        transient = max(transient, loss_bytes(config.model, positions, sharding, activation, executor.loss_chunks))
+    width = towers[tower].width
+    memory = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": _on_device(part.optimizer),
+        # A microbatch's gradients, before they are added to those of the others.
+        "copies": gradients,
+        "batch": LOADED * config.batch.microbatches * batch_bytes(config.model, batch, tower),
+        # Activations that arrive and leave, for every microbatch in flight one.
+        "messages": 2 * in_flight * positions * width * activation,
+        "transient": transient,
+    }
+    held = in_flight if executor.programs[number].has_backward else 0
+    options = {
+        policy: Option(
+            held * bytes_.device, held * bytes_.host, _recompute_seconds(config, tower, policy, batch, speed)
+        )
+        for policy, bytes_ in saved.items()
+    }
+    configured = layer_policies(towers[tower])[stage.start : stage.stop]
+    if towers[tower].remat == "auto":
+        room = limit.device - sum(memory.values())
+        chosen = choose_policies({tower: count}, {tower: options}, room, limit.host)
+        if chosen is None:
+            smallest = min(options.values(), key=lambda o: o.device).device * count + sum(memory.values())
+            raise UserError(
+                f"stage {placed.name} needs {smallest / GB:.2f} GB of each device and there are "
+                f"{limit.device / GB:.2f}, with as much computed again as can be; give its unit more devices by fsdp, "
+                "tensor or pipeline, or raise batch.microbatches",
+                everywhere=True,
+            )
+        configured = chosen[tower]
+    memory["activations"] = sum(options[policy].device for policy in configured)
+    forward, backward = _seconds(config, executor, number, configured, batch, speed)
+    devices = {device: n for n, device in enumerate(executor.mesh.devices.flat)}
+    return StagePlan(
+        name=placed.name,
+        devices=tuple(devices[device] for device in mesh.devices.flat),
+        mesh={axis: n for axis, n in mesh.shape.items() if n > 1},
+        layers=range(stage.start, stage.stop),
+        parameters=sum(leaf.size for leaf in jax.tree.leaves((part.trainable, part.frozen))),
+        policies=tuple(configured),
+        in_flight=in_flight,
+        memory=memory,
+        forward=forward,
+        backward=backward,
+    )
+
+
+def _rows_on_device(config: Config, layout: RankLayout, executor: PipelineExecutor) -> dict[str, int]:
+    """Count the rows of every tower on each of its devices."""
+    meshes = {placed.stage.tower: placed.mesh for placed in executor.stages}
+    totals = [layout.topology.ranks * rows for rows in layout.rows]
+    return {
+        name: total // row_ranks(meshes[name])
+        for name, total in zip(("llm", *config.model.encoders), totals, strict=True)
+    }
+
+
+def _on_device(tree: Any) -> float:
+    """Count the bytes on each device of arrays given by shape, dtype and sharding."""
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _seconds(
+    config: Config,
+    executor: PipelineExecutor,
+    number: int,
+    policies: Sequence[Remat],
+    batch: DeviceBatch,
+    speed: Speed,
+) -> tuple[float, float]:
+    """Estimate the seconds of a stage's passes: of its layers as measured, or by their operations."""
+    stage = executor.stages[number].stage
+    tower, count = stage.tower, stage.stop - stage.start
+    parts = executor.stages[number].mesh.shape[TENSOR]
+    measured = speed.layer(tower, batch.shape[tower])
+    part = {"layers": 0 if measured else count, "remat": "none" if measured else tuple(policies)}
+    model = config.model
+    if tower == "llm":
+        model = replace(model, llm=replace(model.llm, **part))
+    else:
+        model = replace(model, encoders={**model.encoders, tower: replace(model.encoders[tower], **part)})
+    flops = executed(model, batch.shape, frozen_modules(config.model), executor.loss_chunks)
+    forward, backward = flops[tower].forward, flops[tower].backward
+    if tower == "llm" and not stage.last:
+        logits = executed_logits(config.model, row_work(config.model, batch.shape)["llm"])
+        forward, backward = max(0, forward - logits), max(0, backward - 2 * logits)
+    elif tower != "llm" and stage.last:
+        connector = flops[f"{tower}.connector"]
+        forward, backward = forward + connector.forward, backward + connector.backward
+    times = [x / parts / speed.rates.flops for x in (forward, backward)]
+    if measured:
+        times[0] += count * measured["forward"] / parts
+        times[1] += sum(measured[policy] - measured["forward"] for policy in policies) / parts
+    return times[0], times[1] if executor.programs[number].has_backward else 0.0
+
+
+def _recompute_seconds(config: Config, tower: str, policy: Remat, batch: DeviceBatch, speed: Speed) -> float:
+    """Estimate the seconds that a policy adds to a layer's backward pass."""
+    if measured := speed.layer(tower, batch.shape[tower]):
+        return measured[policy] - measured["none"]
+    towers = {"llm": config.model.llm, **config.model.encoders}
+    work = row_work(config.model, batch.shape)[tower]
+    return recompute_flops(towers[tower], work, policy) / speed.rates.flops
+
+
+def simulate_stages(executor: PipelineExecutor, plans: Sequence[StagePlan], microbatches: int) -> Timeline:
+    """Simulate a step with equal microbatches of the largest shape, transfers not counted."""
+    forward, backward = (
+        np.array([[getattr(plan, name)] * microbatches for plan in plans]) for name in ("forward", "backward")
+    )
+    schedule = make_schedule(executor.schedule, executor.graph, microbatches)
+    return simulate(schedule, StageTimes(forward, backward))
+
+
+def memory_plan_of(config: Config, plans: Sequence[StagePlan], limit: MemoryLimit, loss_chunks: int) -> MemoryPlan:
+    """Return the run's memory plan: the policies of all towers, and the bytes of the fullest stage."""
+    fullest = max(plans, key=lambda plan: plan.bytes)
+    towers = {"llm": config.model.llm, **config.model.encoders}
+    policies: dict[str, tuple[Remat, ...]] = dict.fromkeys(towers, ())
+    for plan in sorted(plans, key=lambda plan: plan.layers.start):
+        policies[plan.name.partition("[")[0]] += plan.policies
+    fixed = {kind: n for kind, n in fullest.memory.items() if kind != "activations"}
+    return MemoryPlan(
+        policies=policies,
+        loss_chunks=loss_chunks,
+        fixed=fixed,
+        activations={fullest.name: fullest.memory["activations"]},
+        unsaved={},
+        seconds=0.0,
+        lower_bound=0.0,
+        recompute_seconds={},
+        largest_shape=0,
+        sharding=ModelSharding(),
+        limit=limit,
+    )

@@ -1,0 +1,238 @@
+"""Pipelines compute what the one-program step computes: gradients, updates, reports, whatever the units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_run import load_steps, make_executor, tiny_config, weight, worst_leaf
+
+from mmjax.batch import Microbatch
+from mmjax.config import AdamW, Config, MeshConfig, Muon, Unit
+from mmjax.models.layer_stacks import unstack_layers
+from mmjax.models.model import Model, merge
+from mmjax.pipeline.executor import PipelineExecutor
+from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
+from mmjax.runtime.devices import units_topology
+from mmjax.runtime.state import hyperparameters, make_optimizer
+from mmjax.runtime.step import ProcessReport, put_rows
+
+BY_MODULE = {"vision": Unit(data=2), "audio": Unit(fsdp=2), "llm": Unit(pipeline=2, tensor=2)}
+UNITS = {
+    "by module": BY_MODULE,
+    "encoders together": {"encoders": Unit(modules=("vision", "audio")), "llm": Unit(pipeline=3)},
+    "all in stages": {"all": Unit(modules=("llm", "vision", "audio"), pipeline=4)},
+    "tensor parallel": {"encoders": Unit(modules=("audio", "vision")), "llm": Unit(pipeline=2, tensor=2)},
+    "unequal ranks": {"vision": Unit(data=3), "audio": Unit(), "llm": Unit(data=2, pipeline=2)},
+    "interleaved": {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2, virtual=2)},
+}
+
+
+def config_of(
+    units: str, frozen: Sequence[str] = (), tied: bool = True, dropout: float = 0.0, **changes: Any
+) -> Config:
+    """The tiny model with four LLM layers on these units."""
+    config = tiny_config(units=UNITS[units])
+    llm = replace(config.model.llm, layers=4, tied=tied, dropout=dropout, frozen="llm" in frozen)
+    encoders = {
+        name: replace(
+            encoder,
+            frozen=name in frozen,
+            dropout=dropout,
+            connector=replace(encoder.connector, frozen=f"{name}.connector" in frozen),
+        )
+        for name, encoder in config.model.encoders.items()
+    }
+    remat = changes.pop("remat", "none")
+    llm = replace(llm, remat=remat)
+    encoders = {name: replace(encoder, remat=remat) for name, encoder in encoders.items()}
+    return replace(config, model=replace(config.model, llm=llm, encoders=encoders), **changes)
+
+
+def make_pipeline(config: Config, schedule: str = "auto") -> PipelineExecutor:
+    config = replace(config, pipeline=replace(config.pipeline, schedule=schedule))
+    model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
+    devices = sum(unit.data * unit.fsdp * unit.tensor * unit.pipeline for unit in config.units.values())
+    return PipelineExecutor(
+        model,
+        make_optimizer(config.optimizer, model.axes),
+        place_stages(config, model, jax.devices()[:devices]),
+        sources=len(config.data.sources),
+        schedule=schedule_name(config),
+        loss_chunks=config.training.loss_chunks or 1,
+    )
+
+
+def steps_of(config: Config, folder: Path, count: int) -> list[tuple[Microbatch, ...]]:
+    return load_steps(config, folder, count, units_topology(config.units))
+
+
+def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") -> PipelineExecutor:
+    """The pipeline's gradients and losses are those of one device."""
+    (batches,) = steps_of(config, folder, 1)
+    one, pipeline = make_executor(config, MeshConfig(1)), make_pipeline(config, schedule)
+    noise = np.array([0, 0], np.uint32) if one.model.drops else None
+    state, accumulated = one.init(jax.random.key(0)), one.zeros()
+    for batch in batches:
+        put = put_rows(batch, one.mesh, one.rules)
+        accumulated = one.accumulate(
+            state.trainable, state.frozen, accumulated, put, np.float32(weight(batches)), noise
+        )
+    expected = jax.device_get(accumulated)
+
+    staged = pipeline.init(jax.random.key(0))
+    put = [pipeline.put(batch) for batch in batches]
+    total, weighed, _ = pipeline.weigh_batches(put, pipeline.put_report(ProcessReport()))
+    run = pipeline.gradients(staged, pipeline.zeros(), weighed, total, noise)
+    gradients = reduce(merge, (unstack_layers(jax.device_get(sums)) for sums in run.sums))
+    difference, leaf = worst_leaf(gradients, unstack_layers(expected.gradients))
+    assert difference <= 1e-5, leaf
+    np.testing.assert_allclose(run.loss.loss, expected.loss, rtol=1e-5)
+    assert np.array_equal(run.loss.worst_samples[:8], expected.worst_samples[:8])
+    assert not run.residuals
+    assert not run.inputs
+    assert not run.output_gradients
+    for stage, depth in enumerate(pipeline.graph.depths):
+        if pipeline.schedule in ("1f1b", "eager"):
+            assert run.in_flight[stage] <= depth * (2 if schedule == "eager" else 1) + 1
+    return pipeline
+
+
+@pytest.mark.default_cases("by module-auto-True-none-1-0.1")
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("remat", ["none", "products", "full"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("schedule", ["auto", "eager", "gpipe"])
+@pytest.mark.parametrize("units", [name for name in UNITS if name != "interleaved"])
+def test_gradients_are_those_of_one_program(units, schedule, tied, remat, chunks, dropout, tmp_path):
+    config = config_of(units, tied=tied, remat=remat, dropout=dropout)
+    config = replace(config, training=replace(config.training, loss_chunks=chunks))
+    assert_same_gradients(config, tmp_path, schedule)
+
+
+@pytest.mark.exhaustive
+def test_interleaved_stages_give_the_gradients_of_one_program(tmp_path):
+    assert_same_gradients(config_of("interleaved"), tmp_path)
+
+
+@pytest.mark.default_cases("encoders")
+@pytest.mark.parametrize(
+    ("frozen", "backward"),
+    [
+        (("vision", "audio"), {"vision": True, "audio": True}),  # for their connectors
+        (("vision", "vision.connector", "audio", "audio.connector"), {"vision": False, "audio": False}),
+        (("llm",), {"llm[0:2]": True, "vision": True}),
+        (("vision", "vision.connector", "audio", "audio.connector", "llm"), {}),
+    ],
+    ids=["towers", "encoders", "llm", "all"],
+)
+def test_nothing_runs_backward_where_no_gradient_is_wanted(frozen, backward, tmp_path):
+    if len(frozen) == 5:
+        pipeline = make_pipeline(config_of("by module", frozen))
+        assert not any(program.has_backward for program in pipeline.programs)
+        return
+    pipeline = assert_same_gradients(config_of("by module", frozen), tmp_path)
+    runs = {stage.name: program.has_backward for stage, program in zip(pipeline.stages, pipeline.programs, strict=True)}
+    assert runs.items() >= backward.items()
+    wanted = {stage.name: p.wanted for stage, p in zip(pipeline.stages, pipeline.programs, strict=True)}
+    assert wanted["llm[0:2]"] == {name for name in ("vision", "audio") if runs[name]}
+
+
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(AdamW(), marks=pytest.mark.exhaustive), Muon()], ids=["adamw", "muon"]
+)
+def test_updates_are_those_of_one_program(optimizer, tmp_path, request):
+    count = 20 if "exhaustive" in request.config.option.markexpr else 3
+    config = config_of("by module", optimizer=optimizer)
+    config = replace(config, training=replace(config.training, clip=0.05, steps=20))
+    steps = steps_of(config, tmp_path, count)
+    one, pipeline = make_executor(config, MeshConfig(1)), make_pipeline(config)
+    state, accumulated = one.init(jax.random.key(0)), one.zeros()
+    staged, sums = pipeline.init(jax.random.key(0)), pipeline.zeros()
+    for number, batches in enumerate(steps):
+        hyper = hyperparameters(config, one.modules, number)
+        put = [put_rows(batch, one.mesh, one.rules) for batch in batches]
+        state, accumulated, expected = one.step(state, accumulated, put, hyper)
+        staged, sums, report = pipeline.step(staged, sums, [pipeline.put(batch) for batch in batches], hyper)
+        np.testing.assert_allclose(report.loss.sum(), expected.loss.sum(), rtol=1e-4)
+        np.testing.assert_allclose(report.gradient_norm, expected.gradient_norm, rtol=1e-4 if number else 1e-6)
+        assert report.gradient_norm > config.training.clip
+        assert np.array_equal(report.weight, expected.weight)
+        assert bool(report.finite)
+        assert bool(report.agreed)
+    table = jax.device_get(staged.stages[2].trainable["llm"]["embed"]["weight"])
+    assert np.array_equal(table, jax.device_get(staged.tied["llm"]["embed"]["weight"]))
+
+
+@pytest.fixture(scope="module")
+def spoilable(tmp_path_factory):
+    config = config_of("by module")
+    return config, make_pipeline(config), steps_of(config, tmp_path_factory.mktemp("data"), 1)[0]
+
+
+@pytest.mark.exhaustive
+def test_a_step_that_is_not_finite_updates_no_stage_and_its_rows_are_found(spoilable):
+    config, pipeline, batches = spoilable
+    row = 1
+    values = batches[0].items["audio"].values.copy()
+    values[row] = np.nan
+    audio = batches[0].items["audio"]._replace(values=values)
+    bad = batches[0]._replace(items=batches[0].items | {"audio": audio})
+    state = pipeline.init(jax.random.key(0))
+    before = jax.device_get(state)
+    put = [pipeline.put(batch) for batch in (bad, *batches[1:])]
+    after, _, report = pipeline.step(state, pipeline.zeros(), put, hyperparameters(config, pipeline.modules, 0))
+    assert not bool(report.finite)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(after))
+
+    weight_, weighed, _ = pipeline.weigh_batches(put, pipeline.put_report(ProcessReport()))
+    owners = pipeline.owners(weighed[0])
+    named = np.unique(batches[0].items["audio"].owner[row])
+    touched = np.array([bool(np.isin(owner, named[named >= 0]).any()) for owner in owners])
+    assert touched.any()
+    assert not pipeline.is_finite(after, weighed[0], touched, weight_, None)
+
+
+@pytest.mark.exhaustive
+def test_samples_that_a_process_could_not_read_have_no_weight(spoilable):
+    config, pipeline, batches = spoilable
+    sample = int(batches[0].text.owner.max())
+    state = pipeline.init(jax.random.key(0))
+    put = [pipeline.put(batch) for batch in batches]
+    hyper = hyperparameters(config, pipeline.modules, 0)
+    _, _, report = pipeline.step(state, pipeline.zeros(), put, hyper, ProcessReport(unreadable=[sample]))
+    left_out = sum(float(b.text.weight[b.text.owner == sample].sum()) for b in batches)
+    assert left_out > 0
+    np.testing.assert_allclose(report.weight.sum(), weight(batches) - left_out, rtol=1e-6)
+    assert report.unreadable[0] == sample
+
+
+@pytest.mark.exhaustive
+def test_no_residual_has_the_shape_of_a_weight(tmp_path):
+    config = config_of("by module", remat="none")
+    config = replace(config, training=replace(config.training, precision="bfloat16"))
+    pipeline = make_pipeline(config)
+    (batches,) = steps_of(config, tmp_path, 1)
+    state = pipeline.init(jax.random.key(0))
+    matrices = {
+        leaf.shape for leaf in jax.tree.leaves(pipeline.model.abstract) if leaf.ndim >= 2 and min(leaf.shape[-2:]) >= 16
+    }
+    put = pipeline.put(batches[0])
+    for number in (0, 1, 2):
+        program = pipeline.programs[number]
+        inputs = {}
+        for producer in pipeline.graph.producers[number]:
+            made = pipeline.programs[producer]
+            features = made.forward_only(merge(*pipeline._parameters(state, producer)), {}, put[producer], None)
+            inputs[pipeline._input_name(producer, number)] = jax.device_put(features, program.output)
+        _, residuals = program.forward(*pipeline._parameters(state, number), inputs, put[number], None)
+        assert not [leaf.shape for leaf in residuals.leaves if leaf.shape in matrices], pipeline.stages[number].name
