@@ -67,6 +67,7 @@ def process_group() -> Iterator[None]:
     _peer_monitor = PeerMonitor(distributed.global_state.client, os.environ["MMJAX_COORDINATOR"], index(), count())
     _peer_monitor.start()
     try:
+        hosts()  # by all together now, so that any may ask for them alone
         yield
         wait_for_all("end")
     except UserError as error:

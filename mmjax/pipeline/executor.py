@@ -20,14 +20,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
+from mmjax.distributed import coordination
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, Stage, merge, modules_of, partition, restrict
 from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding
 from mmjax.pipeline.stages import Inputs, LossSums, Residuals, StageProgram
-from mmjax.pipeline.transfer import move, move_array, view
+from mmjax.pipeline.transfer import move, move_array, view, without_shards
 from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import total_order
-from mmjax.runtime.losses import highest_losses
+from mmjax.runtime.losses import MAX_WORST, highest_losses
 from mmjax.runtime.state import (
     Hyperparameters,
     Optimizer,
@@ -40,7 +41,6 @@ from mmjax.runtime.step import (
     Accumulated,
     ProcessReport,
     StepReport,
-    are_finite,
     is_valid,
     isolate_rows,
     merge_unreadable,
@@ -56,6 +56,17 @@ class PlacedStage(NamedTuple):
     name: str
     stage: Stage
     mesh: Mesh
+
+
+class TowerRows(NamedTuple):
+    """The rows of a tower's batches that this process packs."""
+
+    local: range  # ranks whose rows they are
+    ranks: int  # in all
+    per_rank: int  # rows
+
+
+StagedBatch = tuple[TextBatch | ItemBatch, ...]  # by stage; of shapes alone where the stage is of other processes
 
 
 class PipelineState(NamedTuple):
@@ -83,7 +94,8 @@ class Gradients:
 
     def __init__(self, sums: Sequence[Params]) -> None:
         self.sums = list(sums)  # by stage, float32
-        self.inputs: dict[tuple[int, int], Inputs] = defaultdict(dict)  # by stage and microbatch, as the next
+        self.inputs: dict[tuple[int, int], Inputs] = defaultdict(dict)  # by stage and microbatch, as the others
+        self.input_shapes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], Any]]] = {}  # and dtypes
         self.output_gradients: dict[tuple[int, int], jax.Array] = {}
         self.residuals: dict[tuple[int, int], Residuals] = {}
         self.loss: LossSums | None = None
@@ -104,7 +116,10 @@ class PipelineExecutor:
         exchange: Exchange = "padded",
         loss_chunks: int = 1,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
+        rows: Mapping[str, TowerRows] | None = None,
     ) -> None:
+        """rows: which of each tower's rows this process packs; None: all."""
+        self.rows = rows
         self.model = model
         self.optimizer = optimizer
         self.stages = tuple(stages)
@@ -119,11 +134,11 @@ class PipelineExecutor:
         # Of all devices, for what the whole step agrees on.
         devices = np.concatenate([mesh.devices.reshape(-1) for mesh in meshes])
         self.mesh = Mesh(devices.reshape(1, -1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-        # A CPU's programs have a pool of as many threads as there are devices, in no order: those on several meshes may
-        # each hold threads that another waits for. Goes when XLA's CPU client runs each device's programs in order.
-        on_cpu = devices[0].platform == "cpu"
-        self.synchronous = on_cpu
-        self._wait = jax.block_until_ready if on_cpu else lambda x: x
+        self.synchronous = devices[0].platform == "cpu"
+        self._meetings = 0
+        self._walks = 0  # of all processes alike: it names their transfers
+        self.local = [any(d.process_index == jax.process_index() for d in s.mesh.devices.flat) for s in stages]
+        self._output_structs: dict[Any, jax.ShapeDtypeStruct] = {}
         self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
         # What is replicated on a mesh counts once, by its first device.
         firsts = {mesh.devices.flat[0] for mesh in meshes}
@@ -159,7 +174,6 @@ class PipelineExecutor:
         sink = stages[self.graph.sink].mesh
         self._weigh = jax.jit(weigh, out_shardings=(replicated(sink), rows_sharding(sink, rules.rows)))
         self._isolate = jax.jit(isolate_rows)
-        self._are_finite = jax.jit(are_finite)
         self._merge_unreadable = jax.jit(merge_unreadable, out_shardings=replicated(self.mesh))
         self._settle = jax.jit(self._settle_step, out_shardings=replicated(self.mesh))
         self._update = [
@@ -170,6 +184,22 @@ class PipelineExecutor:
             )
             for n, (program, shardings) in enumerate(zip(self.programs, self.shardings, strict=True))
         ]
+
+    def _wait(self, x: Any) -> Any:
+        """Wait for arrays on a CPU; elsewhere programs and transfers are queued.
+
+        A CPU's programs have a pool of as many threads as there are devices, in no order: those on several meshes may
+        each hold threads that another waits for. Goes when XLA's CPU client runs each device's programs in order.
+        """
+        return jax.block_until_ready(x) if self.synchronous else x
+
+    def _meet(self, x: Any) -> Any:
+        """Wait for arrays, and for all processes, before a program on all devices: it would hold all of the threads."""
+        self._wait(x)
+        if self.synchronous:
+            self._meetings += 1
+            coordination.wait_for_all(f"pipeline/{self._meetings}")
+        return x
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -206,6 +236,9 @@ class PipelineExecutor:
         """Make the state of step 0. pretrained: parameters of some modules, on their stages' devices."""
         states = []
         for number, shardings in enumerate(self.shardings):
+            if not self.local[number]:
+                states.append(_without_shards(self.abstract_parts[number]))
+                continue
             read = restrict(pretrained or {}, merge(*self._owned[number]))
             modules = frozenset(modules_of(read))
             drawn = self._random(number, modules)(key)
@@ -218,6 +251,9 @@ class PipelineExecutor:
         """Make the state of step 0 with these parameters, which lie as `parameter_shardings` says."""
         states = []
         for number, shardings in enumerate(self.shardings):
+            if not self.local[number]:
+                states.append(_without_shards(self.abstract_parts[number]))
+                continue
             read = restrict(params, merge(*self._owned[number]))
             trainable, frozen = partition(read, self.frozen & modules_of(read))
             frozen = jax.tree.map(lambda p: p.astype(self.model.dtype), frozen)
@@ -284,29 +320,32 @@ class PipelineExecutor:
     def parameters(self, state: PipelineState) -> Params:
         """Return all parameters on the mesh of all devices, to evaluate with."""
         params = reduce(merge, map(all_parameters, state.stages))
-        return move(params, parameter_shardings(self.model, self.mesh, self.rules))
+        self._walks += 1
+        shardings = parameter_shardings(self.model, self.mesh, self.rules)
+        return self._meet(move(params, shardings, (self._walks, "parameters")))
 
     def from_parts(self, parts: Sequence[TrainState]) -> PipelineState:
         """Return the state of these stages; the last gets its copy of a tied embedding."""
         states = tuple(parts)
+        self._walks += 1
         if self._tied is None:
             return PipelineState(states, {})
         first, last = self._tied
         shardings = merge(*self.programs[last].shardings)["llm"]["embed"]
         table = merge(states[first].trainable, states[first].frozen)["llm"]["embed"]
-        return PipelineState(states, {"llm": {"embed": move(table, shardings)}})
+        return PipelineState(states, {"llm": {"embed": self._wait(move(table, shardings, (self._walks, "table")))}})
 
     def zeros(self) -> list[Params]:
         """Make zero gradients, by stage."""
-        return [program.zeros() for program in self.programs]
+        return [program.zeros() if local else {} for local, program in zip(self.local, self.programs, strict=True)]
 
     # ----------------------------------------------------------------------------------------------------- a step
 
-    def put(self, batch: Microbatch) -> tuple[TextBatch | ItemBatch, ...]:
+    def put(self, batch: Microbatch) -> StagedBatch:
         """Bring a packed microbatch to the devices: to each stage what its tower takes."""
         put: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
         batches = []
-        for _, stage, mesh in self.stages:
+        for (_, stage, mesh), local in zip(self.stages, self.local, strict=True):
             part: TextBatch | ItemBatch
             if stage.tower == "llm":
                 part = batch.text if stage.first else batch.text._replace(slots={}, send={})
@@ -314,16 +353,46 @@ class PipelineExecutor:
                 part = batch.items[stage.tower]
             key = (mesh, stage.tower, stage.first)
             if key not in put:
-                rows = rows_sharding(mesh, self.rules.rows)
-                put[key] = jax.tree.map(partial(jax.make_array_from_process_local_data, rows), part)
+                put[key] = self._put(part, stage.tower, mesh) if local else self._shapes(part, stage.tower)
             batches.append(put[key])
         return tuple(batches)
+
+    def _put(self, part: TextBatch | ItemBatch, tower: str, mesh: Mesh) -> TextBatch | ItemBatch:
+        layout = rows_sharding(mesh, self.rules.rows)
+        if self.rows is None:
+            return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__), part)
+        rows = self.rows[tower]
+
+        def put(x: np.ndarray) -> jax.Array:
+            # `send` has one entry for each rank, the others as many as the rank has rows.
+            each = len(x) // len(rows.local)
+            shape = (each * rows.ranks, *x.shape[1:])
+
+            def shard(index: tuple[slice, ...]) -> np.ndarray:
+                first, last, _ = index[0].indices(shape[0])
+                return x[first - each * rows.local.start : last - each * rows.local.start]
+
+            return jax.make_array_from_callback(shape, layout, shard, dtype=x.dtype)
+
+        return jax.tree.map(put, part)
+
+    def _shapes(self, part: TextBatch | ItemBatch, tower: str) -> TextBatch | ItemBatch:
+        """Return the shapes of a stage's batch that lies on other processes."""
+        rows = self.rows[tower]
+
+        def struct(x: np.ndarray, per_rank: int = rows.per_rank) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((per_rank * rows.ranks, *x.shape[1:]), x.dtype)
+
+        if isinstance(part, ItemBatch):
+            return jax.tree.map(struct, part)
+        send = jax.tree.map(partial(struct, per_rank=1), part.send)
+        return jax.tree.map(struct, part._replace(send={}))._replace(send=send)
 
     def step(
         self,
         state: PipelineState,
         sums: list[Params],
-        batches: Sequence[tuple[TextBatch | ItemBatch, ...]],
+        batches: Sequence[StagedBatch],
         hyper: Hyperparameters,
         process_report: ProcessReport | None = None,
         noise: np.ndarray | None = None,
@@ -339,11 +408,14 @@ class PipelineExecutor:
         return put_report(report, self.mesh)
 
     def weigh_batches(
-        self, batches: Sequence[tuple[TextBatch | ItemBatch, ...]], reports: ProcessReport
-    ) -> tuple[jax.Array, list[tuple[TextBatch | ItemBatch, ...]], tuple[jax.Array, jax.Array]]:
+        self, batches: Sequence[StagedBatch], reports: ProcessReport
+    ) -> tuple[jax.Array, list[StagedBatch], tuple[jax.Array, jax.Array]]:
         """Return a step's loss weight, on the last stage, and its microbatches without what could not be read."""
         sink = self.graph.sink
-        unreadable = self._wait(self._merge_unreadable(self._wait(reports.unreadable)))
+        self._meet([array for batch in batches for part in batch for array in jax.tree.leaves(part)])
+        unreadable = self._wait(self._merge_unreadable(reports.unreadable))
+        if not self.local[sink]:
+            return np.float32(0), list(batches), unreadable  # the last stage's processes weigh
         here = [view(x, replicated(self.stages[sink].mesh)) for x in unreadable]
         total: Any = np.float32(0)
         weighed = []
@@ -357,18 +429,20 @@ class PipelineExecutor:
         self,
         state: PipelineState,
         sums: Sequence[Params],
-        batches: Sequence[tuple[TextBatch | ItemBatch, ...]],
+        batches: Sequence[StagedBatch],
         weight: jax.Array,
         noise: np.ndarray | None,
     ) -> Gradients:
         """Add up the gradients of a step's microbatches; donates `sums`. weight: of the step, on the last stage."""
         run = Gradients(sums)
+        self._walks += 1
         parameters = [self._parameters(state, number) for number in range(len(self.stages))]
-        for kind, number, microbatch in self.order(len(batches)):
-            action = self._forward if kind == "forward" else self._backward
-            action(
-                run, Action(kind, number, microbatch), parameters[number], batches[microbatch][number], weight, noise
-            )
+        for action in self.order(len(batches)):
+            number, batch = action.stage, batches[action.microbatch]
+            if action.kind == "forward":
+                self._forward(run, action, parameters[number], batch[number], weight, noise)
+            else:
+                self._backward(run, action, parameters[number], batch[number])
         if self._tied is not None:
             self._add_tied(run)
         return run
@@ -395,17 +469,24 @@ class PipelineExecutor:
         weight: jax.Array,
         noise: np.ndarray | None,
     ) -> None:
+        """Run a stage's forward pass, if it is here, and send its output; the last stage's backward pass is with it."""
         _, number, microbatch = action
         program = self.programs[number]
         inputs = run.inputs.pop((number, microbatch), {})
+        run.input_shapes[number, microbatch] = {name: (x.shape, x.dtype) for name, x in inputs.items()}
         if program.computes_loss:
-            run.sums[number], gradients, loss = self._wait(
-                program.forward_backward(*parameters, run.sums[number], inputs, batch, noise, weight)
-            )
-            run.loss = loss if run.loss is None else self._merge_loss(run.loss, loss)
-            self._send_gradients(run, number, microbatch, gradients)
+            gradients: Inputs = {}
+            if self.local[number]:
+                run.sums[number], gradients, loss = self._wait(
+                    program.forward_backward(*parameters, run.sums[number], inputs, batch, noise, weight)
+                )
+                run.loss = loss if run.loss is None else self._merge_loss(run.loss, loss)
+            self._send_gradients(run, action, gradients)
             return
-        if program.has_backward:
+        if not self.local[number]:
+            struct = self._output_struct(number, parameters, inputs, batch, noise)
+            output = without_shards(struct.shape, struct.dtype, program.output)
+        elif program.has_backward:
             output, residuals = self._wait(program.forward(*parameters, inputs, batch, noise))
             run.residuals[number, microbatch] = residuals
             held = sum(stage == number for stage, _ in run.residuals)
@@ -413,47 +494,66 @@ class PipelineExecutor:
         else:
             output = self._wait(program.forward_only(merge(*parameters), inputs, batch, noise))
         for consumer in self.graph.consumers[number]:
-            arrived = move_array(output, self.programs[consumer].output)
+            arrived = move_array(output, self.programs[consumer].output, (self._walks, *action, consumer))
             run.inputs[consumer, microbatch][self._input_name(number, consumer)] = arrived
 
+    def _output_struct(
+        self, number: int, parameters: tuple[Params, Params], inputs: Inputs, batch: Any, noise: np.ndarray | None
+    ) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of what a stage of other processes makes."""
+        operands = (merge(*parameters), inputs, batch, noise)
+        key = (number, tuple(x.shape for x in jax.tree.leaves((inputs, batch))))
+        if key not in self._output_structs:
+            self._output_structs[key] = self.programs[number].forward_only.eval_shape(*operands)
+        return self._output_structs[key]
+
     def _backward(
-        self,
-        run: Gradients,
-        action: Action,
-        parameters: tuple[Params, Params],
-        batch: TextBatch | ItemBatch,
-        weight: jax.Array,
-        noise: np.ndarray | None,
+        self, run: Gradients, action: Action, parameters: tuple[Params, Params], batch: TextBatch | ItemBatch
     ) -> None:
+        """Run a stage's backward pass, if it has one and is here, and send the gradients of its inputs."""
         _, number, microbatch = action
         program = self.programs[number]
         if program.computes_loss or not program.has_backward:
             return  # done with the forward pass, or nothing to do
+        gradients: Inputs = {}
         gradient = run.output_gradients.pop((number, microbatch))
-        residuals = run.residuals.pop((number, microbatch))
-        run.sums[number], gradients = self._wait(
-            program.backward(*parameters, run.sums[number], batch, residuals, gradient)
-        )
-        self._send_gradients(run, number, microbatch, gradients)
+        if self.local[number]:
+            residuals = run.residuals.pop((number, microbatch))
+            run.sums[number], gradients = self._wait(
+                program.backward(*parameters, run.sums[number], batch, residuals, gradient)
+            )
+        self._send_gradients(run, action, gradients)
 
-    def _send_gradients(self, run: Gradients, number: int, microbatch: int, gradients: Inputs) -> None:
+    def _send_gradients(self, run: Gradients, action: Action, gradients: Inputs) -> None:
         """Send a stage's input gradients to the stages that made the inputs, each of which has one consumer."""
+        _, number, microbatch = action
+        shapes = run.input_shapes.pop((number, microbatch))
         for producer in self.graph.producers[number]:
             name = self._input_name(producer, number)
-            if name in gradients:
-                run.output_gradients[producer, microbatch] = move_array(gradients[name], self.programs[producer].output)
+            if name in self.programs[number].wanted:
+                gradient = gradients.get(name)
+                if gradient is None:
+                    gradient = without_shards(*shapes[name], self.programs[number].output)
+                key = (self._walks, *action, producer)
+                arrived = move_array(gradient, self.programs[producer].output, key)
+                run.output_gradients[producer, microbatch] = arrived
 
     def _add_tied(self, run: Gradients) -> None:
         """Add the gradient of the last stage's copy of the embedding to the first stage's."""
         first, last = self._tied
-        copy = run.sums[last].get("llm", {}).get("embed")
-        if copy is None:
+        if self._tied_is_frozen:
             return
-        run.sums[last] = self._drop_tied(last, (run.sums[last], {}))[0]
-        owned = run.sums[first]["llm"]["embed"]
-        arrived = jax.tree.map(lambda x, like: move_array(x, like.sharding), copy, owned)
-        total = jax.tree.map(_add_on_mesh, owned, arrived)
-        run.sums[first] = merge(run.sums[first], {"llm": {"embed": total}})
+        shapes = self.programs[last].abstract[0]["llm"]["embed"]
+        layouts = [self.programs[n].shardings[0]["llm"]["embed"] for n in (last, first)]
+        if self.local[last]:
+            copy = run.sums[last]["llm"]["embed"]
+            run.sums[last] = self._drop_tied(last, (run.sums[last], {}))[0]
+        else:
+            copy = jax.tree.map(lambda x, layout: without_shards(x.shape, jnp.float32, layout), shapes, layouts[0])
+        arrived = move(copy, layouts[1], (self._walks, "table gradient"))
+        if self.local[first]:
+            total = self._wait(jax.tree.map(_add_on_mesh, run.sums[first]["llm"]["embed"], arrived))
+            run.sums[first] = merge(run.sums[first], {"llm": {"embed": total}})
 
     def update(
         self,
@@ -467,6 +567,10 @@ class PipelineExecutor:
         report, valid = self._settle_gradients(gradients, reports, unreadable)
         states, sums = [], []
         for number, (_, _, mesh) in enumerate(self.stages):
+            if not self.local[number]:
+                states.append(state.stages[number])
+                sums.append({})
+                continue
             norm, may = (view(x, replicated(mesh)) for x in (report.gradient_norm, valid))
             new, cleared = self._wait(
                 self._update[number](state.stages[number], gradients.sums[number], hyper, norm, may)
@@ -475,7 +579,8 @@ class PipelineExecutor:
             sums.append(cleared)
         if self._tied is not None and not self._tied_is_frozen:
             last = self._tied[1]
-            sums[last] = merge(sums[last], {"llm": {"embed": self._tied_zeros()}})
+            if self.local[last]:
+                sums[last] = merge(sums[last], {"llm": {"embed": self._tied_zeros()}})
             return self.from_parts(states), sums, report
         return PipelineState(tuple(states), state.tied), sums, report
 
@@ -484,13 +589,19 @@ class PipelineExecutor:
     ) -> tuple[StepReport, jax.Array]:
         """Report a step to all devices, and whether it may update."""
         squares: dict[Mesh, jax.Array] = {}
-        for (_, _, mesh), square, sums in zip(self.stages, self._squares, gradients.sums, strict=True):
+        for (_, _, mesh), local, square, sums in zip(
+            self.stages, self.local, self._squares, gradients.sums, strict=True
+        ):
+            if not local:
+                continue
             squares[mesh] = (
                 self._wait(square(sums)) if mesh not in squares else _add_on_mesh(squares[mesh], square(sums))
             )
-        norms = self._on_all_devices(list(squares.values()))
-        loss = jax.tree.map(lambda x: self._on_all_devices([x.reshape(-1)]), gradients.loss)
-        return self._wait(self._settle(*self._wait((norms, loss)), reports, unreadable))
+        norms = self._on_all_devices(list(squares.values()), jax.ShapeDtypeStruct((1,), jnp.float32))
+        parts = () if gradients.loss is None else (gradients.loss,)
+        structs = loss_structs(self.sources)
+        loss = jax.tree.map(lambda s, *x: self._on_all_devices([y.reshape(-1) for y in x], s), structs, *parts)
+        return self._wait(self._settle(*self._meet((norms, loss)), reports, unreadable))
 
     @cached_property
     def _tied_zeros(self) -> Any:
@@ -501,13 +612,12 @@ class PipelineExecutor:
             out_shardings=program.shardings[0]["llm"]["embed"],
         )
 
-    def _on_all_devices(self, parts: list[jax.Array]) -> jax.Array:
+    def _on_all_devices(self, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
         """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others."""
         shards = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
-        size = len(parts[0])
-        zero = partial(np.zeros, size, parts[0].dtype)
-        local = [shards[d] if d in shards else jax.device_put(zero(), d) for d in self.mesh.local_devices]
-        return jax.make_array_from_single_device_arrays((self.mesh.size * size,), self.per_device, local)
+        zeros = np.zeros(struct.shape, struct.dtype)
+        local = [shards[d] if d in shards else jax.device_put(zeros, d) for d in self.mesh.local_devices]
+        return jax.make_array_from_single_device_arrays((self.mesh.size * len(zeros),), self.per_device, local)
 
     def _settle_step(
         self, norms: jax.Array, loss: LossSums, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
@@ -530,23 +640,35 @@ class PipelineExecutor:
         )
         return TrainState(state.step + valid, params, state.frozen, moments), jax.tree.map(jnp.zeros_like, sums)
 
-    def owners(self, batch: tuple[TextBatch | ItemBatch, ...]) -> np.ndarray:
+    def owners(self, batch: StagedBatch) -> np.ndarray:
         """Return every token's sample, of all rows."""
-        return np.asarray(batch[self.graph.sink].owner)
+        sink = self.graph.sink
+        owner = batch[sink].owner
+        if not self.local[sink]:
+            owner = without_shards(owner.shape, owner.dtype, self.programs[sink].output)
+        self._walks += 1
+        return np.asarray(self._meet(move_array(owner, replicated(self.mesh), (self._walks, "owners"))))
 
     def is_finite(
         self,
         state: PipelineState,
-        batch: tuple[TextBatch | ItemBatch, ...],
+        batch: StagedBatch,
         rows: np.ndarray,
         weight: jax.Array,
         noise: np.ndarray | None,
     ) -> bool:
         """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
         owners = self.owners(batch)
-        isolated = tuple(self._isolate((part,), owners, rows)[0] for part in batch)
+        isolated = tuple(
+            self._isolate((part,), owners, rows)[0] if local else part
+            for local, part in zip(self.local, batch, strict=True)
+        )
         gradients = self.gradients(state, self.zeros(), [isolated], weight, noise if self.model.drops else None)
-        return all(bool(self._are_finite(sums)) for sums in gradients.sums)
+        report, _ = self._settle_gradients(gradients, self.put_report(ProcessReport()), self._none_unreadable())
+        return bool(report.finite)
+
+    def _none_unreadable(self) -> tuple[jax.Array, jax.Array]:
+        return self._wait(self._merge_unreadable(self._meet(self.put_report(ProcessReport()).unreadable)))
 
     def compile(
         self, state: PipelineState, sums: list[Params], batches: Sequence[Microbatch], hyper: Hyperparameters
@@ -560,11 +682,26 @@ class PipelineExecutor:
             gradients = self.gradients(state, self.zeros(), weighed, weight, noise)
         self._settle_gradients(gradients, reports, unreadable)
         for number, (_, _, mesh) in enumerate(self.stages):
+            if not self.local[number]:
+                continue
             scalars = (jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh)) for dtype in (jnp.float32, jnp.bool))
             self._update[number].lower(state.stages[number], gradients.sums[number], hyper, *scalars).compile()
         if self._tied is not None and not self._tied_is_frozen:
-            self._tied_zeros()
+            if self.local[self.graph.sink]:
+                self._tied_zeros()
             self.from_parts(state.stages)
+
+
+def _without_shards(part: TrainState) -> TrainState:
+    """Return a stage's state that lies on other processes, from its shapes."""
+    return jax.tree.map(lambda x: without_shards(x.shape, x.dtype, x.sharding), part)
+
+
+def loss_structs(sources: int) -> LossSums:
+    """Return shapes and dtypes of a step's losses, each of one dimension."""
+    f32, i32 = jnp.float32, jnp.int32
+    shapes = ((sources, f32), (sources, f32), (MAX_WORST, i32), (MAX_WORST, f32), (1, i32))
+    return LossSums._make(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in shapes)
 
 
 def _square_norm(sums: Params) -> jax.Array:

@@ -7,8 +7,11 @@ without a broker between them (MMScale section 4.2 has one). This is the only mo
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -16,7 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import transfer
 from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from mmjax.distributed import coordination
 
 Box = tuple[tuple[int, int], ...]  # first and last (exclusive) index along every axis
 
@@ -83,23 +89,111 @@ class Transfer:
         self.dtype = dtype
         self.target = target
         self.devices = {device.id: device for device in (*source.mesh.devices.flat, *target.mesh.devices.flat)}
-        processes = {number: device.process_index for number, device in self.devices.items()}
+        self.processes = {number: device.process_index for number, device in self.devices.items()}
         self.source_boxes = shard_boxes(source, shape)
         self.target_boxes = shard_boxes(target, shape)
-        self.moves = plan_moves(self.source_boxes, self.target_boxes, processes)
+        self.moves = plan_moves(self.source_boxes, self.target_boxes, self.processes)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Start to move an array; returns at once, like every computation."""
+    def __call__(self, x: jax.Array, key: Hashable = None) -> jax.Array:
+        """Start to move an array; returns at once, like every computation.
+
+        key: names this transfer among all between processes, where both sides must give the same. A process that has no
+        shard of `x` passes it without (`without_shards`), and one that needs none gets such an array.
+        """
+        this = jax.process_index()
         shards = {shard.device.id: shard.data for shard in x.addressable_shards}
         pieces: dict[int, list[tuple[jax.Array, Box]]] = defaultdict(list)
-        for move in self.moves:
-            piece = _cut(shards[move.source], move.taken)
-            # One call for each piece: a list whose members have other devices may arrive swapped across processes
-            # (jaxlib groups them in an order that differs by process; up to 0.12 at least).
-            piece = jax.device_put(piece, SingleDeviceSharding(self.devices[move.target]))
+        for number, move in enumerate(self.moves):
+            sender, receiver = self.processes[move.source], self.processes[move.target]
+            if this not in (sender, receiver):
+                continue
+            piece = _cut(shards[move.source], move.taken) if sender == this else None
+            target = SingleDeviceSharding(self.devices[move.target])
+            if sender == receiver:
+                # One call for each piece: a list whose members have other devices may arrive swapped across processes
+                # (jaxlib groups them in an order that differs by process; up to 0.12 at least).
+                piece = jax.device_put(piece, target)
+            elif sender == this:
+                links().send(piece, _number(key, number))
+                continue
+            else:
+                struct = jax.ShapeDtypeStruct(_lengths(move.taken), self.dtype, sharding=target)
+                piece = links().receive(struct, sender, _number(key, number), key)
             pieces[move.target].append((piece, move.placed))
-        joined = [_join(pieces[number], _lengths(box)) for number, box in self.target_boxes.items()]
+        joined = [_join(pieces[number], _lengths(box)) for number, box in self.target_boxes.items() if number in pieces]
         return jax.make_array_from_single_device_arrays(self.shape, self.target, joined, dtype=self.dtype)
+
+
+def _number(key: Hashable, move: int) -> int:
+    """Number a piece of a transfer: 63 bits, the same in every process."""
+    digest = hashlib.blake2b(repr((key, move)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def without_shards(shape: tuple[int, ...], dtype: Any, layout: NamedSharding) -> jax.Array:
+    """Return an array of which this process has no shard: a place in states and plans for what others have."""
+    return jax.make_array_from_single_device_arrays(shape, layout, [], dtype=dtype)
+
+
+class Links:
+    """Sockets to the other processes, over which pieces are pulled by number, in any order.
+
+    Not `device_put`, which across processes of CPUs needs all processes to take part. With MMJAX_CHECK_TRANSFERS=1
+    every piece travels with its number and the sum of its bits, which the receiver compares.
+    """
+
+    def __init__(self) -> None:
+        self._checks = os.environ.get("MMJAX_CHECK_TRANSFERS") == "1"
+        address = f"{_own_address()}:0"
+        client = jax.local_devices()[0].client
+        self._server = transfer.start_transfer_server(client, address, [address] * jax.local_device_count())
+        self._addresses = coordination.gather("transfer addresses", self._server.address())
+        self._connections: dict[int, Any] = {}
+
+    def send(self, piece: jax.Array, number: int) -> None:
+        """Offer a piece; it is kept until it was pulled."""
+        self._server.await_pull(number, [piece, _check_words(piece, number)] if self._checks else [piece])
+
+    def receive(self, struct: jax.ShapeDtypeStruct, process: int, number: int, key: Hashable) -> jax.Array:
+        """Pull a piece that a process offers, now or later; returns at once."""
+        if process not in self._connections:
+            self._connections[process] = self._server.connect(self._addresses[process])
+        connection = self._connections[process]
+        if not self._checks:
+            return connection.pull(number, [struct])[0]
+        words = jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=struct.sharding)
+        piece, sent = connection.pull(number, [struct, words])
+        if not np.array_equal(sent, _check_words(piece, number)):
+            raise RuntimeError(f"transfer {key} brought another piece than process {process} sent")
+        return piece
+
+
+@cache
+def links() -> Links:
+    """Return the sockets to the other processes, opened by all together with the first call."""
+    return Links()
+
+
+def _own_address() -> str:
+    """Return this host's address on the network over which it reaches the coordinator; loopback on a single host."""
+    if len(set(coordination.hosts())) == 1:
+        return "127.0.0.1"
+    host, _, port = os.environ["MMJAX_COORDINATOR"].rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _check_words(piece: jax.Array, number: int) -> jax.Array:
+    """Return a piece's number and the sum of its bits, uint32 `[3]`, on its device."""
+    return _sum_bits(piece, np.array([number & 0xFFFFFFFF, number >> 32], np.uint32))
+
+
+@jax.jit
+def _sum_bits(piece: jax.Array, number: jax.Array) -> jax.Array:
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[piece.dtype.itemsize]
+    bits = piece if piece.dtype == jnp.bool else jax.lax.bitcast_convert_type(piece, unsigned)
+    return jnp.concatenate([number, jnp.sum(bits, dtype=jnp.uint32)[None]])
 
 
 def _lengths(box: Box) -> tuple[int, ...]:
@@ -143,16 +237,17 @@ def _transfer(shape: tuple[int, ...], dtype: Any, source: NamedSharding, target:
     return Transfer(shape, dtype, source, target)
 
 
-def move(x: Any, target: Any) -> Any:
-    """Move arrays to other shardings, given as one or as a pytree of the same structure, on any devices."""
-    if isinstance(target, NamedSharding):
-        return jax.tree.map(partial(move_array, target=target), x)
-    return jax.tree.map(move_array, x, target)
+def move(x: Any, target: Any, key: Hashable = None) -> Any:
+    """Move the arrays of a pytree to other shardings, on any devices: a pytree of them, or one for all."""
+    leaves, structure = jax.tree.flatten(x)
+    targets = [target] * len(leaves) if isinstance(target, NamedSharding) else jax.tree.leaves(target)
+    moved = [move_array(leaf, to, (key, n)) for n, (leaf, to) in enumerate(zip(leaves, targets, strict=True))]
+    return jax.tree.unflatten(structure, moved)
 
 
-def move_array(x: jax.Array, target: NamedSharding) -> jax.Array:
-    """Move one array to another sharding."""
-    return x if x.sharding == target else _transfer(x.shape, x.dtype, x.sharding, target)(x)
+def move_array(x: jax.Array, target: NamedSharding, key: Hashable = None) -> jax.Array:
+    """Move one array to another sharding. key: as `Transfer` takes it."""
+    return x if x.sharding == target else _transfer(x.shape, x.dtype, x.sharding, target)(x, key)
 
 
 def view(x: jax.Array, target: NamedSharding) -> jax.Array:

@@ -132,8 +132,19 @@ def step_needed(
 
     share: fraction of the text's items that `items` hold; the others are assumed to cost as much per item.
     """
-    flops = model_flops(model, useful_work(model, text, items), frozen)
-    return float(sum(f.total / (1 if module == "llm" else share) for module, f in flops.items()))
+    by_tower = needed_by_tower(model, text, items, frozen)
+    return sum(flops / (1 if tower == "llm" else share) for tower, flops in by_tower.items())
+
+
+def needed_by_tower(
+    model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str]
+) -> dict[str, float]:
+    """Count the needed FLOPs of a microbatch's arrays as `step_needed`, by tower, connectors with their encoder."""
+    by_tower: dict[str, float] = {}
+    for module, flops in model_flops(model, useful_work(model, text, items), frozen).items():
+        tower = module.removesuffix(".connector")
+        by_tower[tower] = by_tower.get(tower, 0.0) + flops.total
+    return by_tower
 
 
 def frozen_modules(model: ModelConfig) -> frozenset[str]:

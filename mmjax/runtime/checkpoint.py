@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -128,6 +129,7 @@ class CheckpointStore:
         self._abstract = executor.abstract_parts
         self._targets = [unstack_layers(part, _layer_of_struct) for part in self._abstract]
         self._target = _merge_parts(self._targets)
+        self._local = [any(x.sharding.addressable_devices for x in jax.tree.leaves(part)) for part in self._abstract]
         self._unstack: list[Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]] = []
         for target in self._targets:
             shardings = jax.tree.map(lambda x: x.sharding, target)
@@ -144,16 +146,24 @@ class CheckpointStore:
     def prepare(self) -> None:
         """Compile what saving needs, so that nothing is compiled in mid-run."""
         self._unstack = [
-            unstack.lower(part).compile() for unstack, part in zip(self._unstack, self._abstract, strict=True)
+            unstack.lower(part).compile() if local else unstack
+            for unstack, part, local in zip(self._unstack, self._abstract, self._local, strict=True)
         ]
 
     def save(self, state: TrainState, config: str, data: DataState) -> None:
         """Copy the state to the host and write it in the background; it appears whole or not at all."""
         self.wait()
-        parts = [unstack(part) for unstack, part in zip(self._unstack, self._executor.parts(state), strict=True)]
-        unstacked = _merge_parts([part for part, _ in parts])
-        sums = {name: value for _, sums in reversed(parts) for name, value in _as_ints(sums).items()}
+        parts, sums = [], {}
+        for number, part in enumerate(self._executor.parts(state)):
+            if self._local[number]:
+                part, part_sums = self._unstack[number](part)
+                sums = _as_ints(part_sums) | sums
+            else:
+                part = jax.tree.map(_without_shards, self._targets[number])
+            parts.append(part)
+        unstacked = _merge_parts(parts)
         meta = {"format": FORMAT, "config": config, "data": asdict(data), "sums": sums}
+        save = self._saves
         partial = partial_folder(self._folder, data.step)
         futures: list[Any] = []
 
@@ -175,6 +185,9 @@ class CheckpointStore:
 
         def write() -> None:
             # Every future is awaited, also after one has failed: none may write any more when the folder is removed.
+            if len(parts) > 1:  # each process knows the sums of its own stages
+                for other in coordination.gather(f"sums/{save}", json.dumps(sums)):
+                    meta["sums"] = json.loads(other) | meta["sums"]
             failed = [refused, *(run_and_describe_failure(future.result) for future in futures)]
             if error := next(filter(None, failed), ""):
                 raise OSError(error)
@@ -214,7 +227,10 @@ class CheckpointStore:
             parts.append(saved)
             differences.extend(_differences(saved.sums, self._handler.metadata(path).tree, self._target))
             if not differences:
-                parts.append(self._handler.restore(path, args=_restore_as(self._target)))
+                # Each part by itself: what several have lies on the mesh of each.
+                for target, local in zip(self._targets, self._local, strict=True):
+                    args = _restore_as(target, partial=len(self._targets) > 1)
+                    parts.append(self._handler.restore(path, args=args) if local else None)
 
         error = next(filter(None, coordination.gather(f"restored/{step}", run_and_describe_failure(read))), "")
         if not error and differences:
@@ -224,16 +240,20 @@ class CheckpointStore:
                 f"init_from={self._folder.parent}",
                 everywhere=True,
             )
-        if not error and (wrong := _find_damaged(parts[1], parts[0].sums)) is not None:
-            error = f"{wrong} is not what was saved"
+        for part in parts[1:]:
+            if not error and part is not None and (wrong := _find_damaged(part, parts[0].sums)) is not None:
+                error = f"{wrong} is not what was saved"
         if error:
             raise DamagedCheckpoint(f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True)
-        saved, unstacked = parts
+        saved, *unstacked = parts
         runs = self._executor.model.runs
         restored = []
-        for part, target in zip(self._abstract, self._targets, strict=True):
-            shardings = jax.tree.map(lambda x: x.sharding, part)
-            restored.append(jax.device_put(stack_layers(_select_part(unstacked, target), runs), shardings))
+        for part, like in zip(unstacked, self._abstract, strict=True):
+            if part is None:
+                restored.append(jax.tree.map(_without_shards, like))
+            else:
+                shardings = jax.tree.map(lambda x: x.sharding, like)
+                restored.append(jax.device_put(stack_layers(part, runs), shardings))
         return self._executor.from_parts(restored), saved
 
     def close(self) -> None:
@@ -351,11 +371,36 @@ def _state_of(parts: dict[str, Params]) -> TrainState:
     return TrainState(None, parts["trainable"], parts["frozen"], None)
 
 
+class _LocalShards:
+    """An array as Orbax reads it to save it, but no jax.Array: of these it refuses what one process holds whole.
+
+    Where this process has none of the array, an empty shard that Orbax never writes gives it the shape of shards. Goes
+    when Orbax saves arrays of a part of the processes' devices.
+    """
+
+    def __init__(self, x: jax.Array) -> None:
+        self.shape = x.shape
+        self.dtype = x.dtype
+        self.sharding = x.sharding
+        self.size = x.size
+        self.nbytes = x.nbytes
+        self.ndim = x.ndim
+        empty = SimpleNamespace(shape=x.sharding.shard_shape(x.shape))
+        self.addressable_shards = x.addressable_shards or [SimpleNamespace(data=empty, replica_id=-1, index=None)]
+
+
+class _StageHandler(ocp.type_handlers.ArrayHandler):
+    """Saves arrays that lie on some of the processes' devices, such as those of a pipeline's stages."""
+
+    async def serialize(self, values: Sequence[jax.Array], infos: Sequence[Any], args: Any = None) -> Any:
+        return await super().serialize([_LocalShards(x) for x in values], infos, args)
+
+
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
     silence_late_io_errors()
     # By default Orbax slices replicated arrays on the devices, to divide the writing among replicas: a hundred small
     # programs, compiled in mid-run.
-    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    arrays = _StageHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
@@ -424,14 +469,9 @@ def _merge_parts(parts: Sequence[Any]) -> Any:
     return first
 
 
-def _select_part(whole: Any, like: Any) -> Any:
-    """Select from a merged tree the part that has the structure of `like`."""
-    if isinstance(like, dict):
-        return {name: _select_part(whole[name], inner) for name, inner in like.items()}
-    if isinstance(like, tuple):
-        members = [_select_part(*pair) for pair in zip(whole, like, strict=True)]
-        return type(like)._make(members) if hasattr(like, "_make") else tuple(members)
-    return whole
+def _without_shards(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array that lies on other processes' devices alone."""
+    return jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, [], dtype=struct.dtype)
 
 
 def _with_sharding(abstract: Any, shardings: Any) -> Any:

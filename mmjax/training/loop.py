@@ -37,7 +37,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.stage_plan import StagePlan, memory_plan_of, plan_stages, simulate_stages
-from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
+from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts, tower_rows, unit_ranks
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.runtime.compiler_options import compiler_options
@@ -182,6 +182,7 @@ class Trainer:
                 schedule=schedule_name(config),
                 loss_chunks=loss_chunks,
                 compiler_options=self.compiler_options,
+                rows=tower_rows(config, self.loader.layout, unit_ranks(config, list(self.mesh.devices.flat))),
             )
         model = Model.build(model_config, dtype, functions=functions)
         return Executor(
@@ -203,7 +204,7 @@ class Trainer:
         loss_chunks = config.training.loss_chunks or 1
         executor = self.make_executor(config.model, loss_chunks)
         speed = device_speed(config, [layout], device, profile=False)
-        available = available_memory(config.mesh, device)
+        available = coordination.run_on_leader(lambda: available_memory(config.mesh, device))
         limit = MemoryLimit(math.inf if available is None else available, config.mesh.host_memory * GB)
         stages = plan_stages(config, executor, layout, speed, limit)
         return stages, memory_plan_of(config, stages, limit, loss_chunks)

@@ -29,6 +29,7 @@ from mmjax.disk import append_json_lines, read_json_lines, verify_checksum, with
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
+from mmjax.pipeline.units import unit_ranks
 from mmjax.runtime.devices import mesh_topology, units_topology
 from mmjax.runtime.run_dir import AllowedChanges, RunFolder
 
@@ -147,9 +148,7 @@ def topology_of(config: Config, mesh: Mesh) -> Topology:
 def _ranks_of_process(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Return the ranks whose rows a StepLoader of this process loads, and those that count here."""
     if config.units:
-        topology = units_topology(config.units)
-        ranks, encoder_ranks = range(topology.ranks), range(topology.ranks * topology.encoders_per_rank)
-        return {"ranks": ranks, "encoder_ranks": encoder_ranks, "own": (ranks, encoder_ranks)}
+        return unit_ranks(config, list(mesh.devices.flat))._asdict()
     axes = encoder_axes(config.mesh)
     return {
         "ranks": local_ranks(mesh),

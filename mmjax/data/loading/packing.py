@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -258,10 +258,12 @@ def pack_microbatch(
     arrays: Arrays,
     reader: Reader,
     ranks: range | None = None,
-    encoder_ranks: range | None = None,
+    encoder_ranks: range | Mapping[str, range] | None = None,
     spoiled: dict[int, str] | None = None,
 ) -> Microbatch:
     """Pack the rows of `plan` on these ranks (all), and of items on these encoder ranks (those of the ranks).
+
+    encoder_ranks: of all encoders, or by encoder.
 
     A sample that can't be read, or is not what the length index promised, goes into `spoiled` with the reason; what
     of it was read stays in its place, and must weigh nothing. Without `spoiled` it is a UserError that names it.
@@ -269,9 +271,12 @@ def pack_microbatch(
     ranks = range(plan.topology.ranks) if ranks is None else ranks
     parts = plan.topology.encoders_per_rank
     encoder_ranks = range(ranks.start * parts, ranks.stop * parts) if encoder_ranks is None else encoder_ranks
+    if isinstance(encoder_ranks, range):
+        encoder_ranks = dict.fromkeys(arrays.encoders, encoder_ranks)
+    shares = {e: _share(encoder_ranks[e], plan.rows[k] // parts) for k, e in enumerate(arrays.encoders, start=1)}
     sent = {encoder: _sent(plan, k, arrays, encoder, ranks) for k, encoder in enumerate(arrays.encoders, start=1)}
     items = {
-        encoder: _pack_items(plan, k, arrays, encoder, _share(encoder_ranks, plan.rows[k] // parts), reader, spoiled)
+        encoder: _pack_items(plan, k, arrays, encoder, shares[encoder], reader, spoiled)
         for k, encoder in enumerate(arrays.encoders, start=1)
     }
     return Microbatch(_pack_text(plan, arrays, _share(ranks, plan.rows[LLM]), reader, sent, spoiled), items)
@@ -318,7 +323,8 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
         local = (home_rank >= mine.start) & (home_rank < mine.stop)
         slot[items[local]] = exchange.gather[home_rank[local] - mine.start, arrived.offset[local]]
         send.append(exchange.send)
-    return Sent(np.concatenate(send), slot, newline if arrays.newline(encoder) else PADDING)
+    exchanged = np.concatenate(send) if send else np.zeros((0, peers, width), np.int32)
+    return Sent(exchanged, slot, newline if arrays.newline(encoder) else PADDING)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,16 @@ from mmjax.data.plan.step_plan import PLANNER, RankLayout, StepPlan, StepPlanner
 from mmjax.data.sample import Sample, SampleLengths, Source
 from mmjax.data.sources.opening import open_sources
 from mmjax.disk import read_sealed, write_sealed
-from mmjax.planning.flops import frozen_modules, step_needed
+from mmjax.planning.flops import frozen_modules, needed_by_tower, step_needed
 
 BITS = 64
 HALF = 32
 
-Own = tuple[Container[int], Container[int]]  # ranks and encoder ranks that count
+EncoderRanks = range | Mapping[str, range]  # of all encoders, or by encoder
+Own = tuple[Container[int], Container[int] | Mapping[str, Container[int]]]  # ranks and encoder ranks that count
 
 
-def content_of(batch: Microbatch, number: int, ranks: range, encoder_ranks: range, counted: Own) -> int:
+def content_of(batch: Microbatch, number: int, ranks: range, encoder_ranks: EncoderRanks, counted: Own) -> int:
     """Add up the hashes of a microbatch's rows, 64 bits.
 
     number: of the microbatch in its step. ranks, encoder_ranks: that hold these rows, as many each. counted: of these,
@@ -40,8 +41,14 @@ def content_of(batch: Microbatch, number: int, ranks: range, encoder_ranks: rang
     """
     total = _rows_content(_arrays(batch.text), ("text", number), ranks, counted[0])
     for encoder, items in batch.items.items():
-        total = plus(total, _rows_content(_arrays(items), (encoder, number), encoder_ranks, counted[1]))
+        local, own = _of_encoder(encoder_ranks, encoder), _of_encoder(counted[1], encoder)
+        total = plus(total, _rows_content(_arrays(items), (encoder, number), local, own))
     return total
+
+
+def _of_encoder(ranks: Any, encoder: str) -> Any:
+    """Return an encoder's ranks from those of all, or by encoder."""
+    return ranks[encoder] if isinstance(ranks, Mapping) else ranks
 
 
 def plus(a: int, b: int) -> int:
@@ -64,6 +71,8 @@ def _arrays(batch: TextBatch | ItemBatch) -> Iterator[np.ndarray]:
 
 def _rows_content(arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: range, counted: Container[int]) -> int:
     """Add up the hashes of these ranks; all rows of a rank are hashed together."""
+    if not ranks:
+        return 0
     by_rank = [np.ascontiguousarray(a).reshape(len(ranks), -1) for a in arrays]
     total = 0
     for k, rank in enumerate(ranks):
@@ -109,7 +118,7 @@ class StepLoader:
     config_folder: Path  # where a FunctionSource's code is
     ranks: range = range(1)  # whose rows are loaded here
     leads: bool = True  # whether this process writes down what is found out about chunks
-    encoder_ranks: range | None = None  # whose rows of items are loaded here; None = those of the ranks
+    encoder_ranks: EncoderRanks | None = None  # whose rows of items are loaded here; None = those of the ranks
     own: Own | None = None  # ranks and encoder ranks that no process before this one holds; None = all
     segment: Segment = WHOLE_RUN
 
@@ -217,9 +226,17 @@ class StepLoader:
     def _needed_flops(self, batch: Microbatch) -> float:
         """Count the FLOPs of this process's ranks; encoder ranks that other processes hold count as its own."""
         model = self.config.model
+        frozen = frozen_modules(model)
+        if isinstance(self.encoder_ranks, Mapping):  # a unit's rows lie on each of its stages, and count on the first
+            counted = self.own or (self.ranks, self.encoder_ranks)
+            local = {"llm": self.ranks, **self.encoder_ranks}
+            own = {"llm": counted[0], **{e: _of_encoder(counted[1], e) for e in self.encoder_ranks}}
+            part = {tower: sum(r in own[tower] for r in ranks) / max(1, len(ranks)) for tower, ranks in local.items()}
+            flops = needed_by_tower(model, batch.text, batch.items, frozen)
+            return sum(flops[tower] * part[tower] for tower in flops)
         own_encoder_ranks = len(self.ranks) * self.layout.topology.encoders_per_rank
         share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / own_encoder_ranks
-        return step_needed(model, batch.text, batch.items, frozen_modules(model), share)
+        return step_needed(model, batch.text, batch.items, frozen, share)
 
     def _useful_and_moved(self, plan: MicrobatchPlan) -> tuple[np.ndarray, np.ndarray]:
         """Count the useful positions of every row, and each encoder's tokens that move, as `LoadedStep` has them."""
