@@ -383,7 +383,9 @@ def stack_layers(
     out = {}
     for key, value in params.items():
         if key in runs and isinstance(value, dict) and "layers" in value:
-            out[key] = value | {"layers": {"runs": {run.name: join(value["layers"], run) for run in runs[key]}}}
+            # A pipeline stage has some of the stacks.
+            stacks = [run for run in runs[key] if str(run.start) in value["layers"]]
+            out[key] = value | {"layers": {"runs": {run.name: join(value["layers"], run) for run in stacks}}}
         else:
             out[key] = stack_layers(value, runs, stack)
     return out
