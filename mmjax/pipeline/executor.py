@@ -25,7 +25,7 @@ from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, Stage, merge, modules_of, partition, restrict
 from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding
 from mmjax.pipeline.stages import Inputs, LossSums, Residuals, StageProgram
-from mmjax.pipeline.transfer import move, move_array, view, without_shards
+from mmjax.pipeline.transfer import links, move, move_array, view, without_shards
 from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import total_order
 from mmjax.runtime.losses import MAX_WORST, highest_losses
@@ -136,6 +136,8 @@ class PipelineExecutor:
         self.mesh = Mesh(devices.reshape(1, -1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
         self.synchronous = devices[0].platform == "cpu"
         self._meetings = 0
+        if coordination.count() > 1:
+            links()  # opened by all processes together
         self._walks = 0  # of all processes alike: it names their transfers
         self.local = [any(d.process_index == jax.process_index() for d in s.mesh.devices.flat) for s in stages]
         self._output_structs: dict[Any, jax.ShapeDtypeStruct] = {}

@@ -170,7 +170,7 @@ class Links:
 
 @cache
 def links() -> Links:
-    """Return the sockets to the other processes, opened by all together with the first call."""
+    """Return the sockets to the other processes, which all open together with their first call."""
     return Links()
 
 
