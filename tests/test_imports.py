@@ -128,8 +128,8 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     ),
     "pipeline": May(
         (
-            *(f"mmjax.{part}" for part in ("pipeline", "runtime", "models", "parallel", "planning")),
-            *(f"mmjax.{part}" for part in ("batch", "config", "errors")),
+            *(f"mmjax.{part}" for part in ("pipeline", "autotune", "runtime", "models", "parallel", "distributed")),
+            *(f"mmjax.{part}" for part in ("data.plan", "planning", "batch", "config", "errors")),
         ),
         frozenset({"jax", "numpy"}),
     ),

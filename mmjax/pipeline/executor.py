@@ -7,9 +7,8 @@ on all devices, so that either every stage updates or none does.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache, partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +21,13 @@ from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.distributed import coordination
 from mmjax.models.layer_stacks import Params
-from mmjax.models.model import Model, Stage, merge, modules_of, partition, restrict
+from mmjax.models.model import Model, merge, modules_of, partition, restrict
 from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding
-from mmjax.pipeline.stages import Inputs, LossSums, Residuals, StageProgram
+from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
+from mmjax.pipeline.stages import LossSums, StageProgram
 from mmjax.pipeline.transfer import links, move, move_array, view, without_shards
-from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
-from mmjax.planning.simulate import total_order
-from mmjax.runtime.losses import MAX_WORST, highest_losses
+from mmjax.planning.schedules import ScheduleName
+from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import (
     Hyperparameters,
     Optimizer,
@@ -50,14 +49,6 @@ from mmjax.runtime.step import (
 )
 
 
-class PlacedStage(NamedTuple):
-    """A stage on its devices. Stages of one worker share a mesh."""
-
-    name: str
-    stage: Stage
-    mesh: Mesh
-
-
 class TowerRows(NamedTuple):
     """The rows of a tower's batches that this process packs."""
 
@@ -66,40 +57,11 @@ class TowerRows(NamedTuple):
     per_rank: int  # rows
 
 
-StagedBatch = tuple[TextBatch | ItemBatch, ...]  # by stage; of shapes alone where the stage is of other processes
-
-
 class PipelineState(NamedTuple):
     """State between steps, by stage. tied: the last stage's copy of the embedding, where it is the output table too."""
 
     stages: tuple[TrainState, ...]
     tied: Params
-
-
-def stage_graph(stages: Sequence[PlacedStage]) -> StageGraph:
-    """Link every stage to the next of its tower, and encoders to the LLM's first stage."""
-    meshes = list(dict.fromkeys(placed.mesh for placed in stages))
-    begins = {(s.stage.tower, s.stage.start): number for number, s in enumerate(stages)}
-    edges = []
-    for number, (_, stage, _) in enumerate(stages):
-        if not stage.last:
-            edges.append((number, begins[stage.tower, stage.stop]))
-        elif stage.tower != "llm":
-            edges.append((number, begins["llm", 0]))
-    return StageGraph(tuple(edges), tuple(meshes.index(placed.mesh) for placed in stages))
-
-
-class Gradients:
-    """One step's gradients on their way: what has arrived at every stage, and what is kept for backward."""
-
-    def __init__(self, sums: Sequence[Params]) -> None:
-        self.sums = list(sums)  # by stage, float32
-        self.inputs: dict[tuple[int, int], Inputs] = defaultdict(dict)  # by stage and microbatch, as the others
-        self.input_shapes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], Any]]] = {}  # and dtypes
-        self.output_gradients: dict[tuple[int, int], jax.Array] = {}
-        self.residuals: dict[tuple[int, int], Residuals] = {}
-        self.loss: LossSums | None = None
-        self.in_flight: Counter[int] = Counter()  # by stage: the most residuals at a time
 
 
 class PipelineExecutor:
@@ -127,20 +89,28 @@ class PipelineExecutor:
         self.sources = sources
         self.schedule = schedule
         self.loss_chunks = loss_chunks
-        self.graph = stage_graph(stages)
+        self.passes = Passes(
+            stages,
+            schedule,
+            rules,
+            sources=sources,
+            exchange=exchange,
+            loss_chunks=loss_chunks,
+            compiler_options=compiler_options,
+        )
+        self.programs = self.passes.programs
+        self.graph = self.passes.graph
+        self.local = self.passes.local
+        self.synchronous = self.passes.synchronous
         self.frozen = frozenset(model.frozen)
-        self.order = lru_cache(lambda count: total_order(make_schedule(schedule, self.graph, count)))
         meshes = list(dict.fromkeys(placed.mesh for placed in stages))
         # Of all devices, for what the whole step agrees on.
         devices = np.concatenate([mesh.devices.reshape(-1) for mesh in meshes])
         self.mesh = Mesh(devices.reshape(1, -1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-        self.synchronous = devices[0].platform == "cpu"
         self._meetings = 0
         if coordination.count() > 1:
             links()  # opened by all processes together
         self._walks = 0  # of all processes alike: it names their transfers
-        self.local = [any(d.process_index == jax.process_index() for d in s.mesh.devices.flat) for s in stages]
-        self._output_structs: dict[Any, jax.ShapeDtypeStruct] = {}
         self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
         # What is replicated on a mesh counts once, by its first device.
         firsts = {mesh.devices.flat[0] for mesh in meshes}
@@ -149,19 +119,6 @@ class PipelineExecutor:
 
         first = next(n for n, (_, stage, _) in enumerate(stages) if stage.tower == "llm" and stage.first)
         self._tied = (first, self.graph.sink) if model.config.llm.tied and first != self.graph.sink else None
-        self.programs = [
-            StageProgram(
-                placed.stage,
-                placed.mesh,
-                rules,
-                wanted=tuple(self._input_name(p, n) for p in self.graph.producers[n] if self._trains_until[p]),
-                sources=sources,
-                exchange=exchange,
-                loss_chunks=loss_chunks,
-                compiler_options=compiler_options,
-            )
-            for n, placed in enumerate(stages)
-        ]
         self._owned = [self._drop_tied(n, program.abstract) for n, program in enumerate(self.programs)]
         self.shardings = tuple(
             shardings_with_moments(
@@ -170,9 +127,6 @@ class PipelineExecutor:
             for n, program in enumerate(self.programs)
         )
         self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in stages]
-        self._merge_loss = jax.jit(
-            _merge_loss, out_shardings=replicated(stages[self.graph.sink].mesh), donate_argnums=0
-        )
         sink = stages[self.graph.sink].mesh
         self._weigh = jax.jit(weigh, out_shardings=(replicated(sink), rows_sharding(sink, rules.rows)))
         self._isolate = jax.jit(isolate_rows)
@@ -187,17 +141,9 @@ class PipelineExecutor:
             for n, (program, shardings) in enumerate(zip(self.programs, self.shardings, strict=True))
         ]
 
-    def _wait(self, x: Any) -> Any:
-        """Wait for arrays on a CPU; elsewhere programs and transfers are queued.
-
-        A CPU's programs have a pool of as many threads as there are devices, in no order: those on several meshes may
-        each hold threads that another waits for. Goes when XLA's CPU client runs each device's programs in order.
-        """
-        return jax.block_until_ready(x) if self.synchronous else x
-
     def _meet(self, x: Any) -> Any:
         """Wait for arrays, and for all processes, before a program on all devices: it would hold all of the threads."""
-        self._wait(x)
+        self.passes.wait(x)
         if self.synchronous:
             self._meetings += 1
             coordination.wait_for_all(f"pipeline/{self._meetings}")
@@ -208,20 +154,6 @@ class PipelineExecutor:
         """Names of all modules, as those of `runtime.step.Executor`."""
         config = self.model.config
         return (*module_names(config), *(f"{module}.lora" for module in adapted_modules(config)))
-
-    @cached_property
-    def _trains_until(self) -> list[bool]:
-        """Find the stages in or before which something trainable lies: only these are sent a gradient."""
-        trains = [False] * len(self.stages)
-        for number in self.graph.topological:
-            abstract = self.stages[number].stage.select(self.model.abstract)
-            trainable = partition(abstract, self.frozen & modules_of(abstract))[0]
-            trains[number] = bool(jax.tree.leaves(trainable)) or any(trains[p] for p in self.graph.producers[number])
-        return trains
-
-    def _input_name(self, producer: int, consumer: int) -> str:
-        """Name a stage's input: the LLM's first stage takes encoders' tokens by the encoder."""
-        return self.stages[producer].stage.tower if self.stages[consumer].stage.first else "activations"
 
     def _drop_tied(self, number: int, parts: tuple[Params, Params]) -> tuple[Params, Params]:
         """Drop the copy of the tied embedding from a stage's trainable and frozen parameters."""
@@ -335,7 +267,9 @@ class PipelineExecutor:
         first, last = self._tied
         shardings = merge(*self.programs[last].shardings)["llm"]["embed"]
         table = merge(states[first].trainable, states[first].frozen)["llm"]["embed"]
-        return PipelineState(states, {"llm": {"embed": self._wait(move(table, shardings, (self._walks, "table")))}})
+        return PipelineState(
+            states, {"llm": {"embed": self.passes.wait(move(table, shardings, (self._walks, "table")))}}
+        )
 
     def zeros(self) -> list[Params]:
         """Make zero gradients, by stage."""
@@ -415,7 +349,7 @@ class PipelineExecutor:
         """Return a step's loss weight, on the last stage, and its microbatches without what could not be read."""
         sink = self.graph.sink
         self._meet([array for batch in batches for part in batch for array in jax.tree.leaves(part)])
-        unreadable = self._wait(self._merge_unreadable(reports.unreadable))
+        unreadable = self.passes.wait(self._merge_unreadable(reports.unreadable))
         if not self.local[sink]:
             return np.float32(0), list(batches), unreadable  # the last stage's processes weigh
         here = [view(x, replicated(self.stages[sink].mesh)) for x in unreadable]
@@ -436,15 +370,9 @@ class PipelineExecutor:
         noise: np.ndarray | None,
     ) -> Gradients:
         """Add up the gradients of a step's microbatches; donates `sums`. weight: of the step, on the last stage."""
-        run = Gradients(sums)
         self._walks += 1
         parameters = [self._parameters(state, number) for number in range(len(self.stages))]
-        for action in self.order(len(batches)):
-            number, batch = action.stage, batches[action.microbatch]
-            if action.kind == "forward":
-                self._forward(run, action, parameters[number], batch[number], weight, noise)
-            else:
-                self._backward(run, action, parameters[number], batch[number])
+        run = self.passes.run(parameters, sums, batches, weight, noise, self._walks)
         if self._tied is not None:
             self._add_tied(run)
         return run
@@ -462,84 +390,6 @@ class PipelineExecutor:
     def _tied_is_frozen(self) -> bool:
         return "embed" not in self.programs[self.graph.sink].abstract[0].get("llm", {})
 
-    def _forward(
-        self,
-        run: Gradients,
-        action: Action,
-        parameters: tuple[Params, Params],
-        batch: TextBatch | ItemBatch,
-        weight: jax.Array,
-        noise: np.ndarray | None,
-    ) -> None:
-        """Run a stage's forward pass, if it is here, and send its output; the last stage's backward pass is with it."""
-        _, number, microbatch = action
-        program = self.programs[number]
-        inputs = run.inputs.pop((number, microbatch), {})
-        run.input_shapes[number, microbatch] = {name: (x.shape, x.dtype) for name, x in inputs.items()}
-        if program.computes_loss:
-            gradients: Inputs = {}
-            if self.local[number]:
-                run.sums[number], gradients, loss = self._wait(
-                    program.forward_backward(*parameters, run.sums[number], inputs, batch, noise, weight)
-                )
-                run.loss = loss if run.loss is None else self._merge_loss(run.loss, loss)
-            self._send_gradients(run, action, gradients)
-            return
-        if not self.local[number]:
-            struct = self._output_struct(number, parameters, inputs, batch, noise)
-            output = without_shards(struct.shape, struct.dtype, program.output)
-        elif program.has_backward:
-            output, residuals = self._wait(program.forward(*parameters, inputs, batch, noise))
-            run.residuals[number, microbatch] = residuals
-            held = sum(stage == number for stage, _ in run.residuals)
-            run.in_flight[number] = max(run.in_flight[number], held)
-        else:
-            output = self._wait(program.forward_only(merge(*parameters), inputs, batch, noise))
-        for consumer in self.graph.consumers[number]:
-            arrived = move_array(output, self.programs[consumer].output, (self._walks, *action, consumer))
-            run.inputs[consumer, microbatch][self._input_name(number, consumer)] = arrived
-
-    def _output_struct(
-        self, number: int, parameters: tuple[Params, Params], inputs: Inputs, batch: Any, noise: np.ndarray | None
-    ) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of what a stage of other processes makes."""
-        operands = (merge(*parameters), inputs, batch, noise)
-        key = (number, tuple(x.shape for x in jax.tree.leaves((inputs, batch))))
-        if key not in self._output_structs:
-            self._output_structs[key] = self.programs[number].forward_only.eval_shape(*operands)
-        return self._output_structs[key]
-
-    def _backward(
-        self, run: Gradients, action: Action, parameters: tuple[Params, Params], batch: TextBatch | ItemBatch
-    ) -> None:
-        """Run a stage's backward pass, if it has one and is here, and send the gradients of its inputs."""
-        _, number, microbatch = action
-        program = self.programs[number]
-        if program.computes_loss or not program.has_backward:
-            return  # done with the forward pass, or nothing to do
-        gradients: Inputs = {}
-        gradient = run.output_gradients.pop((number, microbatch))
-        if self.local[number]:
-            residuals = run.residuals.pop((number, microbatch))
-            run.sums[number], gradients = self._wait(
-                program.backward(*parameters, run.sums[number], batch, residuals, gradient)
-            )
-        self._send_gradients(run, action, gradients)
-
-    def _send_gradients(self, run: Gradients, action: Action, gradients: Inputs) -> None:
-        """Send a stage's input gradients to the stages that made the inputs, each of which has one consumer."""
-        _, number, microbatch = action
-        shapes = run.input_shapes.pop((number, microbatch))
-        for producer in self.graph.producers[number]:
-            name = self._input_name(producer, number)
-            if name in self.programs[number].wanted:
-                gradient = gradients.get(name)
-                if gradient is None:
-                    gradient = without_shards(*shapes[name], self.programs[number].output)
-                key = (self._walks, *action, producer)
-                arrived = move_array(gradient, self.programs[producer].output, key)
-                run.output_gradients[producer, microbatch] = arrived
-
     def _add_tied(self, run: Gradients) -> None:
         """Add the gradient of the last stage's copy of the embedding to the first stage's."""
         first, last = self._tied
@@ -554,7 +404,7 @@ class PipelineExecutor:
             copy = jax.tree.map(lambda x, layout: without_shards(x.shape, jnp.float32, layout), shapes, layouts[0])
         arrived = move(copy, layouts[1], (self._walks, "table gradient"))
         if self.local[first]:
-            total = self._wait(jax.tree.map(_add_on_mesh, run.sums[first]["llm"]["embed"], arrived))
+            total = self.passes.wait(jax.tree.map(_add_on_mesh, run.sums[first]["llm"]["embed"], arrived))
             run.sums[first] = merge(run.sums[first], {"llm": {"embed": total}})
 
     def update(
@@ -574,7 +424,7 @@ class PipelineExecutor:
                 sums.append({})
                 continue
             norm, may = (view(x, replicated(mesh)) for x in (report.gradient_norm, valid))
-            new, cleared = self._wait(
+            new, cleared = self.passes.wait(
                 self._update[number](state.stages[number], gradients.sums[number], hyper, norm, may)
             )
             states.append(new)
@@ -597,13 +447,13 @@ class PipelineExecutor:
             if not local:
                 continue
             squares[mesh] = (
-                self._wait(square(sums)) if mesh not in squares else _add_on_mesh(squares[mesh], square(sums))
+                self.passes.wait(square(sums)) if mesh not in squares else _add_on_mesh(squares[mesh], square(sums))
             )
         norms = self._on_all_devices(list(squares.values()), jax.ShapeDtypeStruct((1,), jnp.float32))
         parts = () if gradients.loss is None else (gradients.loss,)
         structs = loss_structs(self.sources)
         loss = jax.tree.map(lambda s, *x: self._on_all_devices([y.reshape(-1) for y in x], s), structs, *parts)
-        return self._wait(self._settle(*self._meet((norms, loss)), reports, unreadable))
+        return self.passes.wait(self._settle(*self._meet((norms, loss)), reports, unreadable))
 
     @cached_property
     def _tied_zeros(self) -> Any:
@@ -670,7 +520,7 @@ class PipelineExecutor:
         return bool(report.finite)
 
     def _none_unreadable(self) -> tuple[jax.Array, jax.Array]:
-        return self._wait(self._merge_unreadable(self._meet(self.put_report(ProcessReport()).unreadable)))
+        return self.passes.wait(self._merge_unreadable(self._meet(self.put_report(ProcessReport()).unreadable)))
 
     def compile(
         self, state: PipelineState, sums: list[Params], batches: Sequence[Microbatch], hyper: Hyperparameters
@@ -709,14 +559,6 @@ def loss_structs(sources: int) -> LossSums:
 def _square_norm(sums: Params) -> jax.Array:
     """Compute the sum of squares of all gradients, float32 `[1]`."""
     return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)
-
-
-def _merge_loss(total: LossSums, loss: LossSums) -> LossSums:
-    worst = highest_losses(
-        jnp.concatenate([total.worst_samples, loss.worst_samples]),
-        jnp.concatenate([total.worst_losses, loss.worst_losses]),
-    )
-    return LossSums(total.loss + loss.loss, total.weight + loss.weight, *worst, total.not_finite + loss.not_finite)
 
 
 @jax.jit

@@ -15,7 +15,8 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import AXES, local_ranks, owned_ranks
-from mmjax.pipeline.executor import PlacedStage, TowerRows
+from mmjax.pipeline.executor import TowerRows
+from mmjax.pipeline.passes import PlacedStage
 from mmjax.planning.schedules import ScheduleName
 from mmjax.runtime.devices import units_topology
 

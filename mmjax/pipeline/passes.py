@@ -1,0 +1,235 @@
+"""Run the passes of a step's microbatches through the stages, in one order that all processes walk.
+
+Each process runs the passes of its own stages and takes part in the transfers that they need; of the others it knows
+shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from mmjax.batch import ItemBatch, TextBatch
+from mmjax.config import Exchange
+from mmjax.models.layer_stacks import Params
+from mmjax.models.model import Stage, merge, modules_of, partition
+from mmjax.parallel.sharding import ShardingRules, replicated
+from mmjax.pipeline.stages import Inputs, LossSums, Residuals, StageProgram
+from mmjax.pipeline.transfer import move_array, without_shards
+from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
+from mmjax.planning.simulate import total_order
+from mmjax.runtime.losses import highest_losses
+
+
+class PlacedStage(NamedTuple):
+    """A stage on its devices. Stages of one worker share a mesh."""
+
+    name: str
+    stage: Stage
+    mesh: Mesh
+
+
+StagedBatch = tuple[TextBatch | ItemBatch, ...]  # by stage; of shapes alone where the stage is of other processes
+
+
+def stage_graph(stages: Sequence[PlacedStage]) -> StageGraph:
+    """Link every stage to the next of its tower, and encoders to the LLM's first stage."""
+    meshes = list(dict.fromkeys(placed.mesh for placed in stages))
+    begins = {(s.stage.tower, s.stage.start): number for number, s in enumerate(stages)}
+    edges = []
+    for number, (_, stage, _) in enumerate(stages):
+        if not stage.last:
+            edges.append((number, begins[stage.tower, stage.stop]))
+        elif stage.tower != "llm":
+            edges.append((number, begins["llm", 0]))
+    return StageGraph(tuple(edges), tuple(meshes.index(placed.mesh) for placed in stages))
+
+
+class Gradients:
+    """One step's gradients on their way: what has arrived at every stage, and what is kept for backward."""
+
+    def __init__(self, sums: Sequence[Params], step: int) -> None:
+        self.sums = list(sums)  # by stage, float32
+        self.step = step
+        self.inputs: dict[tuple[int, int], Inputs] = defaultdict(dict)  # by stage and microbatch, as the others
+        self.input_shapes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], Any]]] = {}  # and dtypes
+        self.output_gradients: dict[tuple[int, int], jax.Array] = {}
+        self.residuals: dict[tuple[int, int], Residuals] = {}
+        self.loss: LossSums | None = None
+        self.in_flight: Counter[int] = Counter()  # by stage: the most residuals at a time
+
+
+class Passes:
+    """The programs of all stages, and the order in which a step runs them."""
+
+    def __init__(
+        self,
+        stages: Sequence[PlacedStage],
+        schedule: ScheduleName,
+        rules: ShardingRules,
+        *,
+        sources: int,
+        exchange: Exchange,
+        loss_chunks: int,
+        compiler_options: Mapping[str, bool | int | float | str] | None,
+    ) -> None:
+        self.stages = tuple(stages)
+        self.graph = stage_graph(stages)
+        self.order = lru_cache(lambda count: total_order(make_schedule(schedule, self.graph, count)))
+        self.local = [any(d.process_index == jax.process_index() for d in s.mesh.devices.flat) for s in stages]
+        self.synchronous = stages[0].mesh.devices.flat[0].platform == "cpu"
+        trains = self._trains_until()
+        self.programs = [
+            StageProgram(
+                placed.stage,
+                placed.mesh,
+                rules,
+                wanted=tuple(self._input_name(p, n) for p in self.graph.producers[n] if trains[p]),
+                sources=sources,
+                exchange=exchange,
+                loss_chunks=loss_chunks,
+                compiler_options=compiler_options,
+            )
+            for n, placed in enumerate(stages)
+        ]
+        last = replicated(stages[self.graph.sink].mesh)
+        self._merge_loss = jax.jit(_merge_loss, out_shardings=last, donate_argnums=0)
+        self._output_structs: dict[Any, jax.ShapeDtypeStruct] = {}
+
+    def _trains_until(self) -> list[bool]:
+        """Find the stages in or before which something trainable lies: only these are sent a gradient."""
+        trains = [False] * len(self.stages)
+        for number in self.graph.topological:
+            stage = self.stages[number].stage
+            abstract = stage.select(stage.model.abstract)
+            trainable = partition(abstract, stage.model.frozen & modules_of(abstract))[0]
+            trains[number] = bool(jax.tree.leaves(trainable)) or any(trains[p] for p in self.graph.producers[number])
+        return trains
+
+    def _input_name(self, producer: int, consumer: int) -> str:
+        """Name a stage's input: the LLM's first stage takes encoders' tokens by the encoder."""
+        return self.stages[producer].stage.tower if self.stages[consumer].stage.first else "activations"
+
+    def wait(self, x: Any) -> Any:
+        """Wait for arrays on a CPU; elsewhere programs and transfers are queued.
+
+        A CPU's programs have a pool of as many threads as there are devices, in no order: those on several meshes may
+        each hold threads that another waits for. Goes when XLA's CPU client runs each device's programs in order.
+        """
+        return jax.block_until_ready(x) if self.synchronous else x
+
+    def run(
+        self,
+        parameters: Sequence[tuple[Params, Params]],
+        sums: Sequence[Params],
+        batches: Sequence[StagedBatch],
+        weight: jax.Array,
+        noise: np.ndarray | None,
+        step: int,
+    ) -> Gradients:
+        """Add up the gradients of a step's microbatches; donates `sums`.
+
+        parameters: trainable and frozen ones, by stage. weight: of the step's loss, on the last stage. step: names the
+        step's transfers, by the same number in all processes.
+        """
+        run = Gradients(sums, step)
+        for action in self.order(len(batches)):
+            number, batch = action.stage, batches[action.microbatch]
+            if action.kind == "forward":
+                self._forward(run, action, parameters[number], batch[number], weight, noise)
+            else:
+                self._backward(run, action, parameters[number], batch[number])
+        return run
+
+    def _forward(
+        self,
+        run: Gradients,
+        action: Action,
+        parameters: tuple[Params, Params],
+        batch: TextBatch | ItemBatch,
+        weight: jax.Array,
+        noise: np.ndarray | None,
+    ) -> None:
+        """Run a stage's forward pass, if it is here, and send its output; the last stage's backward pass is with it."""
+        _, number, microbatch = action
+        program = self.programs[number]
+        inputs = run.inputs.pop((number, microbatch), {})
+        run.input_shapes[number, microbatch] = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+        if program.computes_loss:
+            gradients: Inputs = {}
+            if self.local[number]:
+                run.sums[number], gradients, loss = self.wait(
+                    program.forward_backward(*parameters, run.sums[number], inputs, batch, noise, weight)
+                )
+                run.loss = loss if run.loss is None else self._merge_loss(run.loss, loss)
+            self._send_gradients(run, action, gradients)
+            return
+        if not self.local[number]:
+            struct = self._output_struct(number, parameters, inputs, batch, noise)
+            output = without_shards(struct.shape, struct.dtype, program.output)
+        elif program.has_backward:
+            output, residuals = self.wait(program.forward(*parameters, inputs, batch, noise))
+            run.residuals[number, microbatch] = residuals
+            held = sum(stage == number for stage, _ in run.residuals)
+            run.in_flight[number] = max(run.in_flight[number], held)
+        else:
+            output = self.wait(program.forward_only(merge(*parameters), inputs, batch, noise))
+        for consumer in self.graph.consumers[number]:
+            arrived = move_array(output, self.programs[consumer].output, (run.step, *action, consumer))
+            run.inputs[consumer, microbatch][self._input_name(number, consumer)] = arrived
+
+    def _output_struct(
+        self, number: int, parameters: tuple[Params, Params], inputs: Inputs, batch: Any, noise: np.ndarray | None
+    ) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of what a stage of other processes makes."""
+        operands = (merge(*parameters), inputs, batch, noise)
+        key = (number, tuple(x.shape for x in jax.tree.leaves((inputs, batch))))
+        if key not in self._output_structs:
+            self._output_structs[key] = self.programs[number].forward_only.eval_shape(*operands)
+        return self._output_structs[key]
+
+    def _backward(
+        self, run: Gradients, action: Action, parameters: tuple[Params, Params], batch: TextBatch | ItemBatch
+    ) -> None:
+        """Run a stage's backward pass, if it has one and is here, and send the gradients of its inputs."""
+        _, number, microbatch = action
+        program = self.programs[number]
+        if program.computes_loss or not program.has_backward:
+            return  # done with the forward pass, or nothing to do
+        gradients: Inputs = {}
+        gradient = run.output_gradients.pop((number, microbatch))
+        if self.local[number]:
+            residuals = run.residuals.pop((number, microbatch))
+            run.sums[number], gradients = self.wait(
+                program.backward(*parameters, run.sums[number], batch, residuals, gradient)
+            )
+        self._send_gradients(run, action, gradients)
+
+    def _send_gradients(self, run: Gradients, action: Action, gradients: Inputs) -> None:
+        """Send a stage's input gradients to the stages that made the inputs, each of which has one consumer."""
+        _, number, microbatch = action
+        shapes = run.input_shapes.pop((number, microbatch))
+        for producer in self.graph.producers[number]:
+            name = self._input_name(producer, number)
+            if name in self.programs[number].wanted:
+                gradient = gradients.get(name)
+                if gradient is None:
+                    gradient = without_shards(*shapes[name], self.programs[number].output)
+                key = (run.step, *action, producer)
+                arrived = move_array(gradient, self.programs[producer].output, key)
+                run.output_gradients[producer, microbatch] = arrived
+
+
+def _merge_loss(total: LossSums, loss: LossSums) -> LossSums:
+    worst = highest_losses(
+        jnp.concatenate([total.worst_samples, loss.worst_samples]),
+        jnp.concatenate([total.worst_losses, loss.worst_losses]),
+    )
+    return LossSums(total.loss + loss.loss, total.weight + loss.weight, *worst, total.not_finite + loss.not_finite)
