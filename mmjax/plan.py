@@ -78,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     named = next((word for word in words if "=" not in word), "")
     path = find_config(named) if named else default_config()
     config = load(path, [word for word in words if word is not named])
+    if config.units:
+        raise UserError(
+            "units: this command forecasts one mesh for all modules; add units={} to see that forecast. A run on units "
+            "prints its own, stage by stage, before it compiles anything"
+        )
     if not options.get("cluster"):
         raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine")
     on_this_machine = options["cluster"] == HERE

@@ -249,6 +249,7 @@ class Verifier:
 
         Raises UserError where the run does not fit them.
         """
+        config = replace(config, units={})  # it makes no difference to a sample which devices have which layers
         copy_config(source, path)  # where a FunctionSource looks its function up
         folder = RunFolder(path)
         self.mesh = make_mesh(config.mesh, choose_devices(config.device) if devices is None else devices)

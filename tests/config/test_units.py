@@ -1,0 +1,70 @@
+"""Units that cannot be are refused in one line that names the key and the nearest fix."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from mmjax.config.loading import find_config, load
+from mmjax.errors import UserError
+from mmjax.models.model import Model
+from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts, unit_meshes
+from mmjax.runtime.devices import units_topology
+
+ALL = "units.all.modules=llm,vision,audio"
+GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("units.vision.data=2", "units.llm.data=1"), "audio has no devices; add units.audio.data=1"),
+        (("units.vison.data=2",), "units.vison, which is no module: did you mean 'vision'"),
+        ((ALL, "units.llm.data=1"), "units.llm, which units.all has already"),
+        ((*GOOD[:2], "units.llm.pipeline=4"), "makes 4 stages of 3 layers; use at most 3"),
+        ((*GOOD[:2], "units.llm.tensor=3"), "units.llm.tensor=3 does not divide model.llm.heads=4"),
+        ((*GOOD[:2], "units.llm.data=0"), "units.llm.data=0: must be at least 1"),
+        ((*GOOD, "units.llm.cuts=1"), "units.llm.cuts=1: give 2 layers in ascending order, from 1 to 2"),
+        ((*GOOD, "units.llm.cuts=2,1"), "in ascending order"),
+        ((*GOOD, "mesh.fsdp=2"), "mesh.fsdp: modules with units have their devices from these"),
+        ((*GOOD, "pipeline.schedule=interleaved"), "set units.llm.virtual=2"),
+        (("units.vision.virtual=2", *GOOD[1:]), "divides the layers of an LLM that is alone in its unit"),
+        (
+            ("units.both.modules=vision,audio", "units.both.pipeline=2", "units.llm.data=1"),
+            "several encoders cannot be cut together",
+        ),
+        (
+            (*GOOD[:2], "units.llm.pipeline=2", "units.llm.virtual=2", "model.llm.layers=4", "batch.microbatches=3"),
+            "batch.microbatches=3 is no multiple of units.llm.pipeline=2, as interleaved stages need; set "
+            "batch.microbatches=4",
+        ),
+        ((*GOOD, "pipeline.schedule=1f1d"), "1f1b"),
+    ],
+)
+def test_units_that_cannot_be_are_refused_with_the_remedy(words, message):
+    with pytest.raises(UserError) as refused:
+        load(find_config("tiny_omni"), words)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_units_take_devices_in_order_and_their_stages_layers():
+    config = load(find_config("tiny_omni"), GOOD)
+    model = Model.build(config.model, "float32", stage_cuts(config))
+    placed = place_stages(config, model, jax.devices()[:6])
+    assert [(p.name, [d.id for d in p.mesh.devices.flat]) for p in placed] == [
+        ("vision", [0, 1]),
+        ("audio", [2]),
+        ("llm[0:1]", [3]),
+        ("llm[1:2]", [4]),
+        ("llm[2:3]", [5]),
+    ]
+    assert schedule_name(config) == "1f1b"
+    with pytest.raises(UserError, match=r"the units need 6 devices \(vision 2 \+ audio 1 \+ llm 3\) and there are 8"):
+        unit_meshes(config, jax.devices())
+
+
+def test_encoders_rows_are_planned_for_ranks_that_all_units_divide():
+    config = load(find_config("tiny_omni"), ("units.vision.data=3", "units.audio.data=1", "units.llm.data=2"))
+    topology = units_topology(config.units)
+    assert (topology.ranks, topology.encoders_per_rank) == (2, 3)
