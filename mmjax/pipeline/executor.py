@@ -177,7 +177,7 @@ class PipelineExecutor:
             modules = frozenset(modules_of(read))
             drawn = self._random(number, modules)(key)
             stored = partition(read, self.frozen & modules)
-            trainable, frozen = (merge(random, given) for random, given in zip(drawn, stored, strict=True))
+            trainable, frozen = (merge(random, pretrained) for random, pretrained in zip(drawn, stored, strict=True))
             states.append(self._first_state(number, trainable, frozen, shardings))
         return self.from_parts(states)
 
@@ -301,12 +301,12 @@ class PipelineExecutor:
 
         def put(x: np.ndarray) -> jax.Array:
             # `send` has one entry for each rank, the others as many as the rank has rows.
-            each = len(x) // len(rows.local)
-            shape = (each * rows.ranks, *x.shape[1:])
+            per_rank = len(x) // len(rows.local)
+            shape = (per_rank * rows.ranks, *x.shape[1:])
 
             def shard(index: tuple[slice, ...]) -> np.ndarray:
                 first, last, _ = index[0].indices(shape[0])
-                return x[first - each * rows.local.start : last - each * rows.local.start]
+                return x[first - per_rank * rows.local.start : last - per_rank * rows.local.start]
 
             return jax.make_array_from_callback(shape, layout, shard, dtype=x.dtype)
 
@@ -352,12 +352,12 @@ class PipelineExecutor:
         unreadable = self.passes.wait(self._merge_unreadable(reports.unreadable))
         if not self.local[sink]:
             return np.float32(0), list(batches), unreadable  # the last stage's processes weigh
-        here = [view(x, replicated(self.stages[sink].mesh)) for x in unreadable]
+        on_sink = [view(x, replicated(self.stages[sink].mesh)) for x in unreadable]
         total: Any = np.float32(0)
         weighed = []
         for batch in batches:
             text = batch[sink]
-            total, weight = self._weigh(total, text.weight, text.owner, *here)
+            total, weight = self._weigh(total, text.weight, text.owner, *on_sink)
             weighed.append((*batch[:sink], text._replace(weight=weight), *batch[sink + 1 :]))
         return total, weighed, unreadable
 
@@ -478,7 +478,7 @@ class PipelineExecutor:
         norm = jnp.sqrt(jnp.sum(norms * self._counts))
         # Only the last stage's devices have the losses.
         loss = jax.tree.map(lambda x: x.reshape(self.mesh.size, -1)[self._sink_device], loss)
-        sums = Accumulated({}, *loss[:-1], loss.not_finite[0])
+        sums = Accumulated(gradients={}, **loss._replace(not_finite=loss.not_finite[0])._asdict())
         report = report_step(sums, norm, reports, unreadable)
         return report, is_valid(report, loss.weight.sum())
 

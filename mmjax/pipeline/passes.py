@@ -91,7 +91,7 @@ class Passes:
                 placed.stage,
                 placed.mesh,
                 rules,
-                wanted=tuple(self._input_name(p, n) for p in self.graph.producers[n] if trains[p]),
+                gradient_inputs=tuple(self._input_name(p, n) for p in self.graph.producers[n] if trains[p]),
                 sources=sources,
                 exchange=exchange,
                 loss_chunks=loss_chunks,
@@ -177,8 +177,8 @@ class Passes:
         elif program.has_backward:
             output, residuals = self.wait(program.forward(*parameters, inputs, batch, noise))
             run.residuals[number, microbatch] = residuals
-            held = sum(stage == number for stage, _ in run.residuals)
-            run.in_flight[number] = max(run.in_flight[number], held)
+            count = sum(stage == number for stage, _ in run.residuals)
+            run.in_flight[number] = max(run.in_flight[number], count)
         else:
             output = self.wait(program.forward_only(merge(*parameters), inputs, batch, noise))
         for consumer in self.graph.consumers[number]:
@@ -218,7 +218,7 @@ class Passes:
         shapes = run.input_shapes.pop((number, microbatch))
         for producer in self.graph.producers[number]:
             name = self._input_name(producer, number)
-            if name in self.programs[number].wanted:
+            if name in self.programs[number].gradient_inputs:
                 gradient = gradients.get(name)
                 if gradient is None:
                     gradient = without_shards(*shapes[name], self.programs[number].output)
@@ -232,4 +232,10 @@ def _merge_loss(total: LossSums, loss: LossSums) -> LossSums:
         jnp.concatenate([total.worst_samples, loss.worst_samples]),
         jnp.concatenate([total.worst_losses, loss.worst_losses]),
     )
-    return LossSums(total.loss + loss.loss, total.weight + loss.weight, *worst, total.not_finite + loss.not_finite)
+    return LossSums(
+        loss=total.loss + loss.loss,
+        weight=total.weight + loss.weight,
+        worst_samples=worst[0],
+        worst_losses=worst[1],
+        not_finite=total.not_finite + loss.not_finite,
+    )

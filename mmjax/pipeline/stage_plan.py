@@ -67,7 +67,7 @@ def plan_stages(
     tracer = ActivationTracer(config)
     plans: list[StagePlan] = []
     for number, placed in enumerate(executor.stages):
-        sharing = sum(other.mesh == placed.mesh for other in executor.stages)
+        sharing = sum(stage.mesh == placed.mesh for stage in executor.stages)
         in_flight = schedule.in_flight_bound(number)
         room = replace(limit, device=limit.device / sharing)
         plans.append(_plan_stage(config, executor, number, layout, speed, room, in_flight, tracer))
@@ -123,10 +123,12 @@ def _plan_stage(
         "messages": 2 * in_flight * positions * width * activation,
         "transient": transient,
     }
-    held = in_flight if executor.programs[number].has_backward else 0
+    microbatches_held = in_flight if executor.programs[number].has_backward else 0
     options = {
         policy: Option(
-            held * bytes_.device, held * bytes_.host, _recompute_seconds(config, tower, policy, batch, speed)
+            microbatches_held * bytes_.device,
+            microbatches_held * bytes_.host,
+            _recompute_seconds(config, tower, policy, batch, speed),
         )
         for policy, bytes_ in saved.items()
     }

@@ -39,29 +39,29 @@ class LossSums(NamedTuple):
 class Residuals:
     """Values of a microbatch's forward pass that its backward pass needs, without those that it is given again."""
 
-    def __init__(self, leaves: list[jax.Array], structure: Any, given: tuple[int | None, ...]) -> None:
-        """given: the number of every leaf of the VJP function among what backward is given, None: it is in `leaves`."""
+    def __init__(self, leaves: list[jax.Array], structure: Any, operands: tuple[int | None, ...]) -> None:
+        """operands: number of each leaf of the VJP function among backward's operands; None: it is in `leaves`."""
         self.leaves = leaves
         self.structure = structure
-        self.given = given
+        self.operands = operands
 
     @classmethod
-    def of(cls, vjp: Any, given: Any) -> Residuals:
+    def of(cls, vjp: Any, operands: Any) -> Residuals:
         """Take the residuals out of a VJP function that was traced with these operands."""
         leaves, structure = jax.tree.flatten(vjp)
         # While tracing, an operand that is a residual is the same tracer.
-        numbers = {id(operand): number for number, operand in enumerate(jax.tree.leaves(given))}
+        numbers = {id(operand): number for number, operand in enumerate(jax.tree.leaves(operands))}
         sources = tuple(numbers.get(id(leaf)) for leaf in leaves)
         return cls([leaf for leaf, number in zip(leaves, sources, strict=True) if number is None], structure, sources)
 
-    def vjp(self, given: Any) -> Any:
+    def vjp(self, operands: Any) -> Any:
         """Return the VJP function, its other leaves from the same operands again."""
-        operands, kept = jax.tree.leaves(given), iter(self.leaves)
-        leaves = [next(kept) if number is None else operands[number] for number in self.given]
+        values, stored = jax.tree.leaves(operands), iter(self.leaves)
+        leaves = [next(stored) if number is None else values[number] for number in self.operands]
         return jax.tree.unflatten(self.structure, leaves)
 
     def tree_flatten(self) -> tuple[tuple[list[jax.Array]], tuple[Any, tuple[int | None, ...]]]:
-        return (self.leaves,), (self.structure, self.given)
+        return (self.leaves,), (self.structure, self.operands)
 
     @classmethod
     def tree_unflatten(cls, aux: tuple[Any, tuple[int | None, ...]], children: tuple[list[jax.Array]]) -> Residuals:
@@ -77,18 +77,18 @@ class StageProgram:
         mesh: Mesh,
         rules: ShardingRules,
         *,
-        wanted: tuple[str, ...],
+        gradient_inputs: tuple[str, ...],
         sources: int,
         exchange: Exchange = "padded",
         loss_chunks: int = 1,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
-        """wanted: inputs whose gradients stages before this one need."""
+        """gradient_inputs: inputs whose gradients stages before this one need."""
         model = stage.model
         self.stage = stage
         self.mesh = mesh
         self.rules = rules
-        self.wanted = frozenset(wanted)
+        self.gradient_inputs = frozenset(gradient_inputs)
         self.sources = sources
         self.exchange = exchange
         self.loss_chunks = loss_chunks
@@ -110,9 +110,9 @@ class StageProgram:
         self._cast = frozenset(
             key_names(path) for path, names in by_path if len(names) >= 2 and not {None, "vocab", "fixed"} & set(names)
         )
-        self.has_backward = bool(self.wanted or jax.tree.leaves(self.abstract[0]))
+        self.has_backward = bool(self.gradient_inputs or jax.tree.leaves(self.abstract[0]))
         self.output = rows_sharding(mesh, rules.rows)
-        whole = replicated(mesh)
+        on_all = replicated(mesh)
         trainable = self.shardings[0]
         self.zeros = jax.jit(
             lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.abstract[0]), out_shardings=trainable
@@ -120,9 +120,9 @@ class StageProgram:
         jit = partial(jax.jit, compiler_options=compiler_options or None)
         self.forward = jit(self._forward)
         self.forward_only = jit(self._outputs, out_shardings=self.output)
-        inputs = dict.fromkeys(sorted(self.wanted), self.output)
+        inputs = dict.fromkeys(sorted(self.gradient_inputs), self.output)
         self.backward = jit(self._backward, donate_argnums=2, out_shardings=(trainable, inputs))
-        report = LossSums(whole, whole, whole, whole, whole)
+        report = LossSums._make(on_all for _ in LossSums._fields)
         self.forward_backward = jit(self._forward_backward, donate_argnums=2, out_shardings=(trainable, inputs, report))
 
     def _outputs(
@@ -150,12 +150,12 @@ class StageProgram:
         self, trainable: Params, frozen: Params, inputs: Inputs, batch: Any, noise: jax.Array | None
     ) -> tuple[jax.Array, Residuals]:
         trainable, frozen = self._operands(trainable, frozen)
-        wanted, others = self._split(inputs)
+        differentiated, constants = self._split(inputs)
 
-        def outputs(trainable: Params, wanted: Inputs) -> jax.Array:
-            return self._outputs(merge(trainable, frozen), wanted | others, batch, noise)
+        def outputs(trainable: Params, differentiated: Inputs) -> jax.Array:
+            return self._outputs(merge(trainable, frozen), differentiated | constants, batch, noise)
 
-        output, vjp = jax.vjp(outputs, trainable, wanted)
+        output, vjp = jax.vjp(outputs, trainable, differentiated)
         output = jax.lax.with_sharding_constraint(output, self.output)
         return output, Residuals.of(vjp, (trainable, frozen, batch))
 
@@ -163,8 +163,8 @@ class StageProgram:
         self, trainable: Params, frozen: Params, sums: Params, batch: Any, residuals: Residuals, gradient: jax.Array
     ) -> tuple[Params, Inputs]:
         trainable, frozen = self._operands(trainable, frozen)
-        gradients, wanted = residuals.vjp((trainable, frozen, batch))(gradient)
-        return _add(sums, gradients), wanted
+        gradients, differentiated = residuals.vjp((trainable, frozen, batch))(gradient)
+        return _add(sums, gradients), differentiated
 
     def _forward_backward(
         self,
@@ -176,24 +176,24 @@ class StageProgram:
         noise: jax.Array | None,
         total_weight: jax.Array,
     ) -> tuple[Params, Inputs, LossSums]:
-        wanted, others = self._split(inputs)
+        differentiated, constants = self._split(inputs)
         cap = self.stage.model.config.llm.logit_cap
 
-        def loss(trainable: Params, wanted: Inputs) -> tuple[jax.Array, LossSums]:
-            hidden, table = self._outputs(merge(trainable, frozen), wanted | others, batch, noise)
+        def loss(trainable: Params, differentiated: Inputs) -> tuple[jax.Array, LossSums]:
+            hidden, table = self._outputs(merge(trainable, frozen), differentiated | constants, batch, noise)
             with activations_on(self.mesh, self.rules, self.exchange):
                 losses = losses_in_chunks(hidden, table, batch, self.loss_chunks, cap)
                 total, by_source, weight = step_loss(losses, batch, total_weight, self.sources)
                 worst = worst_samples(jax.lax.stop_gradient(losses), batch)
-            return total, LossSums(by_source, weight, *worst)
+            return total, LossSums._make((by_source, weight, *worst))
 
-        (gradients, wanted), report = jax.grad(loss, (0, 1), has_aux=True)(trainable, wanted)
-        return _add(sums, gradients), wanted, report
+        (gradients, differentiated), report = jax.grad(loss, (0, 1), has_aux=True)(trainable, differentiated)
+        return _add(sums, gradients), differentiated, report
 
     def _split(self, inputs: Inputs) -> tuple[Inputs, Inputs]:
         """Split the inputs into those whose gradient is needed and the others."""
-        wanted = {name: x for name, x in inputs.items() if name in self.wanted}
-        return wanted, {name: x for name, x in inputs.items() if name not in self.wanted}
+        differentiated = {name: x for name, x in inputs.items() if name in self.gradient_inputs}
+        return differentiated, {name: x for name, x in inputs.items() if name not in self.gradient_inputs}
 
 
 def _add(sums: Params, gradients: Params) -> Params:

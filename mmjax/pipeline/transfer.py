@@ -48,18 +48,18 @@ def plan_moves(source: Mapping[int, Box], target: Mapping[int, Box], processes: 
     load: dict[int, int] = defaultdict(int)
     moves = []
     for device in sorted(target):
-        wanted = target[device]
-        missing = _size(wanted)
+        needed = target[device]
+        missing = _size(needed)
         for box in sorted(replicas):
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted, strict=True))
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, needed, strict=True))
             if any(first >= last for first, last in common):
                 continue
             sender = min(replicas[box], key=lambda d: (d != device, processes[d] != processes[device], load[d], d))
             load[sender] += _size(common)
             missing -= _size(common)
-            moves.append(Move(sender, device, _relative(common, box), _relative(common, wanted)))
+            moves.append(Move(sender, device, _relative(common, box), _relative(common, needed)))
         if missing:
-            raise ValueError(f"{missing} elements of {wanted} on device {device} are on no device of the source")
+            raise ValueError(f"{missing} elements of {needed} on device {device} are on no device of the source")
     return moves
 
 

@@ -43,12 +43,12 @@ class Timeline:
 
     def peak_bytes(self, residuals: np.ndarray) -> np.ndarray:
         """Return the most bytes of residuals that each stage holds, from those of each microbatch `[stages, m]`."""
-        held = np.zeros(len(self.in_flight))
+        current = np.zeros(len(self.in_flight))
         peak = np.zeros(len(self.in_flight))
         for action in self.actions:
             size = residuals[action.stage, action.microbatch]
-            held[action.stage] += size if action.kind == "forward" else -size
-            peak[action.stage] = max(peak[action.stage], held[action.stage])
+            current[action.stage] += size if action.kind == "forward" else -size
+            peak[action.stage] = max(peak[action.stage], current[action.stage])
         return peak
 
 
@@ -87,7 +87,7 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
                 free[worker] += max((delay[edge] for edge in _outputs(schedule, action)), default=0.0)
             position[worker] += 1
             ready += waiting.pop(action, ())
-    if unfinished := [order[at] for order, at in zip(schedule.orders, position, strict=True) if at < len(order)]:
+    if unfinished := [order[n] for order, n in zip(schedule.orders, position, strict=True) if n < len(order)]:
         raise ValueError(f"the workers wait for each other in a circle: {', '.join(map(_spell, unfinished))}")
     # Sorting is stable and `starts` in an order that runs, so that of equal starts the needed one stays first.
     actions = tuple(sorted(starts, key=starts.__getitem__))
@@ -117,8 +117,8 @@ def _needs(schedule: Schedule, action: Action) -> list[tuple[Action, tuple[int, 
     kind, stage, microbatch = action
     if kind == "forward":
         return [(Action(kind, s, microbatch), (s, stage)) for s in schedule.graph.producers[stage]]
-    own: list[tuple[Action, tuple[int, int] | None]] = [(Action("forward", stage, microbatch), None)]
-    return [*own, *((Action(kind, s, microbatch), (stage, s)) for s in schedule.graph.consumers[stage])]
+    needs: list[tuple[Action, tuple[int, int] | None]] = [(Action("forward", stage, microbatch), None)]
+    return [*needs, *((Action(kind, s, microbatch), (stage, s)) for s in schedule.graph.consumers[stage])]
 
 
 def _outputs(schedule: Schedule, action: Action) -> list[tuple[int, int]]:

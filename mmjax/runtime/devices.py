@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from mmjax.config import MeshConfig, Unit
-from mmjax.config.training import unit_modules
+from mmjax.config import MeshConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
@@ -211,13 +210,6 @@ def mesh_topology(mesh: Mesh, config: MeshConfig) -> Topology:
     return make_topology(
         config, row_ranks(mesh), len(local_ranks(mesh)) * coordination.per_host(), mesh.shape["tensor"]
     )
-
-
-def units_topology(units: Mapping[str, Unit]) -> Topology:
-    """Return the ranks of units: the LLM's, and for encoders a multiple of these that the ranks of all units divide."""
-    ranks = {name: unit.data * unit.fsdp for name, unit in units.items()}
-    llm = next(ranks[name] for name, unit in units.items() if "llm" in unit_modules(name, unit))
-    return Topology(llm, llm, llm, math.lcm(*ranks.values()) // llm)
 
 
 def make_topology(config: MeshConfig, ranks: int, ranks_on_host: int, tensor: int) -> Topology:

@@ -37,7 +37,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.stage_plan import StagePlan, memory_plan_of, plan_stages, simulate_stages
-from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts, tower_rows, unit_ranks
+from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts, tower_rows
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.runtime.compiler_options import compiler_options
@@ -52,6 +52,7 @@ from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, c
 from mmjax.runtime.runner import Runner
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import Accumulated, Executor, ProcessReport, StepReport, check_updated, padding_microbatches
+from mmjax.runtime.units import unit_ranks
 from mmjax.startup import activity
 from mmjax.startup import seconds as startup_seconds
 from mmjax.training import announce

@@ -29,9 +29,9 @@ from mmjax.disk import append_json_lines, read_json_lines, verify_checksum, with
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
-from mmjax.pipeline.units import unit_ranks
-from mmjax.runtime.devices import mesh_topology, units_topology
+from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.run_dir import AllowedChanges, RunFolder
+from mmjax.runtime.units import unit_ranks, units_topology
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import pytest
 from mmjax.config.loading import find_config, load
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts, unit_meshes
-from mmjax.runtime.devices import units_topology
+from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
+from mmjax.runtime.units import unit_meshes, units_topology
 
 ALL = "units.all.modules=llm,vision,audio"
 GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")

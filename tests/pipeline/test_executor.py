@@ -20,9 +20,9 @@ from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
-from mmjax.runtime.devices import units_topology
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import ProcessReport, put_rows
+from mmjax.runtime.units import units_topology
 
 BY_MODULE = {"vision": Unit(data=2), "audio": Unit(fsdp=2), "llm": Unit(pipeline=2, tensor=2)}
 UNITS = {
@@ -146,7 +146,7 @@ def test_nothing_runs_backward_where_no_gradient_is_wanted(frozen, backward, tmp
     pipeline = assert_same_gradients(config_of("by module", frozen), tmp_path)
     runs = {stage.name: program.has_backward for stage, program in zip(pipeline.stages, pipeline.programs, strict=True)}
     assert runs.items() >= backward.items()
-    wanted = {stage.name: p.wanted for stage, p in zip(pipeline.stages, pipeline.programs, strict=True)}
+    wanted = {stage.name: p.gradient_inputs for stage, p in zip(pipeline.stages, pipeline.programs, strict=True)}
     assert wanted["llm[0:2]"] == {name for name in ("vision", "audio") if runs[name]}
 
 
