@@ -23,6 +23,7 @@ from mmjax.benchmarks import (
     memory,
     nodewise,
     phases,
+    pipeline,
     planning,
     postbalance,
     recompute,
@@ -53,6 +54,7 @@ MEASUREMENTS: dict[str, Any] = {
     "dispatch": dispatch,
     "grouping": grouping,
     "nodewise": nodewise,
+    "pipeline": pipeline,
     "planning": planning,
     "postbalance": postbalance,
 }

@@ -218,8 +218,8 @@ FAULTS = (
     Fault(
         "a tied table's gradient that misses the last stage's part",
         "pipeline/executor.py",
-        "total = self.passes.wait(jax.tree.map(_add_on_mesh, run.sums[first][\"llm\"][\"embed\"], arrived))",
-        "total = run.sums[first][\"llm\"][\"embed\"]",
+        'total = self.passes.wait(jax.tree.map(_add_on_mesh, run.sums[first]["llm"]["embed"], arrived))',
+        'total = run.sums[first]["llm"]["embed"]',
         ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(

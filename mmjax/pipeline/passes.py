@@ -143,12 +143,12 @@ class Passes:
         for action in self.order(len(batches)):
             number, batch = action.stage, batches[action.microbatch]
             if action.kind == "forward":
-                self._forward(run, action, parameters[number], batch[number], weight, noise)
+                self.forward(run, action, parameters[number], batch[number], weight, noise)
             else:
-                self._backward(run, action, parameters[number], batch[number])
+                self.backward(run, action, parameters[number], batch[number])
         return run
 
-    def _forward(
+    def forward(
         self,
         run: Gradients,
         action: Action,
@@ -195,7 +195,7 @@ class Passes:
             self._output_structs[key] = self.programs[number].forward_only.eval_shape(*operands)
         return self._output_structs[key]
 
-    def _backward(
+    def backward(
         self, run: Gradients, action: Action, parameters: tuple[Params, Params], batch: TextBatch | ItemBatch
     ) -> None:
         """Run a stage's backward pass, if it has one and is here, and send the gradients of its inputs."""
