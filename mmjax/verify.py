@@ -39,6 +39,7 @@ from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_l
 from mmjax.models.layers import Context
 from mmjax.models.model import Model, parameter_group
 from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh, row_ranks
+from mmjax.runtime.compiler_options import quick_compiler_options
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
 from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
@@ -254,6 +255,7 @@ class Verifier:
         folder = RunFolder(path)
         self.mesh = make_mesh(config.mesh, choose_devices(config.device) if devices is None else devices)
         check_heads(self.mesh.shape, config.mesh, config.model)
+        self.compiler_options = quick_compiler_options(config.compiler, self.mesh.local_devices[0])
         self.data = open_data(config, folder, 0, NO_CHANGES, self.mesh)
         self.loader = self.data.loader
         longest = self.data.index.longest()
@@ -275,6 +277,7 @@ class Verifier:
             sources=self.data.sources,
             exchange=self.config.mesh.exchange,
             loss_chunks=self.loss_chunks,
+            compiler_options=self.compiler_options,
         )
 
     def backends(self) -> list[Attention]:
@@ -337,7 +340,7 @@ class Programs:
                 params = stack_layers(unstack_layers(params), layered.runs)
                 return layer_states(layered, params, batch, executor.loss_chunks)
 
-        self._layer_states = jax.jit(states)
+        self._layer_states = jax.jit(states, compiler_options=run.compiler_options or None)
 
     def states(self, batch: Microbatch) -> States:
         """Return what a microbatch's towers read and what every layer puts out, on the host."""
@@ -399,9 +402,11 @@ def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attenti
     )
     backends = backends or run.backends()
     apart = run.pack_alone(batches)
+    first: Programs | None = None
     for backend in backends:
         with activity(f"comparing packed with alone, {backend}"):
             programs = Programs(run, backend)
+            first = first or programs
             yield from checks_of(programs.packed_is_alone(batches, apart), backend, rounding)
             gradients = (
                 programs.gradients(batches),
@@ -409,9 +414,9 @@ def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attenti
             )
             yield from checks_of(compare_gradients(*gradients), backend, rounding)
     balance = run.config.batch.balance
-    if not isinstance(balance, NoBalance):
+    if first and not isinstance(balance, NoBalance):
         with activity("comparing balanced with unbalanced"):
-            differences, about = Programs(run, backends[0]).balanced_is_unbalanced(len(steps))
+            differences, about = first.balanced_is_unbalanced(len(steps))
             kind = f"balance {balance.kind}: {about}"
             yield from checks_of({p._replace(kind=kind): d for p, d in differences.items()}, backends[0], rounding)
 

@@ -17,6 +17,7 @@ import mmjax.models.encoders as encoders
 from mmjax import verify
 from mmjax.config import NoBalance, PostBalance
 from mmjax.config.loading import load
+from mmjax.data.toy.dataset import ALPHABET
 from mmjax.models.layers import Context, RMSNorm
 
 # Windows in some layers of the towers that can have them.
@@ -29,6 +30,13 @@ KINDS = (
     "vision layers, full", "vision layers, windowed", "vision connector", "llm positions", "llm embedding",
     "llm layers, full", "llm layers, windowed", "llm final norm", "token losses", "gradients",
 )  # fmt: skip
+# docs/exactness.md: how the configs of large models are verified on a small machine.
+REDUCED = {
+    "llm": "layers=2 width=128 heads=4 kv_heads=2 head_width=32 mlp_width=256 vocab=64",
+    "encoders.vision": "layers=2 width=96 heads=4 mlp_width=192 patch=4 channels=1 connector.mlp_width=96",
+    "encoders.audio": "layers=2 width=96 heads=4 mlp_width=192 connector.mlp_width=96 clips.mels=20 "
+    "clips.sample_rate=4000 clips.window=128 clips.hop=64",
+}
 BFLOAT16 = ["--backend=dense", "--precision=bfloat16"]
 
 
@@ -47,6 +55,20 @@ def test_the_shipped_configs_pass_with_every_backend(capsys, name):
     ended = run(capsys, verify.main, name, "--samples=8", "batch.size.count=48")
     assert ended.code == 0, ended.out
     assert ended.out.endswith("nothing leaks: samples compute in the run's rows what they compute alone\n")
+    assert {"dense", "blockwise", "flash"} <= set(ended.out.split())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["omni_10b", "internvl_26b"])
+def test_the_configs_of_large_models_pass_with_fewer_layers_and_smaller_widths(capsys, name):
+    parts = [part for part in REDUCED if part != "encoders.audio" or name != "internvl_26b"]
+    words = [f"model.{part}.{word}" for part in parts for word in REDUCED[part].split()]
+    words += [f"batch.rows.{part.removeprefix('encoders.')}=8" for part in parts]
+    modalities = "image audio mixed text" if "encoders.audio" in parts else "image text"
+    words += ["data.sources.toy=embedded", f"data.sources.toy.modalities={modalities.replace(' ', ',')}"]
+    words += [f"data.alphabet={ALPHABET}", "mesh.fsdp=1", "batch.size.count=48", "--samples=8"]
+    ended = run(capsys, verify.main, name, *words)
+    assert ended.code == 0, ended.out + ended.err
     assert {"dense", "blockwise", "flash"} <= set(ended.out.split())
 
 

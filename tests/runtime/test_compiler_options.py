@@ -13,7 +13,13 @@ from mmjax.autotune.compile_memory import StepPrograms
 from mmjax.config.loading import load
 from mmjax.errors import UserError
 from mmjax.planning.memory import DeviceBatch
-from mmjax.runtime.compiler_options import GPU, compiler_options, describe_compiler_options
+from mmjax.runtime.compiler_options import (
+    GPU,
+    QUICK_CPU,
+    compiler_options,
+    describe_compiler_options,
+    quick_compiler_options,
+)
 
 TINY = load("tiny_text")
 BATCH = DeviceBatch({"llm": (1, 32)}, {})
@@ -43,6 +49,15 @@ def test_a_cpu_has_no_options_and_a_gpu_those_of_mmjax_under_those_of_the_config
 def test_what_xla_refuses_is_told_in_its_words(options, says):
     with pytest.raises(UserError, match=f"compiler: XLA of JAX {re.escape(jax.__version__)} says: .*{says}"):
         compiler_options(options, jax.devices()[0])
+
+
+def test_a_cpu_compiles_quickly_beside_the_configs_options_and_as_ever_where_xla_has_an_option_no_more(monkeypatch):
+    cpu = jax.devices()[0]
+    chosen = {"xla_backend_optimization_level": 1}
+    assert quick_compiler_options({}, cpu) == QUICK_CPU
+    assert quick_compiler_options(chosen, cpu) == {**QUICK_CPU, **chosen}
+    monkeypatch.setattr("mmjax.runtime.compiler_options.QUICK_CPU", {**QUICK_CPU, "xla_no_such_option": True})
+    assert quick_compiler_options(chosen, cpu) == chosen
 
 
 def test_both_programs_of_a_step_are_compiled_with_the_options():
