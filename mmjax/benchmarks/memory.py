@@ -85,16 +85,14 @@ def _config(model: ModelConfig, mix: dict[str, Any], chunks: int) -> Config:
 
 
 def _llm(layers: int, vocab: int = 65_536) -> DecoderConfig:
-    return DecoderConfig(
-        layers, 2048, 16, 4, head_width=128, mlp_width=8192, vocab=vocab, tied=False, attention="blockwise"
-    )
+    return DecoderConfig(layers, 2048, 16, 4, head_width=128, mlp_width=8192, vocab=vocab, tied=False, attention="auto")
 
 
 def _vision(layers: int) -> VisionConfig:
-    return VisionConfig(layers, 1024, 16, 4096, 14, connector=ConnectorConfig(mlp_width=2048), attention="blockwise")
+    return VisionConfig(layers, 1024, 16, 4096, 14, connector=ConnectorConfig(mlp_width=2048), attention="auto")
 
 
-AUDIO = AudioConfig(12, 768, 12, 3072, connector=ConnectorConfig(merge=4, mlp_width=2048), attention="blockwise")
+AUDIO = AudioConfig(12, 768, 12, 3072, connector=ConnectorConfig(merge=4, mlp_width=2048), attention="auto")
 MODELS = {
     "large-vocabulary": (ModelConfig(_llm(4, 131_072)), {"llm": 8192}),
     "llm-heavy": (ModelConfig(_llm(24), {"vision": _vision(12)}), {"llm": 8192, "vision": 4096}),

@@ -68,7 +68,7 @@ LOADED = 2  # steps whose batches are on the devices: the running one and the ne
 TEXT_FIELDS = 12  # four-byte numbers per text position, beside slots
 ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
 # Fraction of a layer's values, saved without remat or not, that is live at once in its backward pass. Fitted to XLA.
-ALIVE = 0.8
+ALIVE = 0.7
 # What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide as the layer.
 MLP_ARRAYS, STREAMS = 4, 4
 
@@ -121,10 +121,12 @@ def fixed_bytes(
     activation: bytes of an activation, and of a frozen parameter. loss_chunks: as in the training config.
     `gradients`: float32; with one microbatch, those of layers' matrices are in the precision of the computation.
     `copies`: of one layer, weights cast for computation and their gradients; of the trainable parameters outside the
-    layers, gradients that wait to be added to those of other microbatches. Both are sharded like the parameters.
+    layers, gradients that wait to be added to those of other microbatches; where parameters are sharded, the matrices
+    of all layers whose outputs are cut, once more: XLA reorders them for gathering before it scans. All are sharded.
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
-    one layer's backward pass with its gathered weights, or Muon's update, where it takes more than `copies`.
+    one layer's backward pass with its gathered weights, or Muon's update, where it takes more than `copies`. With one
+    microbatch, less what the embedding's gradient has room for: it is made last, and XLA uses its buffer until then.
     """
     counts = parameters(model)
     work = row_work(model, batch.shape)
@@ -151,14 +153,14 @@ def fixed_bytes(
         numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
         tokens += work[name].tokens * connector_mlps(encoder) * numbers * activation if name in work else 0
     copies = accumulates * activation * (trainable - in_layers) + (activation + cast) * layer
+    copies += _reordered_bytes(model, frozen, sharding, activation)
     # The update begins when copies and activations are gone.
     update_peak = _muon_update(model, frozen, sharding, activation) - copies if isinstance(optimizer, Muon) else 0.0
-    peaks = [
-        loss_bytes(model, work["llm"].positions, sharding, activation, loss_chunks),
-        *layer_peaks,
-        update_peak,
-        0.0,
-    ]
+    loss = loss_bytes(model, work["llm"].positions, sharding, activation, loss_chunks)
+    embedding = 0.0
+    if not accumulates and not model.llm.tied and "llm" not in frozen:
+        embedding = MASTER * model.llm.vocab * model.llm.width * sharding.part_of("llm")
+    peaks = [max(loss, *layer_peaks) - embedding, update_peak, 0.0]
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
@@ -202,6 +204,18 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig)
     return weights + sum(moment_bytes(model, frozen, optimizer).values())
 
 
+def _reordered_bytes(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, activation: int) -> float:
+    """Count the bytes of the second copies of matrices whose outputs are sharded: attention's output and MLP's down."""
+    if sharding.shards == 1:
+        return 0.0
+    total = 0.0
+    for name, config in {"llm": model.llm, **model.encoders}.items():
+        layer = layer_sizes(config)
+        elements = config.layers * layer.width * (layer.queries + layer.mlp) * sharding.part_of(name)
+        total += (activation if name in frozen else MASTER) * elements
+    return total
+
+
 def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, activation: int) -> float:
     """Count the bytes of Muon's update on one of several devices: its layers, as they come and as they return.
 
@@ -236,18 +250,18 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
 
 
 def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:
-    """Count the peak bytes of the loss: the activations and their gradient in float32, and the larger of two.
+    """Count the peak bytes of the loss: activations and their gradient in float32, and what one vocabulary chunk takes.
 
-    Either the float32 logits of one vocabulary chunk with their gradient, which in float32 reuses their buffer, or this
-    gradient and, whole where parameters are sharded, this chunk of the output table with its own.
+    Where parameters are sharded, the gathered part of the output table, in both passes. Beside it the larger of two:
+    float32 logits with their gradient, which in float32 reuses their buffer, or this gradient and the part's own.
     """
     width = model.llm.width
     vocab = model.llm.vocab / (sharding.llm * chunks)
     logits = MASTER * positions * vocab
     gradient = activation * positions * vocab
-    tables = 2 * activation * width * vocab if sharding.shards > 1 else 0
+    table = activation * width * vocab if sharding.shards > 1 else 0
     both = logits if activation == MASTER else logits + gradient
-    return MASTER * positions * 2 * width + max(both, gradient + tables)
+    return MASTER * positions * 2 * width + table + max(both, gradient + table)
 
 
 def layer_backward_bytes(

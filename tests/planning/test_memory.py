@@ -19,7 +19,8 @@ from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor
 
 BATCH = DeviceBatch({"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}, {"vision": 8, "audio": 0}, peers=4)
-TEXT = DeviceBatch({"llm": (1, 64)}, {})
+SEVERAL = replace(BATCH, microbatches=2)
+TEXT = DeviceBatch({"llm": (1, 64)}, {}, microbatches=2)
 ALONE = ModelSharding()
 NONE = dict.fromkeys(("llm", "vision", "audio"), 0.0)
 
@@ -68,8 +69,7 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
 def test_what_is_frozen_has_no_gradients_and_moments_and_lies_in_the_precision_of_the_computation():
     config = replace(load("tiny_omni"), optimizer=AdamW())
     frozen = replace(config, model=replace(config.model, llm=replace(config.model.llm, frozen=True)))
-    several = replace(BATCH, microbatches=2)
-    whole, part = held(config, activation=2, batch=several), held(frozen, activation=2, batch=several)
+    whole, part = (held(c, activation=2, batch=SEVERAL) for c in (config, frozen))
     for kind in ("gradients", "optimizer", "copies"):
         assert part[kind] < 0.9 * whole[kind]
     assert whole["optimizer"] == 2 * whole["gradients"] == 2 * whole["parameters"]
@@ -117,17 +117,37 @@ def test_the_moment_of_the_loss_is_the_logits_of_a_part_and_the_sums_of_its_prod
     config = replace(load("tiny_omni"), optimizer=AdamW())
     config = replace(config, model=replace(config.model, llm=replace(config.model.llm, vocab=65_536)))
     vocab, width = config.model.llm.vocab, config.model.llm.width
-    alone, shared = held(config, chunks=chunks), held(config, ModelSharding(8), chunks=chunks)
+    alone, shared = (held(config, sharding, batch=SEVERAL, chunks=chunks) for sharding in (ALONE, ModelSharding(8)))
     assert alone["transient"] == 4 * 64 * (vocab / chunks + 2 * width)
-    # On many devices a part of the table is gathered, and has its gradient whole.
-    assert shared["transient"] == alone["transient"] + 2 * 4 * width * vocab / chunks
-    # In bfloat16 the gradient of the logits has an array of its own, and they are gone before the tables come.
-    half = held(config, ModelSharding(8), activation=2, chunks=chunks)["transient"]
-    assert half == 4 * 64 * 2 * width + max(
-        6 * 64 * vocab / chunks, 2 * 64 * vocab / chunks + 4 * width * vocab / chunks
-    )
-    others = {kind for kind, n in held(config).items() if n != alone[kind]}
+    # On many devices a part of the table is gathered for both passes, and has its gradient whole.
+    table = width * vocab / chunks
+    assert shared["transient"] == alone["transient"] + 2 * 4 * table
+    # In bfloat16 the gradient of the logits has an array of its own, and they are gone before the table's comes.
+    half = held(config, ModelSharding(8), activation=2, batch=SEVERAL, chunks=chunks)["transient"]
+    assert half == 4 * 64 * 2 * width + 2 * table + max(6 * 64 * vocab / chunks, 2 * 64 * vocab / chunks + 2 * table)
+    others = {kind for kind, n in held(config, batch=SEVERAL).items() if n != alone[kind]}
     assert others == ({"transient"} if chunks > 1 else set())
+
+
+def test_with_one_microbatch_what_is_temporary_lies_where_the_gradient_of_an_embedding_of_its_own_will():
+    config = load("tiny_omni")
+    llm = replace(config.model.llm, tied=False)
+    table = 4 * llm.vocab * llm.width
+    found = {}
+    for tied in (False, True):
+        model = replace(config.model, llm=replace(llm, tied=tied))
+        found[tied] = [held(replace(config, model=model), batch=batch)["transient"] for batch in (BATCH, SEVERAL)]
+    assert found[False][0] == max(found[False][1] - table, 0)
+    assert found[True][0] == found[True][1]
+
+
+def test_sharded_matrices_of_attentions_output_and_of_down_lie_on_the_device_twice():
+    config = replace(load("tiny_omni"), optimizer=AdamW())
+    copies = [held(config, sharding, batch=BATCH)["copies"] for sharding in (ALONE, ModelSharding(8))]
+    towers = (config.model.llm, *config.model.encoders.values())
+    sizes = [(tower.layers, layer_sizes(tower)) for tower in towers]
+    twice = 4 * sum(layers * size.width * (size.queries + size.mlp) for layers, size in sizes)
+    assert copies[1] == pytest.approx((copies[0] + twice) / 8)
 
 
 def test_tensor_parallelism_cuts_the_logits():

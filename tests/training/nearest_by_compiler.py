@@ -24,12 +24,12 @@ def main(gigabytes: float) -> None:
     index = index_of_lengths(omni_corpus(20_000, 0), model.encoders)
     refused = forecast_run(config, NODE, index, [1.0])
     changed = apply_overrides(config, re.findall(r"(?:mesh|batch)\.\w+=\d+", refused.nearest))
-    way = forecast_run(changed, NODE, index, [1.0]).chosen
-    fitted = way.fitted
-    shape = device_microbatch(changed, way.layout, way.layout.shapes[fitted.largest_shape])
-    compiled = compiled_bytes(apply_memory_plan(changed, fitted.policies, fitted.loss_chunks), shape, aot_devices(NODE))
-    fits = [refused.chosen.fitted.fits, fitted.fits]
-    print(json.dumps({"fits": fits, "room": fitted.limit.device, "planned": fitted.device, "compiled": compiled}))
+    chosen = forecast_run(changed, NODE, index, [1.0]).chosen
+    plan = chosen.memory_plan
+    shape = device_microbatch(changed, chosen.layout, chosen.layout.shapes[plan.largest_shape])
+    compiled = compiled_bytes(apply_memory_plan(changed, plan.policies, plan.loss_chunks), shape, aot_devices(NODE))
+    fits = [refused.chosen.memory_plan.fits, plan.fits]
+    print(json.dumps({"fits": fits, "room": plan.limit.device, "planned": plan.device, "compiled": compiled}))
 
 
 if __name__ == "__main__":
