@@ -61,9 +61,12 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
     # Biases and scales stay whole, which widths of hundreds still show.
     assert on_first_device((state.trainable, state.frozen)) == pytest.approx(predicted["parameters"], rel=0.1)
     assert on_first_device(sums.gradients) == pytest.approx(predicted["gradients"], rel=0.1)
-    # So do the scales of rows beside codes of one byte, and Adafactor's factors.
-    small = optimizer.moments == "int8" or isinstance(optimizer, Adafactor)
-    assert on_first_device(state.optimizer) == pytest.approx(predicted["optimizer"], rel=0.25 if small else 0.1)
+    # So do the scales of rows beside codes of one byte, and Adafactor's factors, which widths of thousands hardly show.
+    moments = jax.tree.leaves(state.optimizer)
+    if optimizer.moments == "int8" or isinstance(optimizer, Adafactor):
+        size = jnp.dtype(optimizer.moments).itemsize  # codes are int8 of means and uint8 of squares
+        moments = [leaf for leaf in moments if leaf.dtype.itemsize == size]
+    assert on_first_device(moments) == pytest.approx(predicted["optimizer"], rel=0.1)
 
 
 def test_what_is_frozen_has_no_gradients_and_moments_and_lies_in_the_precision_of_the_computation():
