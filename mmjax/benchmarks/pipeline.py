@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> Measurement:
     def gradients() -> Gradients:
         return executor.gradients(state, executor.zeros(), batches, weight, None)
 
+    # The first walk compiles every program, slices and joins of transfers included.
     began = time.perf_counter()
     jax.block_until_ready(gradients().sums)
     compiling = time.perf_counter() - began

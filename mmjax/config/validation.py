@@ -469,6 +469,7 @@ def _check_units(config: Config) -> None:
                     count % unit.tensor == 0,
                     f"{where}.tensor={unit.tensor} does not divide model.{path}.{heads}={count}; use a divisor of it",
                 )
+        # After the modules are known to be there.
         _check_stages(config, where, unit, unit_modules(name, unit))
     missing = [tower for tower in towers if tower not in owners]
     check(

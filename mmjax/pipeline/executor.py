@@ -110,6 +110,7 @@ class PipelineExecutor:
         self._meetings = 0
         if coordination.count() > 1:
             links()  # opened by all processes together
+        # Both sides of a transfer derive its number from this count, so no process may walk the passes alone.
         self._walks = 0  # of all processes alike: it names their transfers
         self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
         # What is replicated on a mesh counts once, by its first device.
@@ -117,6 +118,8 @@ class PipelineExecutor:
         self._counts = np.array([device in firsts for device in devices], np.float32)
         self._sink_device = int(np.flatnonzero(devices == stages[self.graph.sink].mesh.devices.flat[0])[0])
 
+        # A tied table has one owner, the first stage, which has its moments. Two tables that are each updated by a
+        # program of their own would drift apart, as programs order sums differently.
         first = next(n for n, (_, stage, _) in enumerate(stages) if stage.tower == "llm" and stage.first)
         self._tied = (first, self.graph.sink) if model.config.llm.tied and first != self.graph.sink else None
         self._owned = [self._drop_tied(n, program.abstract) for n, program in enumerate(self.programs)]
@@ -126,6 +129,7 @@ class PipelineExecutor:
             )
             for n, program in enumerate(self.programs)
         )
+        # Programs of the whole step: on the last stage's mesh, or on all devices.
         self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in stages]
         sink = stages[self.graph.sink].mesh
         self._weigh = jax.jit(weigh, out_shardings=(replicated(sink), rows_sharding(sink, rules.rows)))
@@ -173,6 +177,7 @@ class PipelineExecutor:
             if not self.local[number]:
                 states.append(_without_shards(self.abstract_parts[number]))
                 continue
+            # What is read is not drawn, but for the adapters in it.
             read = restrict(pretrained or {}, merge(*self._owned[number]))
             modules = frozenset(modules_of(read))
             drawn = self._random(number, modules)(key)
@@ -223,6 +228,7 @@ class PipelineExecutor:
             trainable, frozen = self._drop_tied(number, partition(params, self.frozen & modules_of(params)))
             return select((trainable, jax.tree.map(lambda p: p.astype(self.model.dtype), frozen)))
 
+        # XLA drops what a stage does not select: no device draws another stage's parameters.
         shardings = self.shardings[number]
         return jax.jit(draw, out_shardings=select((shardings.trainable, shardings.frozen)))
 
@@ -287,6 +293,7 @@ class PipelineExecutor:
                 part = batch.text if stage.first else batch.text._replace(slots={}, send={})
             else:
                 part = batch.items[stage.tower]
+            # Stages behind the LLM's first need none of the tables that place encoders' tokens.
             key = (mesh, stage.tower, stage.first)
             if key not in put:
                 put[key] = self._put(part, stage.tower, mesh) if local else self._shapes(part, stage.tower)
@@ -352,6 +359,7 @@ class PipelineExecutor:
         unreadable = self.passes.wait(self._merge_unreadable(reports.unreadable))
         if not self.local[sink]:
             return np.float32(0), list(batches), unreadable  # the last stage's processes weigh
+        # Replicated on all devices, so each of the last stage's has a copy: nothing is sent.
         on_sink = [view(x, replicated(self.stages[sink].mesh)) for x in unreadable]
         total: Any = np.float32(0)
         weighed = []
@@ -423,6 +431,7 @@ class PipelineExecutor:
                 states.append(state.stages[number])
                 sums.append({})
                 continue
+            # Both are on all devices already: the update of a stage waits for no other stage's.
             norm, may = (view(x, replicated(mesh)) for x in (report.gradient_norm, valid))
             new, cleared = self.passes.wait(
                 self._update[number](state.stages[number], gradients.sums[number], hyper, norm, may)
@@ -440,6 +449,7 @@ class PipelineExecutor:
         self, gradients: Gradients, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
     ) -> tuple[StepReport, jax.Array]:
         """Report a step to all devices, and whether it may update."""
+        # Squares of the stages that share a mesh are added up on it. A stage that another process has counts there.
         squares: dict[Mesh, jax.Array] = {}
         for (_, _, mesh), local, square, sums in zip(
             self.stages, self.local, self._squares, gradients.sums, strict=True
@@ -449,6 +459,7 @@ class PipelineExecutor:
             squares[mesh] = (
                 self.passes.wait(square(sums)) if mesh not in squares else _add_on_mesh(squares[mesh], square(sums))
             )
+        # The arrays of all meshes become one by the shards that devices have already.
         norms = self._on_all_devices(list(squares.values()), jax.ShapeDtypeStruct((1,), jnp.float32))
         parts = () if gradients.loss is None else (gradients.loss,)
         structs = loss_structs(self.sources)
@@ -495,6 +506,7 @@ class PipelineExecutor:
     def owners(self, batch: StagedBatch) -> np.ndarray:
         """Return every token's sample, of all rows."""
         sink = self.graph.sink
+        # Every process bisects the same rows, so each needs the samples of all.
         owner = batch[sink].owner
         if not self.local[sink]:
             owner = without_shards(owner.shape, owner.dtype, self.programs[sink].output)
@@ -530,8 +542,10 @@ class PipelineExecutor:
         reports = self.put_report(ProcessReport())
         for batch in batches:
             put = self.put(batch)
+            # Twice, since sums of a first microbatch and of a later one are two programs.
             weight, weighed, unreadable = self.weigh_batches([put, put], reports)
             gradients = self.gradients(state, self.zeros(), weighed, weight, noise)
+        # The update is lowered and not run, which would give the state's buffers away.
         self._settle_gradients(gradients, reports, unreadable)
         for number, (_, _, mesh) in enumerate(self.stages):
             if not self.local[number]:

@@ -160,6 +160,7 @@ class Passes:
         """Run a stage's forward pass, if it is here, and send its output; the last stage's backward pass is with it."""
         _, number, microbatch = action
         program = self.programs[number]
+        # Popped: an array that was sent or used up is dropped as soon as the devices are done with it.
         inputs = run.inputs.pop((number, microbatch), {})
         run.input_shapes[number, microbatch] = {name: (x.shape, x.dtype) for name, x in inputs.items()}
         if program.computes_loss:
@@ -171,6 +172,7 @@ class Passes:
                 run.loss = loss if run.loss is None else self._merge_loss(run.loss, loss)
             self._send_gradients(run, action, gradients)
             return
+        # Of what a stage of other processes makes only the shape is known here, and a transfer is planned by that.
         if not self.local[number]:
             struct = self._output_struct(number, parameters, inputs, batch, noise)
             output = without_shards(struct.shape, struct.dtype, program.output)
@@ -203,6 +205,7 @@ class Passes:
         program = self.programs[number]
         if program.computes_loss or not program.has_backward:
             return  # done with the forward pass, or nothing to do
+        # The residuals are gone after this: what a stage holds is what its schedule has in flight.
         gradients: Inputs = {}
         gradient = run.output_gradients.pop((number, microbatch))
         if self.local[number]:
@@ -220,6 +223,7 @@ class Passes:
             name = self._input_name(producer, number)
             if name in self.programs[number].gradient_inputs:
                 gradient = gradients.get(name)
+                # A gradient has the shape of what it is the gradient of.
                 if gradient is None:
                     gradient = without_shards(*shapes[name], self.programs[number].output)
                 key = (run.step, *action, producer)

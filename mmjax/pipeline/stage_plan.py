@@ -67,6 +67,7 @@ def plan_stages(
     tracer = ActivationTracer(config)
     plans: list[StagePlan] = []
     for number, placed in enumerate(executor.stages):
+        # Stages of one worker run in turn, but what they hold lies side by side.
         sharing = sum(stage.mesh == placed.mesh for stage in executor.stages)
         in_flight = schedule.in_flight_bound(number)
         room = replace(limit, device=limit.device / sharing)
@@ -95,6 +96,7 @@ def _plan_stage(
         DeviceBatch({name: (n, length) for (name, n), length in zip(rows.items(), shape.lengths, strict=True)}, {}, 1)
         for shape in layout.shapes
     ]
+    # All compiled shapes have these programs, so memory is that of the longest rows.
     batch = max(batches, key=lambda b: b.shape[tower][1])
     positions = row_work(config.model, batch.shape)[tower].positions
     count = stage.stop - stage.start
@@ -123,6 +125,7 @@ def _plan_stage(
         "messages": 2 * in_flight * positions * width * activation,
         "transient": transient,
     }
+    # Without a backward pass nothing is kept of a microbatch.
     microbatches_held = in_flight if executor.programs[number].has_backward else 0
     options = {
         policy: Option(
@@ -147,6 +150,7 @@ def _plan_stage(
         configured = chosen[tower]
     memory["activations"] = sum(options[policy].device for policy in configured)
     forward, backward = _seconds(config, executor, number, configured, batch, speed)
+    # Numbers in the order in which units take devices, for people; a device's own id may be anything.
     devices = {device: n for n, device in enumerate(executor.mesh.devices.flat)}
     return StagePlan(
         name=placed.name,
@@ -192,6 +196,7 @@ def _seconds(
     tower, count = stage.tower, stage.stop - stage.start
     parts = executor.stages[number].mesh.shape[TENSOR]
     measured = speed.layer(tower, batch.shape[tower])
+    # Layers that were timed are taken out of the operations, and their times added.
     part = {"layers": 0 if measured else count, "remat": "none" if measured else tuple(policies)}
     model = config.model
     if tower == "llm":
@@ -200,6 +205,7 @@ def _seconds(
         model = replace(model, encoders={**model.encoders, tower: replace(model.encoders[tower], **part)})
     flops = executed(model, batch.shape, frozen_modules(config.model), executor.loss_chunks)
     forward, backward = flops[tower].forward, flops[tower].backward
+    # The counts are of a whole tower of so few layers: the logits are the last stage's alone, the connector likewise.
     if tower == "llm" and not stage.last:
         logits = executed_logits(config.model, row_work(config.model, batch.shape)["llm"])
         forward, backward = max(0, forward - logits), max(0, backward - 2 * logits)
@@ -236,6 +242,7 @@ def memory_plan_of(config: Config, plans: Sequence[StagePlan], limit: MemoryLimi
     fullest = max(plans, key=lambda plan: plan.bytes)
     towers = {"llm": config.model.llm, **config.model.encoders}
     policies: dict[str, tuple[Remat, ...]] = dict.fromkeys(towers, ())
+    # A tower's stages, by their layers, have the policies of the whole tower.
     for plan in sorted(plans, key=lambda plan: plan.layers.start):
         policies[plan.name.partition("[")[0]] += plan.policies
     fixed = {kind: n for kind, n in fullest.memory.items() if kind != "activations"}

@@ -110,6 +110,8 @@ class StageProgram:
         self._cast = frozenset(
             key_names(path) for path, names in by_path if len(names) >= 2 and not {None, "vocab", "fixed"} & set(names)
         )
+        # A frozen encoder with a frozen connector has no backward pass. A frozen LLM behind something trained has one:
+        # gradients pass through it.
         self.has_backward = bool(self.gradient_inputs or jax.tree.leaves(self.abstract[0]))
         self.output = rows_sharding(mesh, rules.rows)
         on_all = replicated(mesh)
@@ -120,6 +122,7 @@ class StageProgram:
         jit = partial(jax.jit, compiler_options=compiler_options or None)
         self.forward = jit(self._forward)
         self.forward_only = jit(self._outputs, out_shardings=self.output)
+        # Gradients of inputs lie as the inputs do: the way back is the way there.
         inputs = dict.fromkeys(sorted(self.gradient_inputs), self.output)
         self.backward = jit(self._backward, donate_argnums=2, out_shardings=(trainable, inputs))
         report = LossSums._make(on_all for _ in LossSums._fields)
@@ -132,6 +135,7 @@ class StageProgram:
         stage = self.stage
         # The LLM's first stage takes encoders' tokens by name, the others what the stage before them made.
         by_name = stage.tower == "llm" and stage.first
+        # An encoder's first stage has its batch alone.
         operand = inputs if by_name else None if stage.first else next(iter(inputs.values()))
         with activations_on(self.mesh, self.rules, self.exchange):
             run = stage.hidden_and_table if self.computes_loss else stage
@@ -156,6 +160,7 @@ class StageProgram:
             return self._outputs(merge(trainable, frozen), differentiated | constants, batch, noise)
 
         output, vjp = jax.vjp(outputs, trainable, differentiated)
+        # Rows lie over ranks and nothing else, as transfers are planned; residuals lie as the layers leave them.
         output = jax.lax.with_sharding_constraint(output, self.output)
         return output, Residuals.of(vjp, (trainable, frozen, batch))
 
@@ -187,6 +192,7 @@ class StageProgram:
                 worst = worst_samples(jax.lax.stop_gradient(losses), batch)
             return total, LossSums._make((by_source, weight, *worst))
 
+        # Forward and backward are one program: nothing of the last stage is in flight, and its loss needs no residuals.
         (gradients, differentiated), report = jax.grad(loss, (0, 1), has_aux=True)(trainable, differentiated)
         return _add(sums, gradients), differentiated, report
 

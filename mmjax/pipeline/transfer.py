@@ -54,6 +54,7 @@ def plan_moves(source: Mapping[int, Box], target: Mapping[int, Box], processes: 
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, needed, strict=True))
             if any(first >= last for first, last in common):
                 continue
+            # Every process must come to the same sender, or both would wait: so no process prefers what it has itself.
             sender = min(replicas[box], key=lambda d: (d != device, processes[d] != processes[device], load[d], d))
             load[sender] += _size(common)
             missing -= _size(common)
@@ -120,6 +121,7 @@ class Transfer:
                 struct = jax.ShapeDtypeStruct(_lengths(move.taken), self.dtype, sharding=target)
                 piece = links().receive(struct, sender, _number(key, number), key)
             pieces[move.target].append((piece, move.placed))
+        # Pieces are copied into the shard in any order: they do not overlap.
         joined = [_join(pieces[number], _lengths(box)) for number, box in self.target_boxes.items() if number in pieces]
         return jax.make_array_from_single_device_arrays(self.shape, self.target, joined, dtype=self.dtype)
 
@@ -161,6 +163,7 @@ class Links:
         connection = self._connections[process]
         if not self._checks:
             return connection.pull(number, [struct])[0]
+        # Compared on the host, so that a check makes every transfer wait: for tests, and to find a fault.
         words = jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=struct.sharding)
         piece, sent = connection.pull(number, [struct, words])
         if not np.array_equal(sent, _check_words(piece, number)):

@@ -38,6 +38,7 @@ def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) ->
             cut = tower == cut_tower(modules)
             stages = model.stages(tower, cuts[tower] if cut else ())
             for number, stage in enumerate(stages):
+                # With virtual stages, stage n and stage n + pipeline are on the same devices.
                 stage_name = tower if len(stages) == 1 else f"{tower}[{stage.start}:{stage.stop}]"
                 placed.append(PlacedStage(stage_name, stage, meshes[number % unit.pipeline if cut else 0]))
     return placed

@@ -62,6 +62,7 @@ class StageGraph:
     @cached_property
     def topological(self) -> tuple[int, ...]:
         """Stages, every one behind its producers; those on a cycle are missing."""
+        # Kahn's algorithm: a stage follows when all of its producers have.
         order: list[int] = []
         waiting = [len(producers) for producers in self.producers]
         ready = [stage for stage, count in enumerate(waiting) if not count]
@@ -122,6 +123,7 @@ def make_schedule(name: ScheduleName, graph: StageGraph, microbatches: int) -> S
     orders: list[tuple[Action, ...]] = []
     for worker in range(max(graph.workers) + 1):
         stages = [stage for stage in graph.topological if graph.workers[stage] == worker]
+        # Stages of one depth have no stage of another worker between them.
         if len(depths := {graph.depths[stage] for stage in stages}) > 1:
             raise ValueError(f"other workers' stages lie between those of worker {worker}: {stages}; use interleaved")
         orders.append(_one_forward_one_backward(stages, ahead[name](*depths), microbatches))
@@ -153,6 +155,7 @@ def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
     chain = [stage for stage in graph.topological if graph.workers[stage] in chunked]
     workers = list(dict.fromkeys(graph.workers[stage] for stage in chain))
     chunks, rest = divmod(len(chain), max(1, len(workers)))
+    # The chain of chunks must go round the workers, and no other stage may stand in it.
     # Chunk c of worker w is stage number c * workers + w of the chain: every worker's turn comes once a chunk.
     round_robin = [graph.workers[stage] for stage in chain] == workers * chunks and not rest
     linked = all(edge in graph.edges for edge in pairwise(chain))
@@ -166,6 +169,7 @@ def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
     orders: list[tuple[Action, ...]] = [()] * (max(graph.workers) + 1)
     for rank, worker in enumerate(workers):
         orders[worker] = _interleaved_order(chain, rank, len(workers), chunks, microbatches)
+    # From the LLM outwards, as an encoder must be as far ahead as the stage that consumes it ever is.
     for stage in reversed(graph.topological):
         if graph.workers[stage] not in chunked:
             warmup = max((_lead(orders[graph.workers[c]], c) for c in graph.consumers[stage]), default=0)
@@ -187,6 +191,7 @@ def _interleaved_order(
         microbatch = turn // (workers * chunks) * workers + turn % workers
         return Action(kind, chain[chunk * workers + rank], microbatch)
 
+    # As in Megatron-LM: two more for every worker behind this one, and a whole group for every chunk but the last.
     warmup = min(total, (workers - rank - 1) * 2 + (chunks - 1) * workers)
     order = [action("forward", turn) for turn in range(warmup)]
     for turn in range(total - warmup):

@@ -76,6 +76,7 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
             if missing := next((need for need, _ in needs if need not in ends), None):
                 waiting.setdefault(missing, []).append(worker)
                 break
+            # Between stages of one worker nothing is sent.
             arrivals = (
                 ends[need] + (delay[edge] if edge and graph.workers[edge[0]] != graph.workers[edge[1]] else 0.0)
                 for need, edge in needs
@@ -87,6 +88,7 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
                 free[worker] += max((delay[edge] for edge in _outputs(schedule, action)), default=0.0)
             position[worker] += 1
             ready += waiting.pop(action, ())
+    # Where nothing is ready any more and something is left, the orders contradict each other.
     if unfinished := [order[n] for order, n in zip(schedule.orders, position, strict=True) if n < len(order)]:
         raise ValueError(f"the workers wait for each other in a circle: {', '.join(map(_spell, unfinished))}")
     # Sorting is stable and `starts` in an order that runs, so that of equal starts the needed one stays first.
@@ -108,6 +110,7 @@ def total_order(schedule: Schedule) -> tuple[Action, ...]:
     and none can wait for another that waits for it. It follows the time at which actions would start if all stages
     took as long: a receive then stands close to where its data is sent. Raises ValueError as `simulate` does.
     """
+    # Backward passes take twice as long as forward passes, as without recomputation.
     shape = (len(schedule.graph.workers), schedule.microbatches)
     return simulate(schedule, StageTimes(np.ones(shape), np.full(shape, 2.0))).actions
 

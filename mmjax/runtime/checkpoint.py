@@ -130,6 +130,7 @@ class CheckpointStore:
         self._targets = [unstack_layers(part, _layer_of_struct) for part in self._abstract]
         self._target = _merge_parts(self._targets)
         self._local = [any(x.sharding.addressable_devices for x in jax.tree.leaves(part)) for part in self._abstract]
+        # A program of each part writes its layers one by one, by the names that every executor has.
         self._unstack: list[Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]] = []
         for target in self._targets:
             shardings = jax.tree.map(lambda x: x.sharding, target)
@@ -185,6 +186,7 @@ class CheckpointStore:
 
         def write() -> None:
             # Every future is awaited, also after one has failed: none may write any more when the folder is removed.
+            # In the thread that writes, so that training does not wait for the others.
             if len(parts) > 1:  # each process knows the sums of its own stages
                 for other in coordination.gather(f"sums/{save}", json.dumps(sums)):
                     meta["sums"] = json.loads(other) | meta["sums"]

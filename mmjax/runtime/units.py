@@ -73,6 +73,7 @@ def unit_ranks(config: Config, devices: Sequence[jax.Device]) -> UnitRanks:
             each = total // (unit.data * unit.fsdp)
             stages = meshes if tower == cut_tower(modules) else meshes[:1]
             here = [set(_process_ranks(mesh)) for mesh in stages]
+            # One range for all stages that are here, since a tower's rows are packed once for them.
             ranks = set().union(*here)
             local[tower] = range(each * min(ranks), each * (max(ranks) + 1)) if ranks else range(0)
             first = owned_ranks(stages[0]) if here[0] else ()

@@ -203,6 +203,7 @@ class Trainer:
         config, layout = self.config, self.loader.layout
         device = self.mesh.devices.flat[0]
         loss_chunks = config.training.loss_chunks or 1
+        # Its policies do not matter: it says how large parameters and moments are on each stage's devices.
         executor = self.make_executor(config.model, loss_chunks)
         speed = device_speed(config, [layout], device, profile=False)
         available = coordination.run_on_leader(lambda: available_memory(config.mesh, device))
@@ -260,6 +261,7 @@ class Trainer:
 
     def describe_devices(self) -> list[str]:
         """Describe what the devices hold: of one mesh its memory plan, of units a table of stages."""
+        # One mesh has one account of its memory, the same on every device; stages differ.
         if not isinstance(self.executor, PipelineExecutor):
             return announce.describe_memory_plan(self.memory_plan)
         timeline = simulate_stages(self.executor, self.stages, self.config.batch.microbatches)

@@ -147,6 +147,7 @@ def topology_of(config: Config, mesh: Mesh) -> Topology:
 
 def _ranks_of_process(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Return the ranks whose rows a StepLoader of this process loads, and those that count here."""
+    # A process may have stages of some modules alone: its ranks differ by module.
     if config.units:
         return unit_ranks(config, list(mesh.devices.flat))._asdict()
     axes = encoder_axes(config.mesh)

@@ -71,6 +71,7 @@ def _arrays(batch: TextBatch | ItemBatch) -> Iterator[np.ndarray]:
 
 def _rows_content(arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: range, counted: Container[int]) -> int:
     """Add up the hashes of these ranks; all rows of a rank are hashed together."""
+    # A process without stages of this module has none of its rows.
     if not ranks:
         return 0
     by_rank = [np.ascontiguousarray(a).reshape(len(ranks), -1) for a in arrays]
