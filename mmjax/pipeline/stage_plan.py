@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,32 +27,11 @@ from mmjax.planning.memory import (
     layer_backward_bytes,
     loss_bytes,
 )
-from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, choose_policies
+from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, StagePlan, choose_policies
 from mmjax.planning.schedules import make_schedule
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import row_work
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """The memory and time of a stage, on each of its devices, for the largest compiled shape."""
-
-    name: str
-    devices: tuple[int, ...]  # numbers in the run's order
-    mesh: dict[str, int]
-    layers: range
-    parameters: int  # of the stage, on all its devices together
-    policies: tuple[Remat, ...]
-    in_flight: int
-    memory: dict[str, float]  # bytes by kind
-    forward: float  # seconds of one microbatch
-    backward: float
-
-    @property
-    def bytes(self) -> float:
-        """Total bytes of a device."""
-        return sum(self.memory.values())
 
 
 def plan_stages(

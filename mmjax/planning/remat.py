@@ -165,6 +165,27 @@ class MemoryPlan:
         return with_policies(model, self.policies)
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """The memory and time of a stage, on each of its devices, for the largest compiled shape."""
+
+    name: str
+    devices: tuple[int, ...]  # numbers in the run's order
+    mesh: dict[str, int]
+    layers: range
+    parameters: int  # of the stage, on all its devices together
+    policies: tuple[Remat, ...]
+    in_flight: int
+    memory: dict[str, float]  # bytes by kind
+    forward: float  # seconds of one microbatch
+    backward: float
+
+    @property
+    def bytes(self) -> float:
+        """Total bytes of a device."""
+        return sum(self.memory.values())
+
+
 def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
     """Return the model with these remat policies of its layers."""
     # One policy where all layers have the same.

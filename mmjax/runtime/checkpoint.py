@@ -43,8 +43,8 @@ from mmjax.runtime.checkpoint_commit import (
     run_and_describe_failure,
     saved_steps,
 )
-from mmjax.runtime.runner import Runner
 from mmjax.runtime.state import TrainState, all_parameters
+from mmjax.runtime.step import Runner
 
 # TensorStore's errors begin with a status code: "OUT_OF_RANGE: Error writing ..".
 _STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")

@@ -19,8 +19,7 @@ from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.layer_stacks import key_names
 from mmjax.models.model import Model, parameter_group
-from mmjax.pipeline.stage_plan import StagePlan
-from mmjax.planning.remat import MemoryPlan
+from mmjax.planning.remat import MemoryPlan, StagePlan
 from mmjax.planning.schedules import ScheduleName
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
 from mmjax.training.metrics import balance_scalars

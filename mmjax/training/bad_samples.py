@@ -16,8 +16,7 @@ from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.runtime.losses import MAX_WORST
-from mmjax.runtime.runner import Runner
-from mmjax.runtime.step import MAX_UNREADABLE, ProcessReport, StepReport
+from mmjax.runtime.step import MAX_UNREADABLE, ProcessReport, Runner, StepReport
 
 
 class UnreadableSamples:

@@ -23,7 +23,7 @@ from mmjax.inference.prompts import BatchLimits
 from mmjax.planning.memory import ACTIVATION
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.runner import Runner
+from mmjax.runtime.step import Runner
 
 
 def make_evaluator(

@@ -36,10 +36,10 @@ from mmjax.errors import raise_ctrl_c_once
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.pipeline.executor import PipelineExecutor
-from mmjax.pipeline.stage_plan import StagePlan, memory_plan_of, plan_stages, simulate_stages
+from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, simulate_stages
 from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts, tower_rows
 from mmjax.planning.memory import GB
-from mmjax.planning.remat import MemoryLimit, MemoryPlan
+from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.devices import (
     CompileCounter,
@@ -49,9 +49,16 @@ from mmjax.runtime.devices import (
     peak_memory_used,
 )
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
-from mmjax.runtime.runner import Runner
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor, ProcessReport, StepReport, check_updated, padding_microbatches
+from mmjax.runtime.step import (
+    Accumulated,
+    Executor,
+    ProcessReport,
+    Runner,
+    StepReport,
+    check_updated,
+    padding_microbatches,
+)
 from mmjax.runtime.units import unit_ranks
 from mmjax.startup import activity
 from mmjax.startup import seconds as startup_seconds

@@ -27,9 +27,8 @@ from mmjax.disk import atomic_write, json_lines, read_json_lines
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.runtime.devices import CompileCounter, open_files, peak_memory_used, resident_memory
-from mmjax.runtime.runner import Runner
 from mmjax.runtime.state import Hyperparameters
-from mmjax.runtime.step import StepReport
+from mmjax.runtime.step import Runner, StepReport
 
 Scalars = dict[str, float]
 

@@ -27,8 +27,8 @@ from mmjax.runtime.checkpoint import (
 )
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.runner import Runner
 from mmjax.runtime.state import TrainState
+from mmjax.runtime.step import Runner
 from mmjax.runtime.weights import load_pretrained, modules_by_folder
 from mmjax.startup import activity
 from mmjax.training.run_data import RunData
