@@ -129,7 +129,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "pipeline": May(
         (
             *(f"mmjax.{part}" for part in ("pipeline", "autotune", "runtime", "models", "parallel", "distributed")),
-            *(f"mmjax.{part}" for part in ("data.plan", "planning", "batch", "config", "errors")),
+            *(f"mmjax.{part}" for part in ("data.plan", "planning", "batch", "config", "console", "errors")),
         ),
         frozenset({"jax", "numpy"}),
     ),

@@ -10,7 +10,9 @@ import jax
 import numpy as np
 
 from mmjax.autotune.memory_plan import ActivationTracer
-from mmjax.config import Config, Remat
+from mmjax.config import Config, DecoderConfig, Remat
+from mmjax.config.model import Encoder
+from mmjax.console import size
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import TENSOR, row_ranks
@@ -18,10 +20,10 @@ from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.planning.flops import executed, executed_logits, frozen_modules, layer_policies, recompute_flops
 from mmjax.planning.memory import (
     ACTIVATION,
-    GB,
     LOADED,
     DeviceBatch,
     ModelSharding,
+    SavedBytes,
     batch_bytes,
     divide_by_tensor_parallelism,
     layer_backward_bytes,
@@ -67,43 +69,9 @@ def _plan_stage(
     placed = executor.stages[number]
     stage, mesh = placed.stage, placed.mesh
     tower = stage.tower
-    parts = mesh.shape[TENSOR]
-    activation = ACTIVATION[config.training.precision]
-    towers = {"llm": config.model.llm, **config.model.encoders}
-    rows = _rows_on_device(config, layout, executor)
-    batches = [
-        DeviceBatch({name: (n, length) for (name, n), length in zip(rows.items(), shape.lengths, strict=True)}, {}, 1)
-        for shape in layout.shapes
-    ]
-    # All compiled shapes have these programs, so memory is that of the longest rows.
-    batch = max(batches, key=lambda b: b.shape[tower][1])
-    positions = row_work(config.model, batch.shape)[tower].positions
-    count = stage.stop - stage.start
-    saved = {
-        policy: divide_by_tensor_parallelism(bytes_, towers[tower], positions, activation, parts)
-        for policy, bytes_ in tracer.saved_bytes(tower, batch.shape[tower][0], [batch.shape[tower][1]])[0].items()
-    }
-    sharding = ModelSharding(mesh.shape["fsdp"] * parts, parts, parts)
-    part = executor.abstract_parts[number]
-    parameters = _on_device(part.trainable) + _on_device(part.frozen)
-    gradients = _on_device(part.trainable)
-    transient = 0.0
-    if executor.programs[number].has_backward:
-        transient = layer_backward_bytes(config.model, tower, saved["none"].device, positions, sharding, activation)
-    if number == executor.graph.sink:
-        transient = max(transient, loss_bytes(config.model, positions, sharding, activation, executor.loss_chunks))
-    width = towers[tower].width
-    memory = {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": _on_device(part.optimizer),
-        # A microbatch's gradients, before they are added to those of the others.
-        "copies": gradients,
-        "batch": LOADED * config.batch.microbatches * batch_bytes(config.model, batch, tower),
-        # Activations that arrive and leave, for every microbatch in flight one.
-        "messages": 2 * in_flight * positions * width * activation,
-        "transient": transient,
-    }
+    batch = _longest_batch(config, layout, executor, tower)
+    saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
+    memory = _fixed_bytes(config, executor, number, batch, saved["none"].device, in_flight)
     # Without a backward pass nothing is kept of a microbatch.
     microbatches_held = in_flight if executor.programs[number].has_backward else 0
     options = {
@@ -114,35 +82,94 @@ def _plan_stage(
         )
         for policy, bytes_ in saved.items()
     }
-    configured = layer_policies(towers[tower])[stage.start : stage.stop]
-    if towers[tower].remat == "auto":
-        room = limit.device - sum(memory.values())
-        chosen = choose_policies({tower: count}, {tower: options}, room, limit.host)
+    policies = layer_policies(_towers(config)[tower])[stage.start : stage.stop]
+    if _towers(config)[tower].remat == "auto":
+        fixed = sum(memory.values())
+        layers = {tower: stage.stop - stage.start}
+        chosen = choose_policies(layers, {tower: options}, limit.device - fixed, limit.host)
         if chosen is None:
-            smallest = min(options.values(), key=lambda o: o.device).device * count + sum(memory.values())
+            smallest = min(option.device for option in options.values()) * layers[tower] + fixed
             raise UserError(
-                f"stage {placed.name} needs {smallest / GB:.2f} GB of each device and there are "
-                f"{limit.device / GB:.2f}, with as much computed again as can be; give its unit more devices by fsdp, "
-                "tensor or pipeline, or raise batch.microbatches",
+                f"stage {placed.name} needs {size(smallest)} of each device and there are {size(limit.device)}, with "
+                "as much computed again as can be; give its unit more devices by fsdp, tensor or pipeline, or raise "
+                "batch.microbatches",
                 everywhere=True,
             )
-        configured = chosen[tower]
-    memory["activations"] = sum(options[policy].device for policy in configured)
-    forward, backward = _seconds(config, executor, number, configured, batch, speed)
+        policies = chosen[tower]
+    memory["activations"] = sum(options[policy].device for policy in policies)
+    forward, backward = _seconds(config, executor, number, policies, batch, speed)
     # Numbers in the order in which units take devices, for people; a device's own id may be anything.
     devices = {device: n for n, device in enumerate(executor.mesh.devices.flat)}
+    part = executor.abstract_parts[number]
     return StagePlan(
         name=placed.name,
         devices=tuple(devices[device] for device in mesh.devices.flat),
         mesh={axis: n for axis, n in mesh.shape.items() if n > 1},
         layers=range(stage.start, stage.stop),
         parameters=sum(leaf.size for leaf in jax.tree.leaves((part.trainable, part.frozen))),
-        policies=tuple(configured),
+        policies=tuple(policies),
         in_flight=in_flight,
         memory=memory,
         forward=forward,
         backward=backward,
     )
+
+
+def _towers(config: Config) -> dict[str, DecoderConfig | Encoder]:
+    return {"llm": config.model.llm, **config.model.encoders}
+
+
+def _longest_batch(config: Config, layout: RankLayout, executor: PipelineExecutor, tower: str) -> DeviceBatch:
+    """Return a device's part of the compiled shape with a tower's longest rows; memory is planned for it."""
+    rows = _rows_on_device(config, layout, executor)
+    shapes = (dict(zip(rows, zip(rows.values(), shape.lengths, strict=True), strict=True)) for shape in layout.shapes)
+    return DeviceBatch(max(shapes, key=lambda shape: shape[tower][1]), {}, 1)
+
+
+def _saved_bytes(
+    config: Config, tower: str, batch: DeviceBatch, parts: int, tracer: ActivationTracer
+) -> dict[Remat, SavedBytes]:
+    """Return the bytes that a layer saves of one microbatch on a device, by policy. parts: of tensor parallelism."""
+    rows, length = batch.shape[tower]
+    positions = row_work(config.model, batch.shape)[tower].positions
+    activation = ACTIVATION[config.training.precision]
+    return {
+        policy: divide_by_tensor_parallelism(bytes_, _towers(config)[tower], positions, activation, parts)
+        for policy, bytes_ in tracer.saved_bytes(tower, rows, [length])[0].items()
+    }
+
+
+def _fixed_bytes(
+    config: Config, executor: PipelineExecutor, number: int, batch: DeviceBatch, unsaved: float, in_flight: int
+) -> dict[str, float]:
+    """Count the bytes of a stage on each device by kind, apart from saved activations.
+
+    unsaved: bytes that one layer saves without remat.
+    """
+    placed = executor.stages[number]
+    tower, mesh = placed.stage.tower, placed.mesh
+    activation = ACTIVATION[config.training.precision]
+    positions = row_work(config.model, batch.shape)[tower].positions
+    parts = mesh.shape[TENSOR]
+    sharding = ModelSharding(mesh.shape["fsdp"] * parts, parts, parts)
+    transient = 0.0
+    if executor.programs[number].has_backward:
+        transient = layer_backward_bytes(config.model, tower, unsaved, positions, sharding, activation)
+    if number == executor.graph.sink:
+        transient = max(transient, loss_bytes(config.model, positions, sharding, activation, executor.loss_chunks))
+    part = executor.abstract_parts[number]
+    gradients = _on_device(part.trainable)
+    return {
+        "parameters": gradients + _on_device(part.frozen),
+        "gradients": gradients,
+        "optimizer": _on_device(part.optimizer),
+        # A microbatch's gradients, before they are added to those of the others.
+        "copies": gradients,
+        "batch": LOADED * config.batch.microbatches * batch_bytes(config.model, batch, tower),
+        # Activations that arrive and leave, for every microbatch in flight one.
+        "messages": 2 * in_flight * positions * _towers(config)[tower].width * activation,
+        "transient": transient,
+    }
 
 
 def _rows_on_device(config: Config, layout: RankLayout, executor: PipelineExecutor) -> dict[str, int]:
@@ -202,7 +229,7 @@ def _recompute_seconds(config: Config, tower: str, policy: Remat, batch: DeviceB
     """Estimate the seconds that a policy adds to a layer's backward pass."""
     if measured := speed.layer(tower, batch.shape[tower]):
         return measured[policy] - measured["none"]
-    towers = {"llm": config.model.llm, **config.model.encoders}
+    towers = _towers(config)
     work = row_work(config.model, batch.shape)[tower]
     return recompute_flops(towers[tower], work, policy) / speed.rates.flops
 
@@ -219,7 +246,7 @@ def simulate_stages(executor: PipelineExecutor, plans: Sequence[StagePlan], micr
 def memory_plan_of(config: Config, plans: Sequence[StagePlan], limit: MemoryLimit, loss_chunks: int) -> MemoryPlan:
     """Return the run's memory plan: the policies of all towers, and the bytes of the fullest stage."""
     fullest = max(plans, key=lambda plan: plan.bytes)
-    towers = {"llm": config.model.llm, **config.model.encoders}
+    towers = _towers(config)
     policies: dict[str, tuple[Remat, ...]] = dict.fromkeys(towers, ())
     # A tower's stages, by their layers, have the policies of the whole tower.
     for plan in sorted(plans, key=lambda plan: plan.layers.start):

@@ -1,0 +1,46 @@
+"""A stage's remat policies fit its own devices, with what its depth keeps in flight."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from test_executor import config_of, make_pipeline
+
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.sources.opening import open_sources
+from mmjax.errors import UserError
+from mmjax.pipeline.stage_plan import plan_stages, simulate_stages
+from mmjax.planning.hardware import Rates
+from mmjax.planning.remat import MemoryLimit
+from mmjax.planning.step_time import Speed
+from mmjax.runtime.units import units_topology
+
+SPEED = Speed(Rates(1e9, 1e9, 1e9))
+
+
+def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_path):
+    config = config_of("all in stages", remat="auto")
+    index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
+    layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
+    pipeline = make_pipeline(config)
+
+    def plan(limit: float) -> dict:
+        return {p.name: p for p in plan_stages(config, pipeline, layout, SPEED, MemoryLimit(limit))}
+
+    ample = plan(math.inf)
+    assert [ample[f"llm[{n}:{n + 1}]"].in_flight for n in range(4)] == [4, 3, 2, 1]
+    assert all(set(p.policies) == {"none"} for p in ample.values())
+    first, last = ample["llm[0:1]"], ample["llm[3:4]"]
+    assert first.memory["activations"] == pytest.approx(4 * last.memory["activations"])
+    # The first three stages share devices, and each may use a third of them.
+    tight = plan(3 * (first.bytes - 0.1 * first.memory["activations"]))
+    assert set(tight["llm[0:1]"].policies) != {"none"}
+    assert set(tight["llm[3:4]"].policies) == {"none"}
+    assert tight["llm[0:1]"].bytes < first.bytes
+    timeline = simulate_stages(pipeline, list(ample.values()), 4)
+    assert 0 < timeline.bubble < 1
+    assert timeline.in_flight.tolist() == [p.in_flight for p in ample.values()]
+    with pytest.raises(UserError, match=r"stage .* needs .* of each device and there are 0\.1 MB"):
+        plan(3e5)
