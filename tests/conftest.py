@@ -37,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(CpuTimes(folder.absolute()))
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One worker more than cores for the long tests, which wait for processes, kills and timeouts."""
+    return None if "not exhaustive" in config.getoption("markexpr") else (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     assign_tiers(items)

@@ -37,11 +37,10 @@ REDUCED = {
     "encoders.audio": "layers=2 width=96 heads=4 mlp_width=192 connector.mlp_width=96 clips.mels=20 "
     "clips.sample_rate=4000 clips.window=128 clips.hop=64",
 }
-BFLOAT16 = ["--backend=dense", "--precision=bfloat16"]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("words", [["--backend=dense"], ["--backend=blockwise"], ["--backend=flash"], BFLOAT16])
+@pytest.mark.parametrize("words", [["--backend=flash"], ["--backend=dense", "--precision=bfloat16"]], ids=" ".join)
 def test_every_kind_of_layer_passes_on_eight_ranks(capsys, words):
     ended = run(capsys, verify.main, TINY_MEDIA, *WINDOWS, "batch.size.count=32", *words, "--json")
     checks = json.loads(ended.out)

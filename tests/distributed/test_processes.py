@@ -126,9 +126,8 @@ def config():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("where", ["in a collective", "waiting for data"])
-@pytest.mark.parametrize(("victim", "then"), [(0, 4), (1, 1)])
-def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(victim, then, where, folder, tmp_path):
+@pytest.mark.parametrize(("where", "victim", "then"), [("in a collective", 1, 1), ("waiting for data", 0, 4)])
+def test_when_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_exactly(where, victim, then, folder, tmp_path):
     """Where a sample takes a tenth of a second they wait for data; where one is stopped, the other waits for it."""
     config = tmp_path / "slow.py"
     config.write_text(SLOW)
