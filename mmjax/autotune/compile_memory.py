@@ -159,13 +159,17 @@ class StepPrograms:
         )
 
     def compile_gradients(self) -> CompiledProgram:
-        """Compile the program that accumulates gradients. Beside it lie the moments and the batches to come."""
+        """Compile the program that accumulates gradients. Beside it lie the moments and the batches to come.
+
+        Moments in host memory take none of the device's.
+        """
         noise = np.zeros(2, np.uint32) if self.executor.model.drops else None
         weight = jax.ShapeDtypeStruct((), np.float32)
         arguments = self.state.trainable, self.state.frozen, self.accumulated, self.microbatch, weight, noise
         # The microbatch in the program is one of those that are loaded.
         waiting = (LOADED * self.microbatches - 1) * _on_one_device(self.microbatch)
-        return self._compile(self.executor.accumulate, arguments, _on_one_device(self.state.optimizer) + waiting)
+        moments = 0 if self.executor.optimizer.offloads else _on_one_device(self.state.optimizer)
+        return self._compile(self.executor.accumulate, arguments, moments + waiting)
 
     def compile_update(self) -> CompiledProgram:
         """Compile the optimizer's update. Beside it lie the batches of this step and of the next."""

@@ -377,7 +377,8 @@ def suggest_settings(
 ) -> str:
     """Describe the smallest change of settings that makes a run fit; never the settings it has.
 
-    Tried in order: parameters sharded over more devices, or over fewer; more microbatches; blockwise attention.
+    Tried in order: parameters sharded over more devices, or over fewer; more microbatches; blockwise attention; moments
+    in host memory.
     """
     ranks = mesh["data"] * mesh["fsdp"]
     shards = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -405,8 +406,10 @@ def suggest_settings(
                     settings.append(f"batch.microbatches={microbatches}")
                 return f"{' '.join(settings)} fits, with {size(fitted.device)}"
     towers = {"llm": config.model.llm, **{f"encoders.{name}": e for name, e in config.model.encoders.items()}}
-    settings = [f"model.{key}.attention=blockwise" for key, tower in towers.items() if tower.attention == "dense"]
-    if settings:
+    blockwise = [f"model.{key}.attention=blockwise" for key, tower in towers.items() if tower.attention == "dense"]
+    # The memory of a CPU is that of its host.
+    offload = [] if config.optimizer.offload or limit.ram else ["optimizer.offload=true"]
+    for settings in filter(None, (blockwise, offload)):
         changed = apply_overrides(config, settings)
         fitted = plan_memory_of_run(changed, mesh, layouts(changed), speed, limit, ActivationTracer(changed))
         if fitted.fits:

@@ -82,6 +82,7 @@ class AdamW:
     b2: float = 0.95  # decay of the mean of their squares
     eps: float = 1e-8  # added to the root of the squares
     moments: Moments = "float32"  # 4, 2 or 1 bytes for each of a matrix's two moments
+    offload: bool = False  # keep moments in host memory between updates
     modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["adamw"] = "adamw"
 
@@ -98,6 +99,7 @@ class Muon:
     b2: float = 0.98  # of AdamW: decay of the mean of their squares
     eps: float = 1e-8  # of AdamW: added to the root of the squares
     moments: Moments = "float32"  # 4, 2 or 1 bytes for the momentum, and for each of AdamW's two moments
+    offload: bool = False  # keep moments in host memory between updates
     modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["muon"] = "muon"
 
@@ -112,6 +114,7 @@ class Adafactor:
     b2: float = 0.95  # that the decay of the mean of squares rises to
     clip: float = 1.0  # RMS of a parameter's direction
     moments: Moments = "bfloat16"  # 4, 2 or 1 bytes for the momentum
+    offload: bool = False  # keep the momentum in host memory between updates
     modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["adafactor"] = "adafactor"
 

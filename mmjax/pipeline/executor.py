@@ -233,14 +233,18 @@ class PipelineExecutor:
         return jax.jit(draw, out_shardings=select((shardings.trainable, shardings.frozen)))
 
     def parts(self, state: PipelineState) -> tuple[TrainState, ...]:
-        """Return the state by stage. What several stages have, such as counters, is the same in each."""
-        return state.stages
+        """Return the state by stage, on its devices. What several have, such as counters, is the same in each."""
+        return tuple(stage._replace(optimizer=self.optimizer.load(stage.optimizer)) for stage in state.stages)
 
     @property
     def abstract_parts(self) -> tuple[TrainState, ...]:
         """Return shapes, dtypes and shardings of `parts`."""
         return tuple(
-            jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), abstract, shardings)
+            jax.tree.map(
+                lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.with_memory_kind(None)),
+                abstract,
+                shardings,
+            )
             for abstract, shardings in zip(
                 map(self._abstract_state, range(len(self.stages))), self.shardings, strict=True
             )
@@ -266,7 +270,10 @@ class PipelineExecutor:
 
     def from_parts(self, parts: Sequence[TrainState]) -> PipelineState:
         """Return the state of these stages; the last gets its copy of a tied embedding."""
-        states = tuple(parts)
+        states = tuple(
+            part._replace(optimizer=self.optimizer.store(part.optimizer, shardings.optimizer))
+            for part, shardings in zip(parts, self.shardings, strict=True)
+        )
         self._walks += 1
         if self._tied is None:
             return PipelineState(states, {})
@@ -496,10 +503,11 @@ class PipelineExecutor:
     def _update_stage(
         self, program: StageProgram, state: TrainState, sums: Params, hyper: Hyperparameters, norm: Any, valid: Any
     ) -> tuple[TrainState, Params]:
+        stored = self.optimizer.load(state.optimizer)
         with activations_on(program.mesh, self.rules):
-            params, moments, _ = self.optimizer.update(sums, state.optimizer, state.trainable, hyper, norm)
+            params, moments, _ = self.optimizer.update(sums, stored, state.trainable, hyper, norm)
         params, moments = jax.tree.map(
-            lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, state.optimizer)
+            lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, stored)
         )
         return TrainState(state.step + valid, params, state.frozen, moments), jax.tree.map(jnp.zeros_like, sums)
 
@@ -552,6 +560,7 @@ class PipelineExecutor:
                 continue
             scalars = (jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh)) for dtype in (jnp.float32, jnp.bool))
             self._update[number].lower(state.stages[number], gradients.sums[number], hyper, *scalars).compile()
+        self.parts(state)  # moments in host memory are loaded by programs of their own
         if self._tied is not None and not self._tied_is_frozen:
             if self.local[self.graph.sink]:
                 self._tied_zeros()

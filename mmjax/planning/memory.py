@@ -127,6 +127,7 @@ def fixed_bytes(
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
     one layer's backward pass with its gathered weights, or Muon's update, where it takes more than `copies`. With one
     microbatch, less what the embedding's gradient has room for: it is made last, and XLA uses its buffer until then.
+    `optimizer`: moments, unless they are in host memory (`update_bytes`).
     """
     counts = parameters(model)
     work = row_work(model, batch.shape)
@@ -164,7 +165,7 @@ def fixed_bytes(
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
-        "optimizer": sum(n * sharding.part_of(module) for module, n in moments.items()),
+        "optimizer": 0.0 if optimizer.offload else sum(n * sharding.part_of(module) for module, n in moments.items()),
         "copies": copies,
         "batch": LOADED * batch.microbatches * sum(batch_bytes(model, batch, tower) for tower in batch.shape),
         "tokens": tokens,
@@ -174,6 +175,18 @@ def fixed_bytes(
         ),
         "transient": max(peaks),
     }
+
+
+def update_bytes(
+    model: ModelConfig, fixed: Mapping[str, float], sharding: ModelSharding, optimizer: OptimizerConfig
+) -> float:
+    """Count the bytes of an update whose moments are loaded from host memory, when activations are gone.
+
+    fixed: of `fixed_bytes`.
+    """
+    moments = moment_bytes(model, frozen_modules(model), optimizer)
+    loaded = sum(n * sharding.part_of(module) for module, n in moments.items())
+    return loaded + sum(fixed[kind] for kind in ("parameters", "gradients", "batch"))
 
 
 def layer_matrices(model: ModelConfig) -> dict[str, int]:

@@ -20,6 +20,7 @@ from mmjax.planning.memory import (
     divide_by_tensor_parallelism,
     fixed_bytes,
     kv_cache_bytes,
+    update_bytes,
 )
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import Work, row_work
@@ -224,6 +225,11 @@ def plan_memory(
         ]
         policies, bound = _choose_auto_policies(model, options, [sum(kinds.values()) for kinds in fixed], limit)
         totals = [sum(kinds.values()) + _bytes(policies, options, s, "device") for s, kinds in enumerate(fixed)]
+        if optimizer.offload:
+            for s, kinds in enumerate(fixed):
+                beyond = max(0.0, update_bytes(model, kinds, sharding, optimizer) - totals[s])
+                kinds["transient"] += beyond
+                totals[s] += beyond
         largest = int(np.argmax(totals))
         logits_again = float(np.mean(logits)) if chunks > 1 else 0.0
         return MemoryPlan(

@@ -72,12 +72,14 @@ def step_time(
     frozen = frozen_modules(model)
     # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared. Before,
     # gradients are read for their norm: AdamW moves 36 bytes a parameter.
-    passed = sum(
-        (5 * MASTER * counts[module] + 2 * moments) * machine.sharding.part_of(module)
-        for module, moments in moment_bytes(model, frozen, optimizer).items()
-    )
+    on_device = {module: machine.sharding.part_of(module) for module in counts}
+    moments = moment_bytes(model, frozen, optimizer)
+    passed = sum((5 * MASTER * counts[module] + 2 * n) * on_device[module] for module, n in moments.items())
+    # From the host's memory and back.
+    loaded = 2 * sum(n * on_device[module] for module, n in moments.items()) if optimizer.offload else 0.0
     muon = _muon(model, machine, frozen) if isinstance(optimizer, Muon) else 0.0
-    return StepTime(**summed | {"update": passed / machine.speed.rates.memory + muon})
+    rates = machine.speed.rates
+    return StepTime(**summed | {"update": passed / rates.memory + loaded / rates.host + muon})
 
 
 def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, float], machine: ClusterRun) -> StepTime:

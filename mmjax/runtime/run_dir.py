@@ -274,6 +274,7 @@ MAY_CHANGE = (
     "data.workers", "data.prefetch", "data.cache", "data.on_bad_sample", "data.max_bad_share",
     "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
     "training.keep", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
+    "optimizer.offload",
     "model.llm.remat", "model.llm.attention",
 )  # fmt: skip
 

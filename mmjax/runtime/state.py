@@ -28,15 +28,27 @@ Hyperparameters = dict[str, Any]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays."""
+    """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays.
+
+    offloads: its moments are in host memory between updates (`shardings_with_moments`).
+    """
 
     direction: optax.GradientTransformation
     group_of: Callable[[Path], str]
     matrices: frozenset[Path]
+    offloads: bool = False
 
     def init(self, params: Params) -> optax.OptState:
         """Return the state before the first update."""
         return self.direction.init(params)
+
+    def load(self, state: optax.OptState) -> optax.OptState:
+        """Bring the moments to the devices, where they are in host memory."""
+        return jax.device_put(state, jax.memory.Space.Device) if self.offloads else state
+
+    def store(self, state: optax.OptState, shardings: optax.OptState) -> optax.OptState:
+        """Bring the moments back to host memory, where they are kept there."""
+        return jax.device_put(state, shardings) if self.offloads else state
 
     def update(
         self,
@@ -83,10 +95,10 @@ def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float
         if config.b1:
             mean = optax.ema(config.b1, debias=False)
             direction = optax.chain(direction, store_moments(mean, config.moments, matrices))
-        return Optimizer(direction, parameter_group, matrices)
+        return Optimizer(direction, parameter_group, matrices, config.offload)
     adam = store_moments(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps), config.moments, matrices)
     if isinstance(config, AdamW):
-        return Optimizer(adam, parameter_group, matrices)
+        return Optimizer(adam, parameter_group, matrices, config.offload)
 
     def label(path: Path) -> str:
         # Muon is for matrices between two inner widths. Embedding tables and the first projections of pixels and
@@ -98,7 +110,7 @@ def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float
 
     muon = store_moments(scale_by_muon(config.momentum, by_path, dtype), config.moments, matrices)
     direction = optax.partition({"matrix": muon, "other": adam}, labels)
-    return Optimizer(direction, lambda path: f"{parameter_group(path)}/{label(path)}", matrices)
+    return Optimizer(direction, lambda path: f"{parameter_group(path)}/{label(path)}", matrices, config.offload)
 
 
 MIN_FACTORED = 32  # a matrix whose shorter side has fewer elements keeps all of its squares
@@ -204,7 +216,10 @@ def parameter_shardings(model: Model, mesh: Mesh, rules: ShardingRules) -> Param
 def state_shardings(
     model: Model, optimizer: Optimizer, frozen: frozenset[str], mesh: Mesh, rules: ShardingRules
 ) -> TrainState:
-    """Return the sharding of every leaf of the state: moments like their parameters, the rest replicated."""
+    """Return the sharding of every leaf of the state: moments like their parameters, the rest replicated.
+
+    Where the optimizer offloads, moments are in host memory.
+    """
     parts = partition(parameter_shardings(model, mesh, rules), frozen)
     return shardings_with_moments(optimizer, partition(model.abstract, frozen)[0], *parts, mesh=mesh)
 
@@ -224,6 +239,7 @@ def shardings_with_moments(
         like = next((by_path[names[k:]] for k in range(len(names)) if names[k:] in by_path), scalar)
         # A row that has one scale is not sharded along it.
         spec = [axes if size > 1 else None for axes, size in zip(like.spec, leaf.shape, strict=False)]
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        moved = optimizer.offloads and like is not scalar
+        return NamedSharding(mesh, PartitionSpec(*spec), memory_kind="pinned_host" if moved else None)
 
     return TrainState(scalar, trainable, constant, jax.tree_util.tree_map_with_path(moment, abstract))

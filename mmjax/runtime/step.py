@@ -338,13 +338,14 @@ class Executor:
         unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[TrainState, Accumulated | None, StepReport]:
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients)
+        stored = self.optimizer.load(state.optimizer)
         with activations_on(self.mesh, self.rules):
-            params, moments, norm = self.optimizer.update(gradients, state.optimizer, state.trainable, hyper)
+            params, moments, norm = self.optimizer.update(gradients, stored, state.trainable, hyper)
         step_report = report_step(accumulated, norm, reports, unreadable)
         # A selection, not a branch: it is part of the update's own pass over the parameters.
         valid = is_valid(step_report, weight)
         params, moments = jax.tree.map(
-            lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, state.optimizer)
+            lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, stored)
         )
         cleared = jax.tree.map(jnp.zeros_like, accumulated) if self.accumulates else None
         return TrainState(state.step + valid, params, state.frozen, moments), cleared, step_report
@@ -409,18 +410,18 @@ class Executor:
         return merge(*self.random_parameters(frozenset(modules_of(self.model.abstract)))(key))
 
     def parts(self, state: TrainState) -> tuple[TrainState, ...]:
-        """Return the state by mesh, with names of its own in every part: here there is one."""
-        return (state,)
+        """Return the state by mesh, on the devices, with names of its own in every part: here there is one."""
+        return (state._replace(optimizer=self.optimizer.load(state.optimizer)),)
 
     def from_parts(self, parts: Sequence[TrainState]) -> TrainState:
         """Return the state of these parts."""
         (state,) = parts
-        return state
+        return state._replace(optimizer=self.optimizer.store(state.optimizer, self.shardings.optimizer))
 
     @property
     def abstract_parts(self) -> tuple[TrainState, ...]:
         """Return shapes, dtypes and shardings of `parts`."""
-        return (jax.tree.map(_with_sharding, self.abstract, self.shardings),)
+        return (jax.tree.map(_on_device, self.abstract, self.shardings),)
 
     @property
     def parameter_shardings(self) -> Params:
@@ -471,6 +472,7 @@ class Executor:
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), program.out_info, self.sums_shardings
         )
         self.update.lower(state, sums, hyper, weight, reports, unreadable).compile()
+        self.parts(state)  # moments in host memory are loaded by programs of their own
 
 
 def put_report(report: ProcessReport, mesh: Mesh) -> ProcessReport:
@@ -550,8 +552,8 @@ def are_finite(gradients: Params) -> jax.Array:
     return jnp.isfinite(optax.tree.norm(gradients))
 
 
-def _with_sharding(x: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+def _on_device(x: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.with_memory_kind(None))
 
 
 def padding_microbatches(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:

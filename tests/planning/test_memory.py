@@ -13,7 +13,7 @@ from mmjax.config.loading import load
 from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.memory import DeviceBatch, ModelSharding, fixed_bytes, saved_bytes
+from mmjax.planning.memory import DeviceBatch, ModelSharding, fixed_bytes, saved_bytes, update_bytes
 from mmjax.planning.work import layer_sizes
 from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor
@@ -90,6 +90,16 @@ def test_moments_of_two_bytes_and_one_are_a_half_and_a_quarter_and_adafactor_has
     assert optimizer(Adafactor(b1=0.0)) == 0
     saved = [saved_bytes(omni.model, 4, o) for o in (AdamW(), AdamW(moments="int8"))]
     assert saved[0] == pytest.approx(3 / 1.5 * saved[1])
+
+
+def test_moments_in_host_memory_take_none_between_updates_and_their_own_in_one():
+    omni = load("tiny_omni")
+    adamw = replace(omni, optimizer=AdamW())
+    there = replace(omni, optimizer=AdamW(offload=True))
+    on_device, in_passes = held(adamw), held(there)
+    assert in_passes == on_device | {"optimizer": 0.0}
+    kinds = ("parameters", "gradients", "batch", "optimizer")
+    assert update_bytes(omni.model, in_passes, ALONE, there.optimizer) == sum(on_device[kind] for kind in kinds)
 
 
 def test_muons_update_counts_where_it_takes_more_than_the_copies_that_are_gone_by_then():

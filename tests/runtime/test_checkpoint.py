@@ -174,13 +174,13 @@ def test_other_moments_are_refused_and_are_no_damage(small_saved):
 
 @pytest.mark.default_cases("int8")
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
-def test_an_update_after_a_restart_is_bit_for_bit_the_one_without(moments, tmp_path):
-    on = executor(load(TINY).model, optimizer=AdamW(moments=moments))
+def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_moments_are(moments, tmp_path):
+    on, on_host = (executor(load(TINY).model, optimizer=AdamW(moments=moments, offload=o)) for o in (False, True))
     hyper = hyperparameters(CONFIG, on.modules, 0)
     reports = on.put_report(ProcessReport())
     reported = reports, on.merge_unreadable(reports.unreadable)
 
-    def updated(state: TrainState, steps: range) -> TrainState:
+    def updated(state: TrainState, steps: range, on: Executor = on) -> TrainState:
         for step in steps:
             rng = np.random.default_rng(step)
             accumulated = on.zeros()
@@ -198,6 +198,12 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without(moments, tmp_p
     straight = jax.device_get(updated(start(), range(4)))
     save(tmp_path, on, updated(start(), range(2)))
     assert_equal(updated(restored(tmp_path, on), range(2, 4)), straight)
+    # From the device's memory to the host's, and back by another checkpoint.
+    offloaded = updated(restored(tmp_path, on_host), range(2, 3), on_host)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(offloaded.optimizer) if x.ndim}
+    assert kinds == {"pinned_host"}
+    save(tmp_path, on_host, offloaded, 5)
+    assert_equal(updated(restored(tmp_path, on, 5), range(3, 4)), straight)
     # A step that is not finite leaves codes and scales as they were.
     state = restored(tmp_path, on)
     before = jax.device_get(state)
