@@ -230,6 +230,28 @@ FAULTS = (
         ("pipeline/test_executor.py::test_updates_are_those_of_one_program",),
     ),
     Fault(
+        "a gradient that reaches a stage twice",
+        "pipeline/passes.py",
+        "run.output_gradients[producer, microbatch] = arrived",
+        "run.output_gradients[producer, microbatch] = arrived + arrived",
+        ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
+    ),
+    Fault(
+        "a gradient norm that counts a tied table twice",
+        "pipeline/executor.py",
+        "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)",
+        'twice = (sums, sums.get("llm", {}).get("embed", {}))\n    '
+        "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(twice)), jnp.float32(0)).reshape(1)",
+        ("pipeline/test_executor.py::test_updates_are_those_of_one_program",),
+    ),
+    Fault(
+        "pieces that arrive in each other's place",
+        "pipeline/transfer.py",
+        "if not np.array_equal(sent, _check_words(piece, number)):",
+        "if False:",
+        ("pipeline/test_transfer.py::test_a_piece_that_comes_in_the_place_of_another_or_changed_is_refused",),
+    ),
+    Fault(
         "an update by gradients that are not finite",
         "runtime/step.py",
         "return report.agreed & (weight > 0) & report.finite",

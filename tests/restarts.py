@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
 
 def records(run: Path) -> list[dict[str, Any]]:
     """What is logged of steps so far, while it may be written."""
@@ -35,3 +39,13 @@ def steps_of(run: Path) -> dict[int, dict[str, Any]]:
 def checkpoints(run: Path) -> list[str]:
     """Everything that lies among them, by name."""
     return sorted(p.name for p in (run / "checkpoints").iterdir())
+
+
+def first_moments(run: Path, step: int) -> dict[str, np.ndarray]:
+    """Those in a checkpoint, by path; after one step they are its gradients, times a factor that all have in common."""
+    handler = ocp.PyTreeCheckpointHandler()
+    path = run / "checkpoints" / str(step) / "state"
+    arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
+    state = handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=arrays))
+    leaves = jax.tree.leaves_with_path(state["optimizer"]["mu"])
+    return {jax.tree_util.keystr(name): x for name, x in leaves}

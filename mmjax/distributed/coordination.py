@@ -30,6 +30,7 @@ _WAIT_SECONDS = 3600  # the longest that the others wait for work of process 0: 
 
 _peer_monitor: PeerMonitor | None = None
 _broadcasts = 0  # of `run_on_leader` so far; in step on all processes, which makes the keys unique
+_comparisons = 0  # of `all_equal`, likewise
 
 
 def index() -> int:
@@ -137,6 +138,13 @@ def gather(key: str, text: str) -> list[str]:
         client.key_value_set(f"mmjax/gathered/{key}", json.dumps(texts))
         return texts
     return json.loads(client.blocking_key_value_get(f"mmjax/gathered/{key}", milliseconds))
+
+
+def all_equal(text: str) -> bool:
+    """Return whether all processes call this with the same text; they must call it in the same order."""
+    global _comparisons
+    _comparisons += 1
+    return len(set(gather(f"compared/{_comparisons}", text))) == 1
 
 
 def kv_put(key: str, text: str) -> None:

@@ -15,9 +15,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -42,6 +42,8 @@ class Phase(NamedTuple):
     name: str
     began: float
     step_began: float  # the step, or work outside any step
+    action: int = 0  # passes of a pipeline that this process has walked in the step
+    detail: str = ""  # the pass that it runs, and the transfer that it waits for
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class PeerStatus:
     seconds: float  # since the start of the phase
     host: str
     silent: bool  # no heartbeat lately
+    action: int = 0  # this and the next as in Phase
+    detail: str = ""
+    role: str = ""  # stages of a pipeline that it has
 
 
 class StuckReport(NamedTuple):
@@ -70,6 +75,7 @@ class PeerMonitor:
         start = time.monotonic()
         self.phase = Phase(-1, "starting", start, start)  # the watchdog updates it
         self.stuck: StuckReport | None = None
+        self.roles: Mapping[int, str] = {}  # stages of a pipeline by process
         self.index = index
         self.count = count
         self._client = client
@@ -105,7 +111,7 @@ class PeerMonitor:
             # Two readings with the same counter: no heartbeat came between them. This process clearly runs.
             silent = process in earlier and earlier[process]["beat"] == beat
             phases[process] = PeerStatus(**heartbeat, silent=silent and process != self.index)
-        return phases
+        return {process: replace(status, role=self.roles.get(process, "")) for process, status in phases.items()}
 
     def publish_stuck(self, stuck: StuckReport) -> StuckReport:
         """Report to all processes that the run is stuck; return the report that came first, which all print."""
@@ -140,7 +146,7 @@ class PeerMonitor:
                 return
             phase = self.phase
             heartbeat = {"step": phase.step, "name": phase.name, "seconds": time.monotonic() - phase.began}
-            heartbeat |= {"beat": beat, "host": host}
+            heartbeat |= {"action": phase.action, "detail": phase.detail, "beat": beat, "host": host}
             try:
                 self._client.key_value_set(f"mmjax/phase/{self.index}", json.dumps(heartbeat), allow_overwrite=True)
                 self._unanswered = 0
@@ -174,11 +180,10 @@ class PeerMonitor:
                 if not self._finished.is_set():
                     exit_once()
                     self.await_exits(alive)
-                    peers = [str(p) for p in dead if p != self.index]
+                    peers = [p for p in dead if p != self.index]
                     if not peers:
                         self._end("the others took this process for gone, so long was it stopped or out of reach")
-                    noun = "process" if len(peers) == 1 else "processes"
-                    self._end(f"{noun} {', '.join(peers)} of this run's {self.count} ended or cannot be reached")
+                    self._end(f"{self._describe(peers)} ended or cannot be reached")
                 return
 
     def _watch_first(self) -> None:
@@ -187,18 +192,25 @@ class PeerMonitor:
             self._unanswered += 1
             if self._unanswered * _POLL_SECONDS > _MUTE_SECONDS:
                 exit_once()
-                self._end(f"process 0 of this run's {self.count}, which coordinates them, does not answer")
+                self._end(f"{self._describe([0])}, which coordinates them, does not answer")
             if self._unanswered * _POLL_SECONDS > _PROBE_SECONDS and _refused(*self._address):
                 return self._end_without_first()
 
     def _end_without_first(self) -> None:
         if not self._finished.is_set():
             exit_once()
-            self._end(f"process 0 of this run's {self.count}, which coordinates them, ended or cannot be reached")
+            self._end(f"{self._describe([0])}, which coordinates them, ended or cannot be reached")
+
+    def _describe(self, processes: Sequence[int]) -> str:
+        """Name processes, and the stages of a pipeline that they have."""
+        noun = "process" if len(processes) == 1 else "processes"
+        roles = "; ".join(self.roles[p] for p in processes if p in self.roles)
+        return f"{noun} {', '.join(map(str, processes))} of this run's {self.count}" + (f" ({roles})" if roles else "")
 
     def _end(self, why: str) -> None:
         """Print why and exit at once: an orderly exit would wait for processes that are dead."""
-        line = f"error: {why}; process {self.index} ends too. Its own last lines may say why; go on with --resume\n"
+        this = f"process {self.index}" + (f", {self.phase.detail}," if self.phase.detail else "")
+        line = f"error: {why}; {this} ends too. Its own last lines may say why; go on with --resume\n"
         os.write(2, line.encode())
         call_with_timeout(1, sys.stdout.flush)
         os._exit(1)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal, get_args
@@ -52,6 +52,7 @@ class Watchdog:
         self._times: deque[float] = deque(maxlen=_STEPS)
         clock = time.monotonic()
         self._phase = Phase(-1, "opening", clock, clock)
+        self._progress: Callable[[], tuple[int, str]] = lambda: (0, "")
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -71,6 +72,15 @@ class Watchdog:
         clock = time.monotonic()
         self._phase = self._phase._replace(began=clock, step_began=clock)
 
+    def follow(self, progress: Callable[[], tuple[int, str]], roles: Mapping[int, str]) -> None:
+        """Report with the phase how far this process has walked a pipeline's passes, and what it waits for.
+
+        roles: the stages of every process.
+        """
+        self._progress = progress
+        if (peers := coordination.peer_monitor()) is not None:
+            peers.roles = roles
+
     def __enter__(self) -> Watchdog:
         self._thread.start()
         return self
@@ -85,7 +95,8 @@ class Watchdog:
         while not self._finished.wait(_POLL_SECONDS):
             peers = coordination.peer_monitor()
             if peers is not None:
-                peers.phase = self._phase
+                action, detail = self._progress()
+                peers.phase = self._phase._replace(action=action, detail=detail)
             # The timer in C is set anew each time: it only runs out where this thread cannot run.
             if limit := self._limit(self._phase.name):
                 faulthandler.dump_traceback_later(limit + _LOCKED_SECONDS, exit=True, file=2)
@@ -126,6 +137,9 @@ class Watchdog:
             if peers is None
             else describe_missing(status, late)
         )
+        detail = self._progress()[1]
+        if detail and coordination.index() not in late:
+            who += f"; process {coordination.index()} is {detail}"
         silent = tuple(p for p, peer in (status or {}).items() if peer.silent)
         return StuckReport(self._line(phase, seconds, limit, who), silent)
 
@@ -176,7 +190,7 @@ def not_arrived(status: Mapping[int, PeerStatus]) -> list[int]:
     # A process without a heartbeat may have stopped anywhere; the phase it last reported says nothing.
     if silent := [p for p, peer in status.items() if peer.silent]:
         return silent
-    reached = {p: (peer.step, _ORDER[peer.name]) for p, peer in status.items()}
+    reached = {p: (peer.step, _ORDER[peer.name], peer.action) for p, peer in status.items()}
     last = min(reached.values())
     return [p for p, phase in reached.items() if phase == last] if max(reached.values()) > last else []
 
@@ -195,9 +209,10 @@ def describe_missing(status: Mapping[int, PeerStatus] | None, late: Sequence[int
     lines = []
     for p in late[:_MAX_NAMED]:
         peer = status[p]
-        name = f"process {p}" + (f" on {peer.host}" if peer.host else "")
+        name = f"process {p}" + (f" ({peer.role})" if peer.role else "") + (f" on {peer.host}" if peer.host else "")
         state = "gives no sign of life" if peer.silent else "has not arrived"
-        lines.append(f"{name} {state}, last seen {describe_phase(peer.name, peer.step)}, for {peer.seconds:.0f} s")
+        place = describe_phase(peer.name, peer.step) + (f", {peer.detail}" if peer.detail else "")
+        lines.append(f"{name} {state}, last seen {place}, for {peer.seconds:.0f} s")
     return "; ".join(lines) + (f"; and {len(late) - _MAX_NAMED} more" if len(late) > _MAX_NAMED else "")
 
 

@@ -20,6 +20,7 @@ from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.distributed import coordination
+from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge, modules_of, partition, restrict
 from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding
@@ -109,6 +110,7 @@ class PipelineExecutor:
         self.mesh = Mesh(devices.reshape(1, -1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
         self._meetings = 0
         if coordination.count() > 1:
+            self._check_agreement()
             links()  # opened by all processes together
         # Both sides of a transfer derive its number from this count, so no process may walk the passes alone.
         self._walks = 0  # of all processes alike: it names their transfers
@@ -144,6 +146,20 @@ class PipelineExecutor:
             )
             for n, (program, shardings) in enumerate(zip(self.programs, self.shardings, strict=True))
         ]
+
+    def _check_agreement(self) -> None:
+        """Raise UserError where processes would walk other passes: they would wait for each other for ever."""
+        stages = [
+            (name, stage.start, stage.stop, mesh.shape_tuple, [device.id for device in mesh.devices.flat])
+            for name, stage, mesh in self.stages
+        ]
+        # The order of passes is a function of these and of a step's microbatches, which its plan's digest covers.
+        if not coordination.all_equal(repr((stages, self.graph, self.schedule))):
+            raise UserError(
+                "the processes have different units, cuts or pipeline.schedule, or versions of mmjax, and would wait "
+                "for each other for ever; start all with the same config",
+                everywhere=True,
+            )
 
     def _meet(self, x: Any) -> Any:
         """Wait for arrays, and for all processes, before a program on all devices: it would hold all of the threads."""

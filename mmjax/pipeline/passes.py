@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -102,6 +102,8 @@ class Passes:
         last = replicated(stages[self.graph.sink].mesh)
         self._merge_loss = jax.jit(_merge_loss, out_shardings=last, donate_argnums=0)
         self._output_structs: dict[Any, jax.ShapeDtypeStruct] = {}
+        # The pass at which this process is, its number in the step, and what it takes by sender; for the watchdog.
+        self._position: tuple[int, Action | None, dict[int, jax.Array]] = (0, None, {})
 
     def _trains_until(self) -> list[bool]:
         """Find the stages in or before which something trainable lies: only these are sent a gradient."""
@@ -140,13 +142,51 @@ class Passes:
         step's transfers, by the same number in all processes.
         """
         run = Gradients(sums, step)
-        for action in self.order(len(batches)):
+        for position, action in enumerate(self.order(len(batches))):
             number, batch = action.stage, batches[action.microbatch]
+            self._position = (position, action, self._arrivals(run, action))
             if action.kind == "forward":
                 self.forward(run, action, parameters[number], batch[number], weight, noise)
             else:
                 self.backward(run, action, parameters[number], batch[number])
+        self._position = (len(self.order(len(batches))), None, {})
         return run
+
+    def _arrivals(self, run: Gradients, action: Action) -> dict[int, jax.Array]:
+        """Return what a pass takes of other stages, by these."""
+        kind, number, microbatch = action
+        if kind == "forward":
+            inputs = run.inputs.get((number, microbatch), {})
+            return {p: inputs[self._input_name(p, number)] for p in self.graph.producers[number]}
+        gradient = run.output_gradients.get((number, microbatch))
+        return {} if gradient is None else dict.fromkeys(self.graph.consumers[number], gradient)
+
+    def progress(self) -> tuple[int, str]:
+        """Return how many passes of its step this process has walked, and what it runs or waits for."""
+        position, action, arrivals = self._position
+        if action is None:
+            return position, ""
+        kind, number, microbatch = action
+        if not self.local[number]:
+            return position, self._describe_wait(kind, number, microbatch)  # for what it makes: a checked transfer
+        where = f"in the {kind} pass of {self.stages[number].name}"
+        waits = [self._describe_wait(kind, p, microbatch) for p, x in arrivals.items() if not x.is_ready()]
+        return position, ", ".join([where, *waits] if waits else [where, f"microbatch {microbatch}"])
+
+    def _describe_wait(self, kind: str, sender: int, microbatch: int) -> str:
+        name, _, mesh = self.stages[sender]
+        processes = ", ".join(map(str, sorted({device.process_index for device in mesh.devices.flat})))
+        what = "activations" if kind == "forward" else "gradients"
+        return f"waiting for the {what} of {name}, microbatch {microbatch}, from process {processes}"
+
+    @cached_property
+    def roles(self) -> dict[int, str]:
+        """Name the stages of every process."""
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, _, mesh in self.stages:
+            for process in sorted({device.process_index for device in mesh.devices.flat}):
+                names[process].append(name)
+        return {process: ", ".join(stages) for process, stages in names.items()}
 
     def forward(
         self,

@@ -145,6 +145,8 @@ class Trainer:
         with activity("predicting memory"):
             self.stages, self.memory_plan = self.plan_units() if config.units else ((), self.plan_memory(profile))
         self.executor: Runner = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
+        if isinstance(self.executor, PipelineExecutor):
+            watchdog.follow(self.executor.passes.progress, self.executor.passes.roles)
 
         self.checkpoints = RunCheckpoints(config, folder, self.data, self.executor)
         with activity("opening the validation and test splits"):

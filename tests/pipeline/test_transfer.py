@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from mmjax.pipeline.transfer import move, plan_moves
+from mmjax.pipeline.transfer import Links, move, plan_moves
 
 SPECS = [
     PartitionSpec(),
@@ -73,3 +74,29 @@ def test_a_device_that_has_a_piece_keeps_it():
 def test_a_source_that_lacks_a_part_is_refused():
     with pytest.raises(ValueError, match=r"8 elements .* on device 1 are on no device of the source"):
         plan_moves({0: ((0, 2), (0, 4))}, {1: ((0, 4), (0, 4))}, {0: 0, 1: 0})
+
+
+class FaultyServer:
+    """Offers pieces 1 and 2 in each other's place, and piece 3 with another value than was sent."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+
+    def await_pull(self, number: int, arrays: list[jax.Array]) -> None:
+        piece, *words = arrays
+        self.server.await_pull({1: 2, 2: 1}.get(number, number), [piece + (number == 3), *words])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_piece_that_comes_in_the_place_of_another_or_changed_is_refused(number, monkeypatch):
+    monkeypatch.setenv("MMJAX_CHECK_TRANSFERS", "1")
+    links = Links()  # of this process to itself
+    links._server, server = FaultyServer(links._server), links._server
+    struct = jax.ShapeDtypeStruct((4,), np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
+    links._connections[0] = server.connect(server.address())
+    pieces = {n: jax.numpy.full(4, n, np.float32) for n in (1, 2, 3, 4)}
+    for n, piece in pieces.items():
+        links.send(piece, n)
+    assert np.array_equal(links.receive(struct, 0, 4, "whole"), pieces[4])
+    with pytest.raises(RuntimeError, match="transfer broken brought another piece than process 0 sent"):
+        links.receive(struct, 0, number, "broken")
