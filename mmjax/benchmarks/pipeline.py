@@ -22,8 +22,8 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import make_mesh
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.passes import Gradients
-from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
-from mmjax.planning.schedules import Action
+from mmjax.pipeline.units import place_stages
+from mmjax.planning.schedules import Action, schedule_name, stage_cuts
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import ProcessReport

@@ -57,6 +57,8 @@ class PipelineConfig:
 
     # auto: interleaved where a unit has virtual stages, else 1f1b. eager: twice as many microbatches ahead as 1f1b.
     schedule: Literal["auto", "1f1b", "eager", "gpipe", "interleaved"] = "auto"
+    # Order a step's microbatches, where they differ in shape, so that stages are simulated to wait least.
+    reorder: bool = True
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import TENSOR, row_ranks
 from mmjax.pipeline.executor import PipelineExecutor
-from mmjax.planning.flops import executed, executed_logits, frozen_modules, layer_policies, recompute_flops
+from mmjax.planning.flops import layer_policies, recompute_flops, stage_flops
 from mmjax.planning.memory import (
     ACTIVATION,
     LOADED,
@@ -203,22 +203,9 @@ def _seconds(
     parts = executor.stages[number].mesh.shape[TENSOR]
     measured = speed.layer(tower, batch.shape[tower])
     # Layers that were timed are taken out of the operations, and their times added.
-    part = {"layers": 0 if measured else count, "remat": "none" if measured else tuple(policies)}
-    model = config.model
-    if tower == "llm":
-        model = replace(model, llm=replace(model.llm, **part))
-    else:
-        model = replace(model, encoders={**model.encoders, tower: replace(model.encoders[tower], **part)})
-    flops = executed(model, batch.shape, frozen_modules(config.model), executor.loss_chunks)
-    forward, backward = flops[tower].forward, flops[tower].backward
-    # The counts are of a whole tower of so few layers: the logits are the last stage's alone, the connector likewise.
-    if tower == "llm" and not stage.last:
-        logits = executed_logits(config.model, row_work(config.model, batch.shape)["llm"])
-        forward, backward = max(0, forward - logits), max(0, backward - 2 * logits)
-    elif tower != "llm" and stage.last:
-        connector = flops[f"{tower}.connector"]
-        forward, backward = forward + connector.forward, backward + connector.backward
-    times = [x / parts / speed.rates.flops for x in (forward, backward)]
+    counted = () if measured else tuple(policies)
+    flops = stage_flops(config.model, tower, counted, stage.last, batch.shape, executor.loss_chunks)
+    times = [x / parts / speed.rates.flops for x in flops[:2]]
     if measured:
         times[0] += count * measured["forward"] / parts
         times[1] += sum(measured[policy] - measured["forward"] for policy in policies) / parts

@@ -7,41 +7,24 @@ from collections.abc import Sequence
 import jax
 
 from mmjax.config import Config
-from mmjax.config.training import cut_tower, unit_modules
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
 from mmjax.pipeline.executor import TowerRows
 from mmjax.pipeline.passes import PlacedStage
-from mmjax.planning.schedules import ScheduleName
+from mmjax.planning.schedules import list_stages, stage_cuts
 from mmjax.runtime.units import UnitRanks, unit_meshes
-
-
-def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the layers before which each tower is cut: as configured, or into stages of equally many layers."""
-    towers = {"llm": config.model.llm, **config.model.encoders}
-    cuts = {}
-    for name, unit in config.units.items():
-        tower = cut_tower(unit_modules(name, unit))
-        stages = unit.pipeline * unit.virtual
-        layers = towers[tower].layers
-        cuts[tower] = unit.cuts or tuple(round(layers * stage / stages) for stage in range(1, stages))
-    return cuts
 
 
 def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) -> list[PlacedStage]:
     """Place the stages of a model, built with `stage_cuts`, on the units' meshes."""
     cuts = stage_cuts(config)
-    placed = []
-    for (name, unit), meshes in zip(config.units.items(), unit_meshes(config, devices).values(), strict=True):
-        modules = unit_modules(name, unit)
-        for tower in modules:
-            cut = tower == cut_tower(modules)
-            stages = model.stages(tower, cuts[tower] if cut else ())
-            for number, stage in enumerate(stages):
-                # With virtual stages, stage n and stage n + pipeline are on the same devices.
-                stage_name = tower if len(stages) == 1 else f"{tower}[{stage.start}:{stage.stop}]"
-                placed.append(PlacedStage(stage_name, stage, meshes[number % unit.pipeline if cut else 0]))
-    return placed
+    towers = ("llm", *config.model.encoders)
+    stages = {(tower, stage.start): stage for tower in towers for stage in model.stages(tower, cuts.get(tower, ()))}
+    meshes = unit_meshes(config, devices)
+    return [
+        PlacedStage(placed.name, stages[placed.tower, placed.layers.start], meshes[placed.unit][placed.part])
+        for placed in list_stages(config)
+    ]
 
 
 def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str, TowerRows]:
@@ -52,10 +35,3 @@ def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str
         parts = topology.encoders_per_rank
         rows[encoder] = TowerRows(ranks.encoder_ranks[encoder], topology.ranks * parts, per_rank // parts)
     return rows
-
-
-def schedule_name(config: Config) -> ScheduleName:
-    """Resolve the schedule."""
-    schedule = config.pipeline.schedule
-    virtual = any(unit.virtual > 1 for unit in config.units.values())
-    return schedule if schedule != "auto" else "interleaved" if virtual else "1f1b"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -259,6 +260,35 @@ def executed(
         kernel = flash * (2 * p.attention + has_backward * (2 * attention + again))
         flops[module] = Flops(forward, backward, kernel)
     return flops
+
+
+def stage_flops(
+    model: ModelConfig,
+    tower: str,
+    policies: Sequence[Remat],
+    last: bool,
+    shape: Mapping[str, tuple[int, int]],
+    loss_chunks: int = 1,
+) -> Flops:
+    """Count the FLOPs that a pipeline stage runs for one microbatch; `shape` as in `executed`.
+
+    policies: of the stage's layers. last: whether it ends its tower, with the logits or the connector.
+    """
+    part = {"layers": len(policies), "remat": tuple(policies)}
+    if tower == "llm":
+        changed = replace(model, llm=replace(model.llm, **part))
+    else:
+        changed = replace(model, encoders={**model.encoders, tower: replace(model.encoders[tower], **part)})
+    # As of a whole tower of so few layers, so logits are taken off where others compute them.
+    flops = executed(changed, shape, frozen_modules(model), loss_chunks)
+    forward, backward = flops[tower].forward, flops[tower].backward
+    if tower == "llm" and not last:
+        logits = executed_logits(model, row_work(model, shape)["llm"])
+        return Flops(max(0, forward - logits), max(0, backward - 2 * logits))
+    if tower != "llm" and last:
+        connector = flops[f"{tower}.connector"]
+        return Flops(forward + connector.forward, backward + connector.backward)
+    return Flops(forward, backward)
 
 
 def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset()) -> np.ndarray:

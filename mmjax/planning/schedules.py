@@ -14,8 +14,64 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from mmjax.config import Config
+from mmjax.config.training import cut_tower, unit_modules
+
 ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved"]
 Pass = Literal["forward", "backward"]
+
+
+class UnitStage(NamedTuple):
+    """Consecutive layers of a tower on some devices of a unit."""
+
+    name: str
+    tower: str
+    layers: range
+    unit: str
+    part: int  # of the unit's devices, which its stages take in turn
+
+
+def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the layers before which each tower is cut: as configured, or into stages of equally many layers."""
+    towers = {"llm": config.model.llm, **config.model.encoders}
+    cuts = {}
+    for name, unit in config.units.items():
+        tower = cut_tower(unit_modules(name, unit))
+        stages = unit.pipeline * unit.virtual
+        layers = towers[tower].layers
+        cuts[tower] = unit.cuts or tuple(round(layers * stage / stages) for stage in range(1, stages))
+    return cuts
+
+
+def list_stages(config: Config) -> list[UnitStage]:
+    """List the stages of all units, in the order of their devices."""
+    towers = {"llm": config.model.llm, **config.model.encoders}
+    cuts = stage_cuts(config)
+    stages = []
+    for name, unit in config.units.items():
+        modules = unit_modules(name, unit)
+        for tower in modules:
+            cut = tower == cut_tower(modules)
+            ends = (0, *(cuts[tower] if cut else ()), towers[tower].layers)
+            for number, (start, stop) in enumerate(pairwise(ends)):
+                stages.append(
+                    UnitStage(
+                        name=tower if len(ends) == 2 else f"{tower}[{start}:{stop}]",
+                        tower=tower,
+                        layers=range(start, stop),
+                        unit=name,
+                        # With virtual stages, stage n and stage n + pipeline are on the same devices.
+                        part=number % unit.pipeline if cut else 0,
+                    )
+                )
+    return stages
+
+
+def schedule_name(config: Config) -> ScheduleName:
+    """Resolve the schedule."""
+    schedule = config.pipeline.schedule
+    virtual = any(unit.virtual > 1 for unit in config.units.values())
+    return schedule if schedule != "auto" else "interleaved" if virtual else "1f1b"
 
 
 class Action(NamedTuple):
@@ -87,6 +143,24 @@ class StageGraph:
             lengths = (depths[c] + (self.workers[c] != self.workers[stage]) for c in self.consumers[stage])
             depths[stage] = max(lengths, default=0)
         return tuple(depths)
+
+
+def unit_graph(config: Config) -> StageGraph:
+    """Link every stage of `list_stages` to the next of its tower, and encoders to the LLM's first stage.
+
+    A deepstack's further edges are no constraint: what is added later leaves the encoder before its last layer does.
+    """
+    stages = list_stages(config)
+    devices = list(dict.fromkeys((stage.unit, stage.part) for stage in stages))
+    begins = {(stage.tower, stage.layers.start): number for number, stage in enumerate(stages)}
+    edges = []
+    for number, stage in enumerate(stages):
+        following = begins.get((stage.tower, stage.layers.stop))
+        if following is None and stage.tower != "llm":
+            following = begins["llm", 0]
+        if following is not None:
+            edges.append((number, following))
+    return StageGraph(tuple(edges), tuple(devices.index((stage.unit, stage.part)) for stage in stages))
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
         order = schedule.orders[worker]
         while position[worker] < len(order):
             action = order[position[worker]]
-            needs = _needs(schedule, action)
+            needs = list_needs(schedule, action)
             if missing := next((need for need, _ in needs if need not in ends), None):
                 waiting.setdefault(missing, []).append(worker)
                 break
@@ -115,7 +115,7 @@ def total_order(schedule: Schedule) -> tuple[Action, ...]:
     return simulate(schedule, StageTimes(np.ones(shape), np.full(shape, 2.0))).actions
 
 
-def _needs(schedule: Schedule, action: Action) -> list[tuple[Action, tuple[int, int] | None]]:
+def list_needs(schedule: Schedule, action: Action) -> list[tuple[Action, tuple[int, int] | None]]:
     """List the actions whose results an action takes, with the edge over which they come, None within a stage."""
     kind, stage, microbatch = action
     if kind == "forward":

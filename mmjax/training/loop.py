@@ -37,9 +37,10 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, simulate_stages
-from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts, tower_rows
+from mmjax.pipeline.units import place_stages, tower_rows
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan
+from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.devices import (
     CompileCounter,

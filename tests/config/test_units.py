@@ -6,9 +6,13 @@ import jax
 import pytest
 
 from mmjax.config.loading import find_config, load
+from mmjax.config.training import unit_devices
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
+from mmjax.pipeline.passes import stage_graph
+from mmjax.pipeline.units import place_stages
+from mmjax.planning.reorder import make_reordering
+from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.units import unit_meshes, units_topology
 
 ALL = "units.all.modules=llm,vision,audio"
@@ -62,6 +66,40 @@ def test_units_take_devices_in_order_and_their_stages_layers():
     assert schedule_name(config) == "1f1b"
     with pytest.raises(UserError, match=r"the units need 6 devices \(vision 2 \+ audio 1 \+ llm 3\) and there are 8"):
         unit_meshes(config, jax.devices())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        GOOD,
+        ("units.both.modules=vision,audio", "units.llm.pipeline=2", "units.llm.cuts=1"),
+        (ALL, "units.all.pipeline=3"),
+        (
+            "units.vision.data=2",
+            "units.audio.data=1",
+            "units.llm.pipeline=2",
+            "units.llm.virtual=2",
+            "model.llm.layers=4",
+        ),
+    ],
+)
+def test_microbatches_are_reordered_by_the_stages_that_are_run(words):
+    config = load(find_config("tiny_omni"), (*words, "batch.microbatches=4"))
+    cuts = stage_cuts(config)
+    placed = place_stages(
+        config,
+        Model.build(config.model, "float32", cuts),
+        jax.devices()[: sum(map(unit_devices, config.units.values()))],
+    )
+    times = make_reordering(config, (4, 4, 4), ((128, 256, 128), (256, 256, 128)))
+    run = stage_graph(placed)
+    assert (times.graph.depths, times.graph.workers) == (run.depths, run.workers)
+    llm = [number for number, stage in enumerate(placed) if stage.stage.tower == "llm"]
+    # A row twice as long takes the LLM more than twice as long, and no encoder longer; the last stage has the logits.
+    for number in range(len(placed)):
+        short, long = times.forward[number]
+        assert long > 2 * short - 2 if number in llm else long == short
+        assert times.backward[number, 0] > times.forward[number, 0]
 
 
 def test_encoders_rows_are_planned_for_ranks_that_all_units_divide():

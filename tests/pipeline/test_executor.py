@@ -19,7 +19,8 @@ from mmjax.config import AdamW, Config, MeshConfig, Muon, Unit
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
 from mmjax.pipeline.executor import PipelineExecutor
-from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
+from mmjax.pipeline.units import place_stages
+from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import ProcessReport, put_rows
 from mmjax.runtime.units import units_topology

@@ -12,7 +12,7 @@ from commands import TINY, TINY_MEDIA, run
 from restarts import checkpoints, last, steps_of
 from started import Ended, finish, launch, process_of, wait_until
 
-from mmjax import train
+from mmjax import inspect, train
 
 STAGES = ("units.llm.pipeline=2", "batch.microbatches=2")
 BY_MODULE = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=2", "batch.microbatches=2")
@@ -52,6 +52,30 @@ def test_a_run_in_stages_gives_the_losses_of_one_mesh_which_goes_on_from_its_che
     go_back(one, 6, 4)
     assert run(capsys, train.main, *words, *STAGES, f"run={one}", "--resume").code == 0
     assert_same_losses(steps_of(one), steps_of(staged))
+
+
+@pytest.mark.exhaustive
+def test_reordered_microbatches_give_the_same_losses_and_are_resumed_and_inspected_as_they_ran(
+    runs, capsys, monkeypatch
+):
+    words = (TINY, *STAGES, "training.evaluate_every=0", "batch.grouping=none", "batch.size.count=24", "batch.shapes=4")
+    words = (*words, "batch.microbatches=6", "training.keep=3")
+    planned, reordered = runs / "as_planned", runs / "reordered"
+    monkeypatch.setattr("mmjax.training.loop.choose_devices", lambda device: jax.devices()[:2])
+    assert run(capsys, train.main, *words, "pipeline.reorder=false", f"run={planned}").code == 0
+    assert run(capsys, train.main, *words, f"run={reordered}").code == 0
+    before, after = steps_of(planned), steps_of(reordered)
+    assert_same_losses(after, before)
+    moved = [step for step in after if after[step]["batch"] != before[step]["batch"]]
+    assert moved
+    go_back(reordered, 6, 4)
+    assert run(capsys, train.main, *words, f"run={reordered}", "--resume").code == 0
+    for step, record in steps_of(reordered).items():
+        assert [record[key] for key in ("batch", "loss")] == [after[step][key] for key in ("batch", "loss")]
+    for step in moved:
+        shown = run(capsys, inspect.main, reordered, "--step", step)
+        assert shown.code == 0, shown.err
+        assert "as it was logged" in shown.out
 
 
 def together(processes: int, *words: object, devices: int, monkeypatch: pytest.MonkeyPatch) -> Ended:

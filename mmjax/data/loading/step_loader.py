@@ -20,7 +20,7 @@ from mmjax.data.plan.data_change import WHOLE_RUN, Segment
 from mmjax.data.plan.grouping import Budget, StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
-from mmjax.data.plan.step_plan import PLANNER, RankLayout, StepPlan, StepPlanner, make_placer
+from mmjax.data.plan.step_plan import PLANNER, RankLayout, StepPlan, StepPlanner, make_step_planner
 from mmjax.data.sample import Sample, SampleLengths, Source
 from mmjax.data.sources.opening import open_sources
 from mmjax.disk import read_sealed, write_sealed
@@ -175,7 +175,7 @@ class StepLoader:
             due=self.segment.read_due(),
             epochs_before=self.segment.epochs,
         )
-        return StepPlanner(grouper, make_placer(grouper, self.config, self.layout))
+        return make_step_planner(grouper, self.config, self.layout)
 
     def _known_chunks(self) -> list[int]:
         known = read_sealed(self._chunks)

@@ -22,6 +22,7 @@ from mmjax.data.plan.grouping import Budget, Group, Lengths, StepGrouper, make_b
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import ONE_RANK, Balance, MicrobatchPlan, Placer, Shape, Topology
 from mmjax.planning.flops import frozen_modules, relative_cost
+from mmjax.planning.reorder import Reordering, make_reordering
 
 DRY_RUN_STEPS = 512
 DRY_RUN_SAMPLES = 100_000  # about, and at least 16 steps
@@ -229,10 +230,15 @@ class StepPlanner:
 
     grouper: StepGrouper
     placer: Placer
+    reordering: Reordering | None = None  # None: microbatches stay as they were grouped
 
     def plan(self, step: int) -> StepPlan:
         """Plan step `step`."""
-        return StepPlan(step, tuple(m for group in self.grouper.step(step) for m in self.placer.place(group)))
+        microbatches = tuple(m for group in self.grouper.step(step) for m in self.placer.place(group))
+        if self.reordering is not None:
+            shapes = [self.placer.shapes.index(m.shape) for m in microbatches]
+            microbatches = tuple(microbatches[number] for number in self.reordering.order(shapes))
+        return StepPlan(step, microbatches)
 
     def plan_once(self, samples: np.ndarray) -> list[MicrobatchPlan]:
         """Plan microbatches that hold exactly these samples, each once (packed; for evaluation)."""
@@ -266,4 +272,13 @@ def make_planner(
         epochs_before=segment.epochs,
     )
     layout = lay_out(grouper, config, topology, max_steps=max_steps)
-    return StepPlanner(grouper, make_placer(grouper, config, layout)), layout
+    return make_step_planner(grouper, config, layout), layout
+
+
+def make_step_planner(grouper: StepGrouper, config: Config, layout: RankLayout) -> StepPlanner:
+    """Make the planner of a layout. Microbatches are reordered where they go through a pipeline."""
+    reordering = None
+    if config.units and config.pipeline.reorder:
+        rows = [layout.topology.ranks * count for count in layout.rows]
+        reordering = make_reordering(config, rows, [shape.lengths for shape in layout.shapes])
+    return StepPlanner(grouper, make_placer(grouper, config, layout), reordering)

@@ -15,8 +15,10 @@ from mmjax.config import Config, EmbeddedSource, NoGrouping, PostBalance, Sample
 from mmjax.config.loading import default_config, load
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.plan.placement import Shape, Topology
-from mmjax.data.plan.step_plan import PLANNER, StepPlan, make_planner
+from mmjax.data.plan.step_plan import PLANNER, StepPlan, StepPlanner, make_planner, make_step_planner
 from mmjax.data.toy.dataset import EmbeddedDataset
+from mmjax.planning.schedules import make_schedule
+from mmjax.planning.simulate import StageTimes, simulate
 
 # ------------------------------------------------------------------------------------------------ a pure function
 
@@ -79,6 +81,40 @@ def test_samples_that_are_asked_for_are_planned_once_each(grouping, topology):
     asked = np.random.default_rng(0).permutation(len(some_index()))[:60]
     plans = one_of_all(grouping, PostBalance(), topology, 1)[0].plan_once(asked)
     assert sorted(samples_of(plans).tolist()) == sorted(asked.tolist())
+
+
+# ------------------------------------------------------------------------------------------------------- reordering
+
+
+def test_units_reorder_the_microbatches_of_a_step_and_nothing_else_does():
+    made, index = default(0)
+    batch = replace(made.batch, grouping=NoGrouping(chunk_steps=12), microbatches=8, shapes=6)
+    staged = load(default_config(), ("units.vision.data=1", "units.audio.data=1", "units.llm.pipeline=3"))
+    staged = replace(staged, batch=batch)
+    one, layout = make_planner(index, staged, [1.0], max_steps=16)
+    off = replace(staged, pipeline=replace(staged.pipeline, reorder=False))
+    planned, on_one_mesh, other = (
+        make_step_planner(one.grouper, config, layout) for config in (off, replace(made, batch=batch), staged)
+    )
+    assert on_one_mesh.reordering is planned.reordering is None
+    moved = 0
+    for step in range(20):
+        before, after = planned.plan(step), one.plan(step)
+        assert after.digest() == other.plan(step).digest()
+        by_first = [sorted((m.samples.tolist(), m.shape) for m in plan.microbatches) for plan in (before, after)]
+        assert by_first[0] == by_first[1]
+        makespans = [simulated(one, plan) for plan in (before, after)]
+        assert makespans[1] <= makespans[0]
+        moved += makespans[1] < makespans[0]
+    assert moved > 5
+
+
+def simulated(planner: StepPlanner, plan: StepPlan) -> float:
+    """The makespan of a step, by the times of its shapes."""
+    times = planner.reordering
+    shapes = [planner.placer.shapes.index(m.shape) for m in plan.microbatches]
+    schedule = make_schedule(times.schedule, times.graph, len(shapes))
+    return simulate(schedule, StageTimes(times.forward[:, shapes], times.backward[:, shapes])).makespan
 
 
 # ------------------------------------------------------------------------------- the default config's data and budgets

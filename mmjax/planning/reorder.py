@@ -1,0 +1,190 @@
+"""Order the microbatches of a step so that the stages of a pipeline wait less: inter-microbatch reordering.
+
+MMScale section 5.2: its algorithm 3 gives a first order, which pairwise exchanges improve in the simulator; the order
+as planned stays unless the result is simulated to be faster. A pure function of whole numbers, with a fixed number of
+simulations, so that every process comes to the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from mmjax.config import Config
+from mmjax.planning.flops import layer_policies, stage_flops
+from mmjax.planning.schedules import ScheduleName, StageGraph, list_stages, make_schedule, schedule_name, unit_graph
+from mmjax.planning.simulate import list_needs, total_order
+
+SIMULATIONS = 512  # of exchanges, for one step
+UNITS = 2**30  # of time, in the longest pass
+
+
+@dataclass(frozen=True)
+class Reordering:
+    """Times by which the microbatches of a step are ordered. A pass takes what its shape takes, padding included."""
+
+    schedule: ScheduleName
+    graph: StageGraph
+    forward: np.ndarray  # int64 [stages, shapes], in units of time
+    backward: np.ndarray
+
+    def order(self, shapes: Sequence[int]) -> list[int]:
+        """Order microbatches of these shapes, by number."""
+        columns = np.asarray(shapes)
+        return reorder(self.schedule, self.graph, self.forward[:, columns], self.backward[:, columns]).tolist()
+
+
+def make_reordering(config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]]) -> Reordering:
+    """Count what a config's stages run for microbatches of every shape.
+
+    rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module.
+    """
+    towers = {"llm": config.model.llm, **config.model.encoders}
+    stages = list_stages(config)
+    flops = np.zeros((2, len(stages), len(lengths)))
+    for number, stage in enumerate(stages):
+        unit = config.units[stage.unit]
+        policies = layer_policies(towers[stage.tower])[stage.layers.start : stage.layers.stop]
+        last = stage.layers.stop == towers[stage.tower].layers
+        share = dict(zip(towers, rows, strict=True))[stage.tower] / (unit.data * unit.fsdp * unit.tensor)
+        for k, shape in enumerate(lengths):
+            one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
+            flops[:, number, k] = stage_flops(config.model, stage.tower, policies, last, one_row)[:2]
+        flops[:, number] *= share
+    # Whole numbers, which all processes add up alike.
+    forward, backward = np.rint(flops / flops.max() * UNITS).astype(np.int64)
+    return Reordering(schedule_name(config), unit_graph(config), forward, backward)
+
+
+class _Program(NamedTuple):
+    """A schedule's actions in an order that runs, as arrays for the simulation of many orders of microbatches."""
+
+    stage: np.ndarray  # int64 [actions]
+    microbatch: np.ndarray
+    backward: np.ndarray  # 1: a backward pass, 0: a forward pass
+    worker: np.ndarray
+    need_start: np.ndarray  # int64 [actions + 1]; action a waits for needs[need_start[a]:need_start[a + 1]]
+    needs: np.ndarray  # numbers of actions
+
+
+@lru_cache
+def _program(name: ScheduleName, graph: StageGraph, microbatches: int) -> _Program:
+    schedule = make_schedule(name, graph, microbatches)
+    actions = total_order(schedule)
+    number = {action: n for n, action in enumerate(actions)}
+    needs = [[number[need] for need, _ in list_needs(schedule, action)] for action in actions]
+    return _Program(
+        stage=np.array([a.stage for a in actions]),
+        microbatch=np.array([a.microbatch for a in actions]),
+        backward=np.array([int(a.kind == "backward") for a in actions]),
+        worker=np.array([graph.workers[a.stage] for a in actions]),
+        need_start=np.cumsum([0, *map(len, needs)]),
+        needs=np.array([*chain(*needs)], np.int64),
+    )
+
+
+def reorder(name: ScheduleName, graph: StageGraph, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Return the order in which microbatches go through the stages, int64 `[m]`: 2, 0, 1 begins with microbatch 2.
+
+    forward, backward: int64 `[stages, m]`, times of the passes in whole numbers of any unit. Microbatches of equal
+    times stay in their order.
+    """
+    m = forward.shape[1]
+    planned = np.arange(m)
+    if m < 2 or bool(np.all((forward == forward[:, :1]) & (backward == backward[:, :1]))):
+        return planned
+    seconds = np.stack([forward, backward]).astype(np.int64)
+    order = _algorithm_3(name, graph, seconds)
+    program = _program(name, graph, m)
+    makespan = _exchange(order, seconds, SIMULATIONS, program)
+    if makespan >= _simulate(planned, seconds, np.zeros(len(program.stage), np.int64), program):
+        return planned
+    # Exchanges leave equal microbatches in any order.
+    _, kind = np.unique(seconds.reshape(-1, m), axis=1, return_inverse=True)
+    places = np.argsort(kind.ravel()[order], kind="stable")
+    order[places] = np.argsort(kind.ravel(), kind="stable")
+    return order
+
+
+def _algorithm_3(name: ScheduleName, graph: StageGraph, seconds: np.ndarray) -> np.ndarray:
+    """Order microbatches by MMScale's algorithm 3, int64 `[m]`.
+
+    The smallest goes first, to let all stages begin, and the p - 1 next smallest last, where nothing fills the
+    intervals between backward passes of the first stage. The others go where their forward pass fills such an interval
+    best.
+    """
+    m = seconds.shape[2]
+    # The paper's pipeline is a chain. Of a graph, its first stage is the deepest, of several the one with most to do.
+    first = max(range(len(graph.workers)), key=lambda s: (graph.depths[s], int(seconds[:, s].sum())))
+    depth = graph.depths[first]
+    *pending, smallest = np.argsort(-seconds.sum((0, 1)), kind="stable").tolist()
+    rear = [pending.pop() for _ in range(min(depth, len(pending)))]
+    order = [smallest]
+    program = _program(name, graph, m)
+    numbers = {kind: np.flatnonzero((program.stage == first) & (program.backward == kind)) for kind in (0, 1)}
+    end = np.zeros(len(program.stage), np.int64)
+    # Microbatches that have no place yet take no time: number m stands for them.
+    known = np.concatenate([seconds, np.zeros((*seconds.shape[:2], 1), np.int64)], axis=2)
+    forward = seconds[0, first]
+    interval_number = 0
+    while pending:
+        _simulate(np.array(order + [m] * (m - len(order))), known, end, program)
+        backward_end = end[numbers[1]]
+        start = backward_end[interval_number] - seconds[1, first, order[interval_number]]
+        # Before the first backward pass comes a forward pass, before the others the backward pass of the one before.
+        interval = start - (backward_end[interval_number - 1] if interval_number else end[numbers[0][0]])
+        # The first interval holds depth forward passes, each about an equal part of it.
+        count = min(depth, len(pending)) if interval_number == 0 else 1
+        for left in range(count, 0, -1):
+            closest = min(pending, key=lambda i: (abs(forward[i] * left - interval), i))
+            pending.remove(closest)
+            order.append(closest)
+            interval -= forward[closest]
+        interval_number += 1
+    return np.array(order + rear[::-1])
+
+
+@njit(cache=True)
+def _simulate(order, seconds, end, program):
+    """Fill in the `end` of every action with microbatches in this order, as `simulate` does; return the makespan."""
+    free = np.zeros(program.worker.max() + 1, np.int64)
+    makespan = 0
+    for a in range(len(program.stage)):
+        start = free[program.worker[a]]
+        for n in range(program.need_start[a], program.need_start[a + 1]):
+            start = max(start, end[program.needs[n]])
+        end[a] = start + seconds[program.backward[a], program.stage[a], order[program.microbatch[a]]]
+        free[program.worker[a]] = end[a]
+        makespan = max(makespan, end[a])
+    return makespan
+
+
+@njit(cache=True)
+def _exchange(order, seconds, simulations, program):
+    """Exchange pairs of `order` where that is faster, within so many simulations; return the makespan."""
+    end = np.zeros(len(program.stage), np.int64)
+    best = _simulate(order, seconds, end, program)
+    improved = True
+    while improved:
+        improved = False
+        for i in range(len(order)):
+            for j in range(i + 1, len(order)):
+                if np.all(seconds[:, :, order[i]] == seconds[:, :, order[j]]):
+                    continue
+                if simulations == 0:
+                    return best
+                simulations -= 1
+                order[i], order[j] = order[j], order[i]
+                makespan = _simulate(order, seconds, end, program)
+                if makespan < best:
+                    best = makespan
+                    improved = True
+                else:
+                    order[i], order[j] = order[j], order[i]
+    return best
