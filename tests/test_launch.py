@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from started import LOCAL, ROOT, begin, finish, wait_until
+from commands import TINY_MEDIA
+from started import LOCAL, ROOT, begin, environment, finish, free_port, wait_until
 
 SLURM = str(ROOT / "launch" / "slurm.sbatch")
 
@@ -169,3 +170,16 @@ def test_a_slurm_job_of_bad_input_ends_with_its_code(tmp_path: Path, variables: 
     assert ended.code == 2
     assert "a restart would not mend it" in ended.err
     assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.exhaustive
+def test_the_check_of_two_hosts_compares_whatever_carries_arrays_between_them_with_one_mesh(tmp_path):
+    variables = {"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": f"127.0.0.1:{free_port()}"}
+    command = [str(ROOT / "launch" / "check_units.sh"), str(tmp_path), "2", TINY_MEDIA, "batch.microbatches=2"]
+    first, second = (finish(p) for p in [begin(command, environment(2, MMJAX_PROCESS=p, **variables)) for p in "01"])
+    assert (first.code, second.code) == (0, 0), first
+    said = [line for line in first.out.splitlines() if "of one mesh" in line]
+    assert [line.partition(":")[0] for line in said] == ["sockets", "collective"]
+    assert all(": 10 of 10 steps, losses within " in line for line in said)
+    assert "device: ended with code 2; it cannot be used here" in first.out
+    assert "pipeline.carrier=device: CPUs have no transfers of their own; use pipeline.carrier=sockets" in first.err

@@ -51,6 +51,9 @@ def cut_tower(modules: tuple[str, ...]) -> str:
     return "llm" if "llm" in modules else modules[0]
 
 
+Carrier = Literal["auto", "sockets", "device", "collective"]
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """Order of forward and backward passes, where modules have units."""
@@ -59,6 +62,8 @@ class PipelineConfig:
     schedule: Literal["auto", "1f1b", "eager", "gpipe", "interleaved"] = "auto"
     # Order a step's microbatches, where they differ in shape, so that stages are simulated to wait least.
     reorder: bool = True
+    # Between processes. auto: sockets between CPUs, else device, the runtime's own transfers; collective: ppermute.
+    carrier: Carrier = "auto"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
+from mmjax.config.training import Carrier
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params
@@ -26,7 +27,7 @@ from mmjax.models.model import Model, merge, modules_of, partition, restrict
 from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.pipeline.stages import LossSums, StageProgram
-from mmjax.pipeline.transfer import links, move, move_array, view, without_shards
+from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
 from mmjax.planning.schedules import ScheduleName
 from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import (
@@ -76,6 +77,7 @@ class PipelineExecutor:
         *,
         sources: int,
         schedule: ScheduleName = "1f1b",
+        carrier: Carrier = "auto",
         exchange: Exchange = "padded",
         loss_chunks: int = 1,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
@@ -111,7 +113,7 @@ class PipelineExecutor:
         self._meetings = 0
         if coordination.count() > 1:
             self._check_agreement()
-            links()  # opened by all processes together
+            open_carrier(carrier, devices[0].platform)
         # Both sides of a transfer derive its number from this count, so no process may walk the passes alone.
         self._walks = 0  # of all processes alike: it names their transfers
         self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))

@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import transfer
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from mmjax.config.training import Carrier
 from mmjax.distributed import coordination
+from mmjax.errors import UserError
 
 Box = tuple[tuple[int, int], ...]  # first and last (exclusive) index along every axis
 
@@ -114,13 +116,11 @@ class Transfer:
                 # One call for each piece: a list whose members have other devices may arrive swapped across processes
                 # (jaxlib groups them in an order that differs by process; up to 0.12 at least).
                 piece = jax.device_put(piece, target)
-            elif sender == this:
-                links().send(piece, _number(key, number))
-                continue
             else:
                 struct = jax.ShapeDtypeStruct(_lengths(move.taken), self.dtype, sharding=target)
-                piece = links().receive(struct, sender, _number(key, number), key)
-            pieces[move.target].append((piece, move.placed))
+                piece = _carry(piece, struct, self.devices[move.source], _number(key, number), key)
+            if receiver == this:
+                pieces[move.target].append((piece, move.placed))
         # Pieces are copied into the shard in any order: they do not overlap.
         joined = [_join(pieces[number], _lengths(box)) for number, box in self.target_boxes.items() if number in pieces]
         return jax.make_array_from_single_device_arrays(self.shape, self.target, joined, dtype=self.dtype)
@@ -137,15 +137,91 @@ def without_shards(shape: tuple[int, ...], dtype: Any, layout: NamedSharding) ->
     return jax.make_array_from_single_device_arrays(shape, layout, [], dtype=dtype)
 
 
+_carrier: Carrier = "sockets"
+
+
+def open_carrier(carrier: Carrier, platform: str) -> None:
+    """Choose how pieces travel between processes, all of which call this together.
+
+    With MMJAX_CHECK_TRANSFERS=1 every piece travels with its number and the sum of its bits, which the receiver
+    compares. Raises UserError for `device` on CPUs, which have no transfers of their own.
+    """
+    global _carrier
+    _carrier = ("sockets" if platform == "cpu" else "device") if carrier == "auto" else carrier
+    if _carrier == "device" and platform == "cpu":
+        raise UserError(
+            "pipeline.carrier=device: CPUs have no transfers of their own; use pipeline.carrier=sockets",
+            everywhere=True,
+        )
+    if _carrier == "sockets":
+        links()
+
+
+def _carry(
+    piece: jax.Array | None, struct: jax.ShapeDtypeStruct, source: jax.Device, number: int, key: Hashable
+) -> jax.Array | None:
+    """Send a piece to another process, or receive it there: the result is the piece with `struct`'s sharding.
+
+    Sockets apart, sender and receiver must carry the same pieces in the same order.
+    """
+    if _carrier == "sockets":
+        if piece is None:
+            return links().receive(struct, source.process_index, number, key)
+        return links().send(piece, number)
+    carry = _carry_by_runtime if _carrier == "device" else _carry_by_collective
+    arrived = carry(piece, struct, source)
+    if checks_transfers():
+        sent = carry(None if piece is None else _check_words(piece, number), _words_of(struct), source)
+        if arrived is not None:
+            _compare(arrived, sent, number, source.process_index, key)
+    return arrived
+
+
+def _carry_by_runtime(piece: jax.Array | None, struct: jax.ShapeDtypeStruct, source: jax.Device) -> jax.Array | None:
+    """Move a piece by `device_put`, which both processes call."""
+    shards = [] if piece is None else [piece]
+    whole = jax.make_array_from_single_device_arrays(
+        struct.shape, SingleDeviceSharding(source), shards, dtype=struct.dtype
+    )
+    arrived = jax.device_put(whole, struct.sharding)
+    return arrived if piece is None else None
+
+
+def _carry_by_collective(piece: jax.Array | None, struct: jax.ShapeDtypeStruct, source: jax.Device) -> jax.Array | None:
+    """Move a piece by a program of both devices."""
+    (target,) = struct.sharding.device_set
+    mesh = Mesh(np.array([source, target]), "pair", axis_types=(AxisType.Auto,))
+    # Each device gives a piece, the target zeros, and the target's are replaced.
+    local = jax.device_put(np.zeros(struct.shape, struct.dtype), target) if piece is None else piece
+    shape = (2 * struct.shape[0], *struct.shape[1:])
+    both = jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PartitionSpec("pair")), [local])
+    (arrived,) = (shard.data for shard in _permute(both, mesh).addressable_shards)
+    if source.platform == "cpu":
+        arrived.block_until_ready()  # as `Passes.wait` says
+    return arrived if piece is None else None
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _permute(both: jax.Array, mesh: Mesh) -> jax.Array:
+    """Give the second device's piece the values of the first's."""
+    over = PartitionSpec("pair")
+    send = jax.shard_map(lambda x: jax.lax.ppermute(x, "pair", [(0, 1)]), mesh=mesh, in_specs=over, out_specs=over)
+    return send(both)
+
+
+def checks_transfers() -> bool:
+    """Return whether every piece is compared where it arrives: for tests, and to find a fault."""
+    return os.environ.get("MMJAX_CHECK_TRANSFERS") == "1"
+
+
 class Links:
     """Sockets to the other processes, over which pieces are pulled by number, in any order.
 
-    Not `device_put`, which across processes of CPUs needs all processes to take part. With MMJAX_CHECK_TRANSFERS=1
-    every piece travels with its number and the sum of its bits, which the receiver compares.
+    Not `device_put`, which across processes of CPUs needs all processes to take part.
     """
 
     def __init__(self) -> None:
-        self._checks = os.environ.get("MMJAX_CHECK_TRANSFERS") == "1"
+        self._checks = checks_transfers()
         address = f"{_own_address()}:0"
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(client, address, [address] * jax.local_device_count())
@@ -163,11 +239,8 @@ class Links:
         connection = self._connections[process]
         if not self._checks:
             return connection.pull(number, [struct])[0]
-        # Compared on the host, so that a check makes every transfer wait: for tests, and to find a fault.
-        words = jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=struct.sharding)
-        piece, sent = connection.pull(number, [struct, words])
-        if not np.array_equal(sent, _check_words(piece, number)):
-            raise RuntimeError(f"transfer {key} brought another piece than process {process} sent")
+        piece, sent = connection.pull(number, [struct, _words_of(struct)])
+        _compare(piece, sent, number, process, key)
         return piece
 
 
@@ -190,6 +263,17 @@ def _own_address() -> str:
 def _check_words(piece: jax.Array, number: int) -> jax.Array:
     """Return a piece's number and the sum of its bits, uint32 `[3]`, on its device."""
     return _sum_bits(piece, np.array([number & 0xFFFFFFFF, number >> 32], np.uint32))
+
+
+def _words_of(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return what `_check_words` makes of a piece."""
+    return jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=struct.sharding)
+
+
+def _compare(piece: jax.Array, sent: jax.Array, number: int, process: int, key: Hashable) -> None:
+    """Raise RuntimeError where a piece is not what was sent; on the host, so that every transfer is waited for."""
+    if not np.array_equal(sent, _check_words(piece, number)):
+        raise RuntimeError(f"transfer {key} brought another piece than process {process} sent")
 
 
 @jax.jit

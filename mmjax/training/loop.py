@@ -191,6 +191,7 @@ class Trainer:
                 place_stages(config, model, list(self.mesh.devices.flat)),
                 sources=self.data.sources,
                 schedule=schedule_name(config),
+                carrier=config.pipeline.carrier,
                 loss_chunks=loss_chunks,
                 compiler_options=self.compiler_options,
                 rows=tower_rows(config, self.loader.layout, unit_ranks(config, list(self.mesh.devices.flat))),

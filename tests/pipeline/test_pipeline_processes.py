@@ -31,6 +31,7 @@ LAYOUTS = {
         ("units.encoders.modules=vision,audio", "units.encoders.data=2", "units.llm.data=3", "units.llm.tensor=2"),
     ),
     # vision on device 0, LLM stages on 1-2 and 3-4, audio on 5-7; a process has two.
+    "carried by collectives": (4, (*MODULES, "pipeline.carrier=collective")),
     "spanning four": (4, ("units.vision.data=1", "units.llm.tensor=2", "units.llm.pipeline=2", "units.audio.fsdp=3")),
 }
 
@@ -62,6 +63,38 @@ def test_units_inside_across_and_spanning_processes_have_the_gradients_of_one_me
     ended = finish(launch(processes, *WORDS, *SHORT, *units, f"run={folder}", devices=8 // processes))
     assert ended.code == 0, ended
     assert "; 0 programs compiled after the start" in ended.out
+    assert_same_gradients(folder, one_mesh)
+
+
+RUNTIME = """
+import sys
+import jax
+from mmjax import train
+from mmjax.pipeline import executor, transfer
+
+jax.config.update("jax_cross_host_transfer_socket_address", sys.argv.pop(1))
+executor.open_carrier = lambda carrier, platform: setattr(transfer, "_carrier", "device")
+train.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.exhaustive
+def test_transfers_of_the_runtime_have_the_gradients_of_one_mesh(one_mesh, folder):
+    """CPUs have none; between two of their processes JAX stands in over sockets of its own."""
+    script = folder.with_name("runtime.py")
+    script.write_text(RUNTIME)
+    words = (*WORDS, *SHORT, *ROLES, f"run={folder}")
+    ended = [
+        finish(process)
+        for process in begin_each(
+            *((script, f"127.0.0.1:{free_port()}", *words) for _ in range(2)), MMJAX_CHECK_TRANSFERS="1"
+        )
+    ]
+    assert [e.code for e in ended] == [0, 0], ended
+    assert_same_gradients(folder, one_mesh)
+
+
+def assert_same_gradients(folder: Path, one_mesh: Path) -> None:
     found, wanted = steps_of(folder), steps_of(one_mesh)
     assert list(found) == list(wanted) == [1, 2, 3]
     for step, record in wanted.items():

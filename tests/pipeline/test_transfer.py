@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from mmjax.pipeline.transfer import Links, move, plan_moves
+from mmjax.errors import UserError
+from mmjax.pipeline.transfer import Links, move, open_carrier, plan_moves
 
 SPECS = [
     PartitionSpec(),
@@ -69,6 +70,11 @@ def test_a_device_that_has_a_piece_keeps_it():
     box = ((0, 4), (0, 4))
     moves = plan_moves({0: box, 1: box}, {1: box, 2: box}, {0: 0, 1: 1, 2: 0})
     assert [(m.source, m.target) for m in moves] == [(1, 1), (0, 2)]
+
+
+def test_transfers_of_the_runtime_are_refused_on_cpus():
+    with pytest.raises(UserError, match=r"pipeline\.carrier=device: CPUs have no transfers of their own; use"):
+        open_carrier("device", "cpu")
 
 
 def test_a_source_that_lacks_a_part_is_refused():
