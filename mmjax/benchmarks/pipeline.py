@@ -128,8 +128,8 @@ def _run_stages(args: argparse.Namespace, processes: int) -> Measurement:
         "step_seconds": _rounded(names, seconds),
     }
     if processes > 1:
-        for name, of in (("hidden", seconds), ("simulated_hidden", simulated)):
-            figures[name] = _rounded(SCHEDULES, hidden_share(of, task))
+        for name, times in (("hidden", seconds), ("simulated_hidden", simulated)):
+            figures[name] = _rounded(SCHEDULES, hidden_share(times, task))
     # Passes whose program took longer than it was to take, by how much of the time of all.
     figures["late_share"] = float(late.sum() / (args.repeats * len(variants) * sum(forward) * 3 * args.microbatches))
     return Measurement(figures, {"seconds": seconds, "simulated": simulated})
@@ -155,9 +155,9 @@ def simulated_seconds(graph: StageGraph, processes: int, task: Task, variant: Va
     # The last stage's backward pass is one program with its forward pass.
     order = [action for action in order if (action.kind, action.stage) != ("backward", graph.sink)]
     order = [
-        each
+        part
         for action in order
-        for each in ([action, action._replace(kind="backward")] if action.stage == graph.sink else [action])
+        for part in ([action, action._replace(kind="backward")] if action.stage == graph.sink else [action])
     ]
     workers = tuple(stage * processes // len(graph.workers) for stage in range(len(graph.workers)))
     orders = tuple(tuple(a for a in order if workers[a.stage] == process) for process in range(processes))

@@ -143,9 +143,9 @@ def lengthened(run: Callable[..., Any], seconds: float, late: list[float]) -> Ca
         jax.block_until_ready(operands)
         began = time.perf_counter()
         result = jax.block_until_ready(run(*operands))
-        left = began + seconds - time.perf_counter()
-        late.append(max(0.0, -left))
-        time.sleep(max(0.0, left))
+        remaining = began + seconds - time.perf_counter()
+        late.append(max(0.0, -remaining))
+        time.sleep(max(0.0, remaining))
         return result
 
     return lengthened_run
