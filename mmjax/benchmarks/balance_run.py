@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import pickle
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import mmjax
 from mmjax.balance.parts import dist_ratio
 from mmjax.benchmarks import measurement
 from mmjax.benchmarks.balance_steps import (
@@ -35,12 +29,12 @@ from mmjax.benchmarks.balance_steps import (
 )
 from mmjax.benchmarks.balance_worker import CORES_LEFT, Task
 from mmjax.benchmarks.measurement import Measurement
+from mmjax.benchmarks.processes import run_workers
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import LengthIndex, build_index, omni_corpus, read_lengths
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output
 
 KEYS = ("vision", "audio", "llm_tokens")
-LINES = 40  # of a failed process's log
 PREDICTED = ((8, 16), (64, 16))  # ranks x samples of each
 PAPER = {"gain_post_over_none": "1.4-1.9 (OrchMLLM 8.1: throughput on 2560 GPUs)"}
 
@@ -105,70 +99,15 @@ def _write_samples(source: LengthSource, folder: Path) -> LengthIndex:
     return index
 
 
-# -------------------------------------------------------------------------------------------------------- processes
-
-
 def _run_processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]:
-    """Start the processes, wait for them and read what each measured."""
-    (folder / "task.pickle").write_bytes(pickle.dumps(task))
+    """Run the processes, each on a core of its own, and read what each measured."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if count > (available := len(cores) or os.cpu_count() or 1):
-        _warn(f"{count} processes share {available} cores: their times say little")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = _environment() | {"MMJAX_PROCESSES": str(count), "MMJAX_COORDINATOR": f"127.0.0.1:{port}"}
-    started = []
-    try:
-        for p in range(count):
-            core = cores[p % len(cores)] if cores else CORES_LEFT
-            command = [sys.executable, "-m", "mmjax.benchmarks.balance_worker", str(folder), str(core)]
-            with (folder / f"{p}.txt").open("w") as log:
-                variables = environment | {"MMJAX_PROCESS": str(p)}
-                started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
-        _wait(started, folder)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"{p}.json").read_text()) for p in range(count)]
-
-
-def _environment() -> dict[str, str]:
-    """Return variables that give a process one core, for JAX and for NumPy."""
-    one_core = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    path = [str(Path(mmjax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {one_core}".strip(),
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-    }
-
-
-def _wait(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Wait until all have ended well. Where one fails, print its last lines and end the command with an error."""
-    codes = [process.poll() for process in started]
-    while None in codes and not any(codes):
-        time.sleep(0.05)
-        codes = [process.poll() for process in started]
-    if not any(codes):
-        return
-    first = next(p for p, code in enumerate(codes) if code)
-    logs = {p: (folder / f"{p}.txt").read_text(errors="replace").splitlines() for p in range(len(started))}
-    # A mistake that all processes find is reported by one of them.
-    mistakes = [line for lines in (logs[first], *logs.values()) for line in lines if line.startswith("error: ")]
-    if codes[first] == 2 and mistakes:
-        raise UserError(mistakes[0].removeprefix("error: "))
-    ended = f"process {first} of {len(started)} ended with code {codes[first]}"
-    print(*logs[first][-LINES:], ended, sep="\n", file=sys.stderr, flush=True)
-    raise SystemExit(1)
-
-
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr, flush=True)
+        print(
+            f"warning: {count} processes share {available} cores: their times say little", file=sys.stderr, flush=True
+        )
+    pinned = [str(cores[p % len(cores)] if cores else CORES_LEFT) for p in range(count)]
+    return run_workers("mmjax.benchmarks.balance_worker", task, folder, pinned)
 
 
 # ---------------------------------------------------------------------------------------------------------- figures

@@ -1,4 +1,4 @@
-"""Measure what driving a pipeline costs the host: starting one pass of a stage, and sending what it makes."""
+"""Measure pipelines: host time of a pass, steps of several processes against the simulator, gains of reordering."""
 
 from __future__ import annotations
 
@@ -7,81 +7,86 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from mmjax.benchmarks.measurement import Measurement
-from mmjax.config import MeshConfig
+from mmjax.benchmarks.pipeline_worker import STAGES, Task, Variant, make_pipeline
+from mmjax.benchmarks.processes import run_workers
 from mmjax.config.loading import find_config, load
 from mmjax.errors import UserError
-from mmjax.models.model import Model
-from mmjax.parallel.sharding import make_mesh
-from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.passes import Gradients
-from mmjax.pipeline.units import place_stages
-from mmjax.planning.schedules import Action, schedule_name, stage_cuts
-from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
-from mmjax.runtime.state import make_optimizer
-from mmjax.runtime.step import ProcessReport
-from mmjax.training.run_data import open_data
+from mmjax.planning.reorder import reorder
+from mmjax.planning.schedules import Action, Schedule, ScheduleName, StageGraph, make_schedule, unit_graph
+from mmjax.planning.simulate import StageTimes, simulate, total_order
 
 DEVICES = 6
 UNITS = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=3", "batch.microbatches=8")
+RELATIVE = (1.0, 0.5, 1.0, 1.0)  # forward passes of `STAGES`; backward passes take twice as long
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "eager")
+SPREADS = (0.3, 1.0)  # of the logarithm of an encoder's times
+STEPS = 100  # that are reordered of each kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--steps", type=int, default=5, help="measured, after one that compiles")
+    parser.add_argument("--steps", type=int, default=5, help="of driving, after one that compiles; 0: none")
+    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4], help="that run four stages; 1, 2 or 4")
+    parser.add_argument("--repeats", type=int, default=3, help="of each schedule, with and without the transfers' time")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--milliseconds", type=float, default=30.0, help="of the longest forward pass")
+    parser.add_argument("--transfer", type=float, default=20.0, help="milliseconds added between processes")
 
 
 def run(args: argparse.Namespace) -> Measurement:
-    """Run the passes of tiny_omni on six devices; nothing else computes while a pass is being started."""
+    """Drive, simulate and run, and reorder."""
+    if wrong := [count for count in args.processes if count not in (1, 2, 4)]:
+        raise UserError(f"--processes {wrong[0]}: four stages of one device run in 1, 2 or 4 processes")
+    for option in ("repeats", "microbatches", "milliseconds", "transfer"):
+        if getattr(args, option) <= 0:
+            raise UserError(f"--{option} {getattr(args, option)}: give more than 0")
+    figures: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    if args.steps:
+        figures |= _drive(args.steps)
+    for processes in args.processes:
+        measured = _run_stages(args, processes)
+        figures |= {f"{name}_{processes}_processes": value for name, value in measured.figures.items()}
+        arrays |= {f"{name}_{processes}_processes": value for name, value in measured.arrays.items()}
+    return Measurement(figures | _reorder(), arrays)
+
+
+# --------------------------------------------------------------------------------------------------------- host time
+
+
+def _drive(steps: int) -> dict[str, float]:
+    """Time starting a pass and sending what it makes; nothing else computes meanwhile."""
     if len(jax.devices()) < DEVICES:
         raise UserError(f"bench pipeline needs {DEVICES} devices; on a CPU set JAX_NUM_CPU_DEVICES={DEVICES}")
-    config = load(find_config("tiny_omni"), UNITS)
-    devices = jax.devices()[:DEVICES]
     with tempfile.TemporaryDirectory() as path:
-        mesh = make_mesh(MeshConfig(data=1, fsdp=-1), devices)
-        data = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh)
-        loaded = data.loader(0)
-    model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
-    executor = PipelineExecutor(
-        model,
-        make_optimizer(config.optimizer, model.axes, model.dtype),
-        place_stages(config, model, devices),
-        sources=data.sources,
-        schedule=schedule_name(config),
-    )
-    state = executor.init(jax.random.key(0))
-    put = [executor.put(batch) for batch in loaded.microbatches]
-    weight, batches, _ = executor.weigh_batches(put, executor.put_report(ProcessReport()))
-
-    def gradients() -> Gradients:
-        return executor.gradients(state, executor.zeros(), batches, weight, None)
-
+        pipeline = make_pipeline(UNITS, jax.devices()[:DEVICES], Path(path))
     # The first walk compiles every program, slices and joins of transfers included.
     began = time.perf_counter()
-    jax.block_until_ready(gradients().sums)
+    jax.block_until_ready(pipeline.gradients().sums)
     compiling = time.perf_counter() - began
     seconds: dict[str, list[float]] = defaultdict(list)
-    passes = executor.passes
+    passes = pipeline.executor.passes
     passes.forward = _timed(passes.forward, seconds)
     passes.backward = _timed(passes.backward, seconds)
     passes.synchronous = False  # each pass is waited for here, outside its time
-    for _ in range(args.steps):
-        gradients()
-    return Measurement(
-        figures={
-            "actions_per_step": len(passes.order(len(batches))),
-            "compile_seconds": compiling,
-            **{f"{kind}_milliseconds": 1e3 * statistics.median(times) for kind, times in seconds.items()},
-        },
-        arrays={},
-    )
+    for _ in range(steps):
+        pipeline.gradients()
+    return {
+        "actions_per_step": len(passes.order(len(pipeline.batches))),
+        "compile_seconds": compiling,
+        **{f"{kind}_milliseconds": 1e3 * statistics.median(times) for kind, times in seconds.items()},
+    }
 
 
 def _timed(run_pass: Callable[..., None], seconds: dict[str, list[float]]) -> Callable[..., None]:
@@ -94,3 +99,122 @@ def _timed(run_pass: Callable[..., None], seconds: dict[str, list[float]]) -> Ca
         jax.block_until_ready((run.sums, dict(run.inputs), run.output_gradients, run.residuals))
 
     return timed
+
+
+# ------------------------------------------------------------------------------------------------ against the simulator
+
+
+def _run_stages(args: argparse.Namespace, processes: int) -> Measurement:
+    """Run four stages in so many processes, and compare the seconds of a step with those simulated."""
+    forward = tuple(args.milliseconds / 1e3 * relative for relative in RELATIVE)
+    variants = tuple(Variant(name, delay) for name in SCHEDULES for delay in (0.0, args.transfer / 1e3))
+    task = Task(
+        forward=forward,
+        backward=tuple(2 * seconds for seconds in forward),
+        microbatches=args.microbatches,
+        variants=variants,
+        repeats=args.repeats,
+    )
+    with tempfile.TemporaryDirectory() as path:
+        worker = "mmjax.benchmarks.pipeline_worker"
+        measured = run_workers(worker, task, Path(path), [path] * processes, len(forward) // processes)
+    seconds = step_seconds(measured, len(variants))
+    graph = unit_graph(load(find_config("tiny_omni"), STAGES))
+    simulated = np.array([simulated_seconds(graph, processes, task, variant) for variant in variants])
+    names = [f"{variant.schedule}{' with transfers' if variant.delay else ''}" for variant in variants]
+    late = np.concatenate([process["late"] for process in measured])
+    figures: dict[str, Any] = {
+        "wall_over_simulated": _rounded(names, seconds / simulated),
+        "step_seconds": _rounded(names, seconds),
+    }
+    if processes > 1:
+        for name, times in (("hidden", seconds), ("simulated_hidden", simulated)):
+            figures[name] = _rounded(SCHEDULES, hidden_share(times, task))
+    # Passes whose program took longer than it was to take, by how much of the time of all.
+    figures["late_share"] = float(late.sum() / (args.repeats * len(variants) * sum(forward) * 3 * args.microbatches))
+    return Measurement(figures, {"seconds": seconds, "simulated": simulated})
+
+
+def _rounded(names: Sequence[str], values: np.ndarray) -> dict[str, float]:
+    return {name: round(float(value), 4) for name, value in zip(names, values, strict=True)}
+
+
+def step_seconds(measured: Sequence[Mapping[str, Any]], variants: int) -> np.ndarray:
+    """Return each variant's least seconds from the first process's begin to the last one's end, `[variants]`.
+
+    Whatever else runs on the machine only adds to them.
+    """
+    began = np.min([process["began"] for process in measured], axis=0)
+    ended = np.max([process["ended"] for process in measured], axis=0)
+    return np.min((ended - began).reshape(-1, variants), axis=0)
+
+
+def simulated_seconds(graph: StageGraph, processes: int, task: Task, variant: Variant) -> float:
+    """Simulate a step in processes of a CPU, each of which waits for every pass of its stages, in the order of all."""
+    order = [*total_order(make_schedule(variant.schedule, graph, task.microbatches))]
+    # The last stage's backward pass is one program with its forward pass.
+    order = [action for action in order if (action.kind, action.stage) != ("backward", graph.sink)]
+    order = [
+        part
+        for action in order
+        for part in ([action, action._replace(kind="backward")] if action.stage == graph.sink else [action])
+    ]
+    workers = tuple(stage * processes // len(graph.workers) for stage in range(len(graph.workers)))
+    orders = tuple(tuple(a for a in order if workers[a.stage] == process) for process in range(processes))
+    schedule = Schedule(replace(graph, workers=workers), task.microbatches, orders)
+    columns = (1, task.microbatches)
+    times = [np.tile(np.array(seconds)[:, None], columns) for seconds in (task.forward, task.backward)]
+    return simulate(schedule, StageTimes(*times, transfer=variant.delay)).makespan
+
+
+def hidden_share(seconds: np.ndarray, task: Task) -> np.ndarray:
+    """Return by schedule which share of an edge's transfers in both directions does not lengthen the step."""
+    transfers = 2 * task.microbatches * task.variants[1].delay
+    return 1 - np.diff(seconds.reshape(-1, 2))[:, 0] / transfers
+
+
+# ---------------------------------------------------------------------------------------------------------- reordering
+
+
+def _reorder() -> dict[str, Any]:
+    """Simulate what reordering gains before three LLM stages of equal times, and time it on six stages."""
+    figures: dict[str, Any] = {}
+    chain = _chain(4)
+    for microbatches in (8, 32):
+        gains = {}
+        for spread in SPREADS:
+            rng = np.random.default_rng(0)
+            ratios = [_gain(chain, *_encoder_times(rng, 4, microbatches, spread)) for _ in range(STEPS)]
+            gains[str(spread)] = round(float(np.mean(ratios)), 4)
+        figures[f"reorder_gain_{microbatches}_microbatches"] = gains
+    rng = np.random.default_rng(0)
+    seconds = []
+    for _ in range(STEPS):
+        times = _encoder_times(rng, 6, 32, 1.0)
+        began = time.process_time()  # whatever else runs on the machine
+        reorder("1f1b", _chain(6), *times)
+        seconds.append(time.process_time() - began)
+    return figures | {"reorder_milliseconds": 1e3 * statistics.median(seconds)}
+
+
+def _chain(stages: int) -> StageGraph:
+    return StageGraph(tuple(pairwise(range(stages))), tuple(range(stages)))
+
+
+def _encoder_times(
+    rng: np.random.Generator, stages: int, microbatches: int, spread: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw log-normal times of the first stage, whose mean is the time of every other one."""
+    forward = np.full((stages, microbatches), 10**6)
+    forward[0] = np.rint(1e6 * np.exp(rng.normal(-(spread**2) / 2, spread, microbatches)))
+    return forward, 2 * forward
+
+
+def _gain(graph: StageGraph, forward: np.ndarray, backward: np.ndarray) -> float:
+    """Return how many times as long a step takes as planned."""
+    order = reorder("1f1b", graph, forward, backward)
+    schedule = make_schedule("1f1b", graph, len(order))
+    planned, reordered = (
+        simulate(schedule, StageTimes(forward[:, o], backward[:, o])).makespan for o in (np.arange(len(order)), order)
+    )
+    return planned / reordered

@@ -141,8 +141,8 @@ def _algorithm_3(name: ScheduleName, graph: StageGraph, seconds: np.ndarray) -> 
         interval = start - (backward_end[interval_number - 1] if interval_number else end[numbers[0][0]])
         # The first interval holds depth forward passes, each about an equal part of it.
         count = min(depth, len(pending)) if interval_number == 0 else 1
-        for left in range(count, 0, -1):
-            closest = min(pending, key=lambda i: (abs(forward[i] * left - interval), i))
+        for remaining in range(count, 0, -1):
+            closest = min(pending, key=lambda i: (abs(forward[i] * remaining - interval), i))
             pending.remove(closest)
             order.append(closest)
             interval -= forward[closest]
