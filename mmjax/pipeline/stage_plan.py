@@ -21,6 +21,7 @@ from mmjax.planning.flops import layer_policies, recompute_flops, stage_flops
 from mmjax.planning.memory import (
     ACTIVATION,
     LOADED,
+    MASTER,
     DeviceBatch,
     ModelSharding,
     SavedBytes,
@@ -28,6 +29,7 @@ from mmjax.planning.memory import (
     divide_by_tensor_parallelism,
     layer_backward_bytes,
     loss_bytes,
+    token_bytes,
 )
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, StagePlan, choose_policies
 from mmjax.planning.schedules import make_schedule
@@ -134,7 +136,7 @@ def _saved_bytes(
     positions = row_work(config.model, batch.shape)[tower].positions
     activation = ACTIVATION[config.training.precision]
     return {
-        policy: divide_by_tensor_parallelism(bytes_, _towers(config)[tower], positions, activation, parts)
+        policy: divide_by_tensor_parallelism(bytes_, _towers(config)[tower], policy, positions, activation, parts)
         for policy, bytes_ in tracer.saved_bytes(tower, rows, [length])[0].items()
     }
 
@@ -152,22 +154,31 @@ def _fixed_bytes(
     positions = row_work(config.model, batch.shape)[tower].positions
     parts = mesh.shape[TENSOR]
     sharding = ModelSharding(mesh.shape["fsdp"] * parts, parts, parts)
-    transient = 0.0
-    if executor.programs[number].has_backward:
+    program = executor.programs[number]
+    # With the last stage's copy of a tied embedding, which is not among the parameters that it updates.
+    trainable, frozen = (
+        _on_device(jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), *part))
+        for part in zip(program.abstract, program.shardings, strict=True)
+    )
+    transient = tokens = 0.0
+    if program.has_backward:
         transient = layer_backward_bytes(config.model, tower, unsaved, positions, sharding, activation)
+        if tower != "llm" and placed.stage.last:
+            tokens = in_flight * token_bytes(config.model, tower, batch, activation)
     if number == executor.graph.sink:
-        transient = max(transient, loss_bytes(config.model, positions, sharding, activation, executor.loss_chunks))
-    part = executor.abstract_parts[number]
-    gradients = _on_device(part.trainable)
+        # A microbatch's gradients, in the precision of the computation, are made when the loss is done with.
+        loss = loss_bytes(config.model, positions, sharding, activation, executor.loss_chunks)
+        transient = max(transient, loss - activation / MASTER * trainable)
     return {
-        "parameters": gradients + _on_device(part.frozen),
-        "gradients": gradients,
-        "optimizer": _on_device(part.optimizer),
-        # A microbatch's gradients, before they are added to those of the others.
-        "copies": gradients,
+        "parameters": trainable + activation / MASTER * frozen,
+        "gradients": trainable,
+        "optimizer": _on_device(executor.abstract_parts[number].optimizer),
+        # Weights cast for the computation, and a microbatch's gradients before they are added to those of the others.
+        "copies": trainable,
         "batch": LOADED * config.batch.microbatches * batch_bytes(config.model, batch, tower),
         # Activations that arrive and leave, for every microbatch in flight one.
         "messages": 2 * in_flight * positions * _towers(config)[tower].width * activation,
+        "tokens": tokens,
         "transient": transient,
     }
 

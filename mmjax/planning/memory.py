@@ -52,12 +52,18 @@ def saved_bytes_of_policy(
     }[policy]
 
 
+# Arrays as wide as the layer among what a policy saves: with `none`, inputs of attention and MLP before and after their
+# norms; with `products`, the layer's input and attention's last product; else inputs of the layer and of its MLP.
+WIDE_ARRAYS: dict[Remat, int] = {"none": 4, "products": 2, "attention_mlp": 2}
+
+
 def divide_by_tensor_parallelism(
-    saved: SavedBytes, config: DecoderConfig | Encoder, positions: int, activation: int, parts: int
+    saved: SavedBytes, config: DecoderConfig | Encoder, policy: Remat, positions: int, activation: int, parts: int
 ) -> SavedBytes:
-    """Divide the bytes saved at `positions` by tensor parallelism into `parts`: all but the replicated layer inputs."""
-    # A layer's input is whole on every device: tensor parallelism cuts only what lies within a layer.
-    replicated = min(layer_sizes(config).width * activation * positions, saved.device)
+    """Divide the bytes that a policy saves at `positions` by tensor parallelism into `parts`: all but wide arrays."""
+    # What is as wide as the layer is whole on every device: tensor parallelism cuts only what lies within a layer.
+    wide = WIDE_ARRAYS.get(policy, 1) * layer_sizes(config).width * activation * positions
+    replicated = min(wide, saved.device)
     return SavedBytes(replicated + (saved.device - replicated) / parts, saved.host / parts)
 
 
@@ -148,11 +154,7 @@ def fixed_bytes(
         layer_backward_bytes(model, tower, saved, work[tower].positions, sharding, activation)
         for tower, saved in layers.items()
     ]
-    tokens = 0
-    for name, encoder in model.encoders.items():
-        # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
-        numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
-        tokens += work[name].tokens * connector_mlps(encoder) * numbers * activation if name in work else 0
+    tokens = sum(token_bytes(model, name, batch, activation) for name in model.encoders if name in batch.shape)
     copies = accumulates * activation * (trainable - in_layers) + (activation + cast) * layer
     copies += _reordered_bytes(model, frozen, sharding, activation)
     # The update begins when copies and activations are gone.
@@ -260,6 +262,14 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
     # Pixels are bytes, log-mel bins float32.
     values = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else 4 * encoder.mels
     return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
+
+
+def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: int) -> float:
+    """Count the bytes of an encoder's outputs before and after the exchange, with what its connector saves."""
+    encoder = model.encoders[name]
+    # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
+    numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
+    return row_work(model, batch.shape)[name].tokens * connector_mlps(encoder) * numbers * activation
 
 
 def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:

@@ -314,7 +314,7 @@ def _options(
     """Compute what each policy costs one layer on one device: bytes for every shape, and mean recomputation seconds."""
     on_device = [
         {
-            policy: divide_by_tensor_parallelism(full, config, work.positions, activation, parts)
+            policy: divide_by_tensor_parallelism(full, config, policy, work.positions, activation, parts)
             for policy, full in by_policy.items()
         }
         for work, by_policy in zip(works, saved, strict=True)

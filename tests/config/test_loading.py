@@ -21,6 +21,7 @@ from mmjax.config.loading import (
     resolve,
     sibling,
 )
+from mmjax.config.training import unit_devices
 from mmjax.errors import UserError
 from mmjax.planning.flops import parameters
 
@@ -93,6 +94,8 @@ def test_the_shipped_configs_are_what_their_names_say() -> None:
     assert {name: list(load(name).model.encoders) for name in SHIPPED if name != "tiny_frozen"} == {
         **{f"omni_{size}": ["vision", "audio"] for size in ("10b", "18b", "84b")},
         "internvl_26b": ["vision"],
+        "omni_10b_units": ["vision", "audio"],
+        "internvl_26b_units": ["vision"],
         "tiny_omni": ["vision", "audio"],
         "tiny_vlm": ["vision"],
         "tiny_audio": ["audio"],
@@ -116,6 +119,13 @@ def test_the_large_configs_have_the_published_parameters(name: str, billions: tu
     model = load(name).model
     counts = parameters(model)
     assert [counts[module] / 1e9 for module in ("llm", *model.encoders)] == pytest.approx(billions, rel=0.12)
+
+
+@pytest.mark.parametrize("name", ["omni_10b", "internvl_26b"])
+def test_configs_on_units_are_of_the_same_model(name: str) -> None:
+    config = load(f"{name}_units")
+    assert config.model == load(name).model
+    assert sum(map(unit_devices, config.units.values())) == 16  # two nodes, as their first lines say
 
 
 def test_every_config_works_from_an_installed_package(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ import pytest
 from tiny_run import load_steps, make_executor, tiny_config, weight, worst_leaf
 
 from mmjax.batch import Microbatch
-from mmjax.config import AdamW, Config, MeshConfig, Muon, Unit
+from mmjax.config import AdamW, Config, LoraConfig, MeshConfig, Muon, Unit
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.units import place_stages
 from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import ProcessReport, put_rows
 from mmjax.runtime.units import units_topology
@@ -75,12 +76,21 @@ def steps_of(config: Config, folder: Path, count: int) -> list[tuple[Microbatch,
     return load_steps(config, folder, count, units_topology(config.units))
 
 
+def fill_adapters(state: Any) -> Any:
+    """A state whose adapters pass on something: they begin with b = 0, under which a has no gradient."""
+
+    def fill(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
+        return p + 0.02 if "['lora']['b']" in jax.tree_util.keystr(path) else p
+
+    return jax.tree.map_with_path(fill, state)
+
+
 def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") -> PipelineExecutor:
     """The pipeline's gradients and losses are those of one device."""
     (batches,) = steps_of(config, folder, 1)
     one, pipeline = make_executor(config, MeshConfig(1)), make_pipeline(config, schedule)
     noise = np.array([0, 0], np.uint32) if one.model.drops else None
-    state, accumulated = one.init(jax.random.key(0)), one.zeros()
+    state, accumulated = fill_adapters(one.init(jax.random.key(0))), one.zeros()
     for batch in batches:
         put = put_rows(batch, one.mesh, one.rules)
         accumulated = one.accumulate(
@@ -88,7 +98,7 @@ def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") 
         )
     expected = jax.device_get(accumulated)
 
-    staged = pipeline.init(jax.random.key(0))
+    staged = fill_adapters(pipeline.init(jax.random.key(0)))
     put = [pipeline.put(batch) for batch in batches]
     total, weighed, _ = pipeline.weigh_batches(put, pipeline.put_report(ProcessReport()))
     run = pipeline.gradients(staged, pipeline.zeros(), weighed, total, noise)
@@ -128,27 +138,31 @@ def test_gradients_are_those_of_one_program(units, schedule, tied, remat, chunks
     assert_same_gradients(config, tmp_path, schedule)
 
 
+LORA = {"adapters": LoraConfig(("llm.*.attention.*",), 4)}
+CONNECTORS = ("vision.connector", "audio.connector")
+
+
 @pytest.mark.default_cases("encoders")
 @pytest.mark.parametrize(
-    ("frozen", "backward"),
+    ("frozen", "lora", "backward", "edges"),
     [
-        (("vision", "audio"), {"vision": True, "audio": True}),  # for their connectors
-        (("vision", "vision.connector", "audio", "audio.connector"), {"vision": False, "audio": False}),
-        (("llm",), {"llm[0:2]": True, "vision": True}),
-        (("vision", "vision.connector", "audio", "audio.connector", "llm"), {}),
+        # With towers frozen, stages of encoders run backward for their connectors.
+        (("vision", "audio"), {}, "vision audio llm[0:2] llm[2:4]", "vision audio activations"),
+        (("vision", "audio", *CONNECTORS), {}, "llm[0:2] llm[2:4]", "activations"),
+        (("llm",), {}, "vision audio llm[0:2] llm[2:4]", "vision audio activations"),
+        (("vision", "audio", "llm", "vision.connector"), {}, "audio llm[0:2] llm[2:4]", "audio activations"),
+        (("vision", "audio", *CONNECTORS), LORA, "llm[0:2] llm[2:4]", "activations"),
+        (("vision", "audio", *CONNECTORS, "llm"), {}, "", ""),
     ],
-    ids=["towers", "encoders", "llm", "all"],
+    ids=["towers", "encoders", "llm", "all but a connector", "lora", "all"],
 )
-def test_nothing_runs_backward_where_no_gradient_is_wanted(frozen, backward, tmp_path):
-    if len(frozen) == 5:
-        pipeline = make_pipeline(config_of("by module", frozen))
-        assert not any(program.has_backward for program in pipeline.programs)
-        return
-    pipeline = assert_same_gradients(config_of("by module", frozen), tmp_path)
-    runs = {stage.name: program.has_backward for stage, program in zip(pipeline.stages, pipeline.programs, strict=True)}
-    assert runs.items() >= backward.items()
-    wanted = {stage.name: p.gradient_inputs for stage, p in zip(pipeline.stages, pipeline.programs, strict=True)}
-    assert wanted["llm[0:2]"] == {name for name in ("vision", "audio") if runs[name]}
+def test_nothing_runs_backward_where_no_gradient_is_wanted(frozen, lora, backward, edges, tmp_path):
+    config = config_of("by module", frozen)
+    config = replace(config, model=replace(config.model, lora=lora))
+    pipeline = assert_same_gradients(config, tmp_path) if backward else make_pipeline(config)
+    runs = [stage.name for stage, p in zip(pipeline.stages, pipeline.programs, strict=True) if p.has_backward]
+    assert runs == backward.split()
+    assert sorted(name for p in pipeline.programs for name in p.gradient_inputs) == sorted(edges.split())
 
 
 @pytest.mark.parametrize(
@@ -239,3 +253,25 @@ def test_no_residual_has_the_shape_of_a_weight(tmp_path):
             inputs[pipeline.passes._input_name(producer, number)] = jax.device_put(features, program.output)
         _, residuals = program.forward(*pipeline._parameters(state, number), inputs, put[number], None)
         assert not [leaf.shape for leaf in residuals.leaves if leaf.shape in matrices], pipeline.stages[number].name
+
+
+@pytest.mark.exhaustive
+def test_steps_of_any_number_of_microbatches_in_any_compiled_shape_compile_nothing(tmp_path):
+    config = config_of("unequal ranks")
+    microbatches = [batch for batches in steps_of(config, tmp_path, 6) for batch in batches]
+    by_shape = {tuple(x.shape for x in jax.tree.leaves(batch)): batch for batch in microbatches}
+    assert len(by_shape) > 1
+    pipeline = make_pipeline(config)
+    state, sums = pipeline.init(jax.random.key(0)), pipeline.zeros()
+    # As in a run: the update is compiled ahead into the cache on disk.
+    enable_compilation_cache(tmp_path / "programs")
+    pipeline.compile(state, sums, list(by_shape.values()), hyperparameters(config, pipeline.modules, 0))
+    programs = CompileCounter()
+    one_of_each = list(by_shape.values())
+    for number, batches in enumerate(
+        (microbatches[:4], one_of_each[:1], one_of_each * 3, microbatches[:1], one_of_each)
+    ):
+        hyper = hyperparameters(config, pipeline.modules, number)
+        state, sums, report = pipeline.step(state, sums, [pipeline.put(batch) for batch in batches], hyper)
+        assert bool(report.finite)
+        assert programs.compiled == 0, number

@@ -1,0 +1,43 @@
+"""What the programs of stages compute, by XLA's count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from stage_programs import compile_stage
+from test_executor import config_of, make_pipeline
+
+SHAPE = {"llm": (8, 16), "vision": (4, 64), "audio": (4, 64)}
+
+
+def flops_of_stages(*frozen: str, mlp_width: int = 512) -> dict[str, dict[str, float]]:
+    """FLOPs of every stage's programs. Towers have one layer a stage, since XLA counts the body of a scan once."""
+    config = config_of("by module", frozen, tied=False)
+    wide = {"width": 128, "mlp_width": mlp_width}
+    encoders = {name: replace(e, layers=1, **wide) for name, e in config.model.encoders.items()}
+    llm = replace(config.model.llm, layers=2, head_width=32, **wide)
+    pipeline = make_pipeline(replace(config, model=replace(config.model, llm=llm, encoders=encoders)))
+    return {
+        placed.name: {
+            name: program.cost_analysis()["flops"]
+            for name, program in compile_stage(pipeline, number, SHAPE, 16)[0].items()
+        }
+        for number, placed in enumerate(pipeline.stages)
+    }
+
+
+@pytest.mark.exhaustive
+def test_frozen_stages_compute_no_gradients_of_weights():
+    trained, llm = flops_of_stages(), flops_of_stages("llm")
+    towers, wider = (flops_of_stages("vision", "audio", mlp_width=width) for width in (512, 1024))
+    for name in ("vision", "audio"):
+        assert trained[name]["backward"] > 1.8 * trained[name]["forward"]
+        # Backward goes through the connector alone: it costs the same whatever the tower is like.
+        assert wider[name]["forward"] > 1.3 * towers[name]["forward"]
+        assert wider[name]["backward"] == towers[name]["backward"] < 0.1 * trained[name]["backward"]
+    forward = trained["llm[0:1]"]["forward"]
+    assert trained["llm[0:1]"]["backward"] > 1.8 * forward
+    assert llm["llm[0:1]"]["backward"] <= 1.1 * llm["llm[0:1]"]["forward"]
+    # The last stage has as many layers, and logits for little more.
+    assert llm["llm[1:2]"]["forward_backward"] <= 2.1 * forward < trained["llm[1:2]"]["forward_backward"]
