@@ -30,10 +30,10 @@ from mmjax.planning.memory import (
     loss_bytes,
 )
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, StagePlan, choose_policies
-from mmjax.planning.schedules import make_schedule
+from mmjax.planning.schedules import Schedule, make_schedule
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.step_time import Speed
-from mmjax.planning.work import row_work
+from mmjax.planning.work import connector_mlps, row_work
 
 
 def plan_stages(
@@ -50,9 +50,8 @@ def plan_stages(
     for number, placed in enumerate(executor.stages):
         # Stages of one worker run in turn, but what they hold lies side by side.
         sharing = sum(stage.mesh == placed.mesh for stage in executor.stages)
-        in_flight = schedule.in_flight_bound(number)
         room = replace(limit, device=limit.device / sharing)
-        plans.append(_plan_stage(config, executor, number, layout, speed, room, in_flight, tracer))
+        plans.append(_plan_stage(config, executor, number, layout, speed, room, schedule, tracer))
     return plans
 
 
@@ -63,7 +62,7 @@ def _plan_stage(
     layout: RankLayout,
     speed: Speed,
     limit: MemoryLimit,
-    in_flight: int,
+    schedule: Schedule,
     tracer: ActivationTracer,
 ) -> StagePlan:
     placed = executor.stages[number]
@@ -71,7 +70,9 @@ def _plan_stage(
     tower = stage.tower
     batch = _longest_batch(config, layout, executor, tower)
     saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
+    in_flight = schedule.in_flight_bound(number)
     memory = _fixed_bytes(config, executor, number, batch, saved["none"].device, in_flight)
+    memory["messages"] += _deepstack_bytes(config, executor, number, layout, schedule)
     # Without a backward pass nothing is kept of a microbatch.
     microbatches_held = in_flight if executor.programs[number].has_backward else 0
     options = {
@@ -172,6 +173,25 @@ def _fixed_bytes(
     }
 
 
+def _deepstack_bytes(
+    config: Config, executor: PipelineExecutor, number: int, layout: RankLayout, schedule: Schedule
+) -> float:
+    """Count the bytes of deepstack tokens that wait on each device of an LLM's stage for their layers' outputs."""
+    placed = executor.stages[number]
+    bytes_ = 0.0
+    for name in placed.stage.inputs:
+        producer = executor.passes.producer[name]
+        _, source, mesh = executor.stages[producer]
+        # Beside activations and the embeddings of an encoder's tokens.
+        if source.tower not in (placed.stage.tower, name):
+            shape = _longest_batch(config, layout, executor, source.tower).shape
+            tokens = row_work(config.model, shape)[source.tower].tokens * row_ranks(mesh) / row_ranks(placed.mesh)
+            token_bytes = config.model.llm.width * ACTIVATION[config.training.precision]
+            # Those of a microbatch come before all stages between, and its maker has it in flight as long.
+            bytes_ += schedule.in_flight_bound(producer) * tokens * token_bytes
+    return bytes_
+
+
 def _rows_on_device(config: Config, layout: RankLayout, executor: PipelineExecutor) -> dict[str, int]:
     """Count the rows of every tower on each of its devices."""
     meshes = {placed.stage.tower: placed.mesh for placed in executor.stages}
@@ -211,13 +231,15 @@ def _seconds(
         model = replace(model, encoders={**model.encoders, tower: replace(model.encoders[tower], **part)})
     flops = executed(model, batch.shape, frozen_modules(config.model), executor.loss_chunks)
     forward, backward = flops[tower].forward, flops[tower].backward
-    # The counts are of a whole tower of so few layers: the logits are the last stage's alone, the connector likewise.
+    # The counts are of a whole tower of so few layers. The logits are the last stage's alone, and so is the connector,
+    # of which a deepstack has one more MLP for each of its layers.
     if tower == "llm" and not stage.last:
         logits = executed_logits(config.model, row_work(config.model, batch.shape)["llm"])
         forward, backward = max(0, forward - logits), max(0, backward - 2 * logits)
-    elif tower != "llm" and stage.last:
+    elif tower != "llm":
         connector = flops[f"{tower}.connector"]
-        forward, backward = forward + connector.forward, backward + connector.backward
+        share = (len(stage.outputs) - (not stage.last)) / connector_mlps(config.model.encoders[tower])
+        forward, backward = forward + share * connector.forward, backward + share * connector.backward
     times = [x / parts / speed.rates.flops for x in (forward, backward)]
     if measured:
         times[0] += count * measured["forward"] / parts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from mmjax.config import Config
-from mmjax.config.training import cut_tower, unit_modules
+from mmjax.config.training import cut_tower, unit_cuts, unit_modules
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
 from mmjax.pipeline.executor import TowerRows
@@ -17,14 +17,12 @@ from mmjax.runtime.units import UnitRanks, unit_meshes
 
 
 def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the layers before which each tower is cut: as configured, or into stages of equally many layers."""
+    """Return the layers before which each tower is cut."""
     towers = {"llm": config.model.llm, **config.model.encoders}
     cuts = {}
     for name, unit in config.units.items():
         tower = cut_tower(unit_modules(name, unit))
-        stages = unit.pipeline * unit.virtual
-        layers = towers[tower].layers
-        cuts[tower] = unit.cuts or tuple(round(layers * stage / stages) for stage in range(1, stages))
+        cuts[tower] = unit_cuts(unit, towers[tower].layers)
     return cuts
 
 

@@ -88,6 +88,33 @@ def test_units_over_processes_give_the_losses_of_one_mesh_and_go_on_from_each_ot
 
 
 @pytest.mark.exhaustive
+def test_stages_inside_a_deepstack_over_four_processes_give_the_losses_of_one_mesh(runs, monkeypatch):
+    words = (
+        TINY_MEDIA,
+        "training.steps=4",
+        "training.checkpoint_every=2",
+        "training.evaluate_every=0",
+        "training.keep=3",
+        "batch.microbatches=2",
+        "model.encoders.vision.layers=2",
+        "model.encoders.vision.deepstack=0,1",
+    )
+    stages = ("units.vision.pipeline=2", "units.llm.modules=llm,audio", "units.llm.pipeline=2", "units.llm.cuts=1")
+    one, four = runs / "one_with_deepstack", runs / "four_with_deepstack"
+    assert together(1, *words, f"run={one}", devices=1, monkeypatch=monkeypatch).code == 0
+    expected = steps_of(one)
+    ended = together(4, *words, *stages, f"run={four}", devices=1, monkeypatch=monkeypatch)
+    assert ended.code == 0, ended
+    assert "; 0 programs compiled after the start" in ended.out
+    assert_same_losses(steps_of(four), expected)
+    # The connector's parameters lay on both of the encoder's stages.
+    go_back(four, 4)
+    ended = together(1, *words, f"run={four}", "--resume", "units={}", devices=1, monkeypatch=monkeypatch)
+    assert ended.code == 0, ended
+    assert_same_losses(steps_of(four), expected)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_process_of_a_pipeline_is_named_and_the_run_goes_on_exactly(killed, folder, monkeypatch):
     words = (TINY_MEDIA, "training.evaluate_every=0", "training.checkpoint_every=5", "training.steps=100000")
