@@ -152,7 +152,6 @@ def test_a_gradient_step_on_a_mesh_of_three_axes_never_replicates_involuntarily(
     assert warning not in compile_warnings(capfd, jax.grad(loss), params, batch)
 
 
-@pytest.mark.exhaustive
 def test_stages_of_a_deepstack_give_what_the_whole_model_gives():
     config = tiny(encoders=("vision",), vision_layers=4, layers=4)
     config = replace(config, encoders={"vision": replace(config.encoders["vision"], deepstack=(2, 3))})
