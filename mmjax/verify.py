@@ -135,7 +135,7 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
             record(f"{name} rotary positions", f"{name} positions", tower, rows, context, angles)
         record(f"{name} embedding", f"{name} embedding", tower, rows, context, x)
         for i in range(tower.config.layers):
-            x = tower.layers(x, context, i, i + 1, add)
+            x = tower.layers(x, context, i, i + 1, add[i : i + 1])
             kind = "windowed" if i in getattr(tower.config, "windowed", ()) else "full"
             record(f"{name} layer {i} ({kind})", f"{name} layers, {kind}", tower, rows, context, x)
             yield x
@@ -146,8 +146,8 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
         with encoding():
             context = module.context(name, items, None)
             outputs = list(layers(name, encoder, items, context, encoder.embedded(items)))
-            deeper = [outputs[i] for i in connector.deepstack]
-            features[name] = module.connected(name, [*deeper, outputs[-1]], items)
+            deeper = {n: outputs[i] for n, i in enumerate(connector.deepstack)}
+            features[name] = module.connected(name, outputs[-1], deeper, items)
         tokens = features[name][:, : features[name].shape[1] - (connector.newline is not None)]
         record(f"{name} connector", f"{name} connector", encoder, items, context, tokens)
     x, add = module.embedded(batch.text, features)

@@ -51,6 +51,12 @@ def cut_tower(modules: tuple[str, ...]) -> str:
     return "llm" if "llm" in modules else modules[0]
 
 
+def unit_cuts(unit: Unit, layers: int) -> tuple[int, ...]:
+    """Return the layers before which a unit's tower is cut: as configured, or into stages of equally many layers."""
+    stages = unit.pipeline * unit.virtual
+    return unit.cuts or tuple(round(layers * stage / stages) for stage in range(1, stages))
+
+
 Carrier = Literal["auto", "sockets", "device", "collective"]
 
 

@@ -41,7 +41,7 @@ from mmjax.config import (
 )
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import adapted_modules, linear_layers, matching_layers, module_names
-from mmjax.config.training import cut_tower, unit_modules
+from mmjax.config.training import cut_tower, unit_cuts, unit_modules
 from mmjax.errors import UserError
 
 MAX_DIVISOR = 4096  # larger ones are not suggested
@@ -511,6 +511,13 @@ def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]
             ascending and len(unit.cuts) == stages - 1,
             f"{where}.cuts={','.join(map(str, unit.cuts))}: give {stages - 1} layers in ascending order, from 1 to "
             f"{layers - 1}",
+        )
+    encoder = config.model.encoders.get(tower)
+    if isinstance(encoder, VisionConfig) and encoder.deepstack and encoder.callbacks.after_connector:
+        check(
+            max(unit_cuts(unit, layers), default=0) <= min(encoder.deepstack),
+            f"{where}: model.encoders.{tower}.callbacks.after_connector takes the tokens of all deepstack layers "
+            f"together, and these lie in several stages; set {where}.pipeline=1, or leave the callback empty",
         )
 
 

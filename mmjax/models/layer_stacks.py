@@ -113,7 +113,7 @@ class LayerStacks(nnx.Module):
         stop: int | None = None,
         add: Sequence[Float[Array, "b t d"]] = (),
     ) -> Float[Array, "b t d"]:
-        """Apply layers `start` to `stop` (default: all), adding `add[n]` to the output of layer n.
+        """Apply layers `start` to `stop` (default: all), adding `add[n]` to the output of layer `start + n`.
 
         Raises ValueError where `start` and `stop` are not borders of stacks, or `add` reaches into a stack of several.
         """
@@ -160,10 +160,10 @@ class LayerStacks(nnx.Module):
                     cache[run.name] = key_value
                 # `add` has an entry for each of the LLM's first layers; `Model.build` made each of those a stack of its
                 # own.
-                if run.start < len(add):
+                if run.start - start < len(add):
                     if run.stop - run.start > 1:
                         raise ValueError(f"something is added to layer {run.start}, which is no run of {self.plan}")
-                    x = x + add[run.start]
+                    x = x + add[run.start - start]
         return x, cache
 
     def outputs(

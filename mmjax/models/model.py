@@ -24,6 +24,9 @@ from mmjax.models.layers import Linear, Noise
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
 from mmjax.parallel.sharding import encoding
 
+# Of a pipeline stage, by name, as `Stage` takes and makes them.
+Activations = dict[str, Float[Array, "_ _ _"]]
+
 ADAPTER_ATTRIBUTE = "lora"  # attribute of `Linear`
 
 
@@ -146,25 +149,11 @@ class Model:
         return nnx.merge(self.graph, nnx.State(merge(self.abstract, params)))
 
     def stages(self, tower: str, cuts: tuple[int, ...]) -> list[Stage]:
-        """Cut a tower before the layers in `cuts`, which must be borders of its stacks.
-
-        Only activations pass between stages: an encoder's `deepstack` must lie in its last stage, and the layers to
-        whose outputs it is added in the LLM's first.
-        """
+        """Cut a tower before the layers in `cuts`, which must be borders of its stacks."""
         borders = {run.start for run in self.runs[tower]}
         # Layer 0 is a border, but a cut before it would leave an empty stage.
         if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
             raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
-        encoders = self.config.encoders.items()
-        deepstacks = {name: c.deepstack for name, c in encoders if isinstance(c, VisionConfig) and c.deepstack}
-        additions = max(map(len, deepstacks.values()), default=0)
-        # In the LLM a cut must lie behind the last addition, in an encoder before the first layer that is taken out.
-        crossing = [c for c in cuts if (c < additions if tower == "llm" else c > min(deepstacks.get(tower, (c,))))]
-        if crossing:
-            raise ValueError(
-                f"{tower} cannot be cut before layer {min(crossing)}: an encoder's deepstack leads out of its last "
-                "stage and into the LLM's first"
-            )
         ends = [0, *sorted(cuts), self.runs[tower][-1].stop]
         return [Stage(self, tower, start, stop) for start, stop in pairwise(ends)]
 
@@ -173,9 +162,11 @@ class Model:
 class Stage:
     """Layers `start` to `stop` of one tower as a pure function: `stage(stage.select(params), inputs, batch)`.
 
-    An encoder's first stage takes `inputs=None` and its last, connector included, returns tokens for the LLM; the LLM's
-    first stage takes a dict of such tokens by encoder and its last returns float32 logits. Activations `[R, L, D]` pass
-    between stages. `batch` is the tower's: a TextBatch or an ItemBatch.
+    Takes and returns dicts of arrays by name, each made by one stage and taken by one: "vision.2" and "llm.2" are the
+    activations `[R, L, D]` that enter layer 2, "vision" is an encoder's tokens, which its last stage makes and the
+    LLM's first takes. Of a deepstack, "vision.deeper.1" goes from the stage with the layer that is taken out to the
+    LLM's stage with layer 1, to whose output it is added. The LLM's last stage returns float32 "logits". `batch` is the
+    tower's: a TextBatch or an ItemBatch.
     """
 
     model: Model
@@ -191,6 +182,42 @@ class Stage:
     def last(self) -> bool:
         return self.stop == self.model.runs[self.tower][-1].stop
 
+    @property
+    def layers_output(self) -> str:
+        """Name what the stage's last layer makes, where another stage goes on from it."""
+        return f"{self.tower}.{self.stop}"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        before = () if self.first else (f"{self.tower}.{self.start}",)
+        return (*before, *(name for encoder in self.encoders for name in self._tokens(encoder)))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        if self.tower == "llm":
+            return ("logits" if self.last else self.layers_output,)
+        after = () if self.last else (self.layers_output,)
+        return (*after, *self._tokens(self.tower))
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Name the encoders whose tokens the stage takes."""
+        return tuple(name for name in self.model.config.encoders if self.tower == "llm" and self._tokens(name))
+
+    def _tokens(self, encoder: str) -> list[str]:
+        """Name the tokens of an encoder that the stage makes or, in the LLM, takes."""
+        embedding = self.first if self.tower == "llm" else self.last
+        return [encoder] * embedding + [f"{encoder}.deeper.{n}" for n in self._deeper(encoder)]
+
+    def _deeper(self, encoder: str) -> list[int]:
+        """Number an encoder's `deepstack` layers whose outputs the stage takes out or, in the LLM, adds."""
+        config = self.model.config.encoders[encoder]
+        layers = config.deepstack if isinstance(config, VisionConfig) else ()
+        if self.tower != "llm":
+            return [n for n, layer in enumerate(layers) if self.start <= layer < self.stop]
+        # Those for which there is no layer end in the last stage, which adds them to nothing.
+        return [n for n in range(len(layers)) if self.start <= n and (n < self.stop or self.last)]
+
     def select(self, params: Params) -> Params:
         """Select the stage's parameters. Tied embeddings are in the LLM's first and last stage: add their gradients."""
         tower = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
@@ -204,33 +231,43 @@ class Stage:
             part["head"] = tower["head"]
         if self.tower == "llm":
             return {"llm": part}
-        connector = {"connectors": {self.tower: params["connectors"][self.tower]}} if self.last else {}
-        return {"encoders": {self.tower: part}, **connector}
+        connector = params["connectors"][self.tower]
+        selected = {name: value for name, value in connector.items() if self.last and name != "deeper"}
+        if deeper := {str(n): connector["deeper"][str(n)] for n in self._deeper(self.tower)}:
+            selected["deeper"] = deeper
+        return {"encoders": {self.tower: part}} | ({"connectors": {self.tower: selected}} if selected else {})
 
     def __call__(
         self,
         params: Params,
-        inputs: dict[str, Float[Array, "r m d"]] | Float[Array, "b t w"] | None,
+        inputs: Activations,
         batch: TextBatch | ItemBatch,
         noise: Noise | None = None,
-    ) -> Float[Array, "b l e"]:
-        """Compute activations, encoder tokens or logits, whatever the stage ends with. `noise` as in `Model.logits`."""
+    ) -> Activations:
+        """Compute the stage's outputs. `noise` as in `Model.logits`."""
         module = self.model.module(params)
         if self.tower == "llm":
             x = self._llm_layers(module, inputs, batch, noise)
-            return logits_of(*module.llm.hidden_and_table(x), self.model.config.llm.logit_cap) if self.last else x
+            x = logits_of(*module.llm.hidden_and_table(x), self.model.config.llm.logit_cap) if self.last else x
+            return {self.outputs[0]: x}
         tower = module.encoders[self.tower]
+        numbers = self._deeper(self.tower)
         with encoding():
-            x = tower.embedded(batch) if self.first else inputs
+            x = tower.embedded(batch) if self.first else inputs[self.inputs[0]]
             context = module.context(self.tower, batch, noise)
-            deep = module.connectors[self.tower].deepstack if self.last else ()
-            outputs = tower.layers.outputs(x, context, deep, self.start, self.stop)
-            return module.connected(self.tower, outputs, batch) if self.last else outputs[-1]
+            layers = [module.connectors[self.tower].deepstack[n] for n in numbers]
+            *deeper, x = tower.layers.outputs(x, context, layers, self.start, self.stop)
+            arrays = [] if self.last else [x]
+            if names := self._tokens(self.tower):
+                deeper = dict(zip(numbers, deeper, strict=True))
+                tokens = module.connected(self.tower, x if self.last else None, deeper, batch)
+                arrays += jnp.split(tokens, len(names), axis=-1) if names[1:] else [tokens]
+        return dict(zip(self.outputs, arrays, strict=True))
 
     def hidden_and_table(
         self,
         params: Params,
-        inputs: dict[str, Float[Array, "r m d"]] | Float[Array, "b t w"],
+        inputs: Activations,
         text: TextBatch,
         noise: Noise | None = None,
     ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
@@ -238,8 +275,17 @@ class Stage:
         module = self.model.module(params)
         return module.llm.hidden_and_table(self._llm_layers(module, inputs, text, noise))
 
-    def _llm_layers(self, module: MultimodalModel, inputs: Any, text: TextBatch, noise: Noise | None) -> Array:
-        x, add = module.embedded(text, inputs) if self.first else (inputs, ())
+    def _llm_layers(self, module: MultimodalModel, inputs: Activations, text: TextBatch, noise: Noise | None) -> Array:
+        features = {}
+        for encoder in self.encoders:
+            tokens = [inputs[name] for name in self._tokens(encoder)]
+            # One exchange for all of an encoder's tokens.
+            features[encoder] = jnp.concatenate(tokens, axis=-1) if tokens[1:] else tokens[0]
+        if self.first:
+            x, add = module.embedded(text, features)
+        else:
+            x = inputs[self.inputs[0]]
+            add = module.additions(text, features)
         return module.llm.layers(x, module.context("llm", text, noise), self.start, self.stop, add)
 
 

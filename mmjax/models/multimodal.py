@@ -41,8 +41,8 @@ class Connector(nnx.Module):
     A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
     names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
 
-    deepstack: encoder layers whose outputs are taken beside the last one's. Each has its own MLP, with a norm after the
-    merge (Qwen3-VL); their tokens are concatenated along the width.
+    deepstack: encoder layers whose outputs are taken beside the last one's. Each has a connector of its own in
+    `deeper`, by its number, with a norm after the merge (Qwen3-VL).
     """
 
     def __init__(
@@ -80,11 +80,7 @@ class Connector(nnx.Module):
         )
 
     def __call__(
-        self,
-        x: Float[Array, "r l d"],
-        item: Int[Array, "r l"],
-        coordinates: Int[Array, "r l 3"],
-        deeper: Sequence[Float[Array, "r l d"]] = (),
+        self, x: Float[Array, "r l d"], item: Int[Array, "r l"], coordinates: Int[Array, "r l 3"]
     ) -> Float[Array, "r m e"]:
         # Positions are in merge order: the members of a group follow each other.
         rows, length, width = x.shape
@@ -100,16 +96,14 @@ class Connector(nnx.Module):
         corner = coordinates[:, :: self.group] // self.merge
         for name, table in self.positions.items():
             x = x + table(corner[..., AXES.index(name)], x.dtype)
-        if deeper:
-            merged = [self.deeper[str(n)](layer, item, coordinates) for n, layer in enumerate(deeper)]
-            x = jnp.concatenate([x, *merged], axis=-1)
         return constrain(x, "rows", "length", "width")
 
-    def with_newline(self, tokens: Float[Array, "r m e"]) -> Float[Array, "r n e"]:
-        """Append the newline token to every row, where the connector has one."""
+    def with_newline(self, tokens: Float[Array, "r m e"], deeper_only: bool) -> Float[Array, "r n e"]:
+        """Append the newline token to every row, where the connector has one; zeros to tokens of `deeper` alone."""
         if self.newline is None:
             return tokens
-        line = self.newline(jnp.zeros((len(tokens), 1), jnp.int32), tokens.dtype)
+        index = jnp.zeros((len(tokens), 1), jnp.int32)
+        line = tokens[:, :1, :0] if deeper_only else self.newline(index, tokens.dtype)
         # Zeros along the deepstack's part of the width: it adds nothing to the LLM's first layers.
         line = jnp.pad(line, ((0, 0), (0, 0), (0, tokens.shape[-1] - line.shape[-1])))
         return jnp.concatenate([tokens, line], axis=1)
@@ -173,19 +167,30 @@ class MultimodalModel(nnx.Module):
             with encoding():
                 x = encoder.embedded(batch)
                 context = self.context(name, batch, noise)
-                outputs = encoder.layers.outputs(x, context, self.connectors[name].deepstack)
-                x = self.connected(name, outputs, batch)
+                *deeper, x = encoder.layers.outputs(x, context, self.connectors[name].deepstack)
+                x = self.connected(name, x, dict(enumerate(deeper)), batch)
             features[name] = constrain(x, "rows", "length", "width")
         return features
 
-    def connected(self, name: str, outputs: Sequence[Float[Array, "r l w"]], batch: ItemBatch) -> Float[Array, "r m e"]:
-        """Apply an encoder's head and connector to the outputs of its `deepstack` layers and of its last."""
-        encoder = self.encoders[name]
-        *deeper, x = (encoder.restored(x, batch) for x in outputs)
-        connector = self.connectors[name]
-        x = self.after_encoder[name](encoder.finished(x), batch)
-        x = connector(x, *encoder.places(batch), deeper)
-        return connector.with_newline(self.after_connector[name](x, batch))
+    def connected(
+        self,
+        name: str,
+        x: Float[Array, "r l w"] | None,
+        deeper: Mapping[int, Float[Array, "r l w"]],
+        batch: ItemBatch,
+    ) -> Float[Array, "r m e"]:
+        """Apply an encoder's head and connector to its last layer's output, and `deeper` connectors to other layers'.
+
+        x: None in a pipeline stage before the last. deeper: outputs of `deepstack` layers by number.
+        """
+        encoder, connector = self.encoders[name], self.connectors[name]
+        places = encoder.places(batch)
+        tokens = [connector.deeper[str(n)](encoder.restored(y, batch), *places) for n, y in deeper.items()]
+        if x is not None:
+            x = self.after_encoder[name](encoder.finished(encoder.restored(x, batch)), batch)
+            tokens.insert(0, connector(x, *places))
+        joined = constrain(jnp.concatenate(tokens, axis=-1), "rows", "length", "width") if tokens[1:] else tokens[0]
+        return connector.with_newline(self.after_connector[name](joined, batch), deeper_only=x is None)
 
     def decode(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
@@ -205,20 +210,35 @@ class MultimodalModel(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], list[Float[Array, "b t d"]]]:
         """Embed tokens and place encoder tokens; also return what is added to the outputs of the LLM's first layers."""
         x = self.llm.embedded(text.token)
-        add = []
+        # [B, T, D * (1 + deepstack)]: the embedding, then one addition per deepstack layer.
+        placed = self._placed(text, features)
+        for name, (embedding, *_) in placed.items():
+            # With weights a position counts as an item's where any of its corners is one.
+            slots = text.slots[name]
+            is_item = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, WeightedSlots) else slots >= 0
+            x = jnp.where(is_item[..., None], embedding, x)
+        return constrain(x, "rows", "length", "width"), _add_up([deeper for _, *deeper in placed.values()])
+
+    def additions(self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]) -> list[Float[Array, "b t d"]]:
+        """Place encoder tokens that are added to the outputs of layers of the LLM, from one on; no embeddings."""
+        return _add_up(list(self._placed(text, features).values()))
+
+    def _placed(
+        self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]
+    ) -> dict[str, list[Float[Array, "b t d"]]]:
+        """Place every encoder's tokens, which lie side by side in the width, and split them to the LLM's width."""
+        placed = {}
         for name, feature in features.items():
             # A batch without rows of this encoder has features of size 0.
             if feature.size and name in text.slots:
-                tokens = _place_tokens(feature, text, name).astype(x.dtype)
-                # [B, T, D * (1 + deepstack)]: the embedding, then one addition per deepstack layer.
-                embedding, *deeper = jnp.split(tokens, tokens.shape[-1] // x.shape[-1], axis=-1)
-                # With weights a position counts as an item's where any of its corners is one.
-                slots = text.slots[name]
-                is_item = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, WeightedSlots) else slots >= 0
-                x = jnp.where(is_item[..., None], embedding, x)
-                # Encoders may have deepstacks of different depths, and their additions to a layer add up.
-                add = [a + b for a, b in zip_longest(add, deeper, fillvalue=0)]
-        return constrain(x, "rows", "length", "width"), add
+                tokens = _place_tokens(feature, text, name).astype(self.llm.dtype)
+                placed[name] = jnp.split(tokens, tokens.shape[-1] // self.llm.config.width, axis=-1)
+        return placed
+
+
+def _add_up(additions: Sequence[Sequence[Float[Array, "b t d"]]]) -> list[Float[Array, "b t d"]]:
+    """Add up what encoders add to the same layers; their deepstacks may have different depths."""
+    return [sum(arrays) for arrays in zip_longest(*additions, fillvalue=0)]
 
 
 def _callback(functions: Functions, name: str) -> Callable[[Array, ItemBatch], Array]:

@@ -315,11 +315,13 @@ class PipelineExecutor:
         for (_, stage, mesh), local in zip(self.stages, self.local, strict=True):
             part: TextBatch | ItemBatch
             if stage.tower == "llm":
-                part = batch.text if stage.first else batch.text._replace(slots={}, send={})
+                text = batch.text
+                slots, send = ({e: table[e] for e in stage.encoders if e in table} for table in (text.slots, text.send))
+                part = text._replace(slots=slots, send=send)
             else:
                 part = batch.items[stage.tower]
-            # Stages behind the LLM's first need none of the tables that place encoders' tokens.
-            key = (mesh, stage.tower, stage.first)
+            # Only the stages that take encoders' tokens need the tables that place them.
+            key = (mesh, stage.tower, stage.encoders)
             if key not in put:
                 put[key] = self._put(part, stage.tower, mesh) if local else self._shapes(part, stage.tower)
             batches.append(put[key])

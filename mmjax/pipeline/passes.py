@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params
-from mmjax.models.model import Stage, merge, modules_of, partition
+from mmjax.models.model import Activations, Stage, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, replicated
-from mmjax.pipeline.stages import Inputs, LossSums, Residuals, StageProgram
+from mmjax.pipeline.stages import LossSums, Residuals, StageProgram
 from mmjax.pipeline.transfer import move_array, without_shards
 from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import total_order
@@ -40,15 +40,12 @@ StagedBatch = tuple[TextBatch | ItemBatch, ...]  # by stage; of shapes alone whe
 
 
 def stage_graph(stages: Sequence[PlacedStage]) -> StageGraph:
-    """Link every stage to the next of its tower, and encoders to the LLM's first stage."""
+    """Link every stage to those that take what it makes."""
     meshes = list(dict.fromkeys(placed.mesh for placed in stages))
-    begins = {(s.stage.tower, s.stage.start): number for number, s in enumerate(stages)}
-    edges = []
-    for number, (_, stage, _) in enumerate(stages):
-        if not stage.last:
-            edges.append((number, begins[stage.tower, stage.stop]))
-        elif stage.tower != "llm":
-            edges.append((number, begins["llm", 0]))
+    consumers = {name: number for number, placed in enumerate(stages) for name in placed.stage.inputs}
+    made = ((number, name) for number, placed in enumerate(stages) for name in placed.stage.outputs)
+    # Of a deepstack, several arrays may go from one stage to another.
+    edges = dict.fromkeys((number, consumers[name]) for number, name in made if name in consumers)
     return StageGraph(tuple(edges), tuple(meshes.index(placed.mesh) for placed in stages))
 
 
@@ -58,9 +55,9 @@ class Gradients:
     def __init__(self, sums: Sequence[Params], step: int) -> None:
         self.sums = list(sums)  # by stage, float32
         self.step = step
-        self.inputs: dict[tuple[int, int], Inputs] = defaultdict(dict)  # by stage and microbatch, as the others
+        self.inputs: dict[tuple[int, int], Activations] = defaultdict(dict)  # by stage and microbatch, as the others
         self.input_shapes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], Any]]] = {}  # and dtypes
-        self.output_gradients: dict[tuple[int, int], jax.Array] = {}
+        self.output_gradients: dict[tuple[int, int], Activations] = defaultdict(dict)
         self.residuals: dict[tuple[int, int], Residuals] = {}
         self.loss: LossSums | None = None
         self.in_flight: Counter[int] = Counter()  # by stage: the most residuals at a time
@@ -85,39 +82,41 @@ class Passes:
         self.order = lru_cache(lambda count: total_order(make_schedule(schedule, self.graph, count)))
         self.local = [any(d.process_index == jax.process_index() for d in s.mesh.devices.flat) for s in stages]
         self.synchronous = stages[0].mesh.devices.flat[0].platform == "cpu"
-        trains = self._trains_until()
+        # The one stage that takes an array, and the one that makes it, by the array's name.
+        self.consumer = {name: n for n, placed in enumerate(stages) for name in placed.stage.inputs}
+        self.producer = {name: n for n, placed in enumerate(stages) for name in placed.stage.outputs}
+        trained = self._trained_activations()
         self.programs = [
             StageProgram(
                 placed.stage,
                 placed.mesh,
                 rules,
-                gradient_inputs=tuple(self._input_name(p, n) for p in self.graph.producers[n] if trains[p]),
+                trained=trained,
                 sources=sources,
                 exchange=exchange,
                 loss_chunks=loss_chunks,
                 compiler_options=compiler_options,
             )
-            for n, placed in enumerate(stages)
+            for placed in stages
         ]
         last = replicated(stages[self.graph.sink].mesh)
         self._merge_loss = jax.jit(_merge_loss, out_shardings=last, donate_argnums=0)
-        self._output_structs: dict[Any, jax.ShapeDtypeStruct] = {}
-        # The pass at which this process is, its number in the step, and what it takes by sender; for the watchdog.
-        self._position: tuple[int, Action | None, dict[int, jax.Array]] = (0, None, {})
+        self._structs: dict[Any, dict[str, jax.ShapeDtypeStruct]] = {}  # of outputs by stage and shapes of inputs
+        # The pass at which this process is, its number in the step, and what it takes; for the watchdog.
+        self._position: tuple[int, Action | None, Activations] = (0, None, {})
 
-    def _trains_until(self) -> list[bool]:
-        """Find the stages in or before which something trainable lies: only these are sent a gradient."""
-        trains = [False] * len(self.stages)
+    def _trained_activations(self) -> frozenset[str]:
+        """Name the activations that something trainable has part in: only of these a gradient is sent."""
+        trained: set[str] = set()
         for number in self.graph.topological:
             stage = self.stages[number].stage
             abstract = stage.select(stage.model.abstract)
             trainable = partition(abstract, stage.model.frozen & modules_of(abstract))[0]
-            trains[number] = bool(jax.tree.leaves(trainable)) or any(trains[p] for p in self.graph.producers[number])
-        return trains
-
-    def _input_name(self, producer: int, consumer: int) -> str:
-        """Name a stage's input: the LLM's first stage takes encoders' tokens by the encoder."""
-        return self.stages[producer].stage.tower if self.stages[consumer].stage.first else "activations"
+            # A connector's tokens go to the LLM: what goes into the encoder's next layer is none of its making.
+            connector = trainable.pop("connectors", {})
+            layers = bool(jax.tree.leaves(trainable)) or not trained.isdisjoint(stage.inputs)
+            trained |= {name for name in stage.outputs if layers or (connector and name != stage.layers_output)}
+        return frozenset(trained)
 
     def wait(self, x: Any) -> Any:
         """Wait for arrays on a CPU; elsewhere programs and transfers are queued.
@@ -152,14 +151,11 @@ class Passes:
         self._position = (len(self.order(len(batches))), None, {})
         return run
 
-    def _arrivals(self, run: Gradients, action: Action) -> dict[int, jax.Array]:
-        """Return what a pass takes of other stages, by these."""
+    def _arrivals(self, run: Gradients, action: Action) -> Activations:
+        """Return what a pass takes of other stages."""
         kind, number, microbatch = action
-        if kind == "forward":
-            inputs = run.inputs.get((number, microbatch), {})
-            return {p: inputs[self._input_name(p, number)] for p in self.graph.producers[number]}
-        gradient = run.output_gradients.get((number, microbatch))
-        return {} if gradient is None else dict.fromkeys(self.graph.consumers[number], gradient)
+        arrays = run.inputs if kind == "forward" else run.output_gradients
+        return dict(arrays.get((number, microbatch), {}))
 
     def progress(self) -> tuple[int, str]:
         """Return how many passes of its step this process has walked, and what it runs or waits for."""
@@ -170,7 +166,9 @@ class Passes:
         if not self.local[number]:
             return position, self._describe_wait(kind, number, microbatch)  # for what it makes: a checked transfer
         where = f"in the {kind} pass of {self.stages[number].name}"
-        waits = [self._describe_wait(kind, p, microbatch) for p, x in arrivals.items() if not x.is_ready()]
+        sender = self.producer if kind == "forward" else self.consumer
+        senders = dict.fromkeys(sender[name] for name, x in arrivals.items() if not x.is_ready())
+        waits = [self._describe_wait(kind, stage, microbatch) for stage in senders]
         return position, ", ".join([where, *waits] if waits else [where, f"microbatch {microbatch}"])
 
     def _describe_wait(self, kind: str, sender: int, microbatch: int) -> str:
@@ -204,7 +202,7 @@ class Passes:
         inputs = run.inputs.pop((number, microbatch), {})
         run.input_shapes[number, microbatch] = {name: (x.shape, x.dtype) for name, x in inputs.items()}
         if program.computes_loss:
-            gradients: Inputs = {}
+            gradients: Activations = {}
             if self.local[number]:
                 run.sums[number], gradients, loss = self.wait(
                     program.forward_backward(*parameters, run.sums[number], inputs, batch, noise, weight)
@@ -214,28 +212,29 @@ class Passes:
             return
         # Of what a stage of other processes makes only the shape is known here, and a transfer is planned by that.
         if not self.local[number]:
-            struct = self._output_struct(number, parameters, inputs, batch, noise)
-            output = without_shards(struct.shape, struct.dtype, program.output)
+            structs = self._output_structs(number, parameters, inputs, batch, noise)
+            outputs = {name: without_shards(x.shape, x.dtype, program.output) for name, x in structs.items()}
         elif program.has_backward:
-            output, residuals = self.wait(program.forward(*parameters, inputs, batch, noise))
+            outputs, residuals = self.wait(program.forward(*parameters, inputs, batch, noise))
             run.residuals[number, microbatch] = residuals
             count = sum(stage == number for stage, _ in run.residuals)
             run.in_flight[number] = max(run.in_flight[number], count)
         else:
-            output = self.wait(program.forward_only(merge(*parameters), inputs, batch, noise))
-        for consumer in self.graph.consumers[number]:
-            arrived = move_array(output, self.programs[consumer].output, (run.step, *action, consumer))
-            run.inputs[consumer, microbatch][self._input_name(number, consumer)] = arrived
+            outputs = self.wait(program.forward_only(merge(*parameters), inputs, batch, noise))
+        for name in self.stages[number].stage.outputs:
+            consumer = self.consumer[name]
+            arrived = move_array(outputs[name], self.programs[consumer].output, (run.step, *action, name))
+            run.inputs[consumer, microbatch][name] = arrived
 
-    def _output_struct(
-        self, number: int, parameters: tuple[Params, Params], inputs: Inputs, batch: Any, noise: np.ndarray | None
-    ) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of what a stage of other processes makes."""
+    def _output_structs(
+        self, number: int, parameters: tuple[Params, Params], inputs: Activations, batch: Any, noise: np.ndarray | None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of what a stage of other processes makes."""
         operands = (merge(*parameters), inputs, batch, noise)
         key = (number, tuple(x.shape for x in jax.tree.leaves((inputs, batch))))
-        if key not in self._output_structs:
-            self._output_structs[key] = self.programs[number].forward_only.eval_shape(*operands)
-        return self._output_structs[key]
+        if key not in self._structs:
+            self._structs[key] = self.programs[number].forward_only.eval_shape(*operands)
+        return self._structs[key]
 
     def backward(
         self, run: Gradients, action: Action, parameters: tuple[Params, Params], batch: TextBatch | ItemBatch
@@ -246,29 +245,29 @@ class Passes:
         if program.computes_loss or not program.has_backward:
             return  # done with the forward pass, or nothing to do
         # The residuals are gone after this: what a stage holds is what its schedule has in flight.
-        gradients: Inputs = {}
-        gradient = run.output_gradients.pop((number, microbatch))
+        gradients: Activations = {}
+        output_gradients = run.output_gradients.pop((number, microbatch))
         if self.local[number]:
             residuals = run.residuals.pop((number, microbatch))
             run.sums[number], gradients = self.wait(
-                program.backward(*parameters, run.sums[number], batch, residuals, gradient)
+                program.backward(*parameters, run.sums[number], batch, residuals, output_gradients)
             )
         self._send_gradients(run, action, gradients)
 
-    def _send_gradients(self, run: Gradients, action: Action, gradients: Inputs) -> None:
-        """Send a stage's input gradients to the stages that made the inputs, each of which has one consumer."""
+    def _send_gradients(self, run: Gradients, action: Action, gradients: Activations) -> None:
+        """Send a stage's input gradients to the stages that made the inputs."""
         _, number, microbatch = action
         shapes = run.input_shapes.pop((number, microbatch))
-        for producer in self.graph.producers[number]:
-            name = self._input_name(producer, number)
+        for name in self.stages[number].stage.inputs:
             if name in self.programs[number].gradient_inputs:
                 gradient = gradients.get(name)
                 # A gradient has the shape of what it is the gradient of.
                 if gradient is None:
                     gradient = without_shards(*shapes[name], self.programs[number].output)
-                key = (run.step, *action, producer)
-                arrived = move_array(gradient, self.programs[producer].output, key)
-                run.output_gradients[producer, microbatch] = arrived
+                producer = self.producer[name]
+                arrived = move_array(gradient, self.programs[producer].output, (run.step, *action, name))
+                # Every array has one consumer: where a stage made several, its backward pass adds up their gradients.
+                run.output_gradients[producer, microbatch][name] = arrived
 
 
 def _merge_loss(total: LossSums, loss: LossSums) -> LossSums:

@@ -32,7 +32,7 @@ from mmjax.planning.memory import (
     token_bytes,
 )
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, StagePlan, choose_policies
-from mmjax.planning.schedules import make_schedule
+from mmjax.planning.schedules import Schedule, make_schedule
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import row_work
@@ -52,9 +52,8 @@ def plan_stages(
     for number, placed in enumerate(executor.stages):
         # Stages of one worker run in turn, but what they hold lies side by side.
         sharing = sum(stage.mesh == placed.mesh for stage in executor.stages)
-        in_flight = schedule.in_flight_bound(number)
         room = replace(limit, device=limit.device / sharing)
-        plans.append(_plan_stage(config, executor, number, layout, speed, room, in_flight, tracer))
+        plans.append(_plan_stage(config, executor, number, layout, speed, room, schedule, tracer))
     return plans
 
 
@@ -65,7 +64,7 @@ def _plan_stage(
     layout: RankLayout,
     speed: Speed,
     limit: MemoryLimit,
-    in_flight: int,
+    schedule: Schedule,
     tracer: ActivationTracer,
 ) -> StagePlan:
     placed = executor.stages[number]
@@ -73,7 +72,9 @@ def _plan_stage(
     tower = stage.tower
     batch = _longest_batch(config, layout, executor, tower)
     saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
+    in_flight = schedule.in_flight_bound(number)
     memory = _fixed_bytes(config, executor, number, batch, saved["none"].device, in_flight)
+    memory["messages"] += _deepstack_bytes(config, executor, number, layout, schedule)
     # Without a backward pass nothing is kept of a microbatch.
     microbatches_held = in_flight if executor.programs[number].has_backward else 0
     options = {
@@ -183,6 +184,25 @@ def _fixed_bytes(
     }
 
 
+def _deepstack_bytes(
+    config: Config, executor: PipelineExecutor, number: int, layout: RankLayout, schedule: Schedule
+) -> float:
+    """Count the bytes of deepstack tokens that wait on each device of an LLM's stage for their layers' outputs."""
+    placed = executor.stages[number]
+    bytes_ = 0.0
+    for name in placed.stage.inputs:
+        producer = executor.passes.producer[name]
+        _, source, mesh = executor.stages[producer]
+        # Beside activations and the embeddings of an encoder's tokens.
+        if source.tower not in (placed.stage.tower, name):
+            shape = _longest_batch(config, layout, executor, source.tower).shape
+            tokens = row_work(config.model, shape)[source.tower].tokens * row_ranks(mesh) / row_ranks(placed.mesh)
+            token_bytes = config.model.llm.width * ACTIVATION[config.training.precision]
+            # Those of a microbatch come before all stages between, and its maker has it in flight as long.
+            bytes_ += schedule.in_flight_bound(producer) * tokens * token_bytes
+    return bytes_
+
+
 def _rows_on_device(config: Config, layout: RankLayout, executor: PipelineExecutor) -> dict[str, int]:
     """Count the rows of every tower on each of its devices."""
     meshes = {placed.stage.tower: placed.mesh for placed in executor.stages}
@@ -215,7 +235,8 @@ def _seconds(
     measured = speed.layer(tower, batch.shape[tower])
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else tuple(policies)
-    flops = stage_flops(config.model, tower, counted, stage.last, batch.shape, executor.loss_chunks)
+    layers = range(stage.start, stage.stop)
+    flops = stage_flops(config.model, tower, layers, counted, batch.shape, executor.loss_chunks)
     times = [x / parts / speed.rates.flops for x in flops[:2]]
     if measured:
         times[0] += count * measured["forward"] / parts

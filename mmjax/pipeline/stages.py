@@ -18,11 +18,9 @@ from jax.sharding import Mesh
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params, key_names
-from mmjax.models.model import Stage, merge, modules_of, partition
+from mmjax.models.model import Activations, Stage, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, rows_sharding, sharding
 from mmjax.runtime.losses import losses_in_chunks, step_loss, worst_samples
-
-Inputs = dict[str, jax.Array]  # activations by the name of the stage that made them
 
 
 class LossSums(NamedTuple):
@@ -77,18 +75,19 @@ class StageProgram:
         mesh: Mesh,
         rules: ShardingRules,
         *,
-        gradient_inputs: tuple[str, ...],
+        trained: frozenset[str],
         sources: int,
         exchange: Exchange = "padded",
         loss_chunks: int = 1,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
-        """gradient_inputs: inputs whose gradients stages before this one need."""
+        """trained: names of the activations whose gradients the stages that make them need."""
         model = stage.model
         self.stage = stage
         self.mesh = mesh
         self.rules = rules
-        self.gradient_inputs = frozenset(gradient_inputs)
+        self.trained = trained
+        self.gradient_inputs = trained & set(stage.inputs)
         self.sources = sources
         self.exchange = exchange
         self.loss_chunks = loss_chunks
@@ -129,17 +128,12 @@ class StageProgram:
         self.forward_backward = jit(self._forward_backward, donate_argnums=2, out_shardings=(trainable, inputs, report))
 
     def _outputs(
-        self, params: Params, inputs: Inputs, batch: TextBatch | ItemBatch, noise: jax.Array | None
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        self, params: Params, inputs: Activations, batch: TextBatch | ItemBatch, noise: jax.Array | None
+    ) -> Activations | tuple[jax.Array, jax.Array]:
         """Run the stage; the last one returns the operands of the logits."""
-        stage = self.stage
-        # The LLM's first stage takes encoders' tokens by name, the others what the stage before them made.
-        by_name = stage.tower == "llm" and stage.first
-        # An encoder's first stage has its batch alone.
-        operand = inputs if by_name else None if stage.first else next(iter(inputs.values()))
         with activations_on(self.mesh, self.rules, self.exchange):
-            run = stage.hidden_and_table if self.computes_loss else stage
-            return run(params, operand, batch, noise)
+            run = self.stage.hidden_and_table if self.computes_loss else self.stage
+            return run(params, inputs, batch, noise)
 
     def _operands(self, trainable: Params, frozen: Params) -> tuple[Params, Params]:
         """Cast the matrices to the precision of the computation."""
@@ -151,24 +145,31 @@ class StageProgram:
         return jax.tree_util.tree_map_with_path(cast, trainable), frozen
 
     def _forward(
-        self, trainable: Params, frozen: Params, inputs: Inputs, batch: Any, noise: jax.Array | None
-    ) -> tuple[jax.Array, Residuals]:
+        self, trainable: Params, frozen: Params, inputs: Activations, batch: Any, noise: jax.Array | None
+    ) -> tuple[Activations, Residuals]:
         trainable, frozen = self._operands(trainable, frozen)
         differentiated, constants = self._split(inputs)
 
-        def outputs(trainable: Params, differentiated: Inputs) -> jax.Array:
-            return self._outputs(merge(trainable, frozen), differentiated | constants, batch, noise)
+        def run(trainable: Params, differentiated: Activations) -> tuple[Activations, Activations]:
+            return self._split(self._outputs(merge(trainable, frozen), differentiated | constants, batch, noise))
 
-        output, vjp = jax.vjp(outputs, trainable, differentiated)
+        # What a frozen encoder's layers pass on has no gradient, though its connector's tokens may have one.
+        outputs, vjp, others = jax.vjp(run, trainable, differentiated, has_aux=True)
         # Rows lie over ranks and nothing else, as transfers are planned; residuals lie as the layers leave them.
-        output = jax.lax.with_sharding_constraint(output, self.output)
-        return output, Residuals.of(vjp, (trainable, frozen, batch))
+        outputs = jax.lax.with_sharding_constraint(outputs | others, self.output)
+        return outputs, Residuals.of(vjp, (trainable, frozen, batch))
 
     def _backward(
-        self, trainable: Params, frozen: Params, sums: Params, batch: Any, residuals: Residuals, gradient: jax.Array
-    ) -> tuple[Params, Inputs]:
+        self,
+        trainable: Params,
+        frozen: Params,
+        sums: Params,
+        batch: Any,
+        residuals: Residuals,
+        output_gradients: Activations,
+    ) -> tuple[Params, Activations]:
         trainable, frozen = self._operands(trainable, frozen)
-        gradients, differentiated = residuals.vjp((trainable, frozen, batch))(gradient)
+        gradients, differentiated = residuals.vjp((trainable, frozen, batch))(output_gradients)
         return _add(sums, gradients), differentiated
 
     def _forward_backward(
@@ -176,15 +177,15 @@ class StageProgram:
         trainable: Params,
         frozen: Params,
         sums: Params,
-        inputs: Inputs,
+        inputs: Activations,
         batch: TextBatch,
         noise: jax.Array | None,
         total_weight: jax.Array,
-    ) -> tuple[Params, Inputs, LossSums]:
+    ) -> tuple[Params, Activations, LossSums]:
         differentiated, constants = self._split(inputs)
         cap = self.stage.model.config.llm.logit_cap
 
-        def loss(trainable: Params, differentiated: Inputs) -> tuple[jax.Array, LossSums]:
+        def loss(trainable: Params, differentiated: Activations) -> tuple[jax.Array, LossSums]:
             hidden, table = self._outputs(merge(trainable, frozen), differentiated | constants, batch, noise)
             with activations_on(self.mesh, self.rules, self.exchange):
                 losses = losses_in_chunks(hidden, table, batch, self.loss_chunks, cap)
@@ -196,10 +197,10 @@ class StageProgram:
         (gradients, differentiated), report = jax.grad(loss, (0, 1), has_aux=True)(trainable, differentiated)
         return _add(sums, gradients), differentiated, report
 
-    def _split(self, inputs: Inputs) -> tuple[Inputs, Inputs]:
-        """Split the inputs into those whose gradient is needed and the others."""
-        differentiated = {name: x for name, x in inputs.items() if name in self.gradient_inputs}
-        return differentiated, {name: x for name, x in inputs.items() if name not in self.gradient_inputs}
+    def _split(self, activations: Activations) -> tuple[Activations, Activations]:
+        """Split activations into those whose gradient is needed and the others."""
+        differentiated = {name: x for name, x in activations.items() if name in self.trained}
+        return differentiated, {name: x for name, x in activations.items() if name not in self.trained}
 
 
 def _add(sums: Params, gradients: Params) -> Params:

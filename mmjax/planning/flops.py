@@ -265,15 +265,17 @@ def executed(
 def stage_flops(
     model: ModelConfig,
     tower: str,
+    layers: range,
     policies: Sequence[Remat],
-    last: bool,
     shape: Mapping[str, tuple[int, int]],
     loss_chunks: int = 1,
 ) -> Flops:
     """Count the FLOPs that a pipeline stage runs for one microbatch; `shape` as in `executed`.
 
-    policies: of the stage's layers. last: whether it ends its tower, with the logits or the connector.
+    layers: of the stage. policies: of those that count, all or none: measured times stand for the others.
     """
+    whole = model.llm if tower == "llm" else model.encoders[tower]
+    last = layers.stop == whole.layers
     part = {"layers": len(policies), "remat": tuple(policies)}
     if tower == "llm":
         changed = replace(model, llm=replace(model.llm, **part))
@@ -285,9 +287,12 @@ def stage_flops(
     if tower == "llm" and not last:
         logits = executed_logits(model, row_work(model, shape)["llm"])
         return Flops(max(0, forward - logits), max(0, backward - 2 * logits))
-    if tower != "llm" and last:
+    if tower != "llm":
+        # The connector's MLP, and one more for each layer of a deepstack.
+        deepstack = whole.deepstack if isinstance(whole, VisionConfig) else ()
+        share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(whole)
         connector = flops[f"{tower}.connector"]
-        return Flops(forward + connector.forward, backward + connector.backward)
+        return Flops(forward + share * connector.forward, backward + share * connector.backward)
     return Flops(forward, backward)
 
 

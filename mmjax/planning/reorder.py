@@ -51,11 +51,10 @@ def make_reordering(config: Config, rows: Sequence[int], lengths: Sequence[Seque
     for number, stage in enumerate(stages):
         unit = config.units[stage.unit]
         policies = layer_policies(towers[stage.tower])[stage.layers.start : stage.layers.stop]
-        last = stage.layers.stop == towers[stage.tower].layers
         share = dict(zip(towers, rows, strict=True))[stage.tower] / (unit.data * unit.fsdp * unit.tensor)
         for k, shape in enumerate(lengths):
             one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
-            flops[:, number, k] = stage_flops(config.model, stage.tower, policies, last, one_row)[:2]
+            flops[:, number, k] = stage_flops(config.model, stage.tower, stage.layers, policies, one_row)[:2]
         flops[:, number] *= share
     # Whole numbers, which all processes add up alike.
     forward, backward = np.rint(flops / flops.max() * UNITS).astype(np.int64)

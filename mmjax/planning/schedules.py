@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from mmjax.config import Config
-from mmjax.config.training import cut_tower, unit_modules
+from mmjax.config.training import cut_tower, unit_cuts, unit_modules
 
 ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved"]
 Pass = Literal["forward", "backward"]
@@ -32,14 +32,12 @@ class UnitStage(NamedTuple):
 
 
 def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the layers before which each tower is cut: as configured, or into stages of equally many layers."""
+    """Return the layers before which each tower is cut."""
     towers = {"llm": config.model.llm, **config.model.encoders}
     cuts = {}
     for name, unit in config.units.items():
         tower = cut_tower(unit_modules(name, unit))
-        stages = unit.pipeline * unit.virtual
-        layers = towers[tower].layers
-        cuts[tower] = unit.cuts or tuple(round(layers * stage / stages) for stage in range(1, stages))
+        cuts[tower] = unit_cuts(unit, towers[tower].layers)
     return cuts
 
 

@@ -30,6 +30,14 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
         ((*GOOD[:2], "units.llm.data=0"), "units.llm.data=0: must be at least 1"),
         ((*GOOD, "units.llm.cuts=1"), "units.llm.cuts=1: give 2 layers in ascending order, from 1 to 2"),
         ((*GOOD, "units.llm.cuts=2,1"), "in ascending order"),
+        (
+            (
+                *("units.vision.pipeline=2", *GOOD[1:], "model.encoders.vision.deepstack=0,1"),
+                "model.encoders.vision.callbacks.after_connector=callbacks:scale",
+            ),
+            "after_connector takes the tokens of all deepstack layers together, and these lie in several stages; set "
+            "units.vision.pipeline=1",
+        ),
         ((*GOOD, "mesh.fsdp=2"), "mesh.fsdp: modules with units have their devices from these"),
         ((*GOOD, "pipeline.schedule=interleaved"), "set units.llm.virtual=2"),
         (("units.vision.virtual=2", *GOOD[1:]), "divides the layers of an LLM that is alone in its unit"),

@@ -34,6 +34,13 @@ UNITS = {
     "tensor parallel": {"encoders": Unit(modules=("audio", "vision")), "llm": Unit(pipeline=2, tensor=2)},
     "unequal ranks": {"vision": Unit(data=3), "audio": Unit(), "llm": Unit(data=2, pipeline=2)},
     "interleaved": {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2, virtual=2)},
+    # Cut inside a deepstack, as `deepstack_config_of` makes it.
+    "deep": {"vision": Unit(pipeline=2), "audio": Unit(), "llm": Unit(pipeline=2, cuts=(1,))},
+    "deeper": {"vision": Unit(pipeline=3), "audio": Unit(), "llm": Unit(pipeline=4)},
+    "deep, unequal ranks": {"vision": Unit(pipeline=2, data=2), "audio": Unit(data=2), "llm": Unit(pipeline=2)},
+    "deep, one encoder stage": {"vision": Unit(data=2), "audio": Unit(), "llm": Unit(pipeline=2, data=2, cuts=(1,))},
+    "deep, with the llm": {"vision": Unit(pipeline=3), "llm": Unit(modules=("llm", "audio"), pipeline=3)},
+    "deep, interleaved": {"vision": Unit(pipeline=2), "audio": Unit(), "llm": Unit(pipeline=2, virtual=2)},
 }
 
 
@@ -56,6 +63,16 @@ def config_of(
     llm = replace(llm, remat=remat)
     encoders = {name: replace(encoder, remat=remat) for name, encoder in encoders.items()}
     return replace(config, model=replace(config.model, llm=llm, encoders=encoders), **changes)
+
+
+def deepstack_config_of(units: str, **changes: Any) -> Config:
+    """The model with four vision layers, of which three are taken out, the first stage's last and the last among them.
+
+    With two or three stages, the first has two of these or one.
+    """
+    config = config_of(units, **changes)
+    vision = replace(config.model.encoders["vision"], layers=4, deepstack=(0, 1, 3))
+    return replace(config, model=replace(config.model, encoders=config.model.encoders | {"vision": vision}))
 
 
 def make_pipeline(config: Config, schedule: str = "auto") -> PipelineExecutor:
@@ -136,6 +153,37 @@ def test_gradients_are_those_of_one_program(units, schedule, tied, remat, chunks
     config = config_of(units, tied=tied, remat=remat, dropout=dropout)
     config = replace(config, training=replace(config.training, loss_chunks=chunks))
     assert_same_gradients(config, tmp_path, schedule)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("units", "schedule", "remat", "frozen"),
+    [
+        ("deep", "auto", "none", ()),
+        ("deep", "eager", "full", ("vision",)),
+        ("deep", "auto", "none", ("vision", "llm")),
+        ("deep", "gpipe", "none", ("vision.connector",)),
+        ("deep", "auto", "none", ("vision", "vision.connector")),
+        ("deeper", "auto", "full", ()),
+        ("deeper", "eager", "none", ("vision",)),
+        ("deep, unequal ranks", "auto", "full", ()),
+        ("deep, one encoder stage", "eager", "none", ()),
+        ("deep, with the llm", "auto", "none", ()),
+        ("deep, interleaved", "auto", "none", ()),
+        ("deep, interleaved", "auto", "full", ("vision",)),
+    ],
+)
+def test_a_deepstack_is_cut_anywhere(units, schedule, remat, frozen, tmp_path):
+    config = deepstack_config_of(units, remat=remat, frozen=frozen, dropout=0.1)
+    pipeline = assert_same_gradients(config, tmp_path, schedule)
+    programs = {stage.name: program for stage, program in zip(pipeline.stages, pipeline.programs, strict=True)}
+    # Between a frozen encoder's layers no gradient passes, whatever its connectors send to the LLM.
+    layers = "vision" not in frozen
+    encoder = [program for name, program in programs.items() if name.startswith("vision")]
+    assert [bool(program.gradient_inputs) for program in encoder] == [False, *[layers] * (len(encoder) - 1)]
+    skipped = {name for program in programs.values() for name in program.stage.inputs if "deeper" in name}
+    assert skipped == {f"vision.deeper.{n}" for n in range(3)}
+    assert len({(pipeline.passes.producer[name], pipeline.passes.consumer[name]) for name in skipped}) > 1
 
 
 LORA = {"adapters": LoraConfig(("llm.*.attention.*",), 4)}
@@ -250,7 +298,7 @@ def test_no_residual_has_the_shape_of_a_weight(tmp_path):
         for producer in pipeline.graph.producers[number]:
             made = pipeline.programs[producer]
             features = made.forward_only(merge(*pipeline._parameters(state, producer)), {}, put[producer], None)
-            inputs[pipeline.passes._input_name(producer, number)] = jax.device_put(features, program.output)
+            inputs |= jax.device_put(features, program.output)
         _, residuals = program.forward(*pipeline._parameters(state, number), inputs, put[number], None)
         assert not [leaf.shape for leaf in residuals.leaves if leaf.shape in matrices], pipeline.stages[number].name
 

@@ -120,6 +120,33 @@ PLACES = [(2, 1, ROLES), (2, 1, ROLES), (1, 8, ()), (1, 1, ()), (1, 4, CUT_ELSEW
 
 
 @pytest.mark.exhaustive
+def test_stages_inside_a_deepstack_over_four_processes_give_the_losses_of_one_mesh(runs, monkeypatch):
+    words = (
+        TINY_MEDIA,
+        "training.steps=4",
+        "training.checkpoint_every=2",
+        "training.evaluate_every=0",
+        "training.keep=3",
+        "batch.microbatches=2",
+        "model.encoders.vision.layers=2",
+        "model.encoders.vision.deepstack=0,1",
+    )
+    stages = ("units.vision.pipeline=2", "units.llm.modules=llm,audio", "units.llm.pipeline=2", "units.llm.cuts=1")
+    one, four = runs / "one_with_deepstack", runs / "four_with_deepstack"
+    assert together(1, *words, f"run={one}", devices=1, monkeypatch=monkeypatch).code == 0
+    expected = steps_of(one)
+    ended = together(4, *words, *stages, f"run={four}", devices=1, monkeypatch=monkeypatch)
+    assert ended.code == 0, ended
+    assert "; 0 programs compiled after the start" in ended.out
+    assert_same_losses(steps_of(four), expected)
+    # The connector's parameters lay on both of the encoder's stages.
+    go_back(four, 4)
+    ended = together(1, *words, f"run={four}", "--resume", "units={}", devices=1, monkeypatch=monkeypatch)
+    assert ended.code == 0, ended
+    assert_same_losses(steps_of(four), expected)
+
+
+@pytest.mark.exhaustive
 def test_a_pipeline_killed_at_random_moments_names_the_process_and_goes_on_exactly_on_any_devices(folder):
     """To the bit on the same devices, to 1e-4 on others: one mesh of eight or one, stages cut elsewhere, and back."""
     rng, beside = random.Random(3), folder.with_name("not_killed")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
-from test_executor import config_of, make_pipeline
+from test_executor import config_of, deepstack_config_of, make_pipeline
 
+from mmjax.config import Config, Unit
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
@@ -44,3 +46,28 @@ def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_pat
     assert timeline.in_flight.tolist() == [p.in_flight for p in ample.values()]
     with pytest.raises(UserError, match=r"stage .* needs .* of each device and there are 0\.1 MB"):
         plan(3e5)
+
+
+@pytest.mark.exhaustive
+def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens_that_wait(tmp_path):
+    def plan(config: Config) -> dict:
+        index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
+        layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
+        return {p.name: p for p in plan_stages(config, make_pipeline(config), layout, SPEED, MemoryLimit(math.inf))}
+
+    config = deepstack_config_of("deep")
+    vision = config.model.encoders["vision"]
+    without = replace(
+        config, model=replace(config.model, encoders=config.model.encoders | {"vision": replace(vision, deepstack=())})
+    )
+    cut, uncut = plan(config), plan(replace(config, units=config.units | {"vision": Unit()}))
+    plain = plan(without)
+    for kind in ("forward", "backward"):
+        both = sum(getattr(cut[name], kind) for name in ("vision[0:2]", "vision[2:4]"))
+        # Each stage counts the first embedding, of a hundredth of the work.
+        assert both == pytest.approx(getattr(uncut["vision"], kind), rel=0.03)
+    extra = {name: cut[name].memory["messages"] - stage.memory["messages"] for name, stage in plain.items()}
+    # Of the first tokens four microbatches wait, as many as their stage has in flight; of the last, three.
+    assert [cut[name].in_flight for name in ("vision[0:2]", "vision[2:4]")] == [4, 3]
+    assert extra["vision[0:2]"] == extra["vision[2:4]"] == 0 < extra["llm[0:1]"]
+    assert extra["llm[1:4]"] / extra["llm[0:1]"] == pytest.approx((4 + 3) / 4)
