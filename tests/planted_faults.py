@@ -239,8 +239,8 @@ FAULTS = (
     Fault(
         "a gradient that reaches a stage twice",
         "pipeline/passes.py",
-        "run.output_gradients[producer, microbatch] = arrived",
-        "run.output_gradients[producer, microbatch] = arrived + arrived",
+        "run.output_gradients[producer, microbatch][name] = arrived",
+        "run.output_gradients[producer, microbatch][name] = arrived + arrived",
         ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(

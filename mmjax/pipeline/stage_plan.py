@@ -85,13 +85,17 @@ def _plan_stage(
         )
         for policy, bytes_ in saved.items()
     }
+    part = executor.abstract_parts[number]
+    # Moments in host memory are loaded when activations are gone.
+    offloaded = _on_device(part.optimizer) if executor.optimizer.offloads else 0.0
+    update = offloaded + memory["parameters"] + memory["gradients"] + memory["batch"]
     policies = layer_policies(_towers(config)[tower])[stage.start : stage.stop]
     if _towers(config)[tower].remat == "auto":
         fixed = sum(memory.values())
         layers = {tower: stage.stop - stage.start}
         chosen = choose_policies(layers, {tower: options}, limit.device - fixed, limit.host)
-        if chosen is None:
-            smallest = min(option.device for option in options.values()) * layers[tower] + fixed
+        if chosen is None or update > limit.device:
+            smallest = max(update, min(option.device for option in options.values()) * layers[tower] + fixed)
             raise UserError(
                 f"stage {placed.name} needs {size(smallest)} of each device and there are {size(limit.device)}, with "
                 "as much computed again as can be; give its unit more devices by fsdp, tensor or pipeline, or raise "
@@ -100,10 +104,10 @@ def _plan_stage(
             )
         policies = chosen[tower]
     memory["activations"] = sum(options[policy].device for policy in policies)
+    memory["transient"] += max(0.0, update - sum(memory.values()))
     forward, backward = _seconds(config, executor, number, policies, batch, speed)
     # Numbers in the order in which units take devices, for people; a device's own id may be anything.
     devices = {device: n for n, device in enumerate(executor.mesh.devices.flat)}
-    part = executor.abstract_parts[number]
     return StagePlan(
         name=placed.name,
         devices=tuple(devices[device] for device in mesh.devices.flat),
@@ -173,7 +177,7 @@ def _fixed_bytes(
     return {
         "parameters": trainable + activation / MASTER * frozen,
         "gradients": trainable,
-        "optimizer": _on_device(executor.abstract_parts[number].optimizer),
+        "optimizer": 0.0 if executor.optimizer.offloads else _on_device(executor.abstract_parts[number].optimizer),
         # Weights cast for the computation, and a microbatch's gradients before they are added to those of the others.
         "copies": trainable,
         "batch": LOADED * config.batch.microbatches * batch_bytes(config.model, batch, tower),
@@ -197,9 +201,9 @@ def _deepstack_bytes(
         if source.tower not in (placed.stage.tower, name):
             shape = _longest_batch(config, layout, executor, source.tower).shape
             tokens = row_work(config.model, shape)[source.tower].tokens * row_ranks(mesh) / row_ranks(placed.mesh)
-            token_bytes = config.model.llm.width * ACTIVATION[config.training.precision]
+            size_of_token = config.model.llm.width * ACTIVATION[config.training.precision]
             # Those of a microbatch come before all stages between, and its maker has it in flight as long.
-            bytes_ += schedule.in_flight_bound(producer) * tokens * token_bytes
+            bytes_ += schedule.in_flight_bound(producer) * tokens * size_of_token
     return bytes_
 
 

@@ -195,11 +195,11 @@ CONNECTORS = ("vision.connector", "audio.connector")
     ("frozen", "lora", "backward", "edges"),
     [
         # With towers frozen, stages of encoders run backward for their connectors.
-        (("vision", "audio"), {}, "vision audio llm[0:2] llm[2:4]", "vision audio activations"),
-        (("vision", "audio", *CONNECTORS), {}, "llm[0:2] llm[2:4]", "activations"),
-        (("llm",), {}, "vision audio llm[0:2] llm[2:4]", "vision audio activations"),
-        (("vision", "audio", "llm", "vision.connector"), {}, "audio llm[0:2] llm[2:4]", "audio activations"),
-        (("vision", "audio", *CONNECTORS), LORA, "llm[0:2] llm[2:4]", "activations"),
+        (("vision", "audio"), {}, "vision audio llm[0:2] llm[2:4]", "vision audio llm.2"),
+        (("vision", "audio", *CONNECTORS), {}, "llm[0:2] llm[2:4]", "llm.2"),
+        (("llm",), {}, "vision audio llm[0:2] llm[2:4]", "vision audio llm.2"),
+        (("vision", "audio", "llm", "vision.connector"), {}, "audio llm[0:2] llm[2:4]", "audio llm.2"),
+        (("vision", "audio", *CONNECTORS), LORA, "llm[0:2] llm[2:4]", "llm.2"),
         (("vision", "audio", *CONNECTORS, "llm"), {}, "", ""),
     ],
     ids=["towers", "encoders", "llm", "all but a connector", "lora", "all"],
