@@ -31,12 +31,10 @@ def stage_batch(pipeline: PipelineExecutor, number: int, shape: Shape, width: in
     _, stage, mesh = pipeline.stages[number]
     config = pipeline.model.config
     batch = tower_batch(config, stage.tower, shape[stage.tower])
-    if stage.tower == "llm" and stage.first:
+    if encoders := stage.encoders:
         ranks = row_ranks(mesh)
         send = jax.ShapeDtypeStruct((ranks, ranks, width), np.int32)
-        batch = batch._replace(
-            slots=dict.fromkeys(config.encoders, batch.token), send=dict.fromkeys(config.encoders, send)
-        )
+        batch = batch._replace(slots=dict.fromkeys(encoders, batch.token), send=dict.fromkeys(encoders, send))
     return put_shapes(batch, rows_sharding(mesh))
 
 
@@ -47,8 +45,8 @@ def stage_inputs(pipeline: PipelineExecutor, number: int, shape: Shape, width: i
         part, program = pipeline.abstract_parts[producer], pipeline.programs[producer]
         operands = stage_inputs(pipeline, producer, shape, width), stage_batch(pipeline, producer, shape, width)
         output = jax.eval_shape(program.forward_only, merge(part.trainable, part.frozen), *operands, None)
-        name = pipeline.passes._input_name(producer, number)
-        inputs[name] = put_shapes(output, pipeline.programs[number].output)
+        taken = {name: x for name, x in output.items() if pipeline.passes.consumer[name] == number}
+        inputs |= put_shapes(taken, pipeline.programs[number].output)
     return inputs
 
 
@@ -75,10 +73,10 @@ def compile_stage(
             programs["forward_backward"] = lowered.compile()
         elif program.has_backward:
             programs["forward"] = program.forward.lower(*params, inputs, batch, None).compile()
-            output, residuals = jax.eval_shape(program.forward, *params, inputs, batch, None)
+            outputs, residuals = jax.eval_shape(program.forward, *params, inputs, batch, None)
             residuals = put_shapes(residuals, programs["forward"].output_shardings[1])
-            gradient = put_shapes(output, program.output)
-            programs["backward"] = program.backward.lower(*params, sums, batch, residuals, gradient).compile()
+            gradients = put_shapes({name: outputs[name] for name in program.trained & set(outputs)}, program.output)
+            programs["backward"] = program.backward.lower(*params, sums, batch, residuals, gradients).compile()
         else:
             programs["forward"] = program.forward_only.lower(merge(*params), inputs, batch, None).compile()
         if hyper is not None:
