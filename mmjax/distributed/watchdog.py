@@ -36,6 +36,7 @@ _STEPS = 100  # most recent steps, whose median is taken
 _MAX_NAMED = 4  # processes that a line names
 _REPORT_SECONDS = 15.0  # for writing the stacks: the storage may be what hangs
 _WORKERS_SECONDS = 1.0  # for data workers to write theirs
+_MENTION_SECONDS = 30.0  # of a pipeline's step, or three times the median, until it says what it waits for
 _LOCKED_SECONDS = 60.0  # beyond the limit, until the timer in C ends the process
 
 
@@ -53,6 +54,7 @@ class Watchdog:
         clock = time.monotonic()
         self._phase = Phase(-1, "opening", clock, clock)
         self._progress: Callable[[], tuple[int, str]] = lambda: (0, "")
+        self._mentioned = -1  # the last step of which `_mention_wait` has said something
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -106,6 +108,17 @@ class Watchdog:
                 self._end(peers, peers.stuck)
             if stuck := self._stuck(peers):
                 self._end(peers, stuck if peers is None else peers.publish_stuck(stuck))
+            self._mention_wait()
+
+    def _mention_wait(self) -> None:
+        """Say once a step what this process waits for, where a pipeline's step takes far longer than those before."""
+        phase = self._phase
+        detail = self._progress()[1]
+        seconds = time.monotonic() - phase.step_began
+        late = seconds > max(_MENTION_SECONDS, 3 * self._median)
+        if late and detail and phase.name in _STEP_PHASES and phase.step != self._mentioned:
+            self._mentioned = phase.step
+            _write(f"step {phase.step + 1} has taken {seconds:.0f} s: process {coordination.index()} is {detail}\n")
 
     def _limit(self, name: str) -> float:
         """Return the seconds that a phase may take; 0 = no limit."""

@@ -148,6 +148,17 @@ def test_the_line_names_who_is_missing_where_it_was_last_seen():
 
 
 @pytest.mark.exhaustive
+def test_a_late_step_of_a_pipeline_says_once_what_it_waits_for(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("mmjax.distributed.watchdog._MENTION_SECONDS", 0.0)
+    watchdog = Watchdog(WatchConfig(), tmp_path)
+    watchdog.follow(lambda: (3, "in the backward pass of audio, waiting for the gradients of llm"), {})
+    for name, step in (("running", 4), ("saving", 4), ("running", 4), ("running", 5)):
+        watchdog.set_phase(name, step)
+        watchdog._mention_wait()
+    said = "step {} has taken 0 s: process 0 is in the backward pass of audio, waiting for the gradients of llm"
+    assert capfd.readouterr().err.splitlines() == [said.format(5), said.format(6)]
+
+
 def test_telling_the_watchdog_where_one_is_costs_nothing(tmp_path):
     watchdog = Watchdog(WatchConfig(), tmp_path)
     began = time.process_time()
