@@ -45,6 +45,7 @@ def print_run_summary(
     print_lines(*table([(m, count(n), "frozen" if m in model.frozen else "") for m, n in sizes.items()]))
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
+    axes = "by units" if config.units else axes  # the mesh is of all devices, for what the whole step agrees on
     print_lines(f"on     {mesh.size} x {device.device_kind} ({axes})")
     if options:
         print_lines(f"xla    {describe_compiler_options(options)}")
@@ -140,7 +141,7 @@ def describe_stages(
     basis = "by measured layer times" if measured else "by assumed rates; mmjax.plan --profile measures layers"
     microbatches = config.batch.microbatches
     described = [
-        f"units  schedule {schedule}, {microbatches} microbatches",
+        f"units  schedule {schedule}, {microbatches} microbatch(es)",
         *table(lines),
         f"       predicted bubble {bubble:.0%} ({basis})",
     ]
