@@ -28,6 +28,7 @@ from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replica
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.pipeline.stages import LossSums, StageProgram
 from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
+from mmjax.pipeline.units import TowerRows
 from mmjax.planning.schedules import ScheduleName
 from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import (
@@ -49,14 +50,6 @@ from mmjax.runtime.step import (
     report_step,
     weigh,
 )
-
-
-class TowerRows(NamedTuple):
-    """The rows of a tower's batches that this process packs."""
-
-    local: range  # ranks whose rows they are
-    ranks: int  # in all
-    per_rank: int  # rows
 
 
 class PipelineState(NamedTuple):

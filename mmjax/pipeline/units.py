@@ -1,18 +1,26 @@
-"""Place the stages of a model on the meshes of its units."""
+"""Place the stages of a model on the meshes of its units, and the rows of every tower on processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
 from mmjax.config import Config
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
-from mmjax.pipeline.executor import TowerRows
 from mmjax.pipeline.passes import PlacedStage
 from mmjax.planning.schedules import list_stages, stage_cuts
 from mmjax.runtime.units import UnitRanks, unit_meshes
+
+
+class TowerRows(NamedTuple):
+    """The rows of a tower's batches that this process packs."""
+
+    local: range  # ranks whose rows they are
+    ranks: int  # in all
+    per_rank: int  # rows
 
 
 def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) -> list[PlacedStage]:

@@ -24,10 +24,11 @@ from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.models.model import Model
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.stage_plan import plan_stages
-from mmjax.pipeline.units import place_stages, schedule_name, stage_cuts
+from mmjax.pipeline.units import place_stages
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.memory import LOADED
 from mmjax.planning.remat import MemoryLimit, StagePlan
+from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.planning.step_time import Speed
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.state import hyperparameters, make_optimizer

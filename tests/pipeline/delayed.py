@@ -28,8 +28,8 @@ from mmjax.models.model import Model
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.passes import Passes
 from mmjax.pipeline.transfer import Links
-from mmjax.pipeline.units import place_stages, stage_cuts, tower_rows
-from mmjax.planning.schedules import make_schedule
+from mmjax.pipeline.units import place_stages, tower_rows
+from mmjax.planning.schedules import make_schedule, stage_cuts
 from mmjax.planning.simulate import total_order
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import ProcessReport
