@@ -35,20 +35,24 @@ class TokenTable(nnx.Module):
 
 
 def logits_of(
-    x: Float[Array, "r t d"], table: Float[Array, "v d"], cap: float = 0.0, dtype: jnp.dtype | None = None
+    x: Float[Array, "r t d"], table: Float[Array, "*p v d"], cap: float = 0.0, dtype: jnp.dtype | None = None
 ) -> Float[Array, "r t v"]:
     """Compute float32 logits over an output table or a slice of one, soft-capped by tanh where `cap` is not 0.
 
-    dtype: of the products' operands, by default that of `x`.
+    A table `[p, v, d]` has a copy for every part of the rows. dtype: of the products' operands, by default that of `x`.
     """
-    logits = constrain(_logits(x, table, dtype or x.dtype), "rows", "length", "vocab")
+    parts = x if table.ndim == 2 else x.reshape(len(table), -1, *x.shape[1:])
+    logits = _logits(parts, table, dtype or x.dtype).reshape(*x.shape[:-1], -1)
+    logits = constrain(logits, "rows", "length", "vocab")
     return jnp.tanh(logits / cap) * cap if cap else logits
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _logits(x: Array, table: Array, dtype: jnp.dtype) -> Array:
     """Multiply operands in `dtype`, summing in float32, in backward too."""
-    return jnp.einsum("rtd,vd->rtv", x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32)
+    p = "p" * (table.ndim - 2)
+    subscripts = f"{p}rtd,{p}vd->{p}rtv"
+    return jnp.einsum(subscripts, x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32)
 
 
 def _logits_forward(x: Any, table: Any, dtype: jnp.dtype) -> tuple[Array, Any]:
@@ -62,12 +66,14 @@ def _logits_backward(dtype: jnp.dtype, residuals: Any, d_logits: Array) -> tuple
     # The logits' gradient is float32, and would make both products so.
     d_logits = d_logits.astype(dtype)
     d_x = d_table = None
+    p = "p" * (no_table.ndim - 2)
     if table is not None:
-        d_x = jnp.einsum("rtv,vd->rtd", d_logits, table.astype(dtype), preferred_element_type=jnp.float32)
+        subscripts = f"{p}rtv,{p}vd->{p}rtd"
+        d_x = jnp.einsum(subscripts, d_logits, table.astype(dtype), preferred_element_type=jnp.float32)
         d_x = d_x.astype(no_x.dtype)
     if x is not None:
         # Rounded by the product itself, like the gradients of all weights, so that ranks reduce it in `dtype`.
-        d_table = jnp.einsum("rtv,rtd->vd", d_logits, x.astype(dtype)).astype(no_table.dtype)
+        d_table = jnp.einsum(f"{p}rtv,{p}rtd->{p}vd", d_logits, x.astype(dtype)).astype(no_table.dtype)
     return d_x, d_table
 
 
@@ -140,7 +146,7 @@ class Decoder(nnx.Module):
         """Return every position's sample id and its index in the sample."""
         return text.owner, text.offset
 
-    def hidden_and_table(self, x: Float[Array, "r t d"]) -> tuple[Float[Array, "r t d"], Float[Array, "v d"]]:
+    def hidden_and_table(self, x: Float[Array, "r t d"]) -> tuple[Float[Array, "r t d"], Float[Array, "*p v d"]]:
         """Return the operands of `logits_of`: activations after the final norm, and the output table as stored."""
         table = self.embed if self.head.table is None else self.head.table
         return self.head.norm(x), table.weight[...]

@@ -15,9 +15,11 @@ from mmjax.parallel.sharding import Axes, active, sharding
 
 
 def look_up(
-    table: Float[Array, "n d"], axes: Axes, index: Int[Array, "r t"], dtype: jnp.dtype
+    table: Float[Array, "*p n d"], axes: Axes, index: Int[Array, "r t"], dtype: jnp.dtype
 ) -> Float[Array, "r t d"]:
     """Return `table[index]` in `dtype`. axes: logical axes of the table; those of `index` are rows and length.
+
+    A table `[p, n, d]` has a copy for every part of the rows, along `data`; each gets the gradient of its part.
 
     No device gathers the table. The ranks that share its columns look up each other's tokens, each in its own columns,
     and an all-to-all gives every rank its tokens whole. Gradients return the same way and are summed where they stay.
@@ -26,7 +28,7 @@ def look_up(
     rows: tuple[str, ...] = ()
     entries: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
-    size = len(table)  # of a device's part
+    size = table.shape[-2]  # of a device's part
     if current is not None:
         mesh, rules, _ = current
 
@@ -36,12 +38,13 @@ def look_up(
             return [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in named]
 
         rows = mesh_axes(index.shape, ("rows", None))[0]
-        entries, columns = mesh_axes(table.shape, axes)
+        entries, columns = mesh_axes(table.shape[-2:], axes)
         columns = tuple(axis for axis in columns if axis in rows)
         size //= prod(mesh.shape[axis] for axis in entries)
+    copies = ("data",) * (table.ndim - 2)
     # Ranks along these have other tokens, and the same part of the table.
-    others = tuple(axis for axis in rows if axis not in columns)
-    table_spec = PartitionSpec(entries or None, columns or None)
+    others = tuple(axis for axis in rows if axis not in (*columns, *copies))
+    table_spec = PartitionSpec(*copies, entries or None, columns or None)
     index_spec = PartitionSpec(rows or None)
 
     def on_devices(function: Callable[..., Array], in_specs: tuple[PartitionSpec, ...], out_spec: PartitionSpec):
@@ -56,7 +59,7 @@ def look_up(
 
     def forward(table: Array, index: Array) -> Array:
         index = local_index(index)
-        x = table[index].astype(dtype)
+        x = table.reshape(-1, table.shape[-1])[index].astype(dtype)
         if entries:
             x = lax.psum(jnp.where(((index >= 0) & (index < size))[..., None], x, 0), entries)
         return lax.all_to_all(x, columns, 0, 2, tiled=True) if columns else x
@@ -65,7 +68,8 @@ def look_up(
         d_x = lax.all_to_all(d_x, columns, 2, 0, tiled=True) if columns else d_x
         d_table = sum_by_index(d_x.reshape(-1, d_x.shape[-1]), local_index(index).reshape(-1), size)
         # Between ranks it travels in the activations' precision, as all gradients do.
-        return lax.psum(d_table.astype(dtype), others).astype(jnp.float32) if others else d_table
+        d_table = lax.psum(d_table.astype(dtype), others).astype(jnp.float32) if others else d_table
+        return d_table[None] if copies else d_table
 
     @jax.custom_vjp
     def gather(table: Array, index: Array) -> Array:

@@ -163,9 +163,16 @@ class Context(NamedTuple):
 
 
 @keep_inputs
-def _product(x: Float[Array, "*b i"], weight: Float[Array, "i o"]) -> Float[Array, "*b o"]:
-    """Multiply in the activations' precision, keeping no copy of the weight in it."""
-    return x @ weight.astype(x.dtype)
+def _product(x: Float[Array, "*b i"], weight: Float[Array, "*parts i o"]) -> Float[Array, "*b o"]:
+    """Multiply in the activations' precision, keeping no copy of the weight in it.
+
+    A weight of three dimensions has a copy for every part of the rows, so that each part has a gradient of its own.
+    """
+    weight = weight.astype(x.dtype)
+    if weight.ndim == 2:
+        return x @ weight
+    parts = x.reshape(len(weight), -1, *x.shape[1:])
+    return jnp.einsum("p...i,pio->p...o", parts, weight).reshape(*x.shape[:-1], -1)
 
 
 class Linear(nnx.Module):

@@ -106,7 +106,7 @@ class Model:
 
     def hidden_and_table(
         self, params: Params, microbatch: Microbatch, noise: Noise | None = None, accumulators: Params | None = None
-    ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
         """Return the operands of the logits: activations after the final norm, and the output table.
 
         accumulators: float32 sums of gradients of scanned stacks' parameters. The gradient with respect to them is the
@@ -270,7 +270,7 @@ class Stage:
         inputs: Activations,
         text: TextBatch,
         noise: Noise | None = None,
-    ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
         """Return what the LLM's last stage makes the logits of, as `Model.hidden_and_table`."""
         module = self.model.module(params)
         return module.llm.hidden_and_table(self._llm_layers(module, inputs, text, noise))

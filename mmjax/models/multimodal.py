@@ -200,7 +200,7 @@ class MultimodalModel(nnx.Module):
 
     def hidden_and_table(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
-    ) -> tuple[Float[Array, "b t d"], Float[Array, "v d"]]:
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
         """Return final activations and output table, for losses computed in chunks."""
         x, add = self.embedded(text, features)
         return self.llm.hidden_and_table(self.llm.layers(x, self.context("llm", text, noise), add=add))

@@ -26,7 +26,7 @@ from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge, modules_of, partition, restrict
 from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
-from mmjax.pipeline.stages import LossSums, StageProgram
+from mmjax.pipeline.stages import LossSums, zeros_like
 from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
 from mmjax.pipeline.units import TowerRows
 from mmjax.planning.schedules import ScheduleName
@@ -135,8 +135,11 @@ class PipelineExecutor:
         self._settle = jax.jit(self._settle_step, out_shardings=replicated(self.mesh))
         self._update = [
             jax.jit(
-                partial(self._update_stage, program),
-                out_shardings=(shardings, self._drop_tied(n, program.shardings)[0]),
+                partial(self._update_stage, n),
+                out_shardings=(
+                    shardings,
+                    jax.tree.map(lambda x: x.sharding, self._drop_tied(n, (program.sums, {}))[0]),
+                ),
                 donate_argnums=(0, 1),
             )
             for n, (program, shardings) in enumerate(zip(self.programs, self.shardings, strict=True))
@@ -488,12 +491,8 @@ class PipelineExecutor:
 
     @cached_property
     def _tied_zeros(self) -> Any:
-        program = self.programs[self.graph.sink]
-        shapes = program.abstract[0]["llm"]["embed"]
-        return jax.jit(
-            lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), shapes),
-            out_shardings=program.shardings[0]["llm"]["embed"],
-        )
+        table = self.programs[self.graph.sink].sums["llm"]["embed"]
+        return jax.jit(lambda: zeros_like(table), out_shardings=jax.tree.map(lambda x: x.sharding, table))
 
     def _on_all_devices(self, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
         """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others."""
@@ -514,15 +513,17 @@ class PipelineExecutor:
         return report, is_valid(report, loss.weight.sum())
 
     def _update_stage(
-        self, program: StageProgram, state: TrainState, sums: Params, hyper: Hyperparameters, norm: Any, valid: Any
+        self, number: int, state: TrainState, sums: Params, hyper: Hyperparameters, norm: Any, valid: Any
     ) -> tuple[TrainState, Params]:
+        program = self.programs[number]
         stored = self.optimizer.load(state.optimizer)
         with activations_on(program.mesh, self.rules):
             params, moments, _ = self.optimizer.update(sums, stored, state.trainable, hyper, norm)
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, stored)
         )
-        return TrainState(state.step + valid, params, state.frozen, moments), jax.tree.map(jnp.zeros_like, sums)
+        cleared = zeros_like(self._drop_tied(number, (program.sums, {}))[0])
+        return TrainState(state.step + valid, params, state.frozen, moments), cleared
 
     def owners(self, batch: StagedBatch) -> np.ndarray:
         """Return every token's sample, of all rows."""

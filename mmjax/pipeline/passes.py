@@ -149,6 +149,9 @@ class Passes:
             else:
                 self.backward(run, action, parameters[number], batch[number])
         self._position = (len(self.order(len(batches))), None, {})
+        for number, program in enumerate(self.programs):
+            if self.local[number] and program.sums_by_rank:
+                run.sums[number] = self.wait(program.reduce(run.sums[number]))
         return run
 
     def _arrivals(self, run: Gradients, action: Action) -> Activations:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Exchange
@@ -109,23 +109,29 @@ class StageProgram:
         self._cast = frozenset(
             key_names(path) for path, names in by_path if len(names) >= 2 and not {None, "vocab", "fixed"} & set(names)
         )
+        # Of these each rank of `data` adds up gradients of its own, which are reduced once a step. Others are small.
+        tables = (key_names(path) for path, names in by_path if names == ("vocab", "embed"))
+        self.sums_by_rank = mesh.shape["data"] > 1
+        self._unreduced = self._cast.union(tables) if self.sums_by_rank else frozenset()
+        self.sums = jax.tree_util.tree_map_with_path(
+            self._sum_struct, *(part[0] for part in (self.abstract, self.shardings))
+        )
         # A frozen encoder with a frozen connector has no backward pass. A frozen LLM behind something trained has one:
         # gradients pass through it.
         self.has_backward = bool(self.gradient_inputs or jax.tree.leaves(self.abstract[0]))
         self.output = rows_sharding(mesh, rules.rows)
         on_all = replicated(mesh)
-        trainable = self.shardings[0]
-        self.zeros = jax.jit(
-            lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.abstract[0]), out_shardings=trainable
-        )
+        sums = jax.tree.map(lambda x: x.sharding, self.sums)
+        self.zeros = jax.jit(lambda: zeros_like(self.sums), out_shardings=sums)
+        self.reduce = jax.jit(self._reduce, out_shardings=self.shardings[0], donate_argnums=0)
         jit = partial(jax.jit, compiler_options=compiler_options or None)
         self.forward = jit(self._forward)
         self.forward_only = jit(self._outputs, out_shardings=self.output)
         # Gradients of inputs lie as the inputs do: the way back is the way there.
         inputs = dict.fromkeys(sorted(self.gradient_inputs), self.output)
-        self.backward = jit(self._backward, donate_argnums=2, out_shardings=(trainable, inputs))
+        self.backward = jit(self._backward, donate_argnums=2, out_shardings=(sums, inputs))
         report = LossSums._make(on_all for _ in LossSums._fields)
-        self.forward_backward = jit(self._forward_backward, donate_argnums=2, out_shardings=(trainable, inputs, report))
+        self.forward_backward = jit(self._forward_backward, donate_argnums=2, out_shardings=(sums, inputs, report))
 
     def _outputs(
         self, params: Params, inputs: Activations, batch: TextBatch | ItemBatch, noise: jax.Array | None
@@ -135,14 +141,38 @@ class StageProgram:
             run = self.stage.hidden_and_table if self.computes_loss else self.stage
             return run(params, inputs, batch, noise)
 
+    def _sum_struct(self, path: Any, p: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtypeStruct:
+        """Return shape and sharding of the sum of a parameter's gradients, with one for every rank of `data`."""
+        shape, spec = list(p.shape), [*layout.spec, *(None,) * (p.ndim - len(layout.spec))]
+        if key_names(path) in self._unreduced:
+            shape.insert(-2, self.mesh.shape["data"])
+            spec.insert(-2, "data")
+        layout = NamedSharding(self.mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=layout)
+
+    def _copies(self, trainable: Params) -> Params:
+        """Give each rank of `data` a copy of the parameters of which it sums gradients: the one that it has anyway."""
+
+        def copy(p: jax.Array, total: jax.ShapeDtypeStruct) -> jax.Array:
+            if p.ndim == total.ndim:
+                return p
+            copies = jnp.broadcast_to(jnp.expand_dims(p, -3), total.shape)
+            return jax.lax.with_sharding_constraint(copies, total.sharding)
+
+        return jax.tree.map(copy, trainable, self.sums)
+
+    def _reduce(self, sums: Params) -> Params:
+        """Add up the sums of the ranks of `data`."""
+        return jax.tree.map(lambda x, p: x if x.ndim == len(p.shape) else x.sum(-3), sums, self.abstract[0])
+
     def _operands(self, trainable: Params, frozen: Params) -> tuple[Params, Params]:
-        """Cast the matrices to the precision of the computation."""
+        """Cast the matrices to the precision of the computation, and copy what has gradients by rank of `data`."""
         dtype = self.stage.model.dtype
 
         def cast(path: Any, p: jax.Array) -> jax.Array:
             return p.astype(dtype) if key_names(path) in self._cast else p
 
-        return jax.tree_util.tree_map_with_path(cast, trainable), frozen
+        return self._copies(jax.tree_util.tree_map_with_path(cast, trainable)), frozen
 
     def _forward(
         self, trainable: Params, frozen: Params, inputs: Activations, batch: Any, noise: jax.Array | None
@@ -182,6 +212,7 @@ class StageProgram:
         noise: jax.Array | None,
         total_weight: jax.Array,
     ) -> tuple[Params, Activations, LossSums]:
+        trainable = self._copies(trainable)
         differentiated, constants = self._split(inputs)
         cap = self.stage.model.config.llm.logit_cap
 
@@ -201,6 +232,11 @@ class StageProgram:
         """Split activations into those whose gradient is needed and the others."""
         differentiated = {name: x for name, x in activations.items() if name in self.trained}
         return differentiated, {name: x for name, x in activations.items() if name not in self.trained}
+
+
+def zeros_like(structs: Params) -> Params:
+    """Make zeros of these shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
 def _add(sums: Params, gradients: Params) -> Params:

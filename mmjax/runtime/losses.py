@@ -32,7 +32,7 @@ def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunk
 
     Parts of the vocabulary and not of the positions: each has a part of the table's gradient to itself, so no gradient
     is reduced over the devices more than once. Backward makes each part's logits again. `chunks` must divide a shard of
-    the vocabulary. cap: of the logits.
+    the vocabulary. cap: of the logits. A table `[p, v, d]` has a copy for every part of the rows, along `data`.
     """
     if chunks == 1:
         return token_losses(logits_of(hidden, table, cap), text)
@@ -45,7 +45,11 @@ def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunk
         logits = logits_of(wide, part, cap, hidden.dtype)
         return jax.nn.logsumexp(logits, axis=-1), _target_logits(logits, token, text.target)
 
-    parts = cut_in_shards(table, chunks, "vocab", "embed"), cut_in_shards(jnp.arange(len(table)), chunks, "vocab")
+    def cut(table: jax.Array) -> jax.Array:
+        return cut_in_shards(table, chunks, "vocab", "embed")
+
+    tables = cut(table) if table.ndim == 2 else jax.vmap(cut, out_axes=1, spmd_axis_name="data")(table)
+    parts = tables, cut_in_shards(jnp.arange(table.shape[-2]), chunks, "vocab")
     _, (log_sums, target_logits) = jax.lax.scan(lambda _, part: (None, chunk_loss(wide, *part)), None, parts)
     return _weighted(jax.nn.logsumexp(log_sums, axis=0), target_logits.sum(0), text)
 

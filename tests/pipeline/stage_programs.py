@@ -60,7 +60,7 @@ def compile_stage(
     placed, program = pipeline.stages[number], pipeline.programs[number]
     part = pipeline.abstract_parts[number]
     params = part.trainable, part.frozen
-    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), part.trainable)
+    sums = program.sums
     batch, inputs = (f(pipeline, number, shape, width) for f in (stage_batch, stage_inputs))
     on_all = replicated(placed.mesh)
     programs: dict[str, Any] = {}

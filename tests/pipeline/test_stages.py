@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
+from typing import Any
 
+import jax
 import pytest
 from stage_programs import compile_stage
 from test_executor import config_of, make_pipeline
+
+from mmjax.config import Unit
 
 SHAPE = {"llm": (8, 16), "vision": (4, 64), "audio": (4, 64)}
 
@@ -41,3 +47,23 @@ def test_frozen_stages_compute_no_gradients_of_weights():
     assert llm["llm[0:1]"]["backward"] <= 1.1 * llm["llm[0:1]"]["forward"]
     # The last stage has as many layers, and logits for little more.
     assert llm["llm[1:2]"]["forward_backward"] <= 2.1 * forward < trained["llm[1:2]"]["forward_backward"]
+
+
+def reduced_sizes(program: Any) -> list[int]:
+    """Elements of every array that a program all-reduces or reduce-scatters."""
+    lines = (line for line in program.as_text().splitlines() if re.search(r" (all-reduce|reduce-scatter)\(", line))
+    shapes = (shape for line in lines for shape in re.findall(r"\w\d+\[([\d,]*)\]", line.split(" all-reduce(")[0]))
+    return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+
+
+def test_gradients_are_reduced_over_data_once_a_step_and_not_once_a_microbatch():
+    units = {"encoders": Unit(modules=("vision", "audio")), "llm": Unit(data=2, pipeline=2)}
+    pipeline = make_pipeline(replace(config_of("by module", tied=False), units=units))
+    for number, (placed, program) in enumerate(zip(pipeline.stages, pipeline.programs, strict=True)):
+        if placed.stage.tower == "llm":
+            programs, _ = compile_stage(pipeline, number, SHAPE, 16)
+            layer = pipeline.model.config.llm.width**2
+            assert all(size < layer for name in programs for size in reduced_sizes(programs[name]))
+            reduced = reduced_sizes(program.reduce.lower(program.sums).compile())
+            matrices = (p.size for p in jax.tree.leaves(program.abstract[0]) if p.size >= layer)
+            assert sorted(reduced) == sorted(matrices)
