@@ -186,8 +186,8 @@ def make_schedule(name: ScheduleName, graph: StageGraph, microbatches: int) -> S
     ahead as a stage is deep, so that it holds depth + 1 microbatches. `eager` runs twice as many ahead, which hides
     the time of transfers at the cost of memory. `interleaved` is for workers with several chunks of the LLM; the other
     stages run ahead as far as their consumers need. Otherwise a worker's stages, an encoder beside another or before
-    the LLM's first layers, run as one. Raises ValueError where others lie between a worker's stages, and for
-    microbatches that do not divide by the workers of an interleaved schedule.
+    the LLM's first layers, run as one. Raises ValueError where others lie between a worker's stages, and where an
+    interleaved schedule's chunks do not go round its workers.
     """
     if name == "interleaved":
         return _interleaved(graph, microbatches)
@@ -233,14 +233,13 @@ def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
     linked = all(edge in graph.edges for edge in pairwise(chain))
     if not chain or not round_robin or not linked:
         raise ValueError("an interleaved schedule needs equally many chunks of layers on each of its workers, in turn")
-    if microbatches % len(workers):
-        raise ValueError(
-            f"an interleaved schedule over {len(workers)} workers needs a multiple of {len(workers)} microbatches, "
-            f"not {microbatches}"
-        )
+    # Workers take turns in groups of as many microbatches. Where the last group is not full, the turns of those that it
+    # lacks are left out, which contradicts no dependency of the others.
+    whole = -(-microbatches // len(workers)) * len(workers)
     orders: list[tuple[Action, ...]] = [()] * (max(graph.workers) + 1)
     for rank, worker in enumerate(workers):
-        orders[worker] = _interleaved_order(chain, rank, len(workers), chunks, microbatches)
+        order = _interleaved_order(chain, rank, len(workers), chunks, whole)
+        orders[worker] = tuple(action for action in order if action.microbatch < microbatches)
     # From the LLM outwards, as an encoder must be as far ahead as the stage that consumes it ever is.
     for stage in reversed(graph.topological):
         if graph.workers[stage] not in chunked:
