@@ -32,7 +32,7 @@ from mmjax.data.loading.step_loader import LoadedStep, spelled
 from mmjax.data.loading.workers import refuse_in_worker, steps
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
-from mmjax.errors import raise_ctrl_c_once
+from mmjax.errors import UserError, raise_ctrl_c_once
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.pipeline.executor import PipelineExecutor
@@ -131,6 +131,9 @@ class Trainer:
         self.flags = flags
         self.first_step = first_step
 
+        # With units and without, processes meet at other places, and would wait for each other there.
+        if not coordination.all_equal(repr(config.units)):
+            raise UserError("the processes have different units; start all with the same config", everywhere=True)
         # Units have meshes of their own; this one, of all devices, is for what they do together.
         self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
         check_heads(self.mesh.shape, config.mesh, config.model)

@@ -175,16 +175,16 @@ def test_a_stopped_stage_or_a_lost_message_is_named_with_the_transfer_that_is_wa
 
 
 @pytest.mark.exhaustive
-def test_processes_with_other_schedules_or_cuts_are_refused_before_they_wait_for_each_other(folder):
-    started = begin_each(
-        *(
-            ("-m", "mmjax.train", *WORDS, *ROLES, f"run={folder}", f"pipeline.schedule={name}")
-            for name in ("1f1b", "gpipe")
-        )
-    )
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [((*ROLES, "pipeline.schedule=gpipe"), "different units, cuts or "), ((), "different units;")],
+    ids=["another schedule", "no units"],
+)
+def test_processes_with_other_schedules_or_units_are_refused_before_they_wait_for_each_other(words, message, folder):
+    started = begin_each(*(("-m", "mmjax.train", *WORDS, *changes, f"run={folder}") for changes in (ROLES, words)))
     ended = [finish(p) for p in started]
     assert [e.code for e in ended] == [2, 2], ended
-    assert ended[0].err.splitlines()[-1].startswith("error: process 0: the processes have different units, cuts or ")
+    assert ended[0].err.splitlines()[-1].startswith(f"error: process 0: the processes have {message}")
     assert steps_of(folder) == {}
 
 
