@@ -210,13 +210,14 @@ def test_nothing_runs_backward_where_no_gradient_is_wanted(frozen, lora, backwar
 
 
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param(AdamW(), marks=pytest.mark.exhaustive), Muon()], ids=["adamw", "muon"]
+    "optimizer", [pytest.param(AdamW(offload=True), marks=pytest.mark.exhaustive), Muon()], ids=["adamw", "muon"]
 )
 def test_updates_are_those_of_one_program(optimizer, tmp_path):
     config = config_of("by module", optimizer=optimizer)
     config = replace(config, training=replace(config.training, clip=0.05, steps=20))
     steps = steps_of(config, tmp_path, 20)
-    one, pipeline = make_executor(config, MeshConfig(1)), make_pipeline(config)
+    pipeline = make_pipeline(config)
+    one = make_executor(replace(config, optimizer=replace(optimizer, offload=False)), MeshConfig(1))
     state, accumulated = one.init(jax.random.key(0)), one.zeros()
     staged, sums = pipeline.init(jax.random.key(0)), pipeline.zeros()
     for number, batches in enumerate(steps):
@@ -230,6 +231,8 @@ def test_updates_are_those_of_one_program(optimizer, tmp_path):
         assert np.array_equal(report.weight, expected.weight)
         assert bool(report.finite)
         assert bool(report.agreed)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(staged.stages[0].optimizer) if x.ndim}
+    assert ("pinned_host" in kinds) == optimizer.offload
     table = jax.device_get(staged.stages[2].trainable["llm"]["embed"]["weight"])
     assert np.array_equal(table, jax.device_get(staged.tied["llm"]["embed"]["weight"]))
 
