@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mmjax.batch import ItemBatch, Microbatch, TextBatch
+from mmjax.batch import Microbatch
 from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.config.training import Carrier
@@ -28,7 +28,7 @@ from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replica
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.pipeline.stages import LossSums, zeros_like
 from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
-from mmjax.pipeline.units import TowerRows
+from mmjax.pipeline.units import TowerRows, put_batch
 from mmjax.planning.schedules import ScheduleName
 from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import (
@@ -306,53 +306,7 @@ class PipelineExecutor:
 
     def put(self, batch: Microbatch) -> StagedBatch:
         """Bring a packed microbatch to the devices: to each stage what its tower takes."""
-        put: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
-        batches = []
-        for (_, stage, mesh), local in zip(self.stages, self.local, strict=True):
-            part: TextBatch | ItemBatch
-            if stage.tower == "llm":
-                text = batch.text
-                slots, send = ({e: table[e] for e in stage.encoders if e in table} for table in (text.slots, text.send))
-                part = text._replace(slots=slots, send=send)
-            else:
-                part = batch.items[stage.tower]
-            # Only the stages that take encoders' tokens need the tables that place them.
-            key = (mesh, stage.tower, stage.encoders)
-            if key not in put:
-                put[key] = self._put(part, stage.tower, mesh) if local else self._shapes(part, stage.tower)
-            batches.append(put[key])
-        return tuple(batches)
-
-    def _put(self, part: TextBatch | ItemBatch, tower: str, mesh: Mesh) -> TextBatch | ItemBatch:
-        layout = rows_sharding(mesh, self.rules.rows)
-        if self.rows is None:
-            return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__), part)
-        rows = self.rows[tower]
-
-        def put(x: np.ndarray) -> jax.Array:
-            # `send` has one entry for each rank, the others as many as the rank has rows.
-            per_rank = len(x) // len(rows.local)
-            shape = (per_rank * rows.ranks, *x.shape[1:])
-
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
-                first, last, _ = index[0].indices(shape[0])
-                return x[first - per_rank * rows.local.start : last - per_rank * rows.local.start]
-
-            return jax.make_array_from_callback(shape, layout, shard, dtype=x.dtype)
-
-        return jax.tree.map(put, part)
-
-    def _shapes(self, part: TextBatch | ItemBatch, tower: str) -> TextBatch | ItemBatch:
-        """Return the shapes of a stage's batch that lies on other processes."""
-        rows = self.rows[tower]
-
-        def struct(x: np.ndarray, per_rank: int = rows.per_rank) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((per_rank * rows.ranks, *x.shape[1:]), x.dtype)
-
-        if isinstance(part, ItemBatch):
-            return jax.tree.map(struct, part)
-        send = jax.tree.map(partial(struct, per_rank=1), part.send)
-        return jax.tree.map(struct, part._replace(send={}))._replace(send=send)
+        return put_batch(self.stages, batch, self.rows)
 
     def step(
         self,

@@ -1,16 +1,21 @@
-"""Place the stages of a model on the meshes of its units, and the rows of every tower on processes."""
+"""Place the stages of a model on the meshes of its units, and the rows of every tower on processes and devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
+from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
-from mmjax.pipeline.passes import PlacedStage
+from mmjax.parallel.sharding import rows_sharding
+from mmjax.pipeline.passes import PlacedStage, StagedBatch
 from mmjax.planning.schedules import list_stages, stage_cuts
 from mmjax.runtime.units import UnitRanks, unit_meshes
 
@@ -43,3 +48,59 @@ def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str
         parts = topology.encoders_per_rank
         rows[encoder] = TowerRows(ranks.encoder_ranks[encoder], topology.ranks * parts, per_rank // parts)
     return rows
+
+
+def put_batch(stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[str, TowerRows] | None) -> StagedBatch:
+    """Bring a packed microbatch to the devices: to each stage what its tower takes.
+
+    rows: which of each tower's rows this process packs; None: all. Stages of other processes get shapes alone.
+    """
+    put: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
+    batches = []
+    for _, stage, mesh in stages:
+        part: TextBatch | ItemBatch
+        if stage.tower == "llm":
+            text = batch.text
+            # Only the stages that take encoders' tokens need the tables that place them.
+            slots, send = ({e: table[e] for e in stage.encoders if e in table} for table in (text.slots, text.send))
+            part = text._replace(slots=slots, send=send)
+        else:
+            part = batch.items[stage.tower]
+        key = (mesh, stage.tower, stage.encoders)
+        if key not in put:
+            local = any(device.process_index == jax.process_index() for device in mesh.devices.flat)
+            tower = None if rows is None else rows[stage.tower]
+            put[key] = _put_rows(part, tower, rows_sharding(mesh)) if local else _row_shapes(part, tower)
+        batches.append(put[key])
+    return tuple(batches)
+
+
+def _put_rows(part: TextBatch | ItemBatch, rows: TowerRows | None, layout: NamedSharding) -> TextBatch | ItemBatch:
+    """Put this process's rows of a tower's batch on its devices."""
+
+    def put(x: np.ndarray) -> jax.Array:
+        if rows is None:
+            return jax.make_array_from_callback(x.shape, layout, x.__getitem__)
+        # `send` has one entry for each rank, the others as many as the rank has rows.
+        per_rank = len(x) // len(rows.local)
+        shape = (per_rank * rows.ranks, *x.shape[1:])
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            first, last, _ = index[0].indices(shape[0])
+            return x[first - per_rank * rows.local.start : last - per_rank * rows.local.start]
+
+        return jax.make_array_from_callback(shape, layout, shard, dtype=x.dtype)
+
+    return jax.tree.map(put, part)
+
+
+def _row_shapes(part: TextBatch | ItemBatch, rows: TowerRows) -> TextBatch | ItemBatch:
+    """Return the shapes of a tower's batch that lies on other processes."""
+
+    def struct(x: np.ndarray, per_rank: int = rows.per_rank) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((per_rank * rows.ranks, *x.shape[1:]), x.dtype)
+
+    if isinstance(part, ItemBatch):
+        return jax.tree.map(struct, part)
+    send = jax.tree.map(partial(struct, per_rank=1), part.send)
+    return jax.tree.map(struct, part._replace(send={}))._replace(send=send)
