@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import pairwise
@@ -113,15 +113,9 @@ class Model:
         new sums, and these parameters get none.
         """
         module = self.module(params)
-        sums = {name: tower["layers"]["runs"] for name, tower in _towers(accumulators or {}).items()}
-        layers = {name: module.llm.layers if name == "llm" else module.encoders[name].layers for name in sums}
-        for name, stacks in layers.items():
-            stacks.accumulators = nnx.data(dict(sums[name]))
+        seed = _accumulate_in_scans(module, accumulators)
         hidden, table = module.hidden_and_table(microbatch.text, module.encode(microbatch.items, noise), noise)
-        if sums:
-            passed = {name: dict(stacks.accumulators) for name, stacks in layers.items()}
-            hidden = seed_accumulators(hidden, passed, sums)
-        return hidden, table
+        return seed(hidden), table
 
     def encode(
         self, params: Params, items: dict[str, ItemBatch], noise: Noise | None = None
@@ -243,11 +237,13 @@ class Stage:
         inputs: Activations,
         batch: TextBatch | ItemBatch,
         noise: Noise | None = None,
+        accumulators: Params | None = None,
     ) -> Activations:
-        """Compute the stage's outputs. `noise` as in `Model.logits`."""
+        """Compute the stage's outputs. `noise` as in `Model.logits`, `accumulators` as in `Model.hidden_and_table`."""
         module = self.model.module(params)
+        seed = _accumulate_in_scans(module, accumulators)
         if self.tower == "llm":
-            x = self._llm_layers(module, inputs, batch, noise)
+            x = seed(self._llm_layers(module, inputs, batch, noise))
             x = logits_of(*module.llm.hidden_and_table(x), self.model.config.llm.logit_cap) if self.last else x
             return {self.outputs[0]: x}
         tower = module.encoders[self.tower]
@@ -257,6 +253,7 @@ class Stage:
             context = module.context(self.tower, batch, noise)
             layers = [module.connectors[self.tower].deepstack[n] for n in numbers]
             *deeper, x = tower.layers.outputs(x, context, layers, self.start, self.stop)
+            x = seed(x)
             arrays = [] if self.last else [x]
             if names := self._tokens(self.tower):
                 deeper = dict(zip(numbers, deeper, strict=True))
@@ -270,10 +267,12 @@ class Stage:
         inputs: Activations,
         text: TextBatch,
         noise: Noise | None = None,
+        accumulators: Params | None = None,
     ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
         """Return what the LLM's last stage makes the logits of, as `Model.hidden_and_table`."""
         module = self.model.module(params)
-        return module.llm.hidden_and_table(self._llm_layers(module, inputs, text, noise))
+        seed = _accumulate_in_scans(module, accumulators)
+        return module.llm.hidden_and_table(seed(self._llm_layers(module, inputs, text, noise)))
 
     def _llm_layers(self, module: MultimodalModel, inputs: Activations, text: TextBatch, noise: Noise | None) -> Array:
         features = {}
@@ -287,6 +286,23 @@ class Stage:
             x = inputs[self.inputs[0]]
             add = module.additions(text, features)
         return module.llm.layers(x, module.context("llm", text, noise), self.start, self.stop, add)
+
+
+def _accumulate_in_scans(module: MultimodalModel, accumulators: Params | None) -> Callable[[Array], Array]:
+    """Give scanned stacks their accumulators, as `Model.hidden_and_table` takes them.
+
+    The loss must depend on what the returned function makes of the last layer's output, which is the same.
+    """
+    sums = {name: tower["layers"]["runs"] for name, tower in _towers(accumulators or {}).items()}
+    layers = {name: module.llm.layers if name == "llm" else module.encoders[name].layers for name in sums}
+    for name, stacks in layers.items():
+        stacks.accumulators = nnx.data(dict(sums[name]))
+
+    def seed(x: Array) -> Array:
+        passed = {name: dict(stacks.accumulators) for name, stacks in layers.items()}
+        return seed_accumulators(x, passed, sums) if sums else x
+
+    return seed
 
 
 def _towers(params: Params) -> Params:

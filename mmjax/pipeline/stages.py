@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Exchange
-from mmjax.models.layer_stacks import Params, key_names
+from mmjax.models.layer_stacks import Params, key_names, split_scanned
 from mmjax.models.model import Activations, Stage, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, rows_sharding, sharding
 from mmjax.runtime.losses import losses_in_chunks, step_loss, worst_samples
@@ -134,12 +134,17 @@ class StageProgram:
         self.forward_backward = jit(self._forward_backward, donate_argnums=2, out_shardings=(sums, inputs, report))
 
     def _outputs(
-        self, params: Params, inputs: Activations, batch: TextBatch | ItemBatch, noise: jax.Array | None
+        self,
+        params: Params,
+        inputs: Activations,
+        batch: TextBatch | ItemBatch,
+        noise: jax.Array | None,
+        sums: Params | None = None,
     ) -> Activations | tuple[jax.Array, jax.Array]:
-        """Run the stage; the last one returns the operands of the logits."""
+        """Run the stage; the last one returns the operands of the logits. sums: of scanned stacks' gradients."""
         with activations_on(self.mesh, self.rules, self.exchange):
             run = self.stage.hidden_and_table if self.computes_loss else self.stage
-            return run(params, inputs, batch, noise)
+            return run(params, inputs, batch, noise, sums)
 
     def _sum_struct(self, path: Any, p: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtypeStruct:
         """Return shape and sharding of the sum of a parameter's gradients, with one for every rank of `data`."""
@@ -179,15 +184,19 @@ class StageProgram:
     ) -> tuple[Activations, Residuals]:
         trainable, frozen = self._operands(trainable, frozen)
         differentiated, constants = self._split(inputs)
+        scanned, rest = split_scanned(trainable)
+        # They stand for the sums that backward is given, and are in no program.
+        sums = zeros_like(split_scanned(self.sums)[0])
 
-        def run(trainable: Params, differentiated: Activations) -> tuple[Activations, Activations]:
-            return self._split(self._outputs(merge(trainable, frozen), differentiated | constants, batch, noise))
+        def run(rest: Params, differentiated: Activations, sums: Params) -> tuple[Activations, Activations]:
+            params = merge(merge(rest, scanned), frozen)
+            return self._split(self._outputs(params, differentiated | constants, batch, noise, sums))
 
         # What a frozen encoder's layers pass on has no gradient, though its connector's tokens may have one.
-        outputs, vjp, others = jax.vjp(run, trainable, differentiated, has_aux=True)
+        outputs, vjp, others = jax.vjp(run, rest, differentiated, sums, has_aux=True)
         # Rows lie over ranks and nothing else, as transfers are planned; residuals lie as the layers leave them.
         outputs = jax.lax.with_sharding_constraint(outputs | others, self.output)
-        return outputs, Residuals.of(vjp, (trainable, frozen, batch))
+        return outputs, Residuals.of(vjp, (trainable, frozen, batch, sums))
 
     def _backward(
         self,
@@ -199,8 +208,11 @@ class StageProgram:
         output_gradients: Activations,
     ) -> tuple[Params, Activations]:
         trainable, frozen = self._operands(trainable, frozen)
-        gradients, differentiated = residuals.vjp((trainable, frozen, batch))(output_gradients)
-        return _add(sums, gradients), differentiated
+        # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
+        scanned, others = split_scanned(sums)
+        vjp = residuals.vjp((trainable, frozen, batch, scanned))
+        gradients, differentiated, scanned = vjp(output_gradients)
+        return merge(_add(others, gradients), scanned), differentiated
 
     def _forward_backward(
         self,
@@ -214,10 +226,13 @@ class StageProgram:
     ) -> tuple[Params, Activations, LossSums]:
         trainable = self._copies(trainable)
         differentiated, constants = self._split(inputs)
+        scanned, rest = split_scanned(trainable)
+        scanned_sums, others = split_scanned(sums)
         cap = self.stage.model.config.llm.logit_cap
 
-        def loss(trainable: Params, differentiated: Activations) -> tuple[jax.Array, LossSums]:
-            hidden, table = self._outputs(merge(trainable, frozen), differentiated | constants, batch, noise)
+        def loss(rest: Params, differentiated: Activations, sums: Params) -> tuple[jax.Array, LossSums]:
+            params = merge(merge(rest, scanned), frozen)
+            hidden, table = self._outputs(params, differentiated | constants, batch, noise, sums)
             with activations_on(self.mesh, self.rules, self.exchange):
                 losses = losses_in_chunks(hidden, table, batch, self.loss_chunks, cap)
                 total, by_source, weight = step_loss(losses, batch, total_weight, self.sources)
@@ -225,8 +240,10 @@ class StageProgram:
             return total, LossSums._make((by_source, weight, *worst))
 
         # Forward and backward are one program: nothing of the last stage is in flight, and its loss needs no residuals.
-        (gradients, differentiated), report = jax.grad(loss, (0, 1), has_aux=True)(trainable, differentiated)
-        return _add(sums, gradients), differentiated, report
+        (gradients, differentiated, scanned_sums), report = jax.grad(loss, (0, 1, 2), has_aux=True)(
+            rest, differentiated, scanned_sums
+        )
+        return merge(_add(others, gradients), scanned_sums), differentiated, report
 
     def _split(self, activations: Activations) -> tuple[Activations, Activations]:
         """Split activations into those whose gradient is needed and the others."""

@@ -81,5 +81,10 @@ def compile_stage(
             programs["forward"] = program.forward_only.lower(merge(*params), inputs, batch, None).compile()
         if hyper is not None:
             scalars = (jax.ShapeDtypeStruct((), dtype, sharding=on_all) for dtype in (jnp.float32, jnp.bool))
-            programs["update"] = pipeline._update[number].lower(part, sums, hyper, *scalars).compile()
+            reduced = put_shapes(
+                jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), part.trainable), program.shardings[0]
+            )
+            programs["update"] = pipeline._update[number].lower(part, reduced, hyper, *scalars).compile()
+            if program.sums_by_rank:
+                programs["reduce"] = program.reduce.lower(sums).compile()
     return programs, residuals
