@@ -96,14 +96,13 @@ def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -
     if as_json:
         print_lines(json.dumps(dict(measured.figures)))
         return
-    tables = [
-        name for name, value in measured.figures.items() if isinstance(value, list) and isinstance(value[0], dict)
-    ]
-    for name in tables:
-        _print_comparison(measured.figures[name], as_json=False)
-        print_lines("")
-    single = {name: value for name, value in measured.figures.items() if name not in tables}
-    rows = [(name, _format_cell(value), measured.paper.get(name, "")) for name, value in single.items()]
+    rows = []
+    for name, value in measured.figures.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            _print_comparison(value, as_json=False)
+            print_lines("")
+        else:
+            rows.append((name, _format_cell(value), measured.paper.get(name, "")))
     print_lines(*table([("figure", "measured", "published" if measured.paper else ""), *rows], indent=""))
 
 

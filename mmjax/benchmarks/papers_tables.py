@@ -25,7 +25,7 @@ ENCODER_LAYERS = {"VLM-S": 40, "VLM-M": 32, "VLM-L": 48, "ALM-S": 32, "ALM-M": 4
 CORNSTARCH_MICROBATCHES = 24
 # LLM: Llama S, M, L; model: with a vision (VLM) or audio (ALM) encoder S, M, L. First the frozen-aware partition.
 CORNSTARCH_FROZEN: dict[tuple[str, str], tuple[FrozenRow, FrozenRow]] = {
-    key: (FrozenRow(*aware), FrozenRow(*unaware))
+    key: (FrozenRow._make(aware), FrozenRow._make(unaware))
     for key, aware, unaware in (
         (("M", "VLM-S"), (6, 1, 49.06, 27.46, 0.12, 43.03, 6.47), (3, 1, 26.49, 28.13, 0.16, 51.32, 5.30)),
         (("M", "VLM-M"), (5, 2, 75.04, 28.15, 0.27, 51.30, 5.15), (4, 3, 45.90, 45.26, 0.16, 84.89, 3.73)),
@@ -140,7 +140,7 @@ OMNIBAL_MODELS = {
         INTERNLM2_20B,
         2,
         (39, 22, 21, 20),
-        "102 layers in all leave 54 for the encoder, and EVA-02-CLIP-E has 64",
+        contradiction="102 layers in all leave 54 for the encoder, and EVA-02-CLIP-E has 64",
     ),
     "EVA-CLIP-8B, InternLM2-20B": OmniBalRow(_vit(32, 4096, 32, 20_480), INTERNLM2_20B, 2, (17, 18, 23, 22)),
     "EVA-CLIP-18B, InternLM2-20B": OmniBalRow(_vit(48, 5120, 40, 25_600), INTERNLM2_20B, 4, (18, 19, 25, 34)),

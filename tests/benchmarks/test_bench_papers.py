@@ -35,6 +35,15 @@ def test_a_row_says_whether_the_better_side_is_predicted():
     assert papers.Row("", "", 1.2, 1.5).error == pytest.approx(0.25)
 
 
+def test_frozen_modules_have_the_backward_passes_that_were_measured_within_what_recomputing_takes():
+    rows = {row.case.split(":")[0]: row for row in papers.backward_rows()}
+    assert rows["encoder, frozen"].error < 0.001
+    assert max(row.error for case, row in rows.items() if "trained" in case and "frozen" not in case) < 0.1
+    # Of a frozen LLM behind a projector: gradients of the inputs, and what is recomputed.
+    frozen = rows["LLM, frozen behind a trained projector"]
+    assert 2 < frozen.reported < frozen.predicted < 3
+
+
 @pytest.mark.exhaustive
 def test_the_papers_tables_are_predicted_and_our_partition_is_never_slower(capsys):
     ended = run(capsys, bench.main, "papers", "--json")
