@@ -22,6 +22,7 @@ from mmjax.benchmarks import (
     headers,
     memory,
     nodewise,
+    papers,
     phases,
     pipeline,
     planning,
@@ -54,6 +55,7 @@ MEASUREMENTS: dict[str, Any] = {
     "dispatch": dispatch,
     "grouping": grouping,
     "nodewise": nodewise,
+    "papers": papers,
     "pipeline": pipeline,
     "planning": planning,
     "postbalance": postbalance,
@@ -94,13 +96,21 @@ def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -
     if as_json:
         print_lines(json.dumps(dict(measured.figures)))
         return
-    rows = [(name, _format_cell(value), measured.paper.get(name, "")) for name, value in measured.figures.items()]
+    rows = []
+    for name, value in measured.figures.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            _print_comparison(value, as_json=False)
+            print_lines("")
+        else:
+            rows.append((name, _format_cell(value), measured.paper.get(name, "")))
     print_lines(*table([("figure", "measured", "published" if measured.paper else ""), *rows], indent=""))
 
 
 def _format_cell(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_format_cell(v) if isinstance(v, dict) else v}" for name, v in value.items())
+        return ", ".join(f"{name} {_format_cell(v)}" for name, v in value.items())
+    if value is None:
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -73,6 +73,22 @@ def test_steps_with_uneven_encoders_take_several_percent_less(microbatches, spre
     assert np.mean(gains) > 1 + gain
 
 
+@pytest.mark.parametrize(("spread", "bar"), [(0.3, 0.95), (0.6, 0.93), (1.0, 0.91)])
+def test_an_encoder_as_long_as_the_other_stages_waits_several_percent_less_and_no_step_is_slower(spread, bar):
+    for stages, microbatches in ((4, 12), (4, 24), (8, 32)):
+        graph = StageGraph(tuple((s, s + 1) for s in range(stages - 1)), tuple(range(stages)))
+        shares = []
+        for seed in range(12):
+            forward, _ = encoder_times(graph, microbatches, spread, seed)
+            # The encoder has as much to do in all as each of the other stages.
+            forward[0] = forward[0] * (10**6 / forward[0].mean())
+            order = reorder("1f1b", graph, forward, 2 * forward)
+            before, after = (makespan("1f1b", graph, forward, 2 * forward, o) for o in (None, order))
+            shares.append(after / before)
+        assert max(shares) <= 1
+        assert np.mean(shares) <= bar
+
+
 def test_equal_microbatches_stay_in_their_order():
     forward = np.array([[10, 1, 10, 1, 1, 10, 1, 1], [5] * 8])
     order = reorder("1f1b", StageGraph(((0, 1),), (0, 1)), forward, 2 * forward)
