@@ -88,7 +88,7 @@ def draw_timeline(figure: Figure, top: float, heading: str, timeline: Timeline, 
     left = max(LEFT, *(28 + 1.1 * text_width(label) for label in labels))
     right = WIDTH - RIGHT - IDLE_COLUMN - FLIGHT_COLUMN
     write_text(figure, RIGHT, top + 14, heading, weight="bold")
-    summary = f"{duration(timeline.makespan)} a step, bubble {timeline.bubble:.1%}"
+    summary = f"{duration(timeline.makespan)}, bubble {timeline.bubble:.1%}"
     write_text(figure, right, top + 14, summary, ha="right", weight="bold")
     for text, x in (("idle", right + IDLE_COLUMN), ("in flight", WIDTH - RIGHT)):
         write_text(figure, x, top + 14, text, ha="right", color=PALE)

@@ -73,14 +73,14 @@ def test_a_frozen_stage_has_no_backward_bars_and_a_last_stage_with_both_in_one_h
     assert len(set(last)) == 4
 
 
-def test_a_picture_tells_step_and_bubble_idle_time_and_microbatches_in_flight(tmp_path: Path) -> None:
+def test_a_picture_tells_seconds_and_bubble_idle_time_and_microbatches_in_flight(tmp_path: Path) -> None:
     of = timeline()
     for name in ("a.svg", "b.svg"):
         plot_timelines(tmp_path / name, "Passes", "1f1b", {"planned": of, "measured": of}, NAMES)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     texts = said(tmp_path / "a.svg")
     # 18 s for 4 microbatches of 3 s: a third is idle. Depth + 1 in flight.
-    expected = {"Passes", "1f1b", "planned", "measured", "18.00 s a step, bubble 33.3%", "33%", "3", "2", "1", *NAMES}
+    expected = {"Passes", "1f1b", "planned", "measured", "18.00 s, bubble 33.3%", "33%", "3", "2", "1", *NAMES}
     assert expected <= texts
 
 
