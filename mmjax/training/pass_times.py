@@ -115,7 +115,11 @@ def read_timelines(folder: Path) -> StepTimelines | None:
 
 
 def _read_times(folder: Path) -> dict[int, dict[Action, tuple[float, float]]]:
-    """Read start and end of the passes of every step, of all processes; of a stage on several, first and last."""
+    """Read start and end of the passes of every step, of all processes.
+
+    A pass of several processes lasts from the last start, before which some still wait, to the last end. So those of
+    one worker never overlap.
+    """
     steps: dict[int, dict[Action, tuple[float, float]]] = defaultdict(dict)
     for path in sorted(folder.glob("*.jsonl")):
         for line in read_json_lines(path):
@@ -123,8 +127,8 @@ def _read_times(folder: Path) -> dict[int, dict[Action, tuple[float, float]]]:
                 record = verify_checksum(line)
                 times = steps[record["step"]]
                 for *action, start, end in record["passes"]:
-                    first, last = times.get(Action(*action), (start, end))
-                    times[Action(*action)] = (min(first, start), max(last, end))
+                    others = times.get(Action(*action), (start, end))
+                    times[Action(*action)] = (max(others[0], start), max(others[1], end))
     return steps
 
 

@@ -70,15 +70,15 @@ def test_the_last_step_that_all_processes_have_recorded_is_shown_from_its_first_
     assert measured.makespan == 30
 
 
-def test_a_stage_of_several_processes_runs_from_the_first_start_to_the_last_end(folder: Path) -> None:
+def test_a_pass_of_several_processes_lasts_from_the_last_start_to_the_last_end(folder: Path) -> None:
     record_all(folder, 4, 1000.0)
     record(folder, 2, 4, (Action("forward", 1, 0), 1000.5, 1002.0))
-    record(folder, 3, 4, (Action("forward", 1, 0), 1001.0, 1004.5))
+    record(folder, 3, 4, (Action("forward", 1, 0), 1001.5, 1004.5))
     timelines = read_timelines(folder)
     assert timelines is not None
     assert timelines.measured is not None
     number = timelines.measured.actions.index(Action("forward", 1, 0))
-    assert (timelines.measured.start[number], timelines.measured.end[number]) == (0.5, 4.5)
+    assert (timelines.measured.start[number], timelines.measured.end[number]) == (1.5, 4.5)
 
 
 def test_damaged_lines_are_left_out(folder: Path) -> None:
