@@ -42,7 +42,7 @@ AXIS = 40
 IDLE_COLUMN = 46
 FLIGHT_COLUMN = 62
 TOP = 66
-LEGEND = 34
+LEGEND = 53
 GAP = 1  # between passes, where they are wide enough
 # Passes have the numbers of their microbatches where a row has not more of them than this, and digits have room.
 NUMBERED = 40
@@ -112,10 +112,12 @@ def draw_timeline(figure: Figure, top: float, heading: str, timeline: Timeline, 
 
 
 def draw_timeline_legend(figure: Figure, top: float, names: Sequence[str]) -> None:
-    """Draw the colours of towers, and explain the shades."""
+    """Draw the colours of towers and the shades of passes, in LEGEND pixels."""
     draw_legend(figure, top, "passes of", {module_name(tower): x for tower, x in _tower_colours(names).items()})
-    explanation = "light: forward, dark: backward, grey: idle; numbers are microbatches"
-    write_text(figure, WIDTH - RIGHT, top + 12, explanation, ha="right", color=PALE)
+    # Shown, not told: a page in dark mode turns light into dark.
+    shades = {"forward": _mix(PALE, "white", LIGHT), "backward": PALE, "idle": IDLE}
+    draw_legend(figure, top + 19, "in shades", shades)
+    write_text(figure, WIDTH - RIGHT, top + 31, "numbers are microbatches", ha="right", color=PALE)
 
 
 def _stages_of_workers(timeline: Timeline) -> list[list[int]]:
