@@ -253,15 +253,15 @@ def part_of(run: Run, media: int) -> RunPart:
         time=list(time_figures(run)),
         time_table=time_table(run),
         slowest=slowest_table(run),
+        timelines=read_timelines(run.folder.passes),
         worst=worst_table(run, WORST_LISTED),
         quarantine=left_out(run.folder.quarantine),
         oversize=left_out(run.folder.oversize),
         launches=list_launches(run),
         config=describe(run.config),
     )
-    if (timelines := read_timelines(run.folder.passes)) is not None:
-        part.timelines = timelines
-        part.passes = timeline_plot(run, timelines)
+    if part.timelines is not None:
+        part.passes = timeline_plot(part.timelines)
     # All above is in the run folder; all below needs the data files too, which may be gone.
     planned, part.missing = _or_reason(lambda: plan_again(run))
     if planned is None:

@@ -71,17 +71,16 @@ def work_table(planned: Planned, modules: tuple[str, ...]) -> list[tuple[str, ..
     return rows
 
 
-def timeline_plot(run: Run, timelines: StepTimelines) -> str:
+def timeline_plot(timelines: StepTimelines) -> str:
     """Plot when a pipeline's passes were planned to run, and when they ran, as a data URI."""
     from mmjax.reporting.timeline_plot import plot_timelines
 
     shown = {f"planned, by {'measured layer times' if timelines.profiled else 'assumed rates'}": timelines.planned}
     if timelines.measured is not None:
         shown[f"measured, step {timelines.step:,}"] = timelines.measured
+    title = "Passes of a step"
     subtitle = f"schedule {timelines.schedule}, {timelines.planned.schedule.microbatches} microbatches"
-    return _plot_uri(
-        lambda path: plot_timelines(path, f"{run.name}: the passes of a step", subtitle, shown, timelines.stages)
-    )
+    return _plot_uri(lambda path: plot_timelines(path, title, subtitle, shown, timelines.stages))
 
 
 RUN_COLOURS = (1, 2, 0, 3, 4, 5, 6)  # blue first, then orange

@@ -27,7 +27,7 @@ from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.runtime.step import Runner
 
 PLANNED = "planned.json"
-WARM_STEPS = 4  # after a start; the steps before it are not timed
+FIRST_TIMED = 4  # steps after a start: the first ones are slower
 
 
 def write_planned(
@@ -62,7 +62,7 @@ def time_passes(folder: Path, executor: Runner, done: int, first_step: int) -> I
     done: steps of the run after this one. first_step: of this start.
     """
     steps = done - first_step
-    due = steps >= WARM_STEPS and steps & (steps - 1) == 0
+    due = steps >= FIRST_TIMED and steps & (steps - 1) == 0
     if not (due and isinstance(executor, PipelineExecutor) and executor.synchronous):
         yield
         return
