@@ -1,8 +1,9 @@
 """See how a run went, on one page: ``python -m mmjax.report RUN [RUN2 ...] [--out report.html]``.
 
-Curves of the runs beside each other, how full rows were and how balanced ranks were, where a step's time goes, a packed
-row with its images and clips, the samples with the largest losses, skipped samples and every launch. The page is one
-file that needs no network, made from run folders and their data without an accelerator, also while a run trains.
+Curves of the runs beside each other, how full rows were and how balanced ranks were, where a step's time goes, when a
+pipeline's passes run, a packed row with its images and clips, the samples with the largest losses, skipped samples and
+every launch. The page is one file that needs no network, made from run folders and their data without an accelerator,
+also while a run trains.
 """
 
 from __future__ import annotations

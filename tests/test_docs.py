@@ -105,6 +105,17 @@ def test_the_code_in_balance_md_runs() -> None:
         exec(code, {})
 
 
+def test_the_picture_in_pipelines_md_is_made_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (ROOT / "docs/pipelines.md").read_text()
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if "plot_timelines" in code)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    texts = [
+        re.findall("<text.*?>(.*?)</text>", (at / "schedules.svg").read_text()) for at in (ROOT / "docs", tmp_path)
+    ]
+    assert texts[0] == texts[1] != []
+
+
 def write_lengths(path: Path) -> None:
     """Write lengths of samples with images, as the benchmarks that the documents show read them."""
     rng = np.random.default_rng(0)

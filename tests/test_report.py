@@ -22,7 +22,7 @@ from started import Ended
 from mmjax.balance.parts import dist_ratio
 from mmjax.config.loading import load
 from mmjax.data.loading.replay import PackedRow
-from mmjax.disk import verify_checksum, with_checksum
+from mmjax.disk import verify_checksum, with_checksum, write_sealed
 from mmjax.inspect import replay, write
 from mmjax.models.attention import allowed
 from mmjax.models.model import Model
@@ -191,6 +191,23 @@ def test_a_run_that_has_just_begun_has_a_report(trained: Path) -> None:
     assert "steps 1 to" in found.text
     (folder / "history.jsonl").unlink()
     assert "has not started yet" in Page(report([folder])).text
+
+
+def test_a_pipelines_passes_are_shown_as_planned_where_none_was_measured(trained: Path) -> None:
+    folder = copied(trained, "in_units")
+    (folder / "history.jsonl").unlink()  # its steps are not planned again, which takes seconds
+    (folder / "passes").mkdir()
+    plan = {"schedule": "1f1b", "microbatches": 2, "edges": [[0, 1]], "workers": [0, 1], "profiled": True}
+    times = {"stages": ["vision", "llm"], "forward": [0.1, 0.2], "backward": [0.2, 0.4]}
+    write_sealed(folder / "passes" / "planned.json", plan | times)
+    found = Page(report([folder]))
+    assert "#passes" in {link["href"] for link in found.all("a")}
+    assert "Nothing was measured" in found.text
+    (picture,) = (image for image in found.all("img") if image["alt"] == "passes of every stage over time, planned")
+    svg = base64.b64decode(picture["src"].partition(",")[2]).decode()
+    assert "planned, by measured layer times" in svg
+    # Two microbatches of .6 s in the LLM, after a forward pass of the encoder and before a backward pass of it.
+    assert "1.50 s, bubble 40.0%" in svg
 
 
 def test_torn_lines_and_starts_in_mid_run_are_no_obstacle(trained: Path) -> None:

@@ -6,6 +6,7 @@ shapes alone.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -102,6 +103,9 @@ class Passes:
         last = replicated(stages[self.graph.sink].mesh)
         self._merge_loss = jax.jit(_merge_loss, out_shardings=last, donate_argnums=0)
         self._structs: dict[Any, dict[str, jax.ShapeDtypeStruct]] = {}  # of outputs by stage and shapes of inputs
+        # This process's passes with the seconds of the wall clock at their start and end, where somebody wants them.
+        self.times: list[tuple[Action, float, float]] | None = None
+        self._waited = 0.0  # when arrays were last waited for
         # The pass at which this process is, its number in the step, and what it takes; for the watchdog.
         self._position: tuple[int, Action | None, Activations] = (0, None, {})
 
@@ -124,7 +128,10 @@ class Passes:
         A CPU's programs have a pool of as many threads as there are devices, in no order: those on several meshes may
         each hold threads that another waits for. Goes when XLA's CPU client runs each device's programs in order.
         """
-        return jax.block_until_ready(x) if self.synchronous else x
+        if self.synchronous:
+            jax.block_until_ready(x)
+        self._waited = time.time()
+        return x
 
     def run(
         self,
@@ -143,11 +150,18 @@ class Passes:
         run = Gradients(sums, step)
         for position, action in enumerate(self.order(len(batches))):
             number, batch = action.stage, batches[action.microbatch]
-            self._position = (position, action, self._arrivals(run, action))
+            arrivals = self._arrivals(run, action)
+            self._position = (position, action, arrivals)
+            timed = self.times is not None and self.local[number]
+            if timed:
+                self.wait(arrivals)  # a pass starts when it has its inputs
+            start = self._waited
             if action.kind == "forward":
                 self.forward(run, action, parameters[number], batch[number], weight, noise)
             else:
                 self.backward(run, action, parameters[number], batch[number])
+            if timed:
+                self.times.append((action, start, self._waited))
         self._position = (len(self.order(len(batches))), None, {})
         for number, program in enumerate(self.programs):
             if self.local[number] and program.sums_by_rank:

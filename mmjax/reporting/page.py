@@ -28,10 +28,12 @@ from mmjax.reporting.training import (
     slowest_table,
     time_figures,
     time_table,
+    timeline_plot,
     training_figures,
     work_plot,
     work_table,
 )
+from mmjax.training.pass_times import StepTimelines, read_timelines
 
 LISTED = 40  # samples that were left out
 # Keys of the history that are compared between launches, with their headings.
@@ -191,6 +193,8 @@ class RunPart:
     time: Sequence[Figure] = ()
     time_table: Rows = field(default_factory=list)
     slowest: Rows = field(default_factory=list)
+    timelines: StepTimelines | None = None  # of a pipeline
+    passes: str = ""  # a data URI
     row: ShownRow | None = None
     worst: Rows = field(default_factory=list)
     worst_samples: Sequence[ShownSample] = ()
@@ -231,6 +235,7 @@ def sections_of(parts: Sequence[RunPart]) -> dict[str, str]:
         "lengths": ("Lengths and rows", any(part.missing or part.lengths for part in parts)),
         "balance": ("Balance", any(part.work or (part.ranks != 1 and part.balance) for part in parts)),
         "time": ("Time", any(part.time for part in parts)),
+        "passes": ("Pipeline", any(part.timelines for part in parts)),
         "row": ("A packed row", any(part.row or part.missing_row for part in parts)),
         "worst": ("Worst samples", any(part.worst for part in parts)),
         "left-out": ("Left out", any(part.left_out for part in parts)),
@@ -248,12 +253,15 @@ def part_of(run: Run, media: int) -> RunPart:
         time=list(time_figures(run)),
         time_table=time_table(run),
         slowest=slowest_table(run),
+        timelines=read_timelines(run.folder.passes),
         worst=worst_table(run, WORST_LISTED),
         quarantine=left_out(run.folder.quarantine),
         oversize=left_out(run.folder.oversize),
         launches=list_launches(run),
         config=describe(run.config),
     )
+    if part.timelines is not None:
+        part.passes = timeline_plot(part.timelines)
     # All above is in the run folder; all below needs the data files too, which may be gone.
     planned, part.missing = _or_reason(lambda: plan_again(run))
     if planned is None:

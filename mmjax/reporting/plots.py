@@ -6,7 +6,7 @@ byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import matplotlib
@@ -193,10 +193,10 @@ def module_name(name: str) -> str:
     return "LLM" if name == "llm" else f"{name} encoder"
 
 
-def module_colours(work: Work) -> dict[str, str]:
+def module_colours(names: Collection[str]) -> dict[str, str]:
     """Choose the colour of each module; those of an omni model have the same in every figure."""
-    unknown = [name for name in work if name not in MODULES]
-    return {name: MODULES.get(name) or OTHERS[unknown.index(name) % len(OTHERS)] for name in work}
+    unknown = [name for name in names if name not in MODULES]
+    return {name: MODULES.get(name) or OTHERS[unknown.index(name) % len(OTHERS)] for name in names}
 
 
 def new_figure(height: float, title: str, subtitle: str) -> Figure:

@@ -15,6 +15,7 @@ from mmjax.config import AudioConfig
 from mmjax.console import count, duration, size
 from mmjax.reporting.charts import GREY, HALF, WIDE, Figure, Formatter, area_chart, data_uri, histogram, line_chart
 from mmjax.reporting.run import Curve, Planned, Run
+from mmjax.training.pass_times import StepTimelines
 
 
 def length_figures(run: Run, planned: Planned) -> Iterator[Figure]:
@@ -51,9 +52,14 @@ def work_plot(planned: Planned, modules: tuple[str, ...]) -> str:
         return ""
     headings = {way: f"balance {way}: {MEANINGS[way]}" for way in works}
     headings[kind] += " (as it ran)"
+    return _plot_uri(lambda path: plot_work(path, works, headings, f"{ranks} ranks, {planned.span}"))
+
+
+def _plot_uri(plot: Callable[[Path], None]) -> str:
+    """Return what is plotted to an SVG file as a data URI."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "work.svg"
-        plot_work(path, works, headings, f"{ranks} ranks, {planned.span}")
+        path = Path(folder) / "plot.svg"
+        plot(path)
         return data_uri("svg+xml", path.read_bytes())
 
 
@@ -63,6 +69,18 @@ def work_table(planned: Planned, modules: tuple[str, ...]) -> list[tuple[str, ..
     for module, unbalanced, balanced in zip(modules, planned.work(False), planned.work(True), strict=True):
         rows.append((module, *(percent(float(dist_ratio(work).mean())) for work in (unbalanced, balanced))))
     return rows
+
+
+def timeline_plot(timelines: StepTimelines) -> str:
+    """Plot when a pipeline's passes were planned to run, and when they ran, as a data URI."""
+    from mmjax.reporting.timeline_plot import plot_timelines
+
+    shown = {f"planned, by {'measured layer times' if timelines.profiled else 'assumed rates'}": timelines.planned}
+    if timelines.measured is not None:
+        shown[f"measured, step {timelines.step:,}"] = timelines.measured
+    title = "Passes of a step"
+    subtitle = f"schedule {timelines.schedule}, {timelines.planned.schedule.microbatches} microbatches"
+    return _plot_uri(lambda path: plot_timelines(path, title, subtitle, shown, timelines.stages))
 
 
 RUN_COLOURS = (1, 2, 0, 3, 4, 5, 6)  # blue first, then orange

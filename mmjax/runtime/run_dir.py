@@ -123,6 +123,7 @@ class RunFolder:
     history = _path_in_run("history.jsonl")  # config, data and devices of every start of the run, a JSON object each
     due_samples = _path_in_run("due")  # samples that epochs still owed when the data changed
     traces = _path_in_run("traces")  # profiler traces of a few steps
+    passes = _path_in_run("passes")  # of a pipeline: planned and measured times, a file for the plan and each process
     memory_plan = _path_in_run("fit.json")  # the run's remat policies and loss chunks
     oversize = _path_in_run("oversize.jsonl")  # samples that fit no budget, a JSON object each
     quarantine = _path_in_run("quarantine.jsonl")  # unusable samples and why, a JSON object each

@@ -67,6 +67,7 @@ from mmjax.training import announce
 from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples, samples_with_bad_gradients
 from mmjax.training.evaluation import BestMetric, make_evaluator, score_split, write_test_scores
 from mmjax.training.metrics import MetricsLog, MetricValue, StepMetrics
+from mmjax.training.pass_times import time_passes, write_planned
 from mmjax.training.run_checkpoints import RunCheckpoints, restore_or_init
 from mmjax.training.run_data import append_launch, open_data
 from mmjax.training.signals import ProfilerTrace, StopFlags
@@ -146,6 +147,7 @@ class Trainer:
         self.config = config = self.data.launch.config  # in which training.epochs became training.steps
         self.loader = self.data.loader
 
+        self.profiled = False  # whether stages are planned by measured times of their layers
         with activity("predicting memory"):
             self.stages, self.memory_plan = self.plan_units() if config.units else ((), self.plan_memory(profile))
         self.executor: Runner = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
@@ -220,6 +222,7 @@ class Trainer:
         # Its policies do not matter: it says how large parameters and moments are on each stage's devices.
         executor = self.make_executor(config.model, loss_chunks)
         speed = device_speed(config, [layout], device, profile=False)
+        self.profiled = bool(speed.measured)
         available = coordination.run_on_leader(lambda: available_memory(config.mesh, device))
         limit = MemoryLimit(math.inf if available is None else available, config.mesh.host_memory * GB)
         stages = plan_stages(config, executor, layout, speed, limit)
@@ -279,13 +282,16 @@ class Trainer:
         if not isinstance(self.executor, PipelineExecutor):
             return announce.describe_memory_plan(self.memory_plan)
         timeline = simulate_stages(self.executor, self.stages, self.config.batch.microbatches)
-        measured = bool(device_speed(self.config, [self.loader.layout], self.mesh.devices.flat[0], False).measured)
-        return announce.describe_stages(self.config, self.stages, self.executor.schedule, timeline.bubble, measured)
+        return announce.describe_stages(
+            self.config, self.stages, self.executor.schedule, timeline.bubble, self.profiled
+        )
 
     def start_workers(self) -> None:
         """Start the data workers, which begin to load at once, and add this start to the run's history."""
         if coordination.is_leader():
             append_launch(self.folder.history, self.data.launch)
+            microbatches = self.config.batch.microbatches
+            write_planned(self.folder.passes, self.executor, self.stages, microbatches, self.profiled)
         data = self.config.data
         self.batches = steps(self.loader, self.first_step, self.end_step, data.workers, data.prefetch)
 
@@ -343,9 +349,10 @@ class Trainer:
                 )
                 hyper = hyperparameters(config, self.executor.modules, step)
                 noise = np.array([config.seed, step], np.uint32)
-                state, accumulated, report = self.executor.step(
-                    state, accumulated, batches, hyper, process_report, noise
-                )
+                with time_passes(self.folder.passes, self.executor, step + 1, self.first_step):
+                    state, accumulated, report = self.executor.step(
+                        state, accumulated, batches, hyper, process_report, noise
+                    )
 
                 # Check and log the step before: its report is there by now, while this one still computes.
                 self.finish_step(state, progress)

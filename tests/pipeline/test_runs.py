@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import random
+import re
 import shutil
 import signal
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,6 +19,9 @@ from restarts import last, steps_of
 from started import Ended, finish, launch, process_of, wait_until
 
 from mmjax import inspect, train
+from mmjax.planning.simulate import list_needs
+from mmjax.report import report
+from mmjax.training.pass_times import read_timelines
 
 STAGES = ("units.llm.pipeline=2", "batch.microbatches=2")
 BY_MODULE = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=2", "batch.microbatches=2")
@@ -27,6 +34,23 @@ def assert_same_losses(steps: dict, expected: dict) -> None:
         assert steps[step]["samples"] == record["samples"]
         assert steps[step]["loss"] == pytest.approx(record["loss"], rel=1e-4)
         assert steps[step]["gradient_norm"] == pytest.approx(record["gradient_norm"], rel=1e-3)
+
+
+def assert_passes_are_timed(folder: Path, stages: int) -> None:
+    """The last of the steps 4, 8, 16, .. has every pass, none before what it needs; one worker's do not overlap."""
+    timelines = read_timelines(folder / "passes")
+    assert timelines.step == 4
+    measured = timelines.measured
+    assert len(timelines.stages) == stages
+    assert set(measured.actions) == set(timelines.planned.actions)
+    spans = {a: (start, end) for a, start, end in zip(measured.actions, measured.start, measured.end, strict=True)}
+    empty = {action for action, (start, end) in spans.items() if start == end}
+    # The last stage's backward passes are in one program with its forward passes.
+    assert empty == {a for a in spans if a.kind == "backward" and a.stage == measured.schedule.graph.sink}
+    for action, (start, _) in spans.items():
+        assert all(spans[need][1] <= start for need, _ in list_needs(measured.schedule, action))
+    for order in measured.schedule.orders:
+        assert all(spans[before][1] <= spans[after][0] for before, after in pairwise(order))
 
 
 def go_back(folder, *steps: int) -> None:
@@ -46,11 +70,13 @@ def test_a_run_in_stages_gives_the_losses_of_one_mesh_which_goes_on_from_its_che
     assert "predicted bubble" in ended.out
     assert "; 0 programs compiled after the start" in ended.out
     assert_same_losses(steps_of(staged), steps_of(one))
+    assert_passes_are_timed(staged, 2)
     go_back(staged, 6, 4)
     resumed = run(capsys, train.main, *words, f"run={staged}", "--resume", "units={}")
     assert resumed.code == 0, resumed
     assert "at step 2" in resumed.out
     assert_same_losses(steps_of(staged), steps_of(one))
+    assert read_timelines(staged / "passes") is None  # those of the last start
     go_back(one, 6, 4)
     assert run(capsys, train.main, *words, *STAGES, f"run={one}", "--resume").code == 0
     assert_same_losses(steps_of(one), steps_of(staged))
@@ -102,6 +128,11 @@ def test_units_over_processes_give_the_losses_of_one_mesh_and_go_on_from_each_ot
     assert ended.code == 0, ended
     assert "; 0 programs compiled after the start" in ended.out
     assert_same_losses(steps_of(two), expected)
+    assert_passes_are_timed(two, 4)
+    page = report([two]).read_text()
+    assert "passes of every stage over time, planned and measured" in page
+    svg = base64.b64decode(re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)[-1]).decode()
+    assert all(text in svg for text in ("planned, by assumed rates", "measured, step 4", "llm[1:2]"))
     # On from step 2 with other units in three processes, and from step 4 on one mesh.
     go_back(two, 6, 4)
     ended = together(3, *words, *OTHERS, f"run={two}", "--resume", devices=1, monkeypatch=monkeypatch)
