@@ -126,23 +126,24 @@ class PipelineExecutor:
             )
             for n, program in enumerate(self.programs)
         )
-        # Programs of the whole step: on the last stage's mesh, or on all devices.
-        self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in stages]
-        sink = stages[self.graph.sink].mesh
-        self._weigh = jax.jit(weigh, out_shardings=(replicated(sink), rows_sharding(sink, rules.rows)))
+        self._sums = [self._drop_tied(n, (program.sums, {}))[0] for n, program in enumerate(self.programs)]
+        self._jit_step_programs()
+
+    def _jit_step_programs(self) -> None:
+        """Jit the programs of the whole step, on the last stage's mesh or on all devices, and every stage's update."""
+        self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in self.stages]
+        sink = self.stages[self.graph.sink].mesh
+        self._weigh = jax.jit(weigh, out_shardings=(replicated(sink), rows_sharding(sink, self.rules.rows)))
         self._isolate = jax.jit(isolate_rows)
         self._merge_unreadable = jax.jit(merge_unreadable, out_shardings=replicated(self.mesh))
         self._settle = jax.jit(self._settle_step, out_shardings=replicated(self.mesh))
         self._update = [
             jax.jit(
                 partial(self._update_stage, n),
-                out_shardings=(
-                    shardings,
-                    jax.tree.map(lambda x: x.sharding, self._drop_tied(n, (program.sums, {}))[0]),
-                ),
+                out_shardings=(shardings, jax.tree.map(lambda x: x.sharding, sums)),
                 donate_argnums=(0, 1),
             )
-            for n, (program, shardings) in enumerate(zip(self.programs, self.shardings, strict=True))
+            for n, (sums, shardings) in enumerate(zip(self._sums, self.shardings, strict=True))
         ]
 
     def _check_agreement(self) -> None:
@@ -469,15 +470,13 @@ class PipelineExecutor:
     def _update_stage(
         self, number: int, state: TrainState, sums: Params, hyper: Hyperparameters, norm: Any, valid: Any
     ) -> tuple[TrainState, Params]:
-        program = self.programs[number]
         stored = self.optimizer.load(state.optimizer)
-        with activations_on(program.mesh, self.rules):
+        with activations_on(self.stages[number].mesh, self.rules):
             params, moments, _ = self.optimizer.update(sums, stored, state.trainable, hyper, norm)
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, stored)
         )
-        cleared = zeros_like(self._drop_tied(number, (program.sums, {}))[0])
-        return TrainState(state.step + valid, params, state.frozen, moments), cleared
+        return TrainState(state.step + valid, params, state.frozen, moments), zeros_like(self._sums[number])
 
     def owners(self, batch: StagedBatch) -> np.ndarray:
         """Return every token's sample, of all rows."""
