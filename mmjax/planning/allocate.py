@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ TENSOR = (1, 2, 4, 8)
 ENCODER_STAGES = 8  # at most: an encoder that is too slow gets more ranks
 LLM_STAGES = 64  # at most
 SIMULATIONS = 4_000  # at most
+MANY = 40  # numbers of an option, beyond which options are not compared with each other
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class TowerOptions(NamedTuple):
     data: np.ndarray
     fsdp: np.ndarray
     share: np.ndarray  # of the step's work, of a rank in a microbatch
+    edge: np.ndarray  # seconds of a transfer between its stages
     forward: np.ndarray  # seconds
     backward: np.ndarray
     tail: np.ndarray  # seconds behind the last pass: the gradients' reduction and the update
@@ -171,17 +174,11 @@ def _cut(costs: TowerCosts, stages: int) -> tuple[int, ...]:
 def _options(
     problem: Problem, costs: TowerCosts, stages: int, microbatches: int, behind: int, rows: int
 ) -> TowerOptions:
-    cluster, t = problem.cluster, costs.tensor
-    pairs = [
-        (ranks // fsdp, fsdp)
-        for ranks in problem.ranks
-        if t * ranks * stages <= cluster.devices and ranks * microbatches <= problem.samples
-        for fsdp in (2**k for k in range(ranks.bit_length()))
-        if ranks % fsdp == 0
-    ]
-    data, fsdp = (
-        np.array(column, np.int64).reshape(-1, 1) for column in (zip(*pairs, strict=True) if pairs else ((), ()))
-    )
+    t = costs.tensor
+    splits = _splits(problem.cluster, t, problem.ranks)
+    ranks = splits[:, 0] * splits[:, 1]
+    splits = splits[(t * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)]
+    data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
     cuts = _cut(costs, stages)
     begins = np.array((0, *cuts))
     layers = np.diff((*begins, len(costs.forward)))
@@ -196,34 +193,51 @@ def _options(
     per_layer = (problem.room - fixed) / (in_flight * share * layers)
     again = share * layers * np.interp(per_layer, costs.saved[::-1], costs.again[::-1])
     fits = (per_layer >= costs.saved[-1]).all(1)
-    gather = np.array([collective_seconds(1.0, int(n), t, cluster) for n in fsdp[:, 0]]).reshape(-1, 1)
     forward = share * total["forward"] + layers * costs.launch[0] + total["cast_forward"] / fsdp
     forward = np.maximum(forward, gather * total["gathered"])
     backward = share * total["backward"] + again + layers * costs.launch[1] + total["cast_backward"] / fsdp
     backward = np.maximum(backward, gather * (total["gathered"] + total["scattered"])) * (total["backward"] > 0)
-    reduce = np.array([collective_seconds(1.0, int(d), t * int(f), cluster) for d, f in pairs]).reshape(-1, 1)
     tail = (2 * reduce * total["gradients"] / fsdp).max(1) + (total["update"] / fsdp).max(1)
-    options = TowerOptions(costs, cuts, data[:, 0], fsdp[:, 0], share[:, 0], forward, backward, tail)
-    keep = np.flatnonzero(fits)
-    return _select(options, keep[_undominated(_select(options, keep))])
+    edge = share[:, 0] * costs.passed / _link(problem.cluster)
+    counts = (column[:, 0].astype(np.int64) for column in (data, fsdp))
+    options = TowerOptions(costs, cuts, *counts, share[:, 0], edge, forward, backward, tail)
+    options = _select(options, np.flatnonzero(fits))
+    return _select(options, _undominated(options))
+
+
+def _link(cluster: Cluster) -> float:
+    """Return the bytes per second between stages: links of a node count only where the cluster is one node."""
+    return BANDWIDTH_EFFICIENCY * (cluster.device.link if cluster.nodes == 1 else cluster.device.network)
+
+
+@lru_cache
+def _splits(cluster: Cluster, tensor: int, ranks: tuple[int, ...]) -> np.ndarray:
+    """List the ways to split ranks into replicas and shards, float64 `[ways, 4]`.
+
+    Columns: data, fsdp, and the seconds to gather a byte over the shards and to scatter it over the replicas.
+    """
+    ways = [(n // fsdp, fsdp) for n in ranks for fsdp in (2**k for k in range(n.bit_length())) if n % fsdp == 0]
+    links = [
+        (collective_seconds(1.0, fsdp, tensor, cluster), collective_seconds(1.0, data, tensor * fsdp, cluster))
+        for data, fsdp in ways
+    ]
+    return np.column_stack([np.array(ways, np.float64), np.array(links)])
 
 
 def _select(options: TowerOptions, index: np.ndarray) -> TowerOptions:
-    arrays = ("data", "fsdp", "share", "forward", "backward", "tail")
+    arrays = ("data", "fsdp", "share", "edge", "forward", "backward", "tail")
     return options._replace(**{name: getattr(options, name)[index] for name in arrays})
 
 
 def _undominated(options: TowerOptions) -> np.ndarray:
     """Return the options that no other with as many ranks beats in every pass and behind the last; bool `[options]`."""
     rows = np.concatenate([options.forward, options.backward, options.tail[:, None]], axis=1)
-    keep = np.ones(len(rows), np.bool_)
-    for n in np.unique(options.ranks):
-        same = np.flatnonzero(options.ranks == n)
-        better = (rows[same, None] <= rows[None, same]).all(2)
-        # Of equals the first stays.
-        strictly = better & (~better.T | (same[:, None] < same[None]))
-        keep[same] = ~strictly.any(0)
-    return keep
+    if rows.shape[1] > MANY:
+        return np.ones(len(rows), np.bool_)
+    same = options.ranks[:, None] == options.ranks
+    beats = same & (rows[:, None] <= rows).all(2)
+    # Of equals the first stays.
+    return ~(beats & (~beats.T | np.tri(len(rows), k=-1, dtype=np.bool_).T)).any(0)
 
 
 # ----------------------------------------------------------------------------------------------------- simulation
@@ -278,8 +292,6 @@ def _makespan(forward, backward, following, edge, depth, microbatches):
 
 def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches: int) -> Allocation:
     """Simulate a step with equal microbatches. Links of a node count only where the cluster is one node."""
-    device = problem.cluster.device
-    link = BANDWIDTH_EFFICIENCY * (device.link if problem.cluster.nodes == 1 else device.network)
     names = [*(name for name in chosen if name != "llm"), "llm"]
     counts = [len(chosen[name][0].cuts) + 1 for name in names]
     first_of_llm = sum(counts[:-1])
@@ -292,10 +304,10 @@ def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches
         backward += options.backward[n].tolist()
         following += range(begin + 1, begin + stages)
         # Of a step's bytes, those that a device sends or receives, whichever are more.
-        edge += [options.share[n] * options.costs.passed / link] * (stages - 1)
+        edge += [options.edge[n]] * (stages - 1)
         depth += range((0 if name == "llm" else counts[-1]) + stages - 1, (0 if name == "llm" else counts[-1]) - 1, -1)
         following.append(-1 if name == "llm" else first_of_llm)
-        sent = options.share[n] * options.costs.tokens / link
+        sent = options.share[n] * options.costs.tokens / _link(problem.cluster)
         fan = max(options.ranks[n] / llm.ranks[k], llm.costs.tensor / options.costs.tensor)
         edge.append(0.0 if name == "llm" else sent * fan)
     arrays = [np.array(column, np.float64) for column in (forward, backward, edge)]
@@ -333,10 +345,21 @@ class Objective(NamedTuple):
 
 
 def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
+    passes, stages = options.passes, options.passes.shape[1]
+    edges = options.edge[:, None]
+    number = np.arange(stages)
     # Before a stage begins, its first microbatch passes all before it; behind its end, its last goes back through them.
-    passes = options.passes
-    before = np.cumsum(passes, axis=1) - passes
-    return Scores(passes.sum(1), (before + microbatches * passes).max(1), options.tail)
+    before = np.cumsum(passes, axis=1) - passes + 2 * number * edges
+    # A stage sends forwards and back, and waits for both; behind its last pass that no longer counts.
+    sends = ((number > 0) * 1 + (number < stages - 1)) * edges
+    busy = before + microbatches * passes + (microbatches - 1) * sends
+    # A microbatch enters when that which is `depth + 1` before it has come back from all stages behind.
+    depth = stages - 1 - number
+    rounds, rest = np.divmod(microbatches - 1, depth + 1)
+    back = np.cumsum(passes[:, ::-1], axis=1)[:, ::-1] + 2 * depth * edges
+    waiting = before + (rounds + 1) * back + rest * options.forward
+    alone = busy if options.costs.tokens else np.maximum(busy, waiting)
+    return Scores(passes.sum(1) + 2 * (stages - 1) * options.edge, alone.max(1), options.tail)
 
 
 # A lower bound: the LLM's stages begin when an encoder's path ends, and the longest path counts.
@@ -409,9 +432,11 @@ def search(
         if score >= limit():
             break
         stages, rows = llm.choices[n][0].passes.shape[1], int(llm.ranks[n])
-        key = count, stages, rows
+        # No more than all microbatches are in flight, and most rows are larger than the smallest.
+        small = max((costs.smallest for name in encoders for costs in problem.towers[name]), default=0.0)
+        key = count, min(stages, count), rows if rows * count * small > 1 else 1
         if key not in tables:
-            tables[key] = encoder_tables(problem, objective, count, stages, rows)
+            tables[key] = encoder_tables(problem, objective, *key)
         yield from _complete(problem, objective, llm, n, tables[key], encoders, count, limit)
 
 
