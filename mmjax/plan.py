@@ -1,6 +1,7 @@
 """See what a run will do, without its hardware: ``python -m mmjax.plan CONFIG cluster=h100x8x8 [a.b=value ...]``.
 
-``cluster=here`` is this machine; with ``--profile``, the layers' times are measured on it.
+``cluster=here`` is this machine; with ``--profile``, the layers' times are measured on it. ``units=auto`` looks for the
+fastest units, devices for each module, and compares them with the best single mesh.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from mmjax.autotune.forecast import (
     MeshForecast,
     RunForecast,
     compile_forecast,
-    describe_basis,
     forecast_best_mesh,
     forecast_run,
 )
 from mmjax.autotune.memory_plan import describe_shortage, device_speed
 from mmjax.config import Config
 from mmjax.config.loading import copy_config, default_config, find_config, load
-from mmjax.config.training import unit_devices
 from mmjax.console import count, duration, print_lines, size, table
 from mmjax.data.plan.length_index import LengthIndex, build_index, index_of_lengths, omni_corpus, read_lengths
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
+from mmjax.parallel.sharding import mesh_sizes
+from mmjax.pipeline.choose_units import choose_units
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.pipeline.stage_plan import memory_plan_of
 from mmjax.planning.flops import parameters
-from mmjax.planning.hardware import USABLE, parse_cluster
+from mmjax.planning.hardware import USABLE, Cluster, parse_cluster
 from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
-from mmjax.planning.schedules import schedule_name
 from mmjax.planning.step_time import Speed
 from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
-from mmjax.training.announce import describe_memory_plan, describe_stages, replication_warning
+from mmjax.training.announce import describe_memory_plan, replication_warning
+from mmjax.training.pipeline_report import pipeline_numbers, report_pipeline
 
 SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no data
 # Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers in it; fitted to 7
@@ -55,6 +56,7 @@ SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no
 PROGRAM_SECONDS = 4.0
 STACK_SECONDS = 3.5
 HERE = "here"  # in place of a cluster's name
+AUTO = "units=auto"  # in place of a config's units: those of the fastest allocation
 COMMAND_KEYS = ("cluster", "price")  # words that are the command's, not the config's
 
 
@@ -89,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = [word for word in args.words if word.partition("=")[0] not in COMMAND_KEYS]
     named = next((word for word in words if "=" not in word), "")
     path = find_config(named) if named else default_config()
-    config = load(path, [word for word in words if word is not named])
+    chooses = AUTO in words
+    config = load(path, [word for word in words if word not in (named, AUTO)])
     if not options.get("cluster"):
         raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine")
     on_this_machine = options["cluster"] == HERE
@@ -102,16 +105,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None  # None: from the cluster's data sheet
     if on_this_machine:
         measure_speed = lambda layouts: device_speed(config, layouts, jax.devices()[0], args.profile)  # noqa: E731
-    if config.units:
+    if config.units or chooses:
         if args.picture is not None or args.compile:
             raise UserError("--picture and --compile are for one mesh; add units={} to see its forecast")
-        pipeline = forecast_pipeline(config, cluster, index, weights, measure_speed)
-        mesh = forecast_best_mesh(config, cluster, index, weights, pipeline.speed)
-        print_lines(
-            *([json.dumps(pipeline_numbers(pipeline, mesh))] if args.json else report_pipeline(pipeline, mesh, source))
-        )
+        if chooses:
+            speed = Speed(cluster.device.rates(config.training.precision))
+            pipeline = choose_units(config, cluster, index, weights, speed)
+        else:
+            pipeline = forecast_pipeline(config, cluster, index, weights, measure_speed)
+            speed = pipeline.speed
+        mesh = forecast_best_mesh(config, cluster, index, weights, speed)
+        if pipeline is None and mesh is None:
+            raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
+        if args.json:
+            print_lines(json.dumps(pipeline_numbers(pipeline, mesh)))
+        else:
+            print_lines(*report_pipeline(config, cluster, pipeline, mesh, source))
         if args.out is not None:
-            args.out.write_text(_units_plan(pipeline))
+            # Units that a person wrote are wanted; units=auto takes what is faster.
+            units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
+            args.out.write_text(_units_plan(pipeline) if units else _mesh_plan(mesh, cluster))
         return
     forecast = forecast_run(config, cluster, index, weights, measure_speed)
     compiled = None if devices is None else compile_forecast(forecast, devices)
@@ -146,6 +159,13 @@ def _units_plan(forecast: PipelineForecast) -> str:
     # Units want the mesh as it is by default.
     mesh = {"data": -1, "fsdp": 1, "tensor": 1}
     return plan_text(config, str(forecast.cluster), mesh, policies, config.training.loss_chunks or 1, expected)
+
+
+def _mesh_plan(forecast: MeshForecast, cluster: Cluster) -> str:
+    config, memory = forecast.config, forecast.memory_plan
+    mesh = mesh_sizes(config.mesh, cluster.devices)
+    expected = {"seconds": forecast.time.total, "mfu": forecast.mfu, "memory": memory.device}
+    return plan_text(config, str(cluster), mesh, memory.policies, memory.loss_chunks, expected)
 
 
 def _parse_price(text: str | None) -> float | None:
@@ -353,100 +373,6 @@ def _hours(hours: float) -> str:
         if hours >= length:
             return f"{hours / length:,.1f} {unit}"
     return f"{3600 * hours:,.1f} seconds"
-
-
-def report_pipeline(forecast: PipelineForecast, mesh: MeshForecast | None, source: str) -> list[str]:
-    """Format the plan of a run on units for a person, with the same run on one mesh beside it."""
-    config, cluster = forecast.config, forecast.cluster
-    used = sum(map(unit_devices, config.units.values()))
-    idle = f" ({cluster.devices - used} are idle)" if used < cluster.devices else ""
-    stages = describe_stages(
-        config, forecast.stages, schedule_name(config), forecast.bubble, bool(forecast.speed.measured)
-    )
-    parts = {"passes": forecast.passes - forecast.transfers, "transfers": forecast.transfers}
-    parts |= {"reduction": forecast.reduction, "update": forecast.update}
-    fullest = max(forecast.stages, key=lambda stage: stage.bytes)
-    basis = describe_basis(config, forecast.speed)
-    return [
-        f"plan   {config.name}: {count(sum(parameters(config.model).values()))} parameters, "
-        f"{config.training.precision}, on {used} of {cluster.devices} x {cluster.device.name}{idle}",
-        f"data   {source}; {forecast.samples:,.0f} samples and {count(forecast.tokens)} LLM tokens a step; rows are "
-        + ", ".join(f"{fill:.0%} full in {tower}" for tower, fill in forecast.fill.items()),
-        *stages,
-        f"memory {size(fullest.bytes)} of {size(forecast.limit.device)} a device, in {fullest.name}",
-        f"step   {duration(forecast.seconds)}, MFU {forecast.mfu:.1%} ({basis}): "
-        + ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds),
-        f"choice {compare(forecast, mesh)}",
-        *assumptions(forecast),
-    ]
-
-
-def compare(forecast: PipelineForecast, mesh: MeshForecast | None) -> str:
-    """Say which of units and one mesh is faster, and why, in one line."""
-    shape = " + ".join(
-        f"{name} {unit_devices(unit) // unit.pipeline}" + (f" x {unit.pipeline}" if unit.pipeline > 1 else "")
-        for name, unit in forecast.config.units.items()
-    )
-    emptiest = min(forecast.fill, key=lambda tower: forecast.fill[tower])
-    units = (
-        f"units {shape}: {forecast.mfu:.1%}, bubble {forecast.bubble:.0%}, rows of {emptiest} "
-        f"{forecast.fill[emptiest]:.0%} full"
-    )
-    if mesh is None:
-        return f"{units}; one mesh does not fit with any mesh.fsdp"
-    axes = " x ".join(f"{axis} {n}" for axis in ("data", "fsdp") if (n := getattr(mesh.config.mesh, axis)) > 1)
-    recompute = f", {mesh.time.recompute / mesh.time.total:.0%} recomputed" if mesh.time.recompute else ""
-    one = (
-        f"one mesh ({axes or 'one device'}, {mesh.config.batch.microbatches} microbatch(es)): {mesh.mfu:.1%}{recompute}"
-    )
-    faster = "one mesh is faster" if mesh.time.total <= forecast.seconds else "units are faster"
-    ratio = max(mesh.time.total, forecast.seconds) / min(mesh.time.total, forecast.seconds)
-    return f"{one}; {units}: {faster}, {ratio:.2f} times"
-
-
-def assumptions(forecast: PipelineForecast) -> list[str]:
-    """List what the times assume, and how to replace it."""
-    device = forecast.cluster.device
-    lines = [
-        f"assume {device.link / 1e9:g} GB/s between devices of a node, {device.network / 1e9:g} to others, 80% of "
-        "either; a stage waits until what it sends has arrived, and latency is not counted (planning/hardware.py)"
-    ]
-    if not forecast.speed.measured:
-        lines.append("assume rates of layers: replace them on such a device by cluster=here --profile")
-    return lines
-
-
-def pipeline_numbers(forecast: PipelineForecast, mesh: MeshForecast | None) -> dict[str, Any]:
-    """Build the JSON object of `--json` for a run on units: times in seconds, memory in bytes."""
-    stages = [asdict(stage) | {"layers": [stage.layers.start, stage.layers.stop]} for stage in forecast.stages]
-    return {
-        "config": forecast.config.name,
-        "cluster": str(forecast.cluster),
-        "units": {name: asdict(unit) for name, unit in forecast.config.units.items()},
-        "stages": stages,
-        "room": forecast.limit.device,
-        "seconds": {
-            "total": forecast.seconds,
-            "passes": forecast.passes,
-            "transfers": forecast.transfers,
-            "reduction": forecast.reduction,
-            "update": forecast.update,
-        },
-        "bubble": forecast.bubble,
-        "fill": forecast.fill,
-        "mfu": forecast.mfu,
-        "samples": forecast.samples,
-        "tokens": forecast.tokens,
-        "basis": describe_basis(forecast.config, forecast.speed),
-        "one_mesh": None
-        if mesh is None
-        else {
-            "fsdp": mesh.config.mesh.fsdp,
-            "microbatches": mesh.config.batch.microbatches,
-            "seconds": mesh.time.total,
-            "mfu": mesh.mfu,
-        },
-    }
 
 
 def as_numbers(forecast: RunForecast, price: float | None, compiled: Compiled | None = None) -> dict[str, Any]:

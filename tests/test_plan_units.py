@@ -68,7 +68,7 @@ def test_the_report_says_which_is_faster_why_and_what_is_assumed(capsys):
     ended = run(capsys, plan.main, *SMALL, *UNITS)
     assert ended.code == 0, ended.err
     for text in (
-        "tiny_omni: 1.27M parameters, float32, on 7 of 8 x a100 (1 are idle)",
+        "tiny_omni: 1.27M parameters, float32, on 7 of 8 x a100 (1 idle: start it on 7)",
         "units  schedule 1f1b, 4 microbatch(es)",
         "predicted bubble ",
         "choice one mesh (",
@@ -83,3 +83,19 @@ def test_units_that_do_not_fit_the_cluster_are_refused(capsys):
     ended = run(capsys, plan.main, *SMALL, *UNITS, "units.audio.data=3")
     assert ended.code == 2
     assert "the units need 9 devices and a100x2x4 has 8" in ended.err
+
+
+@pytest.mark.exhaustive
+def test_units_auto_plans_units_that_fit_and_writes_what_is_faster(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    ended = run(capsys, plan.main, *SMALL, "units=auto", "--json", "--out", str(path))
+    assert ended.code == 0, ended.err
+    numbers = json.loads(ended.out)
+    assert {module for name in numbers["units"] for module in [name]} == {"vision", "audio", "llm"}
+    assert max(max(stage["devices"]) for stage in numbers["stages"]) < 8
+    assert all(sum(stage["memory"].values()) < numbers["room"] for stage in numbers["stages"])
+    name, changes = plan_changes(path)
+    config = load(find_config(name), changes)
+    one_mesh = numbers["one_mesh"]["seconds"] <= numbers["seconds"]["total"]
+    assert bool(config.units) != one_mesh
+    assert config.mesh.fsdp == (numbers["one_mesh"]["fsdp"] if one_mesh else 1)

@@ -100,7 +100,7 @@ class Allocation:
 
 
 class Problem(NamedTuple):
-    """What is allocated, and on what."""
+    """Costs of a model's towers, and the cluster whose devices are allocated to them."""
 
     towers: Mapping[str, Sequence[TowerCosts]]  # of the LLM and encoders, at each degree of tensor parallelism
     cluster: Cluster
@@ -329,7 +329,7 @@ def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches
 
 
 class Scores(NamedTuple):
-    """What an objective needs of options, `[options]` each."""
+    """Scores of options by an objective, `[options]` each."""
 
     path: np.ndarray  # seconds of one microbatch through all stages
     alone: np.ndarray  # seconds of the step, if the other towers took no time
@@ -337,7 +337,7 @@ class Scores(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """How towers are scored, and how scores of several make one."""
+    """Rules by which towers are scored, and scores of several make one."""
 
     score: Callable[[TowerOptions, int], Scores]
     merge_paths: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of two encoders

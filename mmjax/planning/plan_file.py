@@ -26,7 +26,7 @@ from mmjax.errors import UserError
 KEYS = ("config", "cluster", "settings", "expected")
 SETTINGS = (
     r"mesh\.(data|fsdp|tensor)|model\.(llm|encoders\.\w+)\.remat|batch\.(balance|balance\.locality|microbatches)"
-    r"|batch\.rows\.\w+|units\.\w+\.(data|fsdp|tensor|pipeline|virtual|cuts|modules)|training\.loss_chunks"
+    r"|batch\.rows\.\w+|units|units\.\w+\.(data|fsdp|tensor|pipeline|virtual|cuts|modules)|training\.loss_chunks"
 )
 
 
@@ -40,6 +40,8 @@ def plan_text(
 ) -> str:
     """Format the plan file for this mesh, or the config's units, with these policies."""
     settings: dict[str, Any] = {f"mesh.{axis}": mesh[axis] for axis in ("data", "fsdp", "tensor")}
+    if not config.units:
+        settings["units"] = "{}"
     for name, unit in config.units.items():
         defaults = Unit()
         changed = {
@@ -47,8 +49,7 @@ def plan_text(
         }
         # Something must name the unit, if it has one device.
         settings |= {f"units.{name}.{key}": value for key, value in ({"data": unit.data} | changed).items()}
-    if config.units:
-        settings |= {f"batch.rows.{tower}": rows for tower, rows in config.batch.rows.items()}
+    settings |= {f"batch.rows.{tower}": rows for tower, rows in config.batch.rows.items()}
     settings["batch.microbatches"] = config.batch.microbatches
     settings["batch.balance"] = config.batch.balance.kind
     if isinstance(config.batch.balance, PostBalance):
