@@ -176,6 +176,7 @@ def _tower_costs(
         update = update + 2 * moments / speed.rates.host
     return TowerCosts(
         tensor=tensor,
+        width=of.width,
         forward=forward,
         backward=backward * has_backward,
         smallest=works[tower][2] / shape[tower][1],

@@ -34,6 +34,7 @@ class TowerCosts:
     """
 
     tensor: int
+    width: int  # of the layers, which a number of shards divides: others would leave parameters whole
     forward: np.ndarray  # seconds
     backward: np.ndarray  # seconds without recomputation; 0 where no gradient is wanted
     smallest: float  # share of the step's work in the smallest row that holds any sample or item
@@ -175,7 +176,7 @@ def _options(
     problem: Problem, costs: TowerCosts, stages: int, microbatches: int, behind: int, rows: int
 ) -> TowerOptions:
     t = costs.tensor
-    splits = _splits(problem.cluster, t, problem.ranks)
+    splits = _splits(problem.cluster, t, problem.ranks, costs.width)
     ranks = splits[:, 0] * splits[:, 1]
     splits = splits[(t * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)]
     data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
@@ -211,12 +212,13 @@ def _link(cluster: Cluster) -> float:
 
 
 @lru_cache
-def _splits(cluster: Cluster, tensor: int, ranks: tuple[int, ...]) -> np.ndarray:
+def _splits(cluster: Cluster, tensor: int, ranks: tuple[int, ...], width: int) -> np.ndarray:
     """List the ways to split ranks into replicas and shards, float64 `[ways, 4]`.
 
     Columns: data, fsdp, and the seconds to gather a byte over the shards and to scatter it over the replicas.
     """
-    ways = [(n // fsdp, fsdp) for n in ranks for fsdp in (2**k for k in range(n.bit_length())) if n % fsdp == 0]
+    shards = [2**k for k in range(max(ranks).bit_length()) if width % 2**k == 0]
+    ways = [(n // fsdp, fsdp) for n in ranks for fsdp in shards if n % fsdp == 0]
     links = [
         (collective_seconds(1.0, fsdp, tensor, cluster), collective_seconds(1.0, data, tensor * fsdp, cluster))
         for data, fsdp in ways

@@ -25,6 +25,7 @@ def tower(rng: np.random.Generator, layers: int, tensor: int, trained: bool, enc
     size = rng.uniform(1e9, 12e9) / tensor
     return TowerCosts(
         tensor=tensor,
+        width=int(rng.choice([6, 8])),
         forward=forward,
         backward=(2.0 if trained else 0.0) * forward,
         smallest=float(rng.choice([0.0, 0.02, 0.2])),
@@ -103,7 +104,7 @@ def try_everything(of: Problem) -> float:
                 for stages in range(1, len(costs.forward) + 1)
                 for r in of.ranks
                 for f in (1, 2, 4)
-                if r % f == 0
+                if r % f == costs.width % f == 0
             ]
             for name in names
         ]
